@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from paceline.comm.channel.message_channel import SocketSendBuffer
+from paceline.comm.channel.socket_channel import SocketSendBuffer
 from paceline.job.cluster import Cluster
 from paceline.plan import plan_memory
 from paceline.plan.activation_memory import LiveBytes

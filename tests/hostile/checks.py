@@ -21,7 +21,7 @@ from paceline.checkpoint.catalog import CheckpointCatalog
 from paceline.checkpoint.manifest import _seal, decode_part
 from paceline.checkpoint.pretrained import load_weights
 from paceline.checkpoint.storage import StorageFolder
-from paceline.comm.channel.message_channel import SocketPeer
+from paceline.comm.channel.socket_channel import SocketPeer
 from paceline.errors import CheckpointError, CommunicationError, DataError, RecipeError
 from paceline.job.handshake import AuthenticatingListener
 from paceline.launch import fork_protocol

@@ -55,7 +55,7 @@ def digits(strategy: str, **changes: Any) -> Recipe:
 
 def lost_of(reduction: GradientReduction, slot: TensorSlot) -> dict[str, Tensor]:
     """By side; factors are no loss."""
-    return {s: x.clone() for s, own, x in reduction.lost() if own == slot and not s.endswith("factor")}
+    return {s: x.clone() for s, own, x in reduction.residuals() if own == slot and not s.endswith("factor")}
 
 
 def one_path(cluster: Cluster, coder: str, forgets: bool) -> bool:
@@ -104,7 +104,7 @@ def test_what_was_lost_comes_back_to_the_bit(coder: str) -> None:
     path = CODERS[coder](NativeCollective(Net(60.0), mesh.replica))
     lost = torch.tensor([-0.0, 1.5, 0.0, -2.0])
     path.feedback.set_residuals("0", {"sent": lost})
-    found = path.feedback.lost("0", 4)["sent"]
+    found = path.feedback.residuals("0", 4)["sent"]
     path.close()
     assert torch.equal(found.view(torch.int32), lost.view(torch.int32))
 
@@ -119,7 +119,7 @@ def nothing_moved(cluster: Cluster, forgets: bool) -> bool:
     for _ in range(2):
         next(rounds)
     (movement,), rule = session.rule.movements, session.rule
-    before = [value.clone() for _, _, value in rule.reducer.lost()]
+    before = [value.clone() for _, _, value in rule.reducer.residuals()]
     if forgets:
         rule.reducer.abort = rule.reducer.commit
     nothing = torch.zeros(0, dtype=torch.float64)
@@ -127,7 +127,7 @@ def nothing_moved(cluster: Cluster, forgets: bool) -> bool:
     movement.leave(0.0, 0.0)
     movement.arrive(StepTally(0.0, 0.0, 0.0, {}, 0.0, (), nothing))
     movement.mix(0.0)
-    after = [value for _, _, value in rule.reducer.lost()]
+    after = [value for _, _, value in rule.reducer.residuals()]
     assert any(bool(value.any()) for value in before)
     return all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
@@ -146,7 +146,7 @@ FP16 = {"compute": "fp16", "init_scale": 2.0**8}
 def scaled(cluster: Cluster, strategy: str, breaks: bool) -> tuple[float, float, float]:
     """How far a run ends whose scale doubles after each two updates from one whose scale stays."""
     if breaks:
-        GradientUnit.follow = GradientUnit.go_on
+        GradientUnit.follow = GradientUnit.resume
     ends, last = [], 0.0
     for growth_steps in (1000, 2):
         precision = {**FP16, "growth_steps": growth_steps}

@@ -66,7 +66,7 @@ def owed_of(session: Session, reduction: str) -> Tensor:
 def missing(cluster: Cluster, codec: str, strategy: str, reduction: str, follows: bool) -> list[float]:
     """By step, how much of the gradient was neither applied nor is owed, of all that was applied so far."""
     found: list[float] = []
-    with patch.object(GradientUnit, "follow", GradientUnit.follow if follows else GradientUnit.go_on):
+    with patch.object(GradientUnit, "follow", GradientUnit.follow if follows else GradientUnit.resume):
         words = strategy, f"{strategy} route=native codec={codec}"
         plain, coded = (session_of(cluster, word, reduction) for word in words)
         first = weight_of(plain)

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from paceline.comm.handle import Handle, collective_error, handle_of_work
-from paceline.comm.net import Net
+from paceline.comm.handle import Handle
+from paceline.comm.net import Net, collective_error, handle_of_work
 from paceline.job.mesh import RankGroup
 
 _COALESCED_BYTES = 2**24
@@ -91,7 +91,7 @@ def all_to_all_v(net: Net, parts: Sequence[Tensor], sizes: Sequence[int], group:
     source = torch.cat([part.reshape(-1) for part in parts])
     out, counts, coming = source.new_empty(sum(sizes)), [part.numel() for part in parts], list(sizes)
     sent = (source.numel() - counts[group.rank]) * source.element_size()
-    entry = net.ledger.launched("exchange", group.name, sent, group.size)
+    entry = net.ledger.count_call("exchange", group.name, sent, group.size)
     try:
         work = group.handle.alltoall_base(out, source, coming, counts)
     except RuntimeError as error:

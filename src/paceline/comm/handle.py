@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import Any, Protocol
 
-from paceline.comm.ledger import LedgerEntry
-from paceline.errors import CommunicationError, DeadlineError
-from paceline.job.mesh import RankGroup
-
-if TYPE_CHECKING:
-    from paceline.comm.net import Net
+from paceline.errors import CommunicationError
 
 
 class HandleResolver(Protocol):
@@ -101,66 +95,11 @@ def join_handles(handles: Sequence[Handle]) -> Handle:
     return Handle(resolve, lambda: all(handle.is_complete() for handle in handles))
 
 
-def handle_of_work(
-    op: str, group: RankGroup, net: Net, work: Any, entry: LedgerEntry | None, finish: Callable[[], Any]
-) -> Handle:
-    """The handle of a call of the backend.
-
-    Args:
-        work: what the backend returned.
-        entry: the ledger's row that gets the seconds; None: nobody counts.
-        finish: makes the result once the call is complete.
-    """
-    if entry is not None and net.times_calls:
-        entry.began()
-        work.get_future().add_done_callback(_ledger_callback(entry))
-
-    def resolve(deadline_seconds: float | None, exposed: bool) -> Any:
-        limit = net.deadline_seconds if deadline_seconds is None else deadline_seconds
-        began = time.perf_counter()
-        try:
-            work.wait(timedelta(seconds=limit))
-        except RuntimeError as error:
-            late = time.perf_counter() - began >= limit
-            raise collective_error(op, group, net, error, limit, late=late) from error
-        finally:
-            if entry is not None and exposed:
-                entry.exposed_seconds += time.perf_counter() - began
-        return finish()
-
-    return Handle(resolve, lambda: bool(work.is_completed()))
-
-
-def collective_error(
-    op: str, group: RankGroup, net: Net, error: Exception, limit_seconds: float, *, late: bool = False
-) -> CommunicationError:
-    """What to raise when a collective failed: a deadline, or a peer that is gone.
-
-    Args:
-        limit_seconds: the longest wait that was allowed.
-        late: it took longer than that.
-    """
-    text = str(error).splitlines()[0] if str(error) else type(error).__name__
-    where = f"rank {group.ranks[group.rank]}, {op} over group '{group.name}' {group.ranks}, step {net.step}"
-    if late or "imed out" in text:
-        return DeadlineError(
-            f"{op} did not finish within {limit_seconds:g} s: {text}",
-            where=where,
-            next_step="look for the rank that did not call it, or raise runtime.deadline_seconds",
-        )
-    return CommunicationError(
-        f"{op} failed: {text}", where=where, next_step="look at the first rank that ended: it is the cause"
-    )
-
-
-def _ledger_callback(entry: LedgerEntry) -> Callable[[Any], None]:
-    """A callback that ends a call in the ledger.
-
-    It runs on a thread of the backend and must not hold the process group: the last reference dropped
-    there would make the group wait for its own thread, which aborts the process.
-    """
-
-    def completed(_future: Any) -> None:
-        entry.ended()
-
-    return completed
+def wait_ignoring_errors(handles: Iterable[Handle | None]) -> None:
+    """Wait for each with its own deadline; errors are ignored, as the step is dropped."""
+    for handle in handles:
+        if handle is not None:
+            with suppress(CommunicationError):
+                found = handle.wait()
+                if isinstance(found, Handle):
+                    found.wait()

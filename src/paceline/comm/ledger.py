@@ -44,23 +44,23 @@ class LedgerEntry:
         self._whole = whole
         return self
 
-    def began(self) -> None:
+    def begin_call(self) -> None:
         """A call is under way; the whole begins before its part does and ends after it."""
         if self._whole is not None:
-            self._whole.began()
+            self._whole.begin_call()
         with self._lock:
             if self._under_way == 0:
                 self._busy_since = time.perf_counter()
             self._under_way += 1
 
-    def ended(self) -> None:
+    def end_call(self) -> None:
         """A call is complete."""
         with self._lock:
             self._under_way -= 1
             if self._under_way == 0:
                 self.busy_seconds += time.perf_counter() - self._busy_since
         if self._whole is not None:
-            self._whole.ended()
+            self._whole.end_call()
 
     @property
     def hidden_fraction(self) -> float:
@@ -100,7 +100,7 @@ class ByteLedger:
                     next_step="the route sends something else than it states: mend the one or the other",
                 )
 
-    def launched(self, op: str, group_name: str, num_bytes: int, world: int) -> LedgerEntry:
+    def count_call(self, op: str, group_name: str, num_bytes: int, world: int) -> LedgerEntry:
         """Count one call and return its row, for the handle to add seconds to."""
         entry = self._entries.get((op, group_name))
         if entry is None:
@@ -125,7 +125,7 @@ class ByteLedger:
         """Of all rows."""
         return sum([entry.sent_bytes for entry in self._entries.values()])
 
-    def spent(self) -> tuple[float, float, float]:
+    def totals_so_far(self) -> tuple[float, float, float]:
         """Busy and exposed seconds and the bytes that were sent, so far; asked for after every round."""
         exposed = sent = 0.0
         for entry in self._entries.values():

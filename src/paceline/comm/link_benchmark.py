@@ -88,7 +88,7 @@ def build_route_candidates(net: Net, group: RankGroup) -> RouteCandidates:
     ring = MessageCollective(net, duplicate_group(group, "messages"), RingRoute())
     found.closers.append(ring.close)
     found.paths["ring"] = ring
-    found.paths |= {word: ring.along(hops) for word, hops in messages.items()}
+    found.paths |= {word: ring.with_route(hops) for word, hops in messages.items()}
     _add_hierarchical(found, net, group)
     return found
 

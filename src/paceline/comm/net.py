@@ -24,9 +24,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm.handle import Handle, collective_error, handle_of_work
+from paceline.comm.handle import Handle
 from paceline.comm.ledger import ByteLedger, LedgerEntry
-from paceline.errors import CommunicationError
+from paceline.errors import CommunicationError, DeadlineError
 from paceline.job.mesh import RankGroup
 
 LOCAL_REDUCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
@@ -67,7 +67,7 @@ class RowExchange:
 
     def __init__(self, works: list[Any]) -> None:
         self._works = works
-        self._told: list[Callable[[Any], None]] = []
+        self._callbacks: list[Callable[[Any], None]] = []
 
     def wait(self, timeout: timedelta) -> None:
         """Block until all rows are here and those of this rank are on their way.
@@ -81,7 +81,7 @@ class RowExchange:
                 left = timedelta(seconds=max(0.001, end - time.monotonic()))
                 self._works.pop().wait(left)
         finally:
-            for tell in self._told:
+            for tell in self._callbacks:
                 tell(self)
 
     def get_future(self) -> RowExchange:
@@ -90,7 +90,7 @@ class RowExchange:
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
         """Tell somebody of the end."""
-        self._told.append(callback)
+        self._callbacks.append(callback)
 
     def is_completed(self) -> bool:
         """Whether somebody has waited; Gloo does not say before."""
@@ -332,7 +332,7 @@ class Net:
             raise collective_error(op, group, self, error, self.deadline_seconds) from error
 
     def _launch(self, op: str, x: Tensor, group: RankGroup, times: int = 1) -> LedgerEntry:
-        return self.ledger.launched(op, group.name, times * x.numel() * x.element_size(), group.size)
+        return self.ledger.count_call(op, group.name, times * x.numel() * x.element_size(), group.size)
 
     def _lengths(self, x: Tensor, group: RankGroup) -> list[int]:
         mine = torch.tensor([x.shape[0] if x.dim() else 1], device=x.device)
@@ -374,3 +374,68 @@ def _with_root(options: Any, root: int) -> Any:
 def group_device(group: RankGroup) -> torch.device:
     """Where tensors lie that the group's ranks exchange: the processor, or this process's GPU."""
     return torch.device("cpu") if group.groups is None else group.groups.device
+
+
+def handle_of_work(
+    op: str, group: RankGroup, net: Net, work: Any, entry: LedgerEntry | None, finish: Callable[[], Any]
+) -> Handle:
+    """The handle of a call of the backend.
+
+    Args:
+        work: what the backend returned.
+        entry: the ledger's row that gets the seconds; None: nobody counts.
+        finish: makes the result once the call is complete.
+    """
+    if entry is not None and net.times_calls:
+        entry.begin_call()
+        work.get_future().add_done_callback(_ledger_callback(entry))
+
+    def resolve(deadline_seconds: float | None, exposed: bool) -> Any:
+        limit = net.deadline_seconds if deadline_seconds is None else deadline_seconds
+        began = time.perf_counter()
+        try:
+            work.wait(timedelta(seconds=limit))
+        except RuntimeError as error:
+            late = time.perf_counter() - began >= limit
+            raise collective_error(op, group, net, error, limit, late=late) from error
+        finally:
+            if entry is not None and exposed:
+                entry.exposed_seconds += time.perf_counter() - began
+        return finish()
+
+    return Handle(resolve, lambda: bool(work.is_completed()))
+
+
+def collective_error(
+    op: str, group: RankGroup, net: Net, error: Exception, limit_seconds: float, *, late: bool = False
+) -> CommunicationError:
+    """What to raise when a collective failed: a deadline, or a peer that is gone.
+
+    Args:
+        limit_seconds: the longest wait that was allowed.
+        late: it took longer than that.
+    """
+    text = str(error).splitlines()[0] if str(error) else type(error).__name__
+    where = f"rank {group.ranks[group.rank]}, {op} over group '{group.name}' {group.ranks}, step {net.step}"
+    if late or "imed out" in text:
+        return DeadlineError(
+            f"{op} did not finish within {limit_seconds:g} s: {text}",
+            where=where,
+            next_step="look for the rank that did not call it, or raise runtime.deadline_seconds",
+        )
+    return CommunicationError(
+        f"{op} failed: {text}", where=where, next_step="look at the first rank that ended: it is the cause"
+    )
+
+
+def _ledger_callback(entry: LedgerEntry) -> Callable[[Any], None]:
+    """A callback that ends a call in the ledger.
+
+    It runs on a thread of the backend and must not hold the process group: the last reference dropped
+    there would make the group wait for its own thread, which aborts the process.
+    """
+
+    def completed(_future: Any) -> None:
+        entry.end_call()
+
+    return completed

@@ -22,7 +22,7 @@ import torch
 from paceline.comm.codecs.strategy_codec import build_coded_collective
 from paceline.comm.collectives.collective_protocol import Collective
 from paceline.comm.net import Net
-from paceline.comm.routes.route_builders import RouteContext
+from paceline.comm.routes.route_context import RouteContext
 from paceline.errors import StrategyError
 from paceline.job.cluster import Cluster
 from paceline.job.mesh import Mesh, RankGroup, duplicate_group

@@ -27,7 +27,6 @@ from paceline.comm.link_benchmark import (
 from paceline.comm.link_profile import LinkProfile
 from paceline.comm.net import Net
 from paceline.comm.routes.native import NativeCollective
-from paceline.comm.routes.route_builders import RouteContext, shared_or_native
 from paceline.comm.routes.route_by_size import (
     RouteChoice,
     RouteForecast,
@@ -36,6 +35,8 @@ from paceline.comm.routes.route_by_size import (
     explain_predicted_choices,
     explain_route_times,
 )
+from paceline.comm.routes.route_context import RouteContext
+from paceline.comm.routes.shared_memory import shared_or_native
 from paceline.errors import DataError
 from paceline.job.mesh import RankGroup
 
@@ -55,14 +56,14 @@ def build_auto_route(group: RankGroup, site: RouteContext) -> Collective:
     began = time.perf_counter()
     forecast, source = _forecast(found, group, site)
     choices = choose_routes(forecast)
-    site.told("route", _choice_record(group, forecast, choices, source))
+    site.record("route", _choice_record(group, forecast, choices, source))
     site.warn(
         _choice_sentence(group, forecast, choices, site.largest_bytes, source, time.perf_counter() - began)
     )
     if all(choice.routes == ["native"] for choice in choices.values()):
         found.close()
         return path
-    site.closers.append(found.close)
+    site.close_callbacks.append(found.close)
     return SizeRoutedCollective(found.paths, choices)
 
 

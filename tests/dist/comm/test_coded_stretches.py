@@ -67,7 +67,7 @@ def summed(cluster: Cluster, word: str, values: int, scatters: bool) -> Found:
                 sums.append(handle.wait().clone())
             path.feedback.commit()
         for length in LENGTHS:
-            lost += path.feedback.lost(f"{length}", length // size * size).values()
+            lost += path.feedback.residuals(f"{length}", length // size * size).values()
     path.close()
     return Found(sums, [x.clone() for x in lost], net.ledger.total().sent_bytes, tags)
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from paceline.comm import NativeCollective, Net, hierarchical_cost, native_cost
 from paceline.comm.collectives import pad_to_rows
 from paceline.comm.routes import HierarchicalCollective
-from paceline.comm.routes.route_builders import build_hierarchical, build_tree
+from paceline.comm.routes.hierarchical import build_hierarchical
+from paceline.comm.routes.tree_route import build_tree
 from paceline.errors import CommunicationError, DeadlineError, StrategyError
 from paceline.job.cluster import Cluster
 from paceline.job.mesh import Mesh, NodeLevels, group_ranks_by_node

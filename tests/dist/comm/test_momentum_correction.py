@@ -79,7 +79,7 @@ def test_sums_are_those_of_the_paper_through_aborts_and_a_resume() -> None:
                 path.all_reduce(values(90 + step, group.rank), "0").wait()
                 path.abort()
             if step == 4:  # another object goes on from what a checkpoint has
-                kept = {side: flat.clone() for side, flat in path.feedback.lost("0", N).items()}
+                kept = {side: flat.clone() for side, flat in path.feedback.residuals("0", N).items()}
                 sides = [*kept]
                 path.close()
                 path = build_coded_collective(

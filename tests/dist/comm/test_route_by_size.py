@@ -15,8 +15,9 @@ from paceline.comm import NativeCollective, Net
 from paceline.comm.link_benchmark import build_route_candidates, measure_links, measure_routes
 from paceline.comm.link_profile import LinkProfile
 from paceline.comm.routes import MessageCollective
-from paceline.comm.routes.route_builders import RouteContext, build_native
+from paceline.comm.routes.native import build_native
 from paceline.comm.routes.route_by_size import RouteChoice, SizeRoutedCollective, critical_path_cost
+from paceline.comm.routes.route_context import RouteContext
 from paceline.errors import DataError
 from paceline.job.cluster import Cluster
 from paceline.job.mesh import Mesh, RankGroup
@@ -38,7 +39,7 @@ def site_of(
         [],
         lambda path: path,
         is_coded=False,
-        told=lambda name, record: told.append((name, record)),
+        record=lambda name, record: told.append((name, record)),
         largest_bytes=1 << 16,
         **more,
     )

@@ -125,9 +125,9 @@ def test_a_scatter_counts_once_all_ranks_have_launched_it() -> None:
     asked: list[int] = []
     pace = ScatterPacer(0)
     here, other = pace.join(asked.append), pace.join(asked.append)
-    here.here, other.here = 5, 2
-    assert pace.told() == [5, 2, -5, -2]
-    pace.hear([7, 2, -3, -2], is_idle=False)
-    assert (here.everywhere, other.everywhere, asked) == (3, 2, [])
-    pace.hear([7, 4, -5, -2], is_idle=True)
-    assert (here.everywhere, other.everywhere, asked) == (5, 2, [7, 4])
+    here.launched_here, other.launched_here = 5, 2
+    assert pace.launch_counts() == [5, 2, -5, -2]
+    pace.update_counts([7, 2, -3, -2], is_idle=False)
+    assert (here.launched_everywhere, other.launched_everywhere, asked) == (3, 2, [])
+    pace.update_counts([7, 4, -5, -2], is_idle=True)
+    assert (here.launched_everywhere, other.launched_everywhere, asked) == (5, 2, [7, 4])

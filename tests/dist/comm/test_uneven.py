@@ -126,9 +126,9 @@ def test_the_comparison_sees_an_average_over_a_rank_that_had_nothing() -> None:
 @pytest.mark.capability("A12", "A4")
 @pytest.mark.parametrize("num_samples", [9, 10, 15, 19])
 def test_a_tail_with_fewer_samples_than_ranks_leaves_some_without_a_micro_batch(num_samples: int) -> None:
-    setting = (num_samples, 2 * -(-num_samples // 8), 4, 8)  # two epochs; a tail of 1, 2, 7 or 3 samples
-    ranks = run_ranks(train, 4, Components(), *setting)
-    (oracle,) = run_ranks(train, 1, Components(), *setting)
+    sizes = (num_samples, 2 * -(-num_samples // 8), 4, 8)  # two epochs; a tail of 1, 2, 7 or 3 samples
+    ranks = run_ranks(train, 4, Components(), *sizes)
+    (oracle,) = run_ranks(train, 1, Components(), *sizes)
     assert_parity(ranks, oracle)
     assert sorted(i for rank in ranks for i in rank["used"]) == sorted([*range(num_samples)] * 2)
     assert sum(oracle["items"]) == 2 * num_samples

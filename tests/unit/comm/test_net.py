@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm import LedgerEntry, Net
-from paceline.comm.handle import handle_of_work
+from paceline.comm.net import handle_of_work
 from paceline.errors import CommunicationError, DeadlineError
 from paceline.job.mesh import RankGroup
 

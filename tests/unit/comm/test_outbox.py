@@ -6,7 +6,7 @@ from math import inf
 
 import pytest
 
-from paceline.comm.channel.message_channel import SocketSendBuffer
+from paceline.comm.channel.socket_channel import SocketSendBuffer
 
 LARGE = bytes(range(256)) * 40_000  # 10 MB: no socket takes it at once
 
@@ -80,7 +80,7 @@ def test_patience_counts_from_the_last_byte_that_was_taken(
     ends: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 0.0
-    monkeypatch.setattr("paceline.comm.channel.message_channel.time.monotonic", lambda: now)
+    monkeypatch.setattr("paceline.comm.channel.socket_channel.time.monotonic", lambda: now)
     outbox = SocketSendBuffer(ends[0])
     now = 10.0
     outbox.put([memoryview(LARGE)], 5.0)

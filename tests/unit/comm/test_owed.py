@@ -22,32 +22,32 @@ FOUND = {
 def step(owed: PendingResidual, *, applied: bool) -> dict[str, list[float]]:
     """With losses times 0.5, of 6 items, where nobody uses v."""
     grad = torch.ones(3)
-    found = owed.added(Gradients({W: grad, V: None}, [grad], [grad.norm()], 0.5), 6.0)
+    found = owed.add_to(Gradients({W: grad, V: None}, [grad], [grad.norm()], 0.5), 6.0)
     counted = [g for slot, g in found.tensors.items() if slot == W and g is not None]
     assert [float(x) for x in found.norms] == [float(g.norm()) for g in counted] and found.scale == 0.5
     if applied:
-        owed.pay()
+        owed.mark_applied()
     assert grad.tolist() == [1.0] * 3  # it may be somebody's
     return {slot.name: g.tolist() for slot, g in found.tensors.items() if g is not None}
 
 
 @pytest.mark.capability("H4")
-def test_what_is_owed_is_paid_with_the_first_gradient_that_is_applied() -> None:
+def test_what_is_owed_is_applied_with_the_first_gradient_that_is_applied() -> None:
     """Times what the losses were multiplied with; also for a parameter that is not used."""
     owed = PendingResidual({W: torch.zeros(3), V: torch.zeros(3)}, [W], None)
-    assert step(owed, applied=True) == {"w": [1.0] * 3} and owed.lost() == []
+    assert step(owed, applied=True) == {"w": [1.0] * 3} and owed.residuals() == []
     owed.set_residuals(FOUND)
     sums = {"w": [1.75, 2.0, 2.5], "v": [0.5] * 3}
     for applied in (False, True):
         assert {*owed.names} == {"w", "v"}
         assert step(owed, applied=applied) == sums
     assert step(owed, applied=True) == {"w": [1.0] * 3} and not owed.names
-    owed.settle([W], is_paid=True)
-    assert [slot for _, slot, _ in owed.lost()] == [V]
+    owed.settle_mean([W], is_applied=True)
+    assert [slot for _, slot, _ in owed.residuals()] == [V]
 
 
 @pytest.mark.parametrize(
-    ("pays", "is_paid", "mixing", "left"),
+    ("pays", "is_applied", "mixing", "left"),
     [
         (True, True, 0.3, 0.0),
         (True, False, 0.0, 1.0),  # it paid after the others had left, and what they bring has it not
@@ -57,13 +57,13 @@ def test_what_is_owed_is_paid_with_the_first_gradient_that_is_applied() -> None:
         (False, False, 0.25, 1.0),
     ],
 )
-def test_what_a_mean_brings_is_owed_no_more(pays: bool, is_paid: bool, mixing: float, left: float) -> None:
+def test_what_a_mean_brings_is_owed_no_more(pays: bool, is_applied: bool, mixing: float, left: float) -> None:
     owed = PendingResidual({W: torch.zeros(3)}, [W], None)
     owed.set_residuals(FOUND)
     if pays:
-        owed.pay()
-    owed.settle([W], is_paid=is_paid, mixing=mixing)
-    assert [value.tolist() for _, _, value in owed.lost()] == [[x * left for x in (1.5, 2.0, 3.0)]] * (
+        owed.mark_applied()
+    owed.settle_mean([W], is_applied=is_applied, mixing=mixing)
+    assert [value.tolist() for _, _, value in owed.residuals()] == [[x * left for x in (1.5, 2.0, 3.0)]] * (
         left > 0
     )
     assert bool(owed.names) == (left > 0)
@@ -75,16 +75,16 @@ def test_of_a_mean_of_fewer_items_it_is_the_same_part() -> None:
     owed = PendingResidual({W: torch.zeros(3)}, [W], 24.0, others=False)
     owed.set_residuals(FOUND)
     assert step(owed, applied=True) == {"w": [1.0 + 0.25 * 0.5 * x for x in (1.5, 2.0, 3.0)]}
-    assert owed.lost() == []
+    assert owed.residuals() == []
 
 
 def test_a_mean_that_has_come_counts_where_nobody_moves_afterwards() -> None:
     """The share of its own that stays lacks half as much each time."""
     owed = PendingResidual({W: torch.zeros(3)}, [W], None)
     owed.set_residuals(FOUND)
-    for is_paid, left in ((True, 0.5), (False, 0.25)):
-        owed.settle([W], is_paid=is_paid, mixing=0.5)
-        assert [value.tolist() for _, _, value in owed.lost()] == [[x * left for x in (1.5, 2.0, 3.0)]]
+    for is_applied, left in ((True, 0.5), (False, 0.25)):
+        owed.settle_mean([W], is_applied=is_applied, mixing=0.5)
+        assert [value.tolist() for _, _, value in owed.residuals()] == [[x * left for x in (1.5, 2.0, 3.0)]]
 
 
 def test_factors_and_velocities_are_no_loss() -> None:

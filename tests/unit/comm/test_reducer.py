@@ -182,13 +182,13 @@ def built_for(replica: RankGroup) -> tuple[GradientReduction, TensorSlot]:
     net, model = Net(), nn.Module()
     model.weight = nn.Parameter(torch.zeros(3))
     mesh = SimpleNamespace(data=replica, replica=replica, axes={"shard": ALONE}, over=lambda axes: replica)
-    setting = SimpleNamespace(
+    context = SimpleNamespace(
         mesh=mesh,
         net=net,
         recipe=SimpleNamespace(is_ordered=False),
-        pieces=Components(),
+        components=Components(),
         bucket_bytes=16,
         collective=lambda group: NativeCollective(net, group),
     )
     sharded_model = unsharded_model(model)
-    return build_gradient_reduction(setting, sharded_model), sharded_model.slots[0]
+    return build_gradient_reduction(context, sharded_model), sharded_model.slots[0]

@@ -4,8 +4,6 @@ from paceline.comm.channel.message_channel import (
     FRAME_LENGTHS,
     ChannelMessage,
     MessageChannel,
-    copied_message_bytes,
-    retained_message_bytes,
 )
 from paceline.comm.channel.replay_channel import ReplayChannel
 from paceline.comm.channel.socket_channel import SocketChannel
@@ -16,6 +14,4 @@ __all__ = [
     "MessageChannel",
     "ReplayChannel",
     "SocketChannel",
-    "copied_message_bytes",
-    "retained_message_bytes",
 ]

@@ -22,22 +22,22 @@ if TYPE_CHECKING:
     from paceline.parallel.session_context import SessionContext
 
 
-def connect_first_ranks(setting: SessionContext, num_ranks: int) -> MessageChannel:
+def connect_first_ranks(context: SessionContext, num_ranks: int) -> MessageChannel:
     """Connect every one of the first ranks with all ranks after it, as the strategy says; collective."""
-    found: MessageChannel = setting.recipe.strategy.channel_spec.load()(setting, num_ranks)
+    found: MessageChannel = context.recipe.strategy.channel_spec.load()(context, num_ranks)
     return found
 
 
-def build_socket_channel(setting: SessionContext, num_ranks: int) -> MessageChannel:
+def build_socket_channel(context: SessionContext, num_ranks: int) -> MessageChannel:
     """Plain sockets, or encrypted ones."""
-    world, cluster, limit = setting.mesh.world, setting.cluster, setting.net.deadline_seconds
+    world, cluster, limit = context.mesh.world, context.cluster, context.net.deadline_seconds
     me, token = world.rank, cluster.token
-    secure = needs_encryption(setting.recipe.security.tls, cluster.num_nodes)
-    listener = listen_on_free_port(local_address(setting)) if me < num_ranks else None
+    secure = needs_encryption(context.recipe.security.tls, cluster.num_nodes)
+    listener = listen_on_free_port(local_address(context)) if me < num_ranks else None
     try:
-        own = f"{listener.getsockname()[1]} {local_address(setting)}" if listener else ""
+        own = f"{listener.getsockname()[1]} {local_address(context)}" if listener else ""
         peers = {}
-        for server, place in enumerate(share_addresses(setting, num_ranks, own)[:me]):
+        for server, place in enumerate(share_addresses(context, num_ranks, own)[:me]):
             port, _, address = place.partition(" ")
             peers[server] = connect_to_hub(address, int(port), me, token, limit, tls=secure)
         if listener:
@@ -45,10 +45,10 @@ def build_socket_channel(setting: SessionContext, num_ranks: int) -> MessageChan
     finally:
         if listener:
             listener.close()
-    return SocketChannel(peers, setting.net.ledger)
+    return SocketChannel(peers, context.net.ledger)
 
 
-def build_grpc_channel(setting: SessionContext, num_ranks: int) -> MessageChannel:
+def build_grpc_channel(context: SessionContext, num_ranks: int) -> MessageChannel:
     """Calls of gRPC.
 
     Raises:
@@ -57,18 +57,18 @@ def build_grpc_channel(setting: SessionContext, num_ranks: int) -> MessageChanne
     require_grpc()
     from paceline.comm.channel.grpc_connect import connect_over_grpc
 
-    return connect_over_grpc(setting, num_ranks)
+    return connect_over_grpc(context, num_ranks)
 
 
-def share_addresses(setting: SessionContext, num_ranks: int, own: str) -> list[str]:
+def share_addresses(context: SessionContext, num_ranks: int, own: str) -> list[str]:
     """Where each of the first ranks can be called, as it says itself; collective."""
-    device, world = torch.device("cpu"), setting.mesh.world
-    return [broadcast_text(own, world, setting.net, device, first) for first in range(num_ranks)]
+    device, world = torch.device("cpu"), context.mesh.world
+    return [broadcast_text(own, world, context.net, device, first) for first in range(num_ranks)]
 
 
-def local_address(setting: SessionContext) -> str:
+def local_address(context: SessionContext) -> str:
     """By which the other ranks reach this server."""
-    cluster = setting.cluster
+    cluster = context.cluster
     if cluster.node_rank == 0:
         return cluster.address
     return address_towards(cluster.address, cluster.port)

@@ -47,7 +47,7 @@ class GrpcChannel:
         """See `MessageChannel`."""
         chunks = encode_message_chunks(message)
         self._room.put(to, chunks, deadline_seconds)
-        self._ledger.launched("send", "channel", sum(len(chunk) for chunk in chunks), 2)
+        self._ledger.count_call("send", "channel", sum(len(chunk) for chunk in chunks), 2)
 
     def receive(self, deadline_seconds: float) -> ChannelMessage:
         """See `MessageChannel`.

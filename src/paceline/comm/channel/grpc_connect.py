@@ -33,34 +33,34 @@ _RECONNECT_FRACTION = 0.25
 """Of the deadline: how long a link may be gone before the rank behind it is lost."""
 
 
-def connect_over_grpc(setting: SessionContext, num_ranks: int) -> MessageChannel:
+def connect_over_grpc(context: SessionContext, num_ranks: int) -> MessageChannel:
     """Connect every one of the first ranks with all ranks after it; collective."""
-    limit, me = setting.net.deadline_seconds, setting.mesh.world.rank
-    room, own = ReliableQueues(_RECONNECT_FRACTION * limit), _named_certificate(setting)
+    limit, me = context.net.deadline_seconds, context.mesh.world.rank
+    room, own = ReliableQueues(_RECONNECT_FRACTION * limit), _named_certificate(context)
     ends: list[ChannelEnd] = []
     hub, place = None, ""
     with ExitStack() as failing:
         if me < num_ranks:
-            hub, place = _start_server(setting, room, own)
+            hub, place = _start_server(context, room, own)
             ends.append(hub)
             failing.callback(hub.close)
-        for server, where in enumerate(share_addresses(setting, num_ranks, place)[:me]):
-            caller = _make_client(setting, room, own, server, where)
+        for server, where in enumerate(share_addresses(context, num_ranks, place)[:me]):
+            caller = _make_client(context, room, own, server, where)
             ends.append(caller)
             failing.callback(caller.close)
             caller.connect(limit)
         if hub:
             hub.wait_for_all(limit)
         failing.pop_all()
-    return GrpcChannel(room, ends, setting.net.ledger)
+    return GrpcChannel(room, ends, context.net.ledger)
 
 
 def _start_server(
-    setting: SessionContext, room: ReliableQueues, own: JobCertificate | None
+    context: SessionContext, room: ReliableQueues, own: JobCertificate | None
 ) -> tuple[GrpcServer, str]:
     """A hub for all later ranks, and what they have to know of it."""
-    world, token, address = setting.mesh.world, setting.cluster.token, local_address(setting)
-    shown = own or (JobCertificate.make() if _is_encrypted(setting) else None)
+    world, token, address = context.mesh.world, context.cluster.token, local_address(context)
+    shown = own or (JobCertificate.make() if _is_encrypted(context) else None)
     credentials = server_credentials(shown, require_client_certificate=own is not None) if shown else None
     hub = GrpcServer(room, address, world.ranks[world.rank + 1 :], token, credentials)
     said = sign_authority(shown.authority, world.rank, token) if shown else UNENCRYPTED
@@ -68,22 +68,22 @@ def _start_server(
 
 
 def _make_client(
-    setting: SessionContext, room: ReliableQueues, own: JobCertificate | None, server: int, place: str
+    context: SessionContext, room: ReliableQueues, own: JobCertificate | None, server: int, place: str
 ) -> GrpcClient:
-    me, token = setting.mesh.world.rank, setting.cluster.token
+    me, token = context.mesh.world.rank, context.cluster.token
     port, address, said = place.split(" ")
-    believed = verify_authority(said, server, me, token, own) if _is_encrypted(setting) else None
+    believed = verify_authority(said, server, me, token, own) if _is_encrypted(context) else None
     credentials = client_credentials(believed, own) if believed else None
     return GrpcClient(room, address, int(port), me, token, hub_rank=server, credentials=credentials)
 
 
-def _is_encrypted(setting: SessionContext) -> bool:
+def _is_encrypted(context: SessionContext) -> bool:
     """Whether calls are encrypted: between nodes, and where the recipe says so or names a certificate."""
-    security = setting.recipe.security
+    security = context.recipe.security
     asked = security.certificate is not None and security.tls == "auto"
-    return asked or needs_encryption(security.tls, setting.cluster.num_nodes)
+    return asked or needs_encryption(security.tls, context.cluster.num_nodes)
 
 
-def _named_certificate(setting: SessionContext) -> JobCertificate | None:
-    folder = setting.recipe.security.certificate
-    return JobCertificate.read(Path(folder)) if folder is not None and _is_encrypted(setting) else None
+def _named_certificate(context: SessionContext) -> JobCertificate | None:
+    folder = context.recipe.security.certificate
+    return JobCertificate.read(Path(folder)) if folder is not None and _is_encrypted(context) else None

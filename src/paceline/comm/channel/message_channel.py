@@ -19,12 +19,8 @@ from __future__ import annotations
 
 import json
 import math
-import socket
 import struct
-import time
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Protocol
@@ -33,7 +29,6 @@ import torch
 from torch import Tensor
 
 from paceline.errors import CommunicationError, DeadlineError
-from paceline.job.tls import EncryptedSocket
 
 LOOK_ELSEWHERE = "look at the first rank that ended: it is the cause"
 
@@ -100,75 +95,10 @@ def _is_tensor_description(dtype: Any, shape: Any) -> bool:
     return right and all(type(size) is int and 0 <= size < _MAX_AXIS_SIZE for size in shape)
 
 
-class SocketSendBuffer:
-    """Bytes for one socket.
-
-    Args:
-        connection: connected; it does not block.
-    """
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._socket = connection
-        self._waiting: deque[memoryview] = deque()
-        self._patience = math.inf
-        self.last_progress_at = time.monotonic()
-
-    @property
-    def num_bytes(self) -> int:
-        """How much waits."""
-        return sum(len(part) for part in self._waiting)
-
-    @property
-    def expires_at(self) -> float:
-        """When the peer has read nothing for too long, on the monotonic clock; infinity: nothing waits."""
-        return self.last_progress_at + self._patience if self._waiting else math.inf
-
-    def put(self, parts: Iterable[memoryview], patience_seconds: float, *, lasts: bool = False) -> None:
-        """Write what the socket takes now, and keep a copy of the rest.
-
-        Args:
-            parts: bytes, in order; not used after this returns, unless they last.
-            patience_seconds: how long the peer may read nothing while something waits.
-            lasts: they do not change any more.
-        Raises:
-            OSError: the connection is broken.
-        """
-        self._patience = patience_seconds
-        rest = deque(part for part in parts if part)
-        if not self._waiting:
-            self.last_progress_at = time.monotonic()
-            while rest and self._send(rest):
-                pass
-        if rest:
-            self._waiting.extend(rest if lasts else (memoryview(b"".join(rest)),))
-
-    def write(self) -> None:
-        """Write once, as much as the socket takes.
-
-        Raises:
-            OSError: the connection is broken.
-        """
-        if self._waiting:
-            self._send(self._waiting)
-
-    def _send(self, parts: deque[memoryview]) -> bool:
-        """Whether the socket took some of the first part; what it took is removed."""
-        try:
-            taken = self._socket.send(parts[0])
-        except BlockingIOError:
-            return False
-        self.last_progress_at = time.monotonic()
-        parts[0] = parts[0][taken:]
-        if not parts[0]:
-            parts.popleft()
-        return True
-
-
 FRAME_LENGTHS = struct.Struct("!QQ")  # bytes of the header, bytes of all tensors
 MAX_TENSOR_BYTES = 1 << 44
 """Of the tensors of a message; nobody has so much memory."""
 
-_CHUNK_BYTES = 1 << 20
 _SMALL_FRACTION = (
     8  # a tensor of less than one part in so many of its frame does not keep the frame in memory
 )
@@ -183,14 +113,14 @@ class ChannelMessage:
         fields: JSON values.
         tensors: of any dtype and shape; on the host when received.
         sender: the rank that sent it; filled in on arrival.
-        lasts: nobody changes the tensors once it is sent, so that what waits to be written need be no copy.
+        is_immutable: nobody changes the tensors once it is sent, so that what waits to be written need be no copy.
     """
 
     kind: str
     fields: Mapping[str, Any] = field(default_factory=dict)
     tensors: Sequence[Tensor] = ()
     sender: int = -1
-    lasts: bool = False
+    is_immutable: bool = False
 
     def encode(self) -> tuple[bytes, list[memoryview]]:
         """Lengths and header, and the bytes of every tensor."""
@@ -231,7 +161,7 @@ class MessageChannel(Protocol):
     """
 
     def send(self, to: int, message: ChannelMessage, deadline_seconds: float) -> None:
-        """Hand a message over, without waiting; its tensors may be changed afterwards, unless it `lasts`.
+        """Hand a message over, without waiting; its tensors may be changed afterwards, unless it `is_immutable`.
 
         Args:
             deadline_seconds: how long the peer may read nothing before it is lost.
@@ -253,95 +183,6 @@ class MessageChannel(Protocol):
 
     def close(self) -> None:
         """Leave; the other end sees that this rank is gone."""
-
-
-class SocketPeer:
-    """One socket, the frame that is arriving on it, and what the other end has not taken yet."""
-
-    def __init__(self, rank: int, connection: socket.socket) -> None:
-        self.rank, self.socket = rank, connection
-        self.outbox, self.last_read_at = SocketSendBuffer(connection), time.monotonic()
-        self._head = bytearray()
-        self._body: Tensor | None = None
-        self._filled = 0
-
-    def read(self) -> list[ChannelMessage]:
-        """Take what is there; the messages that are complete.
-
-        What an encrypted connection has taken off the wire already is read too: no selector knows of it.
-        """
-        found: list[ChannelMessage] = []
-        try:
-            found += self._read()
-            while isinstance(self.socket, EncryptedSocket) and self.socket.pending():
-                found += self._read()
-        except BlockingIOError:
-            return found
-        except OSError as error:
-            raise self._gone(error) from error
-        return found
-
-    def _read(self) -> list[ChannelMessage]:
-        if self._body is None:
-            wanted = self._num_header_bytes()
-            self._head += self._some(self.socket.recv(wanted - len(self._head)))
-            if len(self._head) < FRAME_LENGTHS.size or len(self._head) < self._num_header_bytes():
-                return []
-            self._body, self._filled = self._memory(int(FRAME_LENGTHS.unpack_from(self._head)[1])), 0
-        if self._filled < len(self._body):
-            self._fill(self._body)
-        if self._filled < len(self._body):
-            return []
-        try:
-            message = ChannelMessage.decode(bytes(self._head[FRAME_LENGTHS.size :]), self._body, self.rank)
-        except ValueError as error:
-            raise self._broken(str(error)) from error
-        self._head, self._body = bytearray(), None
-        return [message]
-
-    def _memory(self, num_bytes: int) -> Tensor:
-        """For a body, uint8 [n]. It is taken as it is filled: a length may lie."""
-        if num_bytes <= MAX_TENSOR_BYTES:
-            with suppress(RuntimeError):  # there is not so much
-                return torch.empty(num_bytes, dtype=torch.uint8)
-        raise self._broken(f"tensors of {num_bytes} bytes")
-
-    def _fill(self, body: Tensor) -> None:
-        """Receive a part."""
-        count = self.socket.recv_into(body.numpy().data[self._filled : self._filled + _CHUNK_BYTES])
-        self._filled += count
-        if not count:
-            raise self._gone(None)
-
-    def _num_header_bytes(self) -> int:
-        if len(self._head) < FRAME_LENGTHS.size:
-            return FRAME_LENGTHS.size
-        length = int(FRAME_LENGTHS.unpack_from(self._head)[0])
-        if length > MAX_HEADER_BYTES:
-            raise self._broken(f"a header of {length} bytes")
-        return FRAME_LENGTHS.size + length
-
-    def _broken(self, what: str) -> CommunicationError:
-        return bad_message_error(self.rank, what)
-
-    def _some(self, data: bytes) -> bytes:
-        if not data:
-            raise self._gone(None)
-        return data
-
-    def _gone(self, error: OSError | None) -> CommunicationError:
-        return peer_gone_error(self.rank, "" if error is None else str(error))
-
-
-def retained_message_bytes(sizes: Sequence[int]) -> int:
-    """Of memory that a message keeps which has come, with tensors of so many bytes; see `ChannelMessage.decode`."""
-    copied = copied_message_bytes(sizes)
-    return copied + (sum(sizes) if copied < sum(sizes) else 0)
-
-
-def copied_message_bytes(sizes: Sequence[int]) -> int:
-    """Of those of its tensors that do not stay where they have arrived."""
-    return sum(size for size in sizes if _SMALL_FRACTION * size < sum(sizes))
 
 
 def _tensor_bytes(x: Tensor) -> memoryview:

@@ -10,13 +10,19 @@ import selectors
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+
+import torch
+from torch import Tensor
 
 from paceline.comm.channel.message_channel import (
+    FRAME_LENGTHS,
     LOOK_ELSEWHERE,
+    MAX_HEADER_BYTES,
+    MAX_TENSOR_BYTES,
     ChannelMessage,
-    SocketPeer,
+    bad_message_error,
     peer_gone_error,
     peer_not_reading_error,
 )
@@ -24,9 +30,11 @@ from paceline.comm.ledger import ByteLedger
 from paceline.errors import CommunicationError, DeadlineError
 from paceline.job.addresses import format_address, listen_at
 from paceline.job.handshake import AuthenticatingListener, connect_authenticated
+from paceline.job.tls import EncryptedSocket
 from paceline.observe.file_writing import warn_on_stderr
 
 _BACKLOG = 1024
+_CHUNK_BYTES = 1 << 20
 _RETRY_SECONDS = 0.1
 
 
@@ -127,6 +135,150 @@ def _missing_ranks_error(
     )
 
 
+class SocketSendBuffer:
+    """Bytes for one socket.
+
+    Args:
+        connection: connected; it does not block.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._waiting: deque[memoryview] = deque()
+        self._patience = math.inf
+        self.last_progress_at = time.monotonic()
+
+    @property
+    def num_bytes(self) -> int:
+        """How much waits."""
+        return sum(len(part) for part in self._waiting)
+
+    @property
+    def expires_at(self) -> float:
+        """When the peer has read nothing for too long, on the monotonic clock; infinity: nothing waits."""
+        return self.last_progress_at + self._patience if self._waiting else math.inf
+
+    def put(
+        self, parts: Iterable[memoryview], patience_seconds: float, *, is_immutable: bool = False
+    ) -> None:
+        """Write what the socket takes now, and keep a copy of the rest.
+
+        Args:
+            parts: bytes, in order; not used after this returns, unless they last.
+            patience_seconds: how long the peer may read nothing while something waits.
+            is_immutable: they do not change any more.
+        Raises:
+            OSError: the connection is broken.
+        """
+        self._patience = patience_seconds
+        rest = deque(part for part in parts if part)
+        if not self._waiting:
+            self.last_progress_at = time.monotonic()
+            while rest and self._send(rest):
+                pass
+        if rest:
+            self._waiting.extend(rest if is_immutable else (memoryview(b"".join(rest)),))
+
+    def write(self) -> None:
+        """Write once, as much as the socket takes.
+
+        Raises:
+            OSError: the connection is broken.
+        """
+        if self._waiting:
+            self._send(self._waiting)
+
+    def _send(self, parts: deque[memoryview]) -> bool:
+        """Whether the socket took some of the first part; what it took is removed."""
+        try:
+            taken = self._socket.send(parts[0])
+        except BlockingIOError:
+            return False
+        self.last_progress_at = time.monotonic()
+        parts[0] = parts[0][taken:]
+        if not parts[0]:
+            parts.popleft()
+        return True
+
+
+class SocketPeer:
+    """One socket, the frame that is arriving on it, and what the other end has not taken yet."""
+
+    def __init__(self, rank: int, connection: socket.socket) -> None:
+        self.rank, self.socket = rank, connection
+        self.outbox, self.last_read_at = SocketSendBuffer(connection), time.monotonic()
+        self._head = bytearray()
+        self._body: Tensor | None = None
+        self._filled = 0
+
+    def read(self) -> list[ChannelMessage]:
+        """Take what is there; the messages that are complete.
+
+        What an encrypted connection has taken off the wire already is read too: no selector knows of it.
+        """
+        found: list[ChannelMessage] = []
+        try:
+            found += self._read()
+            while isinstance(self.socket, EncryptedSocket) and self.socket.pending():
+                found += self._read()
+        except BlockingIOError:
+            return found
+        except OSError as error:
+            raise self._gone(error) from error
+        return found
+
+    def _read(self) -> list[ChannelMessage]:
+        if self._body is None:
+            wanted = self._num_header_bytes()
+            self._head += self._some(self.socket.recv(wanted - len(self._head)))
+            if len(self._head) < FRAME_LENGTHS.size or len(self._head) < self._num_header_bytes():
+                return []
+            self._body, self._filled = self._memory(int(FRAME_LENGTHS.unpack_from(self._head)[1])), 0
+        if self._filled < len(self._body):
+            self._fill(self._body)
+        if self._filled < len(self._body):
+            return []
+        try:
+            message = ChannelMessage.decode(bytes(self._head[FRAME_LENGTHS.size :]), self._body, self.rank)
+        except ValueError as error:
+            raise self._broken(str(error)) from error
+        self._head, self._body = bytearray(), None
+        return [message]
+
+    def _memory(self, num_bytes: int) -> Tensor:
+        """For a body, uint8 [n]. It is taken as it is filled: a length may lie."""
+        if num_bytes <= MAX_TENSOR_BYTES:
+            with suppress(RuntimeError):  # there is not so much
+                return torch.empty(num_bytes, dtype=torch.uint8)
+        raise self._broken(f"tensors of {num_bytes} bytes")
+
+    def _fill(self, body: Tensor) -> None:
+        """Receive a part."""
+        count = self.socket.recv_into(body.numpy().data[self._filled : self._filled + _CHUNK_BYTES])
+        self._filled += count
+        if not count:
+            raise self._gone(None)
+
+    def _num_header_bytes(self) -> int:
+        if len(self._head) < FRAME_LENGTHS.size:
+            return FRAME_LENGTHS.size
+        length = int(FRAME_LENGTHS.unpack_from(self._head)[0])
+        if length > MAX_HEADER_BYTES:
+            raise self._broken(f"a header of {length} bytes")
+        return FRAME_LENGTHS.size + length
+
+    def _broken(self, what: str) -> CommunicationError:
+        return bad_message_error(self.rank, what)
+
+    def _some(self, data: bytes) -> bytes:
+        if not data:
+            raise self._gone(None)
+        return data
+
+    def _gone(self, error: OSError | None) -> CommunicationError:
+        return peer_gone_error(self.rank, "" if error is None else str(error))
+
+
 class SocketChannel:
     """A channel over connected TCP sockets, one for each peer.
 
@@ -156,9 +308,9 @@ class SocketChannel:
             raise peer_gone_error(to)
         head, bodies = message.encode()
         with self._catch_peer_errors(peer):
-            peer.outbox.put((memoryview(head), *bodies), deadline_seconds, lasts=message.lasts)
+            peer.outbox.put((memoryview(head), *bodies), deadline_seconds, is_immutable=message.is_immutable)
             self._watch(peer)
-        self._ledger.launched("send", "channel", len(head) + sum(len(b) for b in bodies), 2)
+        self._ledger.count_call("send", "channel", len(head) + sum(len(b) for b in bodies), 2)
 
     def receive(self, deadline_seconds: float) -> ChannelMessage:
         """See `MessageChannel`.

@@ -146,24 +146,3 @@ class LowRankCodec:
 def low_rank(argument: str) -> Codec:
     """The word `lowrank:R`."""
     return LowRankCodec(int(argument))
-
-
-def power_sgd_bytes(
-    buffers: Sequence[tuple[int, Sequence[MatrixSpan]]], argument: str, *, scatters: bool
-) -> int:
-    """Bytes that sums of low rank keep: losses and factors twice, and room for the largest; pure.
-
-    Args:
-        buffers: of each how many float32 values it has, and its matrices.
-        argument: of the word, the rank.
-        scatters: by `reduce_scatter`, whose sums have memory of their own.
-    """
-    rank, kept, left, right = int(argument), 0, [0], [0]
-    for num_values, matrices in buffers:
-        coded = compressible_spans(matrices, rank)
-        columns = rank * sum(m.columns for m in coded)
-        kept += 2 * (num_values + columns) + (num_values if scatters else 0)
-        left.append(num_values + sum(rank * m.rows - m.rows * m.columns for m in coded))
-        right.append(columns)
-    largest = max((num_values for num_values, _ in buffers), default=0)
-    return torch.float32.itemsize * (kept + largest + max(left) + max(right))

@@ -4,7 +4,6 @@ from paceline.comm.collectives.coded_collective import CodedCollective
 from paceline.comm.collectives.collective_protocol import (
     AllToAllCollective,
     CodingCollective,
-    CodingMemory,
     Collective,
     ErrorFeedbackStore,
     pad_to_rows,
@@ -15,7 +14,6 @@ __all__ = [
     "AllToAllCollective",
     "CodedCollective",
     "CodingCollective",
-    "CodingMemory",
     "Collective",
     "ErrorFeedbackStore",
     "PowerSGDCollective",

@@ -26,7 +26,6 @@ from paceline.comm.codecs.codec_protocol import Codec, CodecKeys
 from paceline.comm.codecs.top_k import DGC_MOMENTUM, TopKCodec, parse_keep_count
 from paceline.comm.collectives.collective_protocol import (
     AllToAllCollective,
-    CodingMemory,
     ReceiveBuffer,
     wait_counter,
 )
@@ -95,7 +94,7 @@ class CodedCollective:
         self, inner: AllToAllCollective, codec: Codec, *, seed: int = 0, momentum: float = 0.0
     ) -> None:
         self._inner, self.codec, self._seed, self._momentum = inner, codec, seed, momentum
-        self._line = CommThread(f"{inner.group.name}-coded", wait_counter(inner))
+        self._line = CommThread(f"{inner.group.name}-coded", wait_counter(inner.net.ledger, inner.group.name))
         self._losses = ErrorFeedbackBuffers(inner.group)
         self._workspaces = [Workspace() for _ in range(NUM_SLOTS)]  # of the thread of the line
         self._sums = Workspace()
@@ -266,11 +265,6 @@ class CodedCollective:
         width = -(-x.numel() // self.group.size)
         values = min(x.numel(), self.group.size * self._stretches(x, width)[0].stop)
         return values, NUM_SLOTS if self._interleaves(x) else 1
-
-    def held_bytes(self) -> CodingMemory:
-        """See `Coded`."""
-        of_places = sum(workspace.num_bytes for workspace in self._workspaces)
-        return CodingMemory(self._losses.num_bytes + self._sums.num_bytes, of_places)
 
     def close(self) -> None:
         """End the thread; what was launched has been waited for."""

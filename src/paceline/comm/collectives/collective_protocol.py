@@ -7,12 +7,13 @@ Invariant: what `wait` returns is equal on every rank that gets it.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
 from paceline.comm.codecs.low_rank import MatrixSpan
 from paceline.comm.handle import Handle
+from paceline.comm.ledger import ByteLedger
 from paceline.comm.net import Net
 from paceline.job.mesh import RankGroup
 
@@ -36,7 +37,7 @@ class ErrorFeedbackStore(Protocol):
     def restore(self, key: str, places: Tensor) -> None:
         """What was sent of some places of a buffer, bool [n], was dropped: what was lost there before, is."""
 
-    def lost(self, key: str, num_values: int) -> Mapping[str, Tensor]:
+    def residuals(self, key: str, num_values: int) -> Mapping[str, Tensor]:
         """By side, what is lost of a buffer, as long as the buffer; zeros where another rank codes."""
 
     def set_residuals(self, key: str, flats: Mapping[str, Tensor]) -> None:
@@ -107,37 +108,26 @@ class AllToAllCollective(Collective, Protocol):
         """Whether ranks may launch exchanges of `x` that have different tags in different orders."""
 
 
-class CodingMemory(NamedTuple):
-    """Memory that a collective has taken.
-
-    Args:
-        of_buffers: for each of its buffers, in all.
-        in_common: for all of them, as much as the largest needs.
-    """
-
-    of_buffers: int
-    in_common: int
-
-
 class CodingCollective(Collective, Protocol):
     """A collective that codes, on a thread of its own."""
 
     def chunks_in_flight(self, x: Tensor) -> tuple[int, int]:
         """How many values of a buffer `x` [n] are a stretch, and how many of these are under way."""
 
-    def held_bytes(self) -> CodingMemory | None:
-        """After some steps; None: it is no function of the sizes of buffers alone."""
-
     def close(self) -> None:
         """End the thread; what was launched has been waited for."""
 
 
-def wait_counter(inner: AllToAllCollective) -> Callable[[str, float], None]:
-    """Counts the seconds that a caller waited for all rounds of what goes over a path."""
+def wait_counter(ledger: ByteLedger, group_name: str, op: str | None = None) -> Callable[[str, float], None]:
+    """Return a function that adds the seconds that a caller waited to a row of the ledger.
 
-    def count(op: str, seconds: float) -> None:
-        row = inner.net.ledger.rows.get((op, inner.group.name))
-        if row is not None:
+    Args:
+        op: the operation of that row; None: the one that was submitted.
+    """
+
+    def count(submitted_op: str, seconds: float) -> None:
+        row = ledger.rows.get((op or submitted_op, group_name))
+        if row is not None:  # a sum of nothing has no row
             row.exposed_seconds += seconds
 
     return count

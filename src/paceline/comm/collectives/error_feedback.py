@@ -30,12 +30,6 @@ class ErrorFeedback:
     velocity: Tensor | None = None
     room: Tensor | None = None
 
-    @property
-    def num_bytes(self) -> int:
-        """Of all of it; `owned` may lie in `room`."""
-        owned = self.room if self.owned is None else self.owned
-        return sum(x.nbytes for x in (self.sent, owned, self.velocity) if x is not None)
-
     def flats(self, num_values: int, rank: int) -> dict[str, Tensor]:
         """All of it as the buffer lies, [n]; `rank` coded the sum of its part."""
         flats = {"sent": self.sent.reshape(-1)[:num_values]}
@@ -127,12 +121,6 @@ class ErrorFeedbackBuffers:
         self.pending: dict[str, ErrorFeedback] = {}
         self._spare: dict[str, ErrorFeedback] = {}  # memory of the step before the last
 
-    @property
-    def num_bytes(self) -> int:
-        """Of all of them; of each buffer two, since a step may be aborted."""
-        of_all = {id(one): one for held in (self.kept, self.pending, self._spare) for one in held.values()}
-        return sum(one.num_bytes for one in of_all.values())
-
     def open(self, key: str, like: Tensor, width: int) -> None:
         """Memory for what a buffer loses in this step.
 
@@ -165,7 +153,7 @@ class ErrorFeedbackBuffers:
         self._spare |= self.pending
         self.pending = {}
 
-    def lost(self, key: str, num_values: int) -> Mapping[str, Tensor]:
+    def residuals(self, key: str, num_values: int) -> Mapping[str, Tensor]:
         """See `ErrorFeedbackStore`."""
         found = self.pending.get(key, self.kept.get(key))
         return {} if found is None else found.flats(num_values, self._group.rank)

@@ -60,7 +60,9 @@ class PowerSGDCollective:
 
     def __init__(self, inner: AllToAllCollective, rank: int, *, seed: int = 0) -> None:
         self._inner, self._rank, self._seed = inner, rank, seed
-        self._line = CommThread(f"{inner.group.name}-low-rank", wait_counter(inner))
+        self._line = CommThread(
+            f"{inner.group.name}-low-rank", wait_counter(inner.net.ledger, inner.group.name)
+        )
         self._matrices: dict[str, Sequence[MatrixSpan]] = {}
         self._kept: dict[str, _LowRankState] = {}
         self._pending: dict[str, _LowRankState] = {}
@@ -208,7 +210,7 @@ class PowerSGDCollective:
         self._pending = {}
         self._inner.abort()
 
-    def lost(self, key: str, num_values: int) -> Mapping[str, Tensor]:
+    def residuals(self, key: str, num_values: int) -> Mapping[str, Tensor]:
         """See `ErrorFeedbackStore`; `factor` holds Q^T in the first r rows of each matrix."""
         found = self._pending.get(key, self._kept.get(key))
         if found is None:
@@ -229,10 +231,6 @@ class PowerSGDCollective:
     def chunks_in_flight(self, x: Tensor) -> tuple[int, int]:
         """See `Coded`."""
         return x.numel(), 1
-
-    def held_bytes(self) -> None:
-        """See `Coded`; it depends on the shapes of matrices."""
-        return
 
     def rescale(self, factor: float, keys: Collection[str]) -> None:
         """See `ErrorFeedbackStore`; factors are directions."""

@@ -4,12 +4,17 @@ from paceline.comm.reduction.bucket_buffers import PartBuffer, scatter_buffer_pr
 from paceline.comm.reduction.bucket_reducer import (
     BucketReducer,
     BucketSum,
-    LocalReducer,
     TreeReducer,
     UnorderedSum,
 )
 from paceline.comm.reduction.gradient_norm import CanonicalNorm, LocalClip, SharedNorm, joint_norm, local_norm
-from paceline.comm.reduction.gradients import CombinedReduction, GradientReduction, Gradients, GradientSink
+from paceline.comm.reduction.gradients import (
+    CombinedReduction,
+    GradientReduction,
+    Gradients,
+    GradientSink,
+    LocalReducer,
+)
 from paceline.comm.reduction.pending_residual import GradientUnit, PendingResidual, sum_residuals
 from paceline.comm.reduction.scatter_reducer import ScatterReducer
 from paceline.comm.reduction.scatter_schedule import (

@@ -286,7 +286,7 @@ class BlockPool:
         size, where = (num_others, width), self._device
         return lambda: self._workspace.take(name, size, rows.dtype, where, room=room)
 
-    def give(self, number: int) -> bool:
+    def release(self, number: int) -> bool:
         """It may be taken again, if it stays; whether it does."""
         if number in self._kept:
             self._free.append(number)
@@ -294,7 +294,7 @@ class BlockPool:
         del self.memory[number]
         return False
 
-    def give_all(self) -> None:
+    def release_all(self) -> None:
         """Nobody has any."""
         self.memory = {number: self.memory[number] for number in self._kept}
         self._free = [*self._kept]

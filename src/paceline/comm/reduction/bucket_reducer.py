@@ -12,8 +12,7 @@ gradient on a rank counted as zero there. It sums; dividing is the update step's
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -21,63 +20,13 @@ import torch
 from torch import Tensor
 
 from paceline.comm.collectives.collective_protocol import Collective, ErrorFeedbackStore
-from paceline.comm.handle import Handle
+from paceline.comm.handle import Handle, wait_ignoring_errors
 from paceline.comm.reduction.bucket_buffers import PartBuffer, PartsBySlot, empty_on_device_of, plan_buckets
-from paceline.comm.reduction.gradients import Gradients
+from paceline.comm.reduction.gradients import Gradients, LocalReducer
 from paceline.comm.reduction.scatter_schedule import ScatterWindow
 from paceline.comm.reduction.summation_tree import TreeAccumulator
 from paceline.errors import CommunicationError
 from paceline.state.slot import TensorSlot
-
-
-class LocalReducer:
-    """A group of one: the gradients are the sums, and nothing is copied.
-
-    Args:
-        counts: see `BucketReducer`.
-    """
-
-    by_micro_batch = False
-
-    def __init__(self, tensors: Mapping[TensorSlot, Tensor], counts: bool = True) -> None:
-        self._grads: dict[TensorSlot, Tensor | None] = dict.fromkeys(tensors)
-        self._counts = counts
-
-    def begin(self, num_micro_batches: int | None = None) -> None:
-        """Forget the last step."""
-        self._grads = dict.fromkeys(self._grads)
-
-    def micro_batch(self, shards: range, is_last: bool) -> None:
-        """Not called, as `by_micro_batch` is false."""
-
-    def ready(self, slot: TensorSlot, grad: Tensor | None) -> None:
-        """Keep a reference."""
-        self._grads[slot] = grad
-
-    def close(self) -> None:
-        """Nothing was launched."""
-
-    def finish(self) -> Gradients:
-        """Return what there is."""
-        flats = [grad for grad in self._grads.values() if grad is not None]
-        return Gradients(self._grads, flats, torch._foreach_norm(flats) if flats and self._counts else [])
-
-    def commit(self, used: Collection[str] | None = None) -> None:
-        """Nothing is kept between steps."""
-
-    def abort(self) -> None:
-        """Drop the references."""
-        self.begin()
-
-    def lost(self) -> Sequence[tuple[str, TensorSlot, Tensor]]:
-        """Nothing is coded."""
-        return ()
-
-    def set_residuals(self, found: Mapping[tuple[str, str], Tensor]) -> None:
-        """Does nothing: there is no codec."""
-
-    def rescale(self, factor: float) -> None:
-        """Nothing is coded."""
 
 
 class TreeReducer(LocalReducer):
@@ -358,13 +307,15 @@ class BucketReducer:
         self._sums.abort()
         self.begin()
 
-    def lost(self) -> Sequence[tuple[str, TensorSlot, Tensor]]:
+    def residuals(self) -> Sequence[tuple[str, TensorSlot, Tensor]]:
         """See `GradientReduction`; of whole buckets, and (`replica-...`) of the own row."""
         found: list[tuple[str, TensorSlot, Tensor]] = []
         for word, feedback in self._sums.feedback.items():
             for bucket in self._buckets:
                 buffer = bucket.buffers[0]
-                for side, flat in feedback.lost(bucket.keys[0], self._span(buffer, word).numel()).items():
+                for side, flat in feedback.residuals(
+                    bucket.keys[0], self._span(buffer, word).numel()
+                ).items():
                     values = self._over(buffer, word, flat)
                     for slot in buffer.slots:
                         own = empty_on_device_of(self._tensors[slot]).new_zeros(slot.sizes)
@@ -424,13 +375,3 @@ def _move_to_whole_buckets(
             into = "velocity" if side.endswith("velocity") else "sent", name
             kept[into] = kept[into] + value if into in kept else value
     return kept
-
-
-def wait_ignoring_errors(handles: Iterable[Handle | None]) -> None:
-    """Wait for each with its own deadline; errors are ignored, as the step is dropped."""
-    for handle in handles:
-        if handle is not None:
-            with suppress(CommunicationError):
-                found = handle.wait()
-                if isinstance(found, Handle):
-                    found.wait()

@@ -75,11 +75,6 @@ class CanonicalNorm:
         return float(self._net.all_reduce(squares, self._group).wait().sum().sqrt())
 
 
-def squares_bytes(num_values: int) -> int:
-    """Of what the kernel of `row_squares` takes for itself: the values in float64."""
-    return torch.float64.itemsize * num_values
-
-
 def local_norm(grads: Gradients) -> float:
     """Of this rank's share alone, not yet divided. Waits for the device, and for nobody else."""
     return joint_norm(grads.norms)
@@ -145,7 +140,7 @@ class LocalClip:
         """Keep a reference."""
         self._held[slot] = grad
 
-    def ran(self, count: float, scale: float) -> None:
+    def record_items(self, count: float, scale: float) -> None:
         """What this rank has run in this step, before `close`: so many items, with losses times `scale`."""
         self._divisor = scale * (max(1.0, count) * self._num_ranks if self._divides else 1.0)
 
@@ -174,9 +169,9 @@ class LocalClip:
         self._held = {}
         self._inner.abort()
 
-    def lost(self) -> Sequence[tuple[str, TensorSlot, Tensor]]:
+    def residuals(self) -> Sequence[tuple[str, TensorSlot, Tensor]]:
         """See `GradientReduction`."""
-        return self._inner.lost()
+        return self._inner.residuals()
 
     def set_residuals(self, found: Mapping[tuple[str, str], Tensor]) -> None:
         """See `GradientReduction`."""

@@ -98,7 +98,7 @@ class GradientReduction(GradientSink, Protocol):
     def abort(self) -> None:
         """Drop a step that is not committed: afterwards all is as it was before `begin`."""
 
-    def lost(self) -> Sequence[tuple[str, TensorSlot, Tensor]]:
+    def residuals(self) -> Sequence[tuple[str, TensorSlot, Tensor]]:
         """What coding has lost: (which side's, slot, values in its shape)."""
 
     def set_residuals(self, found: Mapping[tuple[str, str], Tensor]) -> None:
@@ -158,9 +158,9 @@ class CombinedReduction:
         for one in self._all:
             one.abort()
 
-    def lost(self) -> Sequence[tuple[str, TensorSlot, Tensor]]:
+    def residuals(self) -> Sequence[tuple[str, TensorSlot, Tensor]]:
         """See `GradientReduction`."""
-        return [found for one in self._all for found in one.lost()]
+        return [found for one in self._all for found in one.residuals()]
 
     def set_residuals(self, found: Mapping[tuple[str, str], Tensor]) -> None:
         """See `GradientReduction`."""
@@ -171,3 +171,53 @@ class CombinedReduction:
         """See `GradientReduction`."""
         for one in self._all:
             one.rescale(factor)
+
+
+class LocalReducer:
+    """A group of one: the gradients are the sums, and nothing is copied.
+
+    Args:
+        counts: see `BucketReducer`.
+    """
+
+    by_micro_batch = False
+
+    def __init__(self, tensors: Mapping[TensorSlot, Tensor], counts: bool = True) -> None:
+        self._grads: dict[TensorSlot, Tensor | None] = dict.fromkeys(tensors)
+        self._counts = counts
+
+    def begin(self, num_micro_batches: int | None = None) -> None:
+        """Forget the last step."""
+        self._grads = dict.fromkeys(self._grads)
+
+    def micro_batch(self, shards: range, is_last: bool) -> None:
+        """Not called, as `by_micro_batch` is false."""
+
+    def ready(self, slot: TensorSlot, grad: Tensor | None) -> None:
+        """Keep a reference."""
+        self._grads[slot] = grad
+
+    def close(self) -> None:
+        """Nothing was launched."""
+
+    def finish(self) -> Gradients:
+        """Return what there is."""
+        flats = [grad for grad in self._grads.values() if grad is not None]
+        return Gradients(self._grads, flats, torch._foreach_norm(flats) if flats and self._counts else [])
+
+    def commit(self, used: Collection[str] | None = None) -> None:
+        """Nothing is kept between steps."""
+
+    def abort(self) -> None:
+        """Drop the references."""
+        self.begin()
+
+    def residuals(self) -> Sequence[tuple[str, TensorSlot, Tensor]]:
+        """Nothing is coded."""
+        return ()
+
+    def set_residuals(self, found: Mapping[tuple[str, str], Tensor]) -> None:
+        """Does nothing: there is no codec."""
+
+    def rescale(self, factor: float) -> None:
+        """Nothing is coded."""

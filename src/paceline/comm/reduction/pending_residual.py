@@ -63,7 +63,7 @@ class PendingResidual:
     def _due(self) -> list[TensorSlot]:
         return [slot for slot in self._owed if slot not in self._applied_here]
 
-    def added(self, grads: Gradients, count: float) -> Gradients:
+    def add_to(self, grads: Gradients, count: float) -> Gradients:
         """Sums of a step, of so many items, and what is owed."""
         if not self._due:
             return grads
@@ -77,21 +77,21 @@ class PendingResidual:
         norms = torch._foreach_norm(counted) if counted else []
         return Gradients(tensors, [*there.values()], norms, grads.scale)
 
-    def pay(self) -> None:
-        """An update has been made of what was `added`."""
+    def mark_applied(self) -> None:
+        """An update has been made of what was `add_to`."""
         if not self._others:
             self._owed = {}
         self._applied_here.update(self._owed)
 
-    def settle(self, slots: Collection[TensorSlot], *, is_paid: bool, mixing: float = 0.0) -> None:
+    def settle_mean(self, slots: Collection[TensorSlot], *, is_applied: bool, mixing: float = 0.0) -> None:
         """A mean of how these have moved has come.
 
         Args:
-            is_paid: it is of replicas that have made an update; else nobody had when it left.
+            is_applied: it is of replicas that have made an update; else nobody had when it left.
             mixing: the share of what this replica has that stays, beside the mean.
         """
         for slot in {*slots} & {*self._owed}:
-            if is_paid:
+            if is_applied:
                 self._in_mean.add(slot)
             here, there = (
                 slot in self._applied_here,
@@ -104,7 +104,7 @@ class PendingResidual:
             else:
                 del self._owed[slot]
 
-    def lost(self) -> Sequence[tuple[str, TensorSlot, Tensor]]:
+    def residuals(self) -> Sequence[tuple[str, TensorSlot, Tensor]]:
         """What is owed, unscaled; alike on all replicas where they have met."""
         return [("sent", slot, owed) for slot, owed in self._owed.items()]
 
@@ -142,7 +142,7 @@ class GradientUnit:
             self._rescale(factor)
         self.scale, self.items = scale, items
 
-    def go_on(self, scale: float, items: float | None) -> float:
+    def resume(self, scale: float, items: float | None) -> float:
         """What was lost, and comes next, is a multiple of these (None: of as many items as now), as it is."""
         self.scale, self.items = scale, self.items if items is None else items
         return 1.0

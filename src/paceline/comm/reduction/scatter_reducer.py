@@ -17,13 +17,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from paceline.comm.collectives.collective_protocol import ReceiveBuffer
-from paceline.comm.handle import Handle
+from paceline.comm.handle import Handle, wait_ignoring_errors
 from paceline.comm.reduction.bucket_buffers import (
     MAX_IN_FLIGHT,
     BlockPool,
@@ -33,17 +32,36 @@ from paceline.comm.reduction.bucket_buffers import (
     empty_on_device_of,
     plan_buckets,
 )
-from paceline.comm.reduction.bucket_reducer import wait_ignoring_errors
 from paceline.comm.reduction.gradients import Gradients
 from paceline.comm.reduction.scatter_schedule import ScatterPaths, max_unconfirmed_buckets
 from paceline.errors import CommunicationError
 from paceline.state.slot import TensorSlot
 
-BucketT = TypeVar("BucketT")
+
+@dataclass
+class _ScatterBucket:
+    """Some slots that are scattered together.
+
+    Args:
+        shape: says where each part lies; it has no memory.
+        total: this rank's row, summed over micro-batches [width].
+        num_own_values: how many of them are values of parts; the rest is padding.
+        own: these parts, in their shapes.
+    """
+
+    number: int
+    shape: PartBuffer
+    total: Tensor
+    num_own_values: int
+    missing: set[TensorSlot]
+    own: Mapping[TensorSlot, Tensor]
+    is_fresh: bool = True
+    buffers: dict[int, PartBuffer] = field(default_factory=dict)
+    block: int | None = None
 
 
 @dataclass
-class BucketScatter(Generic[BucketT]):
+class BucketScatter:
     """One bucket of one micro-batch on its way.
 
     Args:
@@ -53,7 +71,7 @@ class BucketScatter(Generic[BucketT]):
         arriving: see `Collective.reduce_scatter`.
     """
 
-    bucket: BucketT
+    bucket: _ScatterBucket
     block: int
     rows: Tensor
     key: str
@@ -62,7 +80,7 @@ class BucketScatter(Generic[BucketT]):
     handle: Handle | None = None
 
 
-class ScatterQueue(Generic[BucketT]):
+class ScatterQueue:
     """Scatters that wait for their way, and those that are under way.
 
     Invariant: scatters are launched in the order of `add`, the same on every rank; two on one way never
@@ -82,23 +100,23 @@ class ScatterQueue(Generic[BucketT]):
         self,
         ways: ScatterPaths,
         sizes: Sequence[int],
-        came: Callable[[BucketScatter[BucketT], Tensor], None],
+        came: Callable[[BucketScatter, Tensor], None],
         launch_zeros: Callable[[int], None],
     ) -> None:
         self._ways, self._came, pace = ways, came, ways.pace
         self._launched = None if pace is None else pace.join(launch_zeros)
         self._most = MAX_IN_FLIGHT if pace is None else max_unconfirmed_buckets(sizes, pace.unconfirmed_bytes)
-        self._queued: deque[BucketScatter[BucketT]] = deque()
-        self._under_way: deque[BucketScatter[BucketT]] = deque()
+        self._queued: deque[BucketScatter] = deque()
+        self._under_way: deque[BucketScatter] = deque()
         self.closing = False
 
     def begin(self) -> None:
         """A step; nothing is under way."""
         self.closing = False
         if self._launched is not None:
-            self._launched.here = self._launched.everywhere = 0
+            self._launched.launched_here = self._launched.launched_everywhere = 0
 
-    def add(self, scatter: BucketScatter[BucketT]) -> None:
+    def add(self, scatter: BucketScatter) -> None:
         """A bucket is full."""
         self._queued.append(scatter)
         self.go_on()
@@ -114,16 +132,16 @@ class ScatterQueue(Generic[BucketT]):
                 self._settle()
             self._launch(self._queued.popleft())
 
-    def _has_place(self, scatter: BucketScatter[BucketT]) -> bool:
+    def _has_place(self, scatter: BucketScatter) -> bool:
         """Whether it may be under way beside what is."""
         is_full = len(self._under_way) >= self._most
         return not is_full and all(one.key != scatter.key for one in self._under_way)
 
-    def _launch(self, scatter: BucketScatter[BucketT]) -> None:
+    def _launch(self, scatter: BucketScatter) -> None:
         scatter.handle = self._ways.shard.reduce_scatter(scatter.rows, scatter.key, scatter.arriving)
         self._under_way.append(scatter)
         if self._launched is not None:
-            self._launched.here = scatter.number + 1
+            self._launched.launched_here = scatter.number + 1
 
     @property
     def queues(self) -> bool:
@@ -154,7 +172,7 @@ class ScatterQueue(Generic[BucketT]):
         assert first.handle is not None
         if first.handle.is_complete():
             return True
-        may_wait = self._launched is None or self.closing or first.number < self._launched.everywhere
+        may_wait = self._launched is None or self.closing or first.number < self._launched.launched_everywhere
         return is_late and may_wait
 
     def _settle(self) -> None:
@@ -164,28 +182,6 @@ class ScatterQueue(Generic[BucketT]):
 
 
 _NUM_BLOCKS = MAX_IN_FLIGHT + 1  # one is being filled in
-
-
-@dataclass
-class _ScatterBucket:
-    """Some slots that are scattered together.
-
-    Args:
-        shape: says where each part lies; it has no memory.
-        total: this rank's row, summed over micro-batches [width].
-        num_own_values: how many of them are values of parts; the rest is padding.
-        own: these parts, in their shapes.
-    """
-
-    number: int
-    shape: PartBuffer
-    total: Tensor
-    num_own_values: int
-    missing: set[TensorSlot]
-    own: Mapping[TensorSlot, Tensor]
-    is_fresh: bool = True
-    buffers: dict[int, PartBuffer] = field(default_factory=dict)
-    block: int | None = None
 
 
 class ScatterReducer:
@@ -228,9 +224,7 @@ class ScatterReducer:
         self._home = {slot: bucket for bucket in self._buckets for slot in bucket.missing}
         self.blocks = self._make_blocks()
         sizes = [bucket.shape.flat.nbytes for bucket in self._buckets]
-        self.launches: ScatterQueue[_ScatterBucket] = ScatterQueue(
-            ways, sizes, self._came, self._launch_zeros
-        )
+        self.launches: ScatterQueue = ScatterQueue(ways, sizes, self._came, self._launch_zeros)
         self._next = self._rounds = self._num_added = 0
         self._has_begun = False  # a gradient of a micro-batch came, and not all did
         self._agreed: Handle | None = None
@@ -300,7 +294,7 @@ class ScatterReducer:
     def abort(self) -> None:
         """Let what was launched end, well or badly; forget it."""
         self.launches.drop()
-        self.blocks.give_all()
+        self.blocks.release_all()
         for bucket in self._buckets:
             bucket.block = None
             bucket.buffers = {b: x for b, x in bucket.buffers.items() if b in self.blocks.memory}
@@ -308,7 +302,7 @@ class ScatterReducer:
         self._ways.replica.abort()
         self.begin()
 
-    def lost(self) -> Sequence[tuple[str, TensorSlot, Tensor]]:
+    def residuals(self) -> Sequence[tuple[str, TensorSlot, Tensor]]:
         """Nothing is coded."""
         return ()
 
@@ -362,13 +356,13 @@ class ScatterReducer:
         arriving = self.blocks.arriving(buffer.rows, number % MAX_IN_FLIGHT)
         self.launches.add(BucketScatter(bucket, block, buffer.rows, key, number, arriving))
 
-    def _came(self, scatter: BucketScatter[_ScatterBucket], row: Tensor) -> None:
+    def _came(self, scatter: BucketScatter, row: Tensor) -> None:
         """Add what a scatter brings."""
         bucket = scatter.bucket
         own = bucket.total[: bucket.num_own_values]
         (own.copy_ if bucket.is_fresh else own.add_)(row.view(-1)[: bucket.num_own_values])
         bucket.is_fresh = False
-        if not self.blocks.give(scatter.block):
+        if not self.blocks.release(scatter.block):
             del bucket.buffers[scatter.block]
 
     def _over_replicas(self, bucket: _ScatterBucket) -> Handle:

@@ -33,13 +33,13 @@ class ScatterProgress:
 
     Args:
         launch_zeros: launches zeros up to so many; for a rank that has no more micro-batches.
-        here: that this rank has launched.
-        everywhere: that every rank had launched when it told last.
+        launched_here: that this rank has launched.
+        launched_everywhere: that every rank had launched when it told last.
     """
 
     launch_zeros: Callable[[int], None]
-    here: int = 0
-    everywhere: int = 0
+    launched_here: int = 0
+    launched_everywhere: int = 0
 
 
 class ScatterPacer:
@@ -58,19 +58,19 @@ class ScatterPacer:
         self._all.append(ScatterProgress(launch_zeros))
         return self._all[-1]
 
-    def told(self) -> list[float]:
+    def launch_counts(self) -> list[float]:
         """What this rank has launched, as numbers of which a max over ranks is to be heard."""
-        here = [float(one.here) for one in self._all]
+        here = [float(one.launched_here) for one in self._all]
         return here + [-number for number in here]
 
-    def hear(self, most: Sequence[float], *, is_idle: bool) -> None:
+    def update_counts(self, most: Sequence[float], *, is_idle: bool) -> None:
         """The largest of each number on any rank.
 
         Args:
             is_idle: this rank takes part for others, and launches zeros as far as the first of them is.
         """
         for one, launched in zip(self._all, most[len(self._all) :], strict=True):
-            one.everywhere = int(-launched)
+            one.launched_everywhere = int(-launched)
         for one, launched in zip(self._all, most[: len(self._all)] if is_idle else (), strict=False):
             one.launch_zeros(int(launched))
 

@@ -92,9 +92,9 @@ class TiedGradientReduction:
         self._held = {}
         self.inner.abort()
 
-    def lost(self) -> Sequence[tuple[str, TensorSlot, Tensor]]:
+    def residuals(self) -> Sequence[tuple[str, TensorSlot, Tensor]]:
         """See `GradientReduction`."""
-        return self.inner.lost()
+        return self.inner.residuals()
 
     def set_residuals(self, found: Mapping[tuple[str, str], Tensor]) -> None:
         """See `GradientReduction`."""

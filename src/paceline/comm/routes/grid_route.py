@@ -12,8 +12,17 @@ from math import isqrt
 
 from torch import Tensor
 
-from paceline.comm.routes.message_route import MessageCost, RouteMessenger, part_length, part_slice
+from paceline.comm.collectives.collective_protocol import Collective
+from paceline.comm.routes.message_route import (
+    MessageCost,
+    RouteMessenger,
+    build_message_route,
+    part_length,
+    part_slice,
+)
 from paceline.comm.routes.ring_route import RingRoute, ring_all_gather, ring_reduce_scatter
+from paceline.comm.routes.route_context import RouteContext
+from paceline.job.mesh import RankGroup
 
 
 class GridRoute:
@@ -98,3 +107,8 @@ def _row_messenger(mail: RouteMessenger) -> RouteMessenger:
 
 def _column_messenger(mail: RouteMessenger) -> RouteMessenger:
     return mail.among(range(mail.rank % num_grid_columns(mail.size), mail.size, num_grid_columns(mail.size)))
+
+
+def build_grid(group: RankGroup, context: RouteContext) -> Collective:
+    """Messages along the rows and columns of a grid."""
+    return build_message_route(group, context, "grid", GridRoute())

@@ -18,12 +18,15 @@ from paceline.comm.collectives.collective_protocol import (
     ErrorFeedbackStore,
     ReceiveBuffer,
     pad_to_rows,
+    wait_counter,
 )
 from paceline.comm.comm_thread import CommThread
 from paceline.comm.handle import Handle
 from paceline.comm.net import Net
-from paceline.comm.routes.native import NativeCollective
-from paceline.job.mesh import NodeLevels, RankGroup
+from paceline.comm.routes.native import NativeCollective, build_native
+from paceline.comm.routes.route_context import RouteContext, require_cpu
+from paceline.comm.routes.shared_memory import host_memory_or_none
+from paceline.job.mesh import NodeLevels, RankGroup, group_ranks_by_node
 
 
 class HierarchicalCollective:
@@ -54,7 +57,7 @@ class HierarchicalCollective:
         self.net, self.group, self.levels, self._between = net, group, levels, between
         natives = NativeCollective(net, levels.scatter), NativeCollective(net, levels.gather)
         self._scatter, self._gather = inside or natives
-        self._line = CommThread(f"{group.name}-between-nodes", self._count_wait_seconds)
+        self._line = CommThread(f"{group.name}-between-nodes", wait_counter(net.ledger, levels.between.name))
         inner = between.feedback
         self.feedback: SliceErrorFeedback | None = (
             None if inner is None else SliceErrorFeedback(inner, levels)
@@ -137,12 +140,6 @@ class HierarchicalCollective:
         if self.feedback is not None:
             self.feedback.note(key, x.numel(), by_rows=by_rows)
 
-    def _count_wait_seconds(self, op: str, seconds: float) -> None:
-        """Count seconds that the caller waited for the nodes."""
-        row = self.net.ledger.rows.get((op, self.levels.between.name))
-        if row is not None:
-            row.exposed_seconds += seconds
-
 
 class SliceErrorFeedback:
     """What coding between nodes has lost, at the places of the whole buffer: this rank codes its slice.
@@ -182,13 +179,13 @@ class SliceErrorFeedback:
         own = self._places(key, places.numel())
         self._inner.restore(key, _zero_padded(places, own)[own])
 
-    def lost(self, key: str, num_values: int) -> Mapping[str, Tensor]:
+    def residuals(self, key: str, num_values: int) -> Mapping[str, Tensor]:
         """See `ErrorFeedbackStore`."""
         if key in self._waiting:
             return self._waiting[key]
         places = self._places(key, num_values)
         found = {}
-        for side, part in self._inner.lost(key, len(places)).items():
+        for side, part in self._inner.residuals(key, len(places)).items():
             whole = part.new_zeros(max(num_values, int(places.max()) + 1))
             found[side] = whole.index_copy_(0, places, part)[:num_values]
         return found
@@ -242,3 +239,31 @@ def _join_slices(slices: Tensor, x: Tensor) -> Tensor:
     for piece, part in zip(x.split(slices.shape[1]), slices, strict=False):
         piece.copy_(part[: piece.numel()])
     return x
+
+
+def build_hierarchical(group: RankGroup, context: RouteContext) -> Collective:
+    """Inside nodes first; collective over the world.
+
+    A group on one node, or with one rank on each, has one level: native.
+    """
+    require_cpu(context, "hierarchical", "NCCL sums inside nodes first by itself")
+    parts = group_ranks_by_node(group.ranks, _node_of_ranks(context))
+    if len(parts) in (1, group.size):
+        where = "lies on one node" if len(parts) == 1 else "has one rank on every node"
+        context.warn(
+            f"route=hierarchical: the group '{group.name}' {where}, so its sum has one level, as native"
+        )
+        return build_native(group, context)
+    levels = NodeLevels.build(group, parts)
+    scatter, gather = (host_memory_or_none(level, context) for level in (levels.scatter, levels.gather))
+    inside = None if scatter is None or gather is None else (scatter, gather)
+    found = HierarchicalCollective(context.net, group, levels, build_native(levels.between, context), inside)
+    context.close_callbacks.append(found.close)
+    return found
+
+
+def _node_of_ranks(context: RouteContext) -> list[int]:
+    """The node of every rank of the job, as the launchers numbered them."""
+    mine = torch.tensor([context.cluster.node_rank])
+    found = context.net.all_gather(mine, context.world, equal=True).wait()
+    return [int(node) for node in found]

@@ -63,7 +63,7 @@ class HostPeer:
 
     def __init__(self, rank: int, connection: socket.socket) -> None:
         self.rank, self.socket = rank, connection
-        self.said: dict[tuple[int, int], str] = {}
+        self.signals: dict[tuple[int, int], str] = {}
         self.files: list[int] = []
         self.gone = False
 
@@ -80,7 +80,7 @@ class HostPeer:
         if data and not files:
             for line in data.split(b"\n"):
                 signal = HostSignal.decode(line)
-                self.said[signal.phase, signal.number] = signal.label
+                self.signals[signal.phase, signal.number] = signal.label
         return bool(data)
 
 
@@ -107,7 +107,7 @@ class HostLinks:
         self._group, self._net = group, net
         self._turn, self._is_reading = threading.Condition(), False
 
-    def tell(self, signal: HostSignal) -> None:
+    def broadcast_signal(self, signal: HostSignal) -> None:
         """Say something to all.
 
         Raises:
@@ -115,16 +115,16 @@ class HostLinks:
         """
         self._send(signal.encode(), [], self._peers, _DID_NOT_JOIN)
 
-    def hear(self, signal: HostSignal) -> None:
+    def wait_for_all(self, signal: HostSignal) -> None:
         """Wait until every other rank has said the same.
 
         Raises:
             CommunicationError: a rank is gone, or is out of step; DeadlineError: it says nothing.
         """
         key = (signal.phase, signal.number)
-        self._listen(lambda peer: key in peer.said, self._peers, _DID_NOT_JOIN)
+        self._listen(lambda peer: key in peer.signals, self._peers, _DID_NOT_JOIN)
         for peer in self._peers:
-            if (label := peer.said.pop(key)) != signal.label:
+            if (label := peer.signals.pop(key)) != signal.label:
                 raise self._error(
                     f"rank {peer.rank} sums {label}, this rank {signal.label}",
                     "every rank must sum the same buffers in the same order",
@@ -158,21 +158,21 @@ class HostLinks:
             CommunicationError: it is gone; DeadlineError: it says nothing.
         """
         peer, key = self._by_rank[rank], (phase, number)
-        self._listen(lambda peer: key in peer.said, [peer], what)
-        return peer.said.pop(key)
+        self._listen(lambda peer: key in peer.signals, [peer], what)
+        return peer.signals.pop(key)
 
-    def heard(self, rank: int, phase: int, number: int) -> str | None:
+    def poll_signal(self, rank: int, phase: int, number: int) -> str | None:
         """As `wait_for_rank`, of what has come by now; None: it has not."""
-        said, key = self._by_rank[rank].said, (phase, number)
+        said, key = self._by_rank[rank].signals, (phase, number)
         if key not in said:
             with self._turn:
                 while key not in said and self._read_available([self._by_rank[rank]]):
                     pass
         return said.pop(key, None)
 
-    def has_said(self, rank: int, phase: int, number: int) -> bool:
+    def pop_signal(self, rank: int, phase: int, number: int) -> bool:
         """Whether one rank has said so by now; once."""
-        return self._by_rank[rank].said.pop((phase, number), None) is not None
+        return self._by_rank[rank].signals.pop((phase, number), None) is not None
 
     def pop_file(self, rank: int) -> int:
         """The oldest file that one rank has given; the caller closes it."""
@@ -347,7 +347,7 @@ def _connect_all(
             while meeting.missing:
                 if time.monotonic() > expires:
                     raise TimeoutError("timed out")
-                meeting.go_on()
+                meeting.advance()
         except OSError as error:
             late = isinstance(error, TimeoutError)
             raise (DeadlineError if late else CommunicationError)(
@@ -379,7 +379,7 @@ class _HostRendezvous:
         """Ranks that are not connected."""
         return sorted({self._group.ranks[place] for place in self._places} - self.found.keys())
 
-    def go_on(self) -> None:
+    def advance(self) -> None:
         """Whatever can be done now; wait a moment if that is nothing."""
         for place in [*self._calls]:
             self._call(place)

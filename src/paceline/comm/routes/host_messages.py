@@ -164,7 +164,7 @@ class HostMessenger:
             DeadlineError: it has not heard of many messages before.
         """
         way = self._ways[to]
-        self._net.ledger.launched("send", self._group.name, num_bytes, self._group.size)
+        self._net.ledger.count_call("send", self._group.name, num_bytes, self._group.size)
         self._free(way, num_bytes)
         with way.buffers.lend(num_bytes) as (number, memory, file):
             write(memory)
@@ -181,7 +181,7 @@ class HostMessenger:
             CommunicationError: that rank is gone; DeadlineError: it sends nothing.
         """
         way = self._ways[source]
-        label = self._links.heard(way.rank, _MESSAGE_WRITTEN, way.read)
+        label = self._links.poll_signal(way.rank, _MESSAGE_WRITTEN, way.read)
         if label is None:
             self.acknowledge_read()
             label = self._links.wait_for_rank(way.rank, _MESSAGE_WRITTEN, way.read, "sent nothing")
@@ -243,7 +243,7 @@ class HostMessenger:
             self._process_acknowledgements(way)
 
     def _process_acknowledgements(self, way: _PeerTraffic) -> None:
-        while self._links.has_said(way.rank, _MESSAGE_READ, way.freed):
+        while self._links.pop_signal(way.rank, _MESSAGE_READ, way.freed):
             self._release_oldest(way)
 
     def _release_oldest(self, way: _PeerTraffic) -> None:

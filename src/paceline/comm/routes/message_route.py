@@ -22,12 +22,13 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from paceline.comm.collectives.collective_protocol import ReceiveBuffer
+from paceline.comm.collectives.collective_protocol import Collective, ReceiveBuffer, wait_counter
 from paceline.comm.comm_thread import CommThread
 from paceline.comm.handle import Handle
 from paceline.comm.net import Net
+from paceline.comm.routes.route_context import RouteContext, require_cpu
 from paceline.comm.workspace import Workspace
-from paceline.job.mesh import RankGroup
+from paceline.job.mesh import RankGroup, duplicate_group
 
 
 @dataclass(frozen=True)
@@ -144,11 +145,11 @@ class MessageCollective:
 
     def __init__(self, net: Net, group: RankGroup, hops: MessageRoute) -> None:
         self.net, self.group, self._hops = net, group, hops
-        self._line = CommThread(f"{group.name}-messages", self._count_wait_seconds)
+        self._line = CommThread(f"{group.name}-messages", wait_counter(net.ledger, group.name, "send"))
         self._calls = itertools.count(1)
         self._workspace = Workspace()  # of the thread of the line
 
-    def along(self, hops: MessageRoute) -> MessageCollective:
+    def with_route(self, hops: MessageRoute) -> MessageCollective:
         """Another route on the same process group and thread; closing one closes both."""
         twin = copy(self)
         twin._hops = hops
@@ -235,8 +236,11 @@ class MessageCollective:
         )
         return lambda: hops(mail)
 
-    def _count_wait_seconds(self, op: str, seconds: float) -> None:
-        """Count seconds that a caller waited for the messages."""
-        row = self.net.ledger.rows.get(("send", self.group.name))
-        if row is not None:
-            row.exposed_seconds += seconds
+
+def build_message_route(
+    group: RankGroup, context: RouteContext, word: str, route: MessageRoute
+) -> Collective:
+    require_cpu(context, word, "NCCL has rings and trees of its own")
+    found = MessageCollective(context.net, duplicate_group(group, word), route)
+    context.close_callbacks.append(found.close)
+    return context.apply_codec(found)

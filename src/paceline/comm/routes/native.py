@@ -8,9 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.comm.collectives.collective_protocol import ReceiveBuffer
-from paceline.comm.handle import Handle, collective_error, handle_of_work
-from paceline.comm.net import Net, start_exchange_with_others
+from paceline.comm.collectives.collective_protocol import Collective, ReceiveBuffer
+from paceline.comm.handle import Handle
+from paceline.comm.net import Net, collective_error, handle_of_work, start_exchange_with_others
+from paceline.comm.routes.route_context import RouteContext
 from paceline.job.mesh import RankGroup
 
 
@@ -22,7 +23,7 @@ def scatter_rows(net: Net, x: Tensor, arriving: Tensor, group: RankGroup) -> Han
     Exactness: rows are added in the order of the ranks.
     Wire: (P-1)/P of the bytes of `x`, 1 round.
     """
-    entry = net.ledger.launched("reduce_scatter", group.name, x.nbytes, group.size)
+    entry = net.ledger.count_call("reduce_scatter", group.name, x.nbytes, group.size)
     try:
         work = start_exchange_with_others(group.handle, group.rank, x, arriving)
     except RuntimeError as error:
@@ -88,3 +89,8 @@ class NativeCollective:
 
     def abort(self) -> None:
         """See `Collective`; nothing is kept between steps."""
+
+
+def build_native(group: RankGroup, context: RouteContext) -> Collective:
+    """The collectives of the backend."""
+    return context.apply_codec(NativeCollective(context.net, group))

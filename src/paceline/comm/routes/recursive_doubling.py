@@ -14,7 +14,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from paceline.comm.routes.message_route import MessageCost, RouteMessenger
+from paceline.comm.collectives.collective_protocol import Collective
+from paceline.comm.routes.message_route import MessageCost, RouteMessenger, build_message_route
+from paceline.comm.routes.route_context import RouteContext
+from paceline.job.mesh import RankGroup
 
 
 class RecursiveDoublingRoute:
@@ -47,7 +50,7 @@ class RecursiveDoublingRoute:
         for bit in reversed(_powers_of_two(core)):
             partner = mail.rank ^ bit
             keep, give = (
-                _with_extra_ranks(_half(rank, bit, core), core, mail.size) for rank in (mail.rank, partner)
+                _with_extra_ranks(_block(rank, bit), core, mail.size) for rank in (mail.rank, partner)
             )
             arrived = _row_buffer(mail, "arrived", rows, len(keep))
             mail.exchange(partner, _contiguous_rows(mail, rows, give), partner, arrived)
@@ -140,11 +143,11 @@ def _block(rank: int, bit: int) -> range:
     return range(rank // bit * bit, rank // bit * bit + bit)
 
 
-def _half(rank: int, bit: int, core: int) -> range:
-    """What a rank still has to sum after the round of `bit`: halving goes from the highest bit down."""
-    return _block(rank, bit)
-
-
 def _with_extra_ranks(ranks: Sequence[int], core: int, size: int) -> list[int]:
     """The rows of some ranks and of those outside whom they stand for."""
     return [*ranks, *(rank + core for rank in ranks if rank + core < size)]
+
+
+def build_recursive_doubling(group: RankGroup, context: RouteContext) -> Collective:
+    """Messages between ranks whose numbers differ in one bit."""
+    return build_message_route(group, context, "recursive-doubling", RecursiveDoublingRoute())

@@ -8,7 +8,16 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from paceline.comm.routes.message_route import MessageCost, RouteMessenger, part_length, part_slice
+from paceline.comm.collectives.collective_protocol import Collective
+from paceline.comm.routes.message_route import (
+    MessageCost,
+    RouteMessenger,
+    build_message_route,
+    part_length,
+    part_slice,
+)
+from paceline.comm.routes.route_context import RouteContext
+from paceline.job.mesh import RankGroup
 
 
 class RingRoute:
@@ -69,3 +78,8 @@ def ring_all_gather(mail: RouteMessenger, parts: list[Tensor]) -> None:
     for step in range(mail.size - 1):
         mine, others = (mail.rank - step) % mail.size, (mail.rank - step - 1) % mail.size
         mail.exchange(after, parts[mine], before, parts[others])
+
+
+def build_ring(group: RankGroup, context: RouteContext) -> Collective:
+    """Messages round a ring."""
+    return build_message_route(group, context, "ring", RingRoute())

@@ -17,12 +17,14 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor
 
-from paceline.comm.collectives.collective_protocol import ReceiveBuffer
+from paceline.comm.collectives.collective_protocol import Collective, ReceiveBuffer
 from paceline.comm.handle import Handle
 from paceline.comm.net import Net
-from paceline.comm.routes.host_links import HostLinks, HostSignal
+from paceline.comm.routes.host_links import HostLinks, HostSignal, connect_single_host_group
+from paceline.comm.routes.native import NativeCollective, build_native
+from paceline.comm.routes.route_context import RouteContext
 from paceline.comm.workspace import Workspace
-from paceline.errors import CommunicationError
+from paceline.errors import CommunicationError, StrategyError
 from paceline.job.mesh import RankGroup
 
 
@@ -164,24 +166,24 @@ class SharedMemoryCollective:
         self, calls: WireCalls, key: str, add: Callable[[], object], result: Callable[[], Tensor]
     ) -> Handle:
         ledger = self.net.ledger
-        entries = [ledger.launched(op, group.name, num_bytes, group.size) for op, group, num_bytes in calls]
+        entries = [ledger.count_call(op, group.name, num_bytes, group.size) for op, group, num_bytes in calls]
         label = f"buffer '{key}' of {calls[0][2]} bytes"
         filled, summed = (HostSignal(phase, self._num_sums, label) for phase in (_FILLED, _SUMMED))
         self._num_sums += 1
-        self._links.tell(filled)
+        self._links.broadcast_signal(filled)
 
         def finish(deadline_seconds: float | None, exposed: bool) -> Tensor:
             began = time.perf_counter()
             for entry in entries:
-                entry.began()
+                entry.begin_call()
             try:
-                self._links.hear(filled)
+                self._links.wait_for_all(filled)
                 add()
-                self._links.tell(summed)
-                self._links.hear(summed)
+                self._links.broadcast_signal(summed)
+                self._links.wait_for_all(summed)
             finally:
                 for entry in entries:
-                    entry.ended()
+                    entry.end_call()
                 entries[0].exposed_seconds += time.perf_counter() - began
             return result()
 
@@ -193,7 +195,7 @@ class SharedMemoryCollective:
             parts = self._parts[key] = self._map(x.numel(), x.dtype)
         return parts if parts[0].numel() == x.numel() else [part[: x.numel()] for part in parts]
 
-    def common(self, num_values: int, like: Tensor) -> Tensor:
+    def allocate_shared_once(self, num_values: int, like: Tensor) -> Tensor:
         """Zeros [n] that lie once, and that every rank of the group has mapped; collective."""
         shares = [num_values if rank == 0 else 0 for rank in range(self.group.size)]
         return self._map(shares[self.group.rank], like.dtype, shares)[0]
@@ -254,3 +256,38 @@ def sum_slice_in_all(parts: Sequence[Tensor], place: int) -> None:
             total.add_(other)
         for other in others:
             other.copy_(total)
+
+
+def build_shared_memory(group: RankGroup, context: RouteContext) -> Collective:
+    """The memory of one host.
+
+    Raises:
+        StrategyError: the group has none in common.
+    """
+    found = shared_or_native(group, context)
+    if isinstance(found, NativeCollective):
+        why = (
+            "this job computes on GPUs" if context.device.type != "cpu" else "its ranks run on several hosts"
+        )
+        raise StrategyError(
+            f"route=shared-memory cannot sum over group '{group.name}' {group.ranks}: {why}",
+            next_step="choose route=auto, which takes memory where it can, or route=native",
+        )
+    return found
+
+
+def shared_or_native(group: RankGroup, context: RouteContext) -> Collective:
+    """Memory where all ranks of the group are on one host, and nothing is coded."""
+    if context.is_coded:
+        return build_native(group, context)
+    return host_memory_or_none(group, context) or NativeCollective(context.net, group)
+
+
+def host_memory_or_none(group: RankGroup, context: RouteContext) -> SharedMemoryCollective | None:
+    """The memory of the host on which all ranks of a group run; None: they run on several, or on GPUs."""
+    links = connect_single_host_group(group, context.net) if context.device.type == "cpu" else None
+    if links is None:
+        return None
+    found = SharedMemoryCollective(context.net, group, links)
+    context.close_callbacks.append(found.close)
+    return found

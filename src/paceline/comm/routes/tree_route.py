@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from paceline.comm.routes.message_route import MessageCost, RouteMessenger
+from paceline.comm.collectives.collective_protocol import Collective
+from paceline.comm.routes.message_route import MessageCost, RouteMessenger, build_message_route
+from paceline.comm.routes.route_context import RouteContext
+from paceline.job.mesh import RankGroup
 
 
 def tree_parent(rank: int) -> int:
@@ -82,3 +85,8 @@ class TreeRoute:
 def _subtree_size(rank: int, size: int) -> int:
     """How many ranks are below this one, with itself: a run that begins with it."""
     return min(rank & -rank if rank else size, size - rank)
+
+
+def build_tree(group: RankGroup, context: RouteContext) -> Collective:
+    """Messages up and down a tree."""
+    return build_message_route(group, context, "tree", TreeRoute())

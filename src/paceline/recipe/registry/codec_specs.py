@@ -128,7 +128,6 @@ CODEC_SPECS = (
         argument=integer_argument(1, "2"),
         build="paceline.comm.codecs.low_rank:low_rank",
         summed="paceline.comm.collectives.power_sgd:power_sgd",
-        keeps="paceline.comm.codecs.low_rank:power_sgd_bytes",
     ),
     CodecSpec(
         word="lossless",
@@ -150,16 +149,11 @@ CODEC_SPECS = (
     ),
 )
 
-_RING, _TREE = "paceline.comm.routes.ring_route:RingRoute", "paceline.comm.routes.tree_route:TreeRoute"
-_DOUBLING = "paceline.comm.routes.recursive_doubling:RecursiveDoublingRoute"
-_GRID = "paceline.comm.routes.grid_route:GridRoute"
-
 ROUTE_SPECS = (
     RouteSpec(
         word="auto",
         summary="memory within a host, else by the size of a buffer and what links were measured to do",
         build="paceline.tuning.route_choice:build_auto_route",
-        hops=(_RING, _TREE, _DOUBLING, _GRID),
         by_default=True,
         ring_bytes=True,
         in_memory=True,
@@ -168,7 +162,7 @@ ROUTE_SPECS = (
     RouteSpec(
         word="native",
         summary="the collectives of torch.distributed",
-        build="paceline.comm.routes.route_builders:build_native",
+        build="paceline.comm.routes.native:build_native",
         by_default=True,
         ring_bytes=True,
         coded=2,
@@ -176,8 +170,7 @@ ROUTE_SPECS = (
     RouteSpec(
         word="ring",
         summary="messages from each rank to the next",
-        build="paceline.comm.routes.route_builders:build_ring",
-        hops=(_RING,),
+        build="paceline.comm.routes.ring_route:build_ring",
         any_order=True,
         ring_bytes=True,
         coded=1,
@@ -185,38 +178,35 @@ ROUTE_SPECS = (
     RouteSpec(
         word="tree",
         summary="up and down a binomial tree",
-        build="paceline.comm.routes.route_builders:build_tree",
-        hops=(_TREE,),
+        build="paceline.comm.routes.tree_route:build_tree",
         any_order=True,
         coded=1,
     ),
     RouteSpec(
         word="recursive-doubling",
         summary="between ranks whose numbers differ in one bit",
-        build="paceline.comm.routes.route_builders:build_recursive_doubling",
-        hops=(_DOUBLING,),
+        build="paceline.comm.routes.recursive_doubling:build_recursive_doubling",
         any_order=True,
         coded=1,
     ),
     RouteSpec(
         word="grid",
         summary="along rows, then columns, then rows of a grid of ranks",
-        build="paceline.comm.routes.route_builders:build_grid",
-        hops=(_GRID,),
+        build="paceline.comm.routes.grid_route:build_grid",
         any_order=True,
         coded=1,
     ),
     RouteSpec(
         word="hierarchical",
         summary="inside nodes first",
-        build="paceline.comm.routes.route_builders:build_hierarchical",
+        build="paceline.comm.routes.hierarchical:build_hierarchical",
         with_terms="replicas=4",
         any_order=True,
     ),
     RouteSpec(
         word="shared-memory",
         summary="the memory of one host",
-        build="paceline.comm.routes.route_builders:build_shared_memory",
+        build="paceline.comm.routes.shared_memory:build_shared_memory",
         coded=0,
         ring_bytes=True,
         in_memory=True,

@@ -149,7 +149,7 @@ class CollectiveContract(ABC):
             x = torch.zeros(0)
             for step in range(3):
                 if step == 2 and moves and path.feedback is not None:
-                    kept = {side: flat.clone() for side, flat in path.feedback.lost("0", 500).items()}
+                    kept = {side: flat.clone() for side, flat in path.feedback.residuals("0", 500).items()}
                     path, group = self.start(cluster)
                     assert path.feedback is not None
                     path.feedback.set_residuals("0", kept)

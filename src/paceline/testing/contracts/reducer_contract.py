@@ -144,7 +144,7 @@ class ReducerContract(ABC):
             reducer, rank = self.start(cluster), cluster.global_rank
             _reduce_once(reducer, rank)
             if moves:
-                kept = {(side, slot.name): value.clone() for side, slot, value in reducer.lost()}
+                kept = {(side, slot.name): value.clone() for side, slot, value in reducer.residuals()}
                 reducer = self.start(cluster)
                 reducer.set_residuals(kept)
             return _copy_sums(_reduce_once(reducer, rank))
@@ -160,7 +160,7 @@ class ReducerContract(ABC):
             _reduce_once(reducer, cluster.global_rank)
             grads = _reduce_once(reducer, cluster.global_rank)
             before, flats = _copy_sums(grads), [flat.clone() for flat in grads.flats]
-            lost = {(side, slot.name): value.clone() for side, slot, value in reducer.lost()}
+            lost = {(side, slot.name): value.clone() for side, slot, value in reducer.residuals()}
             found = [_same_bits(before, _copy_sums(grads)), _same_bits(flats, grads.flats)]
             reducer.set_residuals(lost)
             return [*found, _same_bits(before, _copy_sums(grads)), _same_bits(flats, grads.flats)]
@@ -223,7 +223,7 @@ _UNUSED = 4
 
 def _residuals_of(reducer: GradientReduction, index: int) -> dict[str, Tensor]:
     """By side; factors are no loss."""
-    lost = reducer.lost()
+    lost = reducer.residuals()
     return {s: x.clone() for s, slot, x in lost if slot.name == str(index) and not s.endswith("factor")}
 
 

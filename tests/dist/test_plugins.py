@@ -74,7 +74,7 @@ from pathlib import Path
 
 from paceline.recipe.registry.word_spec import WordArgument, SyncSpec
 from paceline.sync import EveryStep
-from paceline.sync.rule_builders import build_every_step_rule
+from paceline.sync.every_step import build_every_step_rule
 
 SPEC = SyncSpec(
     word="noted",
@@ -88,17 +88,17 @@ SPEC = SyncSpec(
 )
 
 
-def noted(setting, layout, state):
-    every = int(setting.recipe.strategy.sync.partition(":")[2])
+def noted(context, layout, state):
+    every = int(context.recipe.strategy.sync.partition(":")[2])
 
     class Noted(EveryStep):
         def step(self, work, stream, placed, update_step):
             if state.step % every == 0:
-                with Path(f"used-noted-{setting.mesh.world.rank}").open("a") as notes:
+                with Path(f"used-noted-{context.mesh.world.rank}").open("a") as notes:
                     notes.write(f"{state.step} ")
             return super().step(work, stream, placed, update_step)
 
-    return build_every_step_rule(replace(setting, pieces=replace(setting.pieces, rule=Noted)), layout, state)
+    return build_every_step_rule(replace(context, components=replace(context.components, rule=Noted)), layout, state)
 '''
 LAYOUT = '''
 """ZeRO-1 by whole tensors: each is updated by one rank, in turn."""
@@ -107,7 +107,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from paceline.recipe.registry.word_spec import LayoutSpec
-from paceline.parallel.model_layout import ModelPartition
+from paceline.parallel import ModelPartition
 
 SPEC = LayoutSpec(
     word="by-tensor",
@@ -132,8 +132,8 @@ class Owners:
         return replace(held, parts=parts)
 
 
-def by_tensor(setting, material):
-    group = setting.mesh.axes["shard"]
+def by_tensor(context, material):
+    group = context.mesh.axes["shard"]
     names = [name for name, p in material.model.named_parameters()]
 
     def prepare(holding):

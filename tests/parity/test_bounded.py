@@ -15,9 +15,8 @@ from paceline.job.cluster import Cluster
 from paceline.observe.metrics_schema import find_schema_errors
 from paceline.recipe import Recipe, Strategy, to_toml
 from paceline.session.fit_loop import fit
-from paceline.session.train_rank import build_sinks
-from paceline.sync import rule_builders
-from paceline.sync.server import gradient_push
+from paceline.session.sink_setup import build_sinks
+from paceline.sync.server import gradient_push, server_builders
 from paceline.sync.server.server_policies import BoundedStaleness, WorkerPush, WorkTicket
 from paceline.task import Task
 from paceline.testing import run_ranks
@@ -129,7 +128,7 @@ def slowed(cluster: Cluster, recipe: Recipe, slow: int, seconds: float = 0.003) 
 
 
 def with_slow_worker(cluster: Cluster, bounds: Sequence[str]) -> list[dict[str, Any]]:
-    rule_builders.BoundedStaleness = Ages
+    server_builders.BoundedStaleness = Ages
     found = []
     for bound in bounds:
         Ages.found = []

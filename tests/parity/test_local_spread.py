@@ -15,7 +15,7 @@ from paceline.parallel.state_hash import find_divergence
 from paceline.recipe import Recipe, Strategy
 from paceline.session import checkpointing, evaluate, fit
 from paceline.state.slot import ExtraState
-from paceline.sync import DiLoCo, ReplicaOptimizerState, rule_builders
+from paceline.sync import DiLoCo, ReplicaOptimizerState, diloco
 from paceline.testing import run_ranks
 from paceline.testing.contracts import RuleContract
 from paceline.testing.contracts.training_contracts import whole_trajectory
@@ -145,25 +145,24 @@ def summed_over_replicas() -> None:
 
 def counted_by_rank() -> None:
     """The items of a replica count once for each of its ranks."""
-    told = rule_builders.meeting_ranks
-    rule_builders.meeting_ranks = lambda setting: {**told(setting), "replicas": setting.mesh.world}
+    diloco.meeting_ranks = lambda context: context.mesh.world
 
 
 def met_with_others() -> None:
     """Ranks that hold other parts are summed, too."""
-    sums = rule_builders.build_delta_reduction
+    sums = diloco.build_delta_reduction
 
-    def wrong(setting: SessionContext, *given: Any) -> Any:
-        axes = {**setting.mesh.axes, "replica": setting.mesh.data}
-        return sums(replace(setting, mesh=replace(setting.mesh, axes=axes)), *given)
+    def wrong(context: SessionContext, *given: Any) -> Any:
+        axes = {**context.mesh.axes, "replica": context.mesh.data}
+        return sums(replace(context, mesh=replace(context.mesh, axes=axes)), *given)
 
-    rule_builders.build_delta_reduction = wrong
+    diloco.build_delta_reduction = wrong
 
 
 def not_brought() -> None:
     """Nobody gets what the others of its replica hold once all have met."""
-    step = rule_builders.OuterStep
-    rule_builders.OuterStep = lambda outer, norm, bring: step(outer, norm, lambda: None)
+    step = diloco.OuterStep
+    diloco.OuterStep = lambda outer, norm, bring: step(outer, norm, lambda: None)
 
 
 @pytest.mark.parametrize("fault", [summed_over_replicas, counted_by_rank, met_with_others, not_brought])

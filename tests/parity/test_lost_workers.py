@@ -19,7 +19,7 @@ from paceline.observe.metrics_schema import find_schema_errors
 from paceline.recipe import Recipe, Strategy
 from paceline.session import Session
 from paceline.session.fit_loop import fit
-from paceline.sync import rule_builders
+from paceline.sync.server import server_builders
 from paceline.sync.server.server_policies import AsynchronousUpdates
 from paceline.testing import RanksFailed, run_ranks
 from paceline.testing.parity import build_test_session, make_task
@@ -227,7 +227,7 @@ def with_leavers(
     moment: str,
     policy: Any = AsynchronousUpdates,
 ) -> dict[str, Any] | str:
-    rule_builders.AsynchronousUpdates = policy
+    server_builders.AsynchronousUpdates = policy
     session = long_rounds(build_test_session(cluster, recipe))
     if cluster.global_rank in exit_callbacks:
         session.rule.channel = Leaving(session.rule.channel, moment)

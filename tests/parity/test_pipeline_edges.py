@@ -18,7 +18,7 @@ from paceline.parallel import ShardedModel
 from paceline.parallel.session_context import SessionContext
 from paceline.recipe import OptimizerRecipe, Recipe, Strategy
 from paceline.state.slot import TensorSlot
-from paceline.sync import rule_builders
+from paceline.sync import every_step
 from paceline.task import Loss, Task
 from paceline.testing import run_ranks
 from paceline.testing.contracts.training_contracts import whole_trajectory
@@ -152,15 +152,15 @@ class AmongOthers(TiedGradientReduction):
 
 
 def reduce_on_every_stage() -> None:
-    def build_reduction(setting: SessionContext, sharded_model: ShardedModel) -> GradientReduction:
-        mesh = setting.mesh
-        sums = UnorderedSum(setting.collective(mesh.axes["shard"]), setting.collective(mesh.replica))
-        inner = BucketReducer(sharded_model.computes, sharded_model.parts, sums, setting.bucket_bytes)
+    def build_reduction(context: SessionContext, sharded_model: ShardedModel) -> GradientReduction:
+        mesh = context.mesh
+        sums = UnorderedSum(context.collective(mesh.axes["shard"]), context.collective(mesh.replica))
+        inner = BucketReducer(sharded_model.computes, sharded_model.parts, sums, context.bucket_bytes)
         shared = [held for held in sharded_model.held.values() if held.holders]
         tensors = {held.computes: sharded_model.computes[held.computes] for held in shared}
-        return AmongOthers(inner, tensors, mesh.among("pipeline", shared[0].holders), setting.net)
+        return AmongOthers(inner, tensors, mesh.among("pipeline", shared[0].holders), context.net)
 
-    rule_builders.build_gradient_reduction = build_reduction
+    every_step.build_gradient_reduction = build_reduction
 
 
 @pytest.mark.capability("D1")

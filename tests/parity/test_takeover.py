@@ -81,7 +81,7 @@ def goes_on(session: Session, snapshot: StateSnapshot) -> Trajectory:
 
 def server_takes_over(cluster: Cluster) -> dict[str, Any]:
     """The run; every-step to where it turned and the server from there; and the former, resumed late."""
-    RecoveryJudge.hear = lambda self, worker, seconds: None  # nobody recovers
+    RecoveryJudge.observe_seconds = lambda self, worker, seconds: None  # nobody recovers
     taken = take(cluster, "server")
     notes = dict(taken.notes)
     ended = whole_trajectory(taken.losses, taken.session)

@@ -34,7 +34,7 @@ def script(named: int, rank: int = 2, cause: str = "compute") -> None:
         return SlowRank(rank, cause, 0.9, 0.1) if looks[0] <= 2 * named else None
 
     straggler_detection.find_slow_rank = find
-    straggler_recovery.RecoveryJudge.hear = lambda self, worker, seconds: None
+    straggler_recovery.RecoveryJudge.observe_seconds = lambda self, worker, seconds: None
     straggler_recovery.StopWhenRecovered.push = _push
 
 
@@ -106,7 +106,7 @@ def back_from_local(cluster: Cluster) -> dict[str, Any]:
         heard[0] += 1
         return {"seconds": seconds, "usual": seconds} if heard[0] == 24 else None
 
-    straggler_recovery.RecoveryJudge.hear = hear
+    straggler_recovery.RecoveryJudge.observe_seconds = hear
     asked = digits(f"replicas=2 sync={ASKED}", steps=24, health=HEALTH)
     session, kept, num_samples, losses = build_test_session(cluster, asked), None, 0, list[float]()
     for stats in session.rounds():
@@ -146,7 +146,7 @@ def until_heard(times: int, number: int) -> None:
         heard[0] += worker == number
         return {"seconds": seconds, "usual": seconds} if heard[0] == times and worker == number else None
 
-    straggler_recovery.RecoveryJudge.hear = hear
+    straggler_recovery.RecoveryJudge.observe_seconds = hear
 
 
 def once(cluster: Cluster, asked: Recipe) -> tuple[Trajectory, dict[str, Any]]:

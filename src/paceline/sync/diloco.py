@@ -17,21 +17,36 @@ arXiv:2311.08105, Algorithm 1 (inner AdamW, outer Nesterov).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 from torch import Tensor
 
+from paceline.comm.net import Net
+from paceline.comm.reduction.gradient_norm import SharedNorm
 from paceline.comm.reduction.gradients import GradientReduction
 from paceline.comm.tally import StepTally
 from paceline.data.work import TrainingFeed
-from paceline.observe.step_stats import StepStats
+from paceline.job.mesh import RankGroup
+from paceline.observe.step_stats import PhaseTimer, StepStats
+from paceline.parallel.gradient_reduction import build_delta_reduction
+from paceline.parallel.model_layout import ModelLayout
 from paceline.parallel.model_runner import ModelRunner
 from paceline.parallel.placement import slot_bytes
+from paceline.parallel.session_context import SessionContext
 from paceline.state.slot import ExtraState, SlotIndex, TensorPiece, TensorSlot
-from paceline.sync.every_step import EveryStep
-from paceline.sync.local_rounds import LocalRound, LocalRoundLoop, TakeStep
-from paceline.sync.outer_optimizer import OuterStep, ParameterDelta, copy_anchors
-from paceline.sync.sync_rule import MemoryQuery, RuleMemory
+from paceline.state.train_state import TrainState
+from paceline.sync.every_step import EveryStep, build_pending_residual
+from paceline.sync.local_rounds import (
+    LocalRound,
+    LocalRoundLoop,
+    TakeStep,
+    build_replica_step,
+    meeting_ranks,
+)
+from paceline.sync.outer_optimizer import OuterOptimizer, OuterStep, ParameterDelta, copy_anchors
+from paceline.sync.residuals import DeltaResidualFlush, DeltaResidualState, ResidualState
+from paceline.sync.straggler_recovery import stop_when_recovered
+from paceline.sync.streaming_diloco import FragmentSchedule, StreamingDiLoCo
+from paceline.sync.sync_rule import MemoryQuery, RuleMemory, SyncRule
 from paceline.sync.update import UpdateStep
 
 
@@ -55,9 +70,13 @@ class DiLoCo(ExtraState):
         outer: OuterStep,
         reducer: Callable[[Mapping[TensorSlot, Tensor]], GradientReduction],
         runner: ModelRunner,
-        **told: Any,
+        *,
+        replicas: RankGroup,
+        net: Net,
+        phases: PhaseTimer,
     ) -> None:
-        self.inner, self._num_local_steps, self._alone = inner, num_local_steps, LocalRoundLoop(inner, **told)
+        self.inner, self._num_local_steps = inner, num_local_steps
+        self._loop = LocalRoundLoop(inner, replicas=replicas, net=net, phases=phases)
         anchors = copy_anchors(runner)
         self.reducer = reducer(anchors)
         self._movement = ParameterDelta(anchors, runner, outer, self.reducer)
@@ -65,7 +84,7 @@ class DiLoCo(ExtraState):
 
     def rounds(self, feed: TrainingFeed, runner: ModelRunner, update_step: UpdateStep) -> Iterator[StepStats]:
         """See `Rule`: a round is H steps."""
-        return self._alone.rounds(
+        return self._loop.rounds(
             feed, runner, update_step, begin=self._begin, step=_take_step, meet=self._agree
         )
 
@@ -80,7 +99,7 @@ class DiLoCo(ExtraState):
 
     def _agree(self, stretch: LocalRound, runner: ModelRunner) -> tuple[StepTally, Mapping[str, float]]:
         """Sum the movements, step from the anchors, and go on from there."""
-        tally, told = self._alone.agree(stretch, runner, skipped=stretch.skipped)
+        tally, told = self._loop.agree(stretch, runner, skipped=stretch.skipped)
         self._movement.leave(stretch.count, tally.count)
         self._movement.arrive(tally)
         self._movement.mix(0.0)
@@ -96,25 +115,81 @@ class DiLoCo(ExtraState):
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """The inverse of `pieces`; a round that was under way is forgotten."""
-        self._alone.forget()
+        self._loop.forget()
         self._movement.load(tensors)
 
 
-def plan_memory(asked: MemoryQuery) -> RuleMemory:
-    """Where a round began, momentum of the outer optimizer, and buckets of movements, of what a rank updates.
+def plan_memory(query: MemoryQuery) -> RuleMemory:
+    """Return the bytes of the parameters at the start of a round, outer momentum and buckets.
 
-    Movements are made tensor by tensor.
+    Each is as large as what the rank updates. At the end of a round the rank computes its parameter changes
+    one tensor at a time, so the largest tensor counts twice there.
     """
-    own, strategy = asked.sizes.updates, asked.recipe.strategy
-    parts = [one.updates for one in asked.held.values() if one.updates is not None]
-    momentum = own if strategy.rule.word == "diloco" and asked.recipe.outer.momentum else 0
+    own, strategy = query.sizes.updates, query.recipe.strategy
+    parts = [one.updates for one in query.held.values() if one.updates is not None]
+    momentum = own if strategy.rule.word == "diloco" and query.recipe.outer.momentum else 0
     return RuleMemory(
         state=own + momentum,
-        saved=momentum,
         wire=own if strategy.degrees["replica"] > 1 else 0,
-        agreement=2 * max((slot_bytes(part, asked.item_bytes) for part in parts), default=0),
+        agreement=2 * max((slot_bytes(part, query.item_bytes) for part in parts), default=0),
     )
 
 
 def _take_step(stretch: LocalRound, take: TakeStep) -> None:
     take()
+
+
+def build_local_sgd(context: SessionContext, layout: ModelLayout, state: TrainState) -> SyncRule:
+    """Build the rule in which replicas train alone for H steps, then average their parameters."""
+    schedule = FragmentSchedule(int(context.recipe.strategy.rule_argument))
+    return _build_local_rounds(context, layout, state, OuterOptimizer(), schedule)
+
+
+def build_diloco(context: SessionContext, layout: ModelLayout, state: TrainState) -> SyncRule:
+    """Build DiLoCo, or streaming DiLoCo if the recipe cuts the parameters into fragments."""
+    outer, num_steps = context.recipe.outer, int(context.recipe.strategy.rule_argument)
+    schedule = FragmentSchedule(num_steps, outer.fragments, outer.delay_steps, outer.mixing)
+    return _build_local_rounds(context, layout, state, OuterOptimizer(outer.lr, outer.momentum), schedule)
+
+
+def _build_local_rounds(
+    context: SessionContext,
+    layout: ModelLayout,
+    state: TrainState,
+    outer: OuterOptimizer,
+    schedule: FragmentSchedule,
+) -> SyncRule:
+    """Build the rule, register its state, and watch a slow replica if the run is waiting for one."""
+    mesh, sharded_model = context.mesh, layout.runner.sharded_model
+    outer_step = OuterStep(outer, SharedNorm(mesh.inside, context.net), layout.gather)
+
+    def build_reduction(anchors: Mapping[TensorSlot, Tensor], number: int = 0) -> GradientReduction:
+        prefix = f"fragment-{number}/" if schedule.fragments > 1 else ""
+        return build_delta_reduction(context, sharded_model, anchors, prefix)
+
+    residual = None
+    if context.recipe.strategy.uses_error_feedback:
+        residual = build_pending_residual(context, sharded_model, state)
+    step = build_replica_step(context, sharded_model, state, residual)
+    group, net, phases = meeting_ranks(context), context.net, context.phases
+    rule: DiLoCo | StreamingDiLoCo
+    if schedule.is_whole:
+        rule = DiLoCo(
+            *(step, schedule.steps, outer_step, build_reduction, layout.runner),
+            replicas=group,
+            net=net,
+            phases=phases,
+        )
+    else:
+        rule = StreamingDiLoCo(
+            *(step, schedule, outer_step, build_reduction, layout.runner),
+            replicas=group,
+            net=net,
+            phases=phases,
+        )
+    state.extra_states["moved"] = DeltaResidualFlush(sharded_model)
+    if residual is not None and mesh.replica.size > 1:
+        residuals = ResidualState(rule.reducer, sharded_model.updates, mesh.replica)
+        state.extra_states["moved"] = DeltaResidualState(residuals, rule.movements)
+    state.extra_states["outer"] = rule
+    return stop_when_recovered(context, rule)

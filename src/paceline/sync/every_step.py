@@ -7,18 +7,29 @@ gradients, update. Invariant: after each step all replicas hold equal parameters
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
+from paceline.comm.codecs.strategy_codec import local_clip_norm
 from paceline.comm.net import Net
+from paceline.comm.reduction.gradient_norm import LocalClip
 from paceline.comm.reduction.gradients import GradientReduction, Gradients
-from paceline.comm.reduction.pending_residual import PendingResidual
+from paceline.comm.reduction.pending_residual import GradientUnit, PendingResidual
 from paceline.comm.tally import ShardTally, StepTally
 from paceline.data.work import LoadedBatch, MicroBatchWork, TrainingFeed
-from paceline.job.mesh import RankGroup
+from paceline.job.mesh import DATA_AXES, RankGroup
 from paceline.observe.step_stats import PhaseTimer, StepStats
+from paceline.parallel.gradient_reduction import build_gradient_reduction
+from paceline.parallel.model_layout import ModelLayout
 from paceline.parallel.model_runner import LossSums, ModelRunner
+from paceline.parallel.session_context import SessionContext
+from paceline.parallel.sharded_model import ShardedModel
 from paceline.state.train_state import TrainState
-from paceline.sync.sync_rule import MemoryQuery, RuleMemory, step_stats
+from paceline.sync.residuals import DeltaResidualFlush, FixedUnit, ResidualState
+from paceline.sync.straggler_detection import StragglerDetection
+from paceline.sync.sync_choice import SyncChooser
+from paceline.sync.sync_rule import MemoryQuery, RuleMemory, SyncRule, step_stats
 from paceline.sync.update import UpdateResult, UpdateStep
+from paceline.sync.work_assignment import build_balanced_rule, even_share_micro_batches
 
 
 class EveryStep:
@@ -34,10 +45,10 @@ class EveryStep:
             division costs nothing; the update step divides by the rest.
         stop_requested: whether this rank was asked to stop; all ranks learn of it in the same step.
         by_shard: add up losses and buffers in the order of the shards, whoever ran them.
-        follows: is told, before a step, what its losses will be multiplied with, and of about how many items
+        on_scale: is told, before a step, what its losses will be multiplied with, and of about how many items
             its gradient is a sum.
-        ran: is told what this rank has run and the scale of its losses, before the reduction is closed.
-        owed: what coding had lost under another rule.
+        on_run: is told what this rank has run and the scale of its losses, before the reduction is closed.
+        pending_residual: what coding had lost under another rule.
     Wire: one all_reduce a bucket and one for the tally.
     Source: Chen et al. 2016, Revisiting Distributed Synchronous SGD, arXiv:1604.00981, section 2.1.
     """
@@ -52,15 +63,15 @@ class EveryStep:
         items_per_sample: int = 1,
         stop_requested: Callable[[], bool] = lambda: False,
         by_shard: bool = False,
-        follows: Callable[[float, float], None] | None = None,
-        ran: Callable[[LossSums, float], None] | None = None,
-        owed: PendingResidual | None = None,
+        on_scale: Callable[[float, float], None] | None = None,
+        on_run: Callable[[LossSums, float], None] | None = None,
+        pending_residual: PendingResidual | None = None,
     ) -> None:
-        self.reducer, self.owed = reducer, owed
+        self.reducer, self.pending_residual = reducer, pending_residual
         self._group, self._net, self.phases = group, net, phases
         self.items_per_sample = items_per_sample
-        self._stop_requested, self._by_shard, self._ran = stop_requested, by_shard, ran
-        self._follows = follows
+        self._stop_requested, self._by_shard, self._on_run = stop_requested, by_shard, on_run
+        self._on_scale = on_scale
 
     def rounds(self, feed: TrainingFeed, runner: ModelRunner, update_step: UpdateStep) -> Iterator[StepStats]:
         """See `Rule`: a round is a step."""
@@ -106,8 +117,8 @@ class EveryStep:
     def follow(self, work: MicroBatchWork, state: TrainState) -> float:
         """What the losses of the state's step are to be multiplied with, before its reduction begins."""
         scale = gradient_scale(work, state, self.items_per_sample)
-        if self._follows is not None:
-            self._follows(scale, work.num_samples(state.step) * self.items_per_sample)
+        if self._on_scale is not None:
+            self._on_scale(scale, work.num_samples(state.step) * self.items_per_sample)
         return scale
 
     def agree(
@@ -119,7 +130,7 @@ class EveryStep:
         shards: Sequence[int],
         num_shards: int,
     ) -> tuple[StepTally, UpdateResult]:
-        """What follows on this rank's micro-batches: agreement, and an update.
+        """What on_scale on this rank's micro-batches: agreement, and an update.
 
         Args:
             sums: of the micro-batches, whose gradients the reducer has.
@@ -128,8 +139,8 @@ class EveryStep:
             num_shards: of the step, over all ranks.
         """
         self.phases.begin("communication")
-        if self._ran is not None:
-            self._ran(sums, scale)
+        if self._on_run is not None:
+            self._on_run(sums, scale)
         self.reducer.close()
         tallied = self._tally(sums, runner, num_shards, shards)
         agreement = tallied.agree(self._net, self._group, runner.sharded_model.device)
@@ -145,12 +156,12 @@ class EveryStep:
         return tally, update
 
     def _apply(self, update_step: UpdateStep, grads: Gradients, tally: StepTally) -> UpdateResult:
-        """Make the update of these, and of what is owed beside."""
-        if self.owed is None:
+        """Make the update of these, and of what is pending_residual beside."""
+        if self.pending_residual is None:
             return update_step.apply(grads, tally)
-        update = update_step.apply(self.owed.added(grads, tally.count), tally)
+        update = update_step.apply(self.pending_residual.add_to(grads, tally.count), tally)
         if update.applied:
-            self.owed.pay()
+            self.pending_residual.mark_applied()
         return update
 
     def _tally(
@@ -158,8 +169,8 @@ class EveryStep:
     ) -> StepTally | ShardTally:
         total, count, metrics = sums.read()
         used, changes = runner.used, runner.buffers.changes_of(shards)
-        if self.owed is not None:
-            used = {*used, *self.owed.names}
+        if self.pending_residual is not None:
+            used = {*used, *self.pending_residual.names}
         tally = StepTally(
             micro_batches=sums.micro_batches,
             total=total,
@@ -174,8 +185,8 @@ class EveryStep:
         return ShardTally(tally, num_shards, shards, sums.per_micro_batch(), changes)
 
 
-def plan_memory(asked: MemoryQuery) -> RuleMemory:
-    """What the rule keeps: nothing of its own."""
+def plan_memory(query: MemoryQuery) -> RuleMemory:
+    """Return no bytes: the rule allocates nothing of its own."""
     return RuleMemory()
 
 
@@ -200,3 +211,116 @@ def gradient_scale(work: MicroBatchWork, state: TrainState, items_per_sample: in
 def power_of_two_below(number: int) -> float:
     """The largest power of two that is not above a number of at least 1."""
     return float(2 ** (number.bit_length() - 1))
+
+
+def build_every_step_rule(context: SessionContext, layout: ModelLayout, state: TrainState) -> SyncRule:
+    """Build the rule in which all replicas average their gradients in every step."""
+    sharded_model, replicas = layout.runner.sharded_model, context.mesh.data
+    step, reducer = _build_coded_step(context, sharded_model, state)
+    state.extra_states["moved"] = DeltaResidualFlush(sharded_model)
+    rule: SyncRule = step
+    num_run: Callable[[int], int] = partial(even_share_micro_batches, context.shards, replicas)
+    if context.recipe.strategy.balance == "speed" and context.mesh.replica.size > 1:
+        rule = balanced = build_balanced_rule(step, context)
+        num_run = balanced.ran
+    factor = context.recipe.health.straggler_factor
+    if factor is not None and replicas.size > 1:
+        rule = StragglerDetection(rule, num_run, factor, group=replicas, net=context.net, note=context.note)
+    if context.rule_inputs.choices and replicas.size > 1:
+        rule = SyncChooser(
+            rule,
+            context.rule_inputs.choices,
+            reducer,
+            sharded_model.computes,
+            group=replicas,
+            net=context.net,
+            note=context.note,
+            warn=context.warn,
+        )
+    return rule
+
+
+def _build_coded_step(
+    context: SessionContext, sharded_model: ShardedModel, state: TrainState
+) -> tuple[EveryStep, GradientReduction]:
+    """Build the step of all ranks and its reduction; register the quantisation error of a codec as state."""
+    strategy, world, batch = context.recipe.strategy, context.mesh.world, context.recipe.batch
+    reducer = build_gradient_reduction(context, sharded_model)
+    if not strategy.uses_error_feedback:
+        return _build_clipped_step(context, reducer), reducer
+    if world.size == 1 and not context.recipe.is_ordered:
+        # One rank sends nothing, so it only applies the error that several ranks left in a checkpoint.
+        residual = build_pending_residual(context, sharded_model, state)
+        return build_every_step(context, reducer, world, pending_residual=residual), reducer
+    num_items = batch.size * context.rule_inputs.items_per_sample
+    scale = state.scale.value / power_of_two_below(num_items)
+    unit = GradientUnit(reducer.rescale, scale, num_items, divides=batch.reduction == "mean")
+    coding_ranks = context.mesh.over([*DATA_AXES, *sharded_model.reduction_axes])
+    state.extra_states["residual"] = ResidualState(reducer, sharded_model.computes, coding_ranks, unit=unit)
+    return _build_clipped_step(context, reducer, on_scale=unit.follow), reducer
+
+
+def _build_clipped_step(
+    context: SessionContext,
+    reducer: GradientReduction,
+    on_scale: Callable[[float, float], None] | None = None,
+) -> EveryStep:
+    """Build the step of all ranks; each clips its own gradient first if the codec asks for it."""
+    clip_norm, world = local_clip_norm(context.recipe.strategy), context.mesh.world
+    if clip_norm is None or world.size == 1:
+        return build_every_step(context, reducer, world, on_scale=on_scale)
+    clip = LocalClip(reducer, clip_norm, world.size, divides=context.recipe.batch.reduction == "mean")
+
+    def on_run(sums: LossSums, scale: float) -> None:
+        clip.record_items(sums.read()[1], scale)
+
+    return build_every_step(context, clip, world, on_scale=on_scale, on_run=on_run)
+
+
+def build_every_step(
+    context: SessionContext,
+    reducer: GradientReduction,
+    group: RankGroup,
+    *,
+    on_scale: Callable[[float, float], None] | None = None,
+    on_run: Callable[[LossSums, float], None] | None = None,
+    pending_residual: PendingResidual | None = None,
+) -> EveryStep:
+    """Build the training step of the ranks of a group, of the class that the session's components name."""
+    return (context.components.rule or EveryStep)(
+        group,
+        context.net,
+        reducer,
+        phases=context.phases,
+        items_per_sample=context.rule_inputs.items_per_sample,
+        stop_requested=context.rule_inputs.stop_requested,
+        by_shard=context.recipe.is_ordered,
+        on_scale=on_scale,
+        on_run=on_run,
+        pending_residual=pending_residual,
+    )
+
+
+def build_pending_residual(
+    context: SessionContext, sharded_model: ShardedModel, state: TrainState
+) -> PendingResidual:
+    """Take over the quantisation error of another rule, for a replica whose gradients are not coded.
+
+    The result is registered in `state`, so that a checkpoint keeps what is still pending.
+    """
+    counted = {
+        held.updates for held in sharded_model.held.values() if held.counts and held.updates is not None
+    }
+    num_items = items_of_full_batch(context)
+    residual = PendingResidual(
+        sharded_model.updates, counted, num_items, others=context.mesh.replica.size > 1
+    )
+    alone, unit = context.mesh.over(()), FixedUnit(items=num_items)
+    state.extra_states["residual"] = ResidualState(residual, sharded_model.updates, alone, unit=unit)
+    return residual
+
+
+def items_of_full_batch(context: SessionContext) -> float | None:
+    """Return the approximate number of items in a full batch; None if updates use sums, not means."""
+    batch = context.recipe.batch
+    return float(batch.size * context.rule_inputs.items_per_sample) if batch.reduction == "mean" else None

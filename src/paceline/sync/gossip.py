@@ -36,7 +36,7 @@ from paceline.comm.group_collectives import all_reduce_coalesced
 from paceline.comm.net import Net
 from paceline.comm.tally import StepTally
 from paceline.data.work import TrainingFeed
-from paceline.errors import CommunicationError, DeadlineError
+from paceline.errors import DeadlineError
 from paceline.job.mesh import RankGroup
 from paceline.observe.step_stats import PhaseTimer, StepStats
 from paceline.parallel.model_layout import ModelLayout
@@ -44,17 +44,22 @@ from paceline.parallel.model_runner import ModelRunner
 from paceline.parallel.session_context import SessionContext
 from paceline.state.train_state import TrainState
 from paceline.sync.every_step import EveryStep
-from paceline.sync.local_rounds import LocalRound, LocalRoundLoop, TakeStep
-from paceline.sync.replica_step import (
-    balances_by_speed,
+from paceline.sync.local_rounds import (
+    LocalRound,
+    LocalRoundLoop,
+    TakeStep,
     build_replica_step,
-    build_speed_assignment,
     meeting_ranks,
-    rule_argument,
 )
-from paceline.sync.sync_rule import MemoryQuery, RuleMemory, SyncRule
+from paceline.sync.sync_rule import SyncRule, internal_rule_error
 from paceline.sync.update import UpdateStep
-from paceline.sync.work_assignment import EvenAssignment, MessageSpeeds, SpeedAssignment
+from paceline.sync.work_assignment import (
+    EvenAssignment,
+    MessageSpeeds,
+    SpeedAssignment,
+    balances_by_speed,
+    build_speed_assignment,
+)
 
 
 def peer_at_clock(rank: int, clock: int, size: int) -> int | None:
@@ -111,10 +116,7 @@ class PendingHalves:
             CommunicationError: it was added before.
         """
         if clock not in self._missing:
-            raise CommunicationError(
-                f"rank {self._rank} was given its half of clock {clock} twice",
-                next_step="this is a mistake of the rule, not of the recipe: please report it",
-            )
+            raise internal_rule_error(f"rank {self._rank} was given its half of clock {clock} twice")
         self._missing.remove(clock)
         return self._reached - 1 - clock
 
@@ -173,17 +175,6 @@ class PushSumState:
         self.weight += weight
 
 
-def plan_memory(asked: MemoryQuery) -> RuleMemory:
-    """What the rule keeps: a sum, what the parameters were before a step, and how they have moved after it.
-
-    Of messages, halves that nobody has taken and halves that came early, as many as one may be late, and one
-    that is being read.
-    """
-    weights, bound = asked.sizes.computes, int(asked.recipe.strategy.sync.partition(":")[2])
-    halves = 2 * (bound + 1) + 1 if asked.recipe.strategy.degrees["replica"] > 1 else 0
-    return RuleMemory(state=weights, messages=halves * weights, running=weights, agreement=weights)
-
-
 class GossipSGD:
     """The rule.
 
@@ -216,7 +207,7 @@ class GossipSGD:
     ) -> None:
         self.inner, self.push_sum, self._notices = inner, PushSumState(params), notices
         self.pending_halves = PendingHalves(replicas.rank, replicas.size, bound)
-        self._alone = LocalRoundLoop(inner, replicas=replicas, net=net, phases=phases, shares=shares)
+        self._loop = LocalRoundLoop(inner, replicas=replicas, net=net, phases=phases, shares=shares)
         self._channel, self._replicas, self._net, self._phases = channel, replicas, net, phases
         self._stop_requested = stop_requested
         self._ages, self._early = list[int](), dict[int, ChannelMessage]()
@@ -224,7 +215,7 @@ class GossipSGD:
 
     def rounds(self, feed: TrainingFeed, runner: ModelRunner, update_step: UpdateStep) -> Iterator[StepStats]:
         """See `Rule`: a round ends where the feed wants a pause, or a rank was asked to stop."""
-        return self._alone.rounds(
+        return self._loop.rounds(
             feed, runner, update_step, begin=self._begin, step=self._step, meet=self._meet
         )
 
@@ -330,7 +321,7 @@ class GossipSGD:
         """All that is under way comes in, and all go on from the mean."""
         self._channel.flush(self._net.deadline_seconds)
         self._hear(stretch, late=0)
-        tally, own = self._alone.agree(stretch, runner, ages=sum(self._ages), heard=len(self._ages))
+        tally, own = self._loop.agree(stretch, runner, ages=sum(self._ages), heard=len(self._ages))
         oldest = torch.tensor(
             [float(max(self._ages, default=0))], dtype=torch.float64, device=runner.sharded_model.device
         )
@@ -344,26 +335,28 @@ class GossipSGD:
         }
 
 
-def build_gossip(setting: SessionContext, layout: ModelLayout, state: TrainState) -> SyncRule:
+def build_gossip(context: SessionContext, layout: ModelLayout, state: TrainState) -> SyncRule:
     """Replicas give halves of what they have to each other, in pairs."""
-    sharded_model, bound = layout.runner.sharded_model, int(rule_argument(setting))
-    notices, shares = _build_speed_notices(setting, bound) if balances_by_speed(setting) else (None, None)
-    channel = connect_first_ranks(setting, setting.mesh.world.size)
-    setting.closers.append(channel.close)
+    sharded_model, bound = layout.runner.sharded_model, int(context.recipe.strategy.rule_argument)
+    notices, shares = _build_speed_notices(context, bound) if balances_by_speed(context) else (None, None)
+    channel = connect_first_ranks(context, context.mesh.world.size)
+    context.close_callbacks.append(channel.close)
     return GossipSGD(
-        build_replica_step(setting, sharded_model, state),
+        build_replica_step(context, sharded_model, state),
         bound,
         [*sharded_model.computes.values()],
         channel,
-        stop_requested=setting.stop_requested,
+        stop_requested=context.rule_inputs.stop_requested,
         notices=notices,
         shares=shares,
-        **meeting_ranks(setting),
+        replicas=meeting_ranks(context),
+        net=context.net,
+        phases=context.phases,
     )
 
 
-def _build_speed_notices(setting: SessionContext, bound: int) -> tuple[MessageSpeeds, SpeedAssignment]:
+def _build_speed_notices(context: SessionContext, bound: int) -> tuple[MessageSpeeds, SpeedAssignment]:
     """What travels with halves, and what deals by it; in a turn of the pairs a rank meets all others."""
-    world = setting.mesh.world
+    world = context.mesh.world
     notices, turn = MessageSpeeds(world.rank, world.size), clocks_per_turn(world.size)
-    return notices, build_speed_assignment(setting, notices, lag=turn - 1 + bound, least_window=turn)
+    return notices, build_speed_assignment(context, notices, lag=turn - 1 + bound, min_window=turn)

@@ -20,13 +20,13 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from paceline.errors import NumericError, StrategyError
 from paceline.job.mesh import Mesh, RankGroup
+from paceline.observe.sinks import EventCallback
 from paceline.parallel.model_runner import ModelRunner
 from paceline.parallel.session_context import SessionContext
 from paceline.recipe.strategy import Strategy
@@ -41,9 +41,6 @@ from paceline.sync.update import (
     insert_part_before,
     lower_scale_or,
 )
-
-EventCallback = Callable[[str, Mapping[str, Any]], None]
-"""Takes an event by name, and what there is to know about it."""
 
 
 class RollBackRequest(NumericError):
@@ -271,20 +268,20 @@ class RateLowering(ExtraState):
 
 
 def install_guard(
-    step: UpdateStep, setting: SessionContext, runner: ModelRunner, loss_recorder: LossRecorder
+    step: UpdateStep, context: SessionContext, runner: ModelRunner, loss_recorder: LossRecorder
 ) -> None:
     """Let an update step look before it updates, unless no rank sees the sums of a step.
 
     Args:
         step: changed in place.
-        setting: its `note` is told of every step that is left out.
+        context: its `note` is told of every step that is left out.
     """
-    health, strategy = setting.recipe.health, setting.recipe.strategy
-    group = _group_with_equal_sums(setting.mesh, strategy)
+    health, strategy = context.recipe.health, context.recipe.strategy
+    group = _group_with_equal_sums(context.mesh, strategy)
     if group is None:
         return
     watch = LossSpikeDetector(health.spike_factor, health.spike_window)
-    if health.spike_factor is not None and group.size == setting.mesh.world.size:
+    if health.spike_factor is not None and group.size == context.mesh.world.size:
         step.state.extra_states["health"] = watch
     lowering = RateLowering(health.rate_factor, health.max_lowerings, step.parts["rate"])
     if health.lowers_rates:
@@ -294,7 +291,7 @@ def install_guard(
     spike = {**HEALTH_ACTIONS, "lower-rate": lowering.lower_rate_and_step}[health.spike]
     answers = HealthActions(non_finite, spike, health.max_skips)
     guard = NumericGuard(
-        watch, BadValueLocator(runner, loss_recorder, group, setting.net), answers, setting.note
+        watch, BadValueLocator(runner, loss_recorder, group, context.net), answers, context.note
     )
     step.parts = add_guard(step.parts, guard)
     step.observers.append(guard.accept)

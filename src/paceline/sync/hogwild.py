@@ -45,20 +45,21 @@ from paceline.parallel.model_runner import ModelRunner
 from paceline.parallel.session_context import SessionContext
 from paceline.state.train_state import TrainState
 from paceline.sync.every_step import EveryStep
-from paceline.sync.local_rounds import LocalRound, LocalRoundLoop, TakeStep
-from paceline.sync.replica_step import (
-    balances_by_speed,
+from paceline.sync.local_rounds import (
+    LocalRound,
+    LocalRoundLoop,
+    TakeStep,
     build_replica_step,
-    build_speed_assignment,
     meeting_ranks,
-    rule_argument,
 )
-from paceline.sync.sync_rule import MemoryQuery, RuleMemory, SyncRule
+from paceline.sync.sync_rule import SyncRule
 from paceline.sync.update import UpdateStep
 from paceline.sync.work_assignment import (
     SPEED_WINDOW_STEPS,
     EvenAssignment,
     SharedMemorySpeeds,
+    balances_by_speed,
+    build_speed_assignment,
     num_window_rows,
 )
 
@@ -148,13 +149,13 @@ class Hogwild:
         shares: EvenAssignment | None = None,
     ) -> None:
         self.inner, self.shared_counters, self._bound = inner, shared_counters, bound
-        self._alone = LocalRoundLoop(inner, replicas=replicas, net=net, phases=phases, shares=shares)
+        self._loop = LocalRoundLoop(inner, replicas=replicas, net=net, phases=phases, shares=shares)
         self._replicas, self._net, self._phases, self._stop_requested = replicas, net, phases, stop_requested
         self._ages = list[int]()  # of each step of a round, the updates that others made while it was taken
 
     def rounds(self, feed: TrainingFeed, runner: ModelRunner, update_step: UpdateStep) -> Iterator[StepStats]:
         """See `Rule`: a round ends where the feed wants a pause, or a rank was asked to stop."""
-        return self._alone.rounds(
+        return self._loop.rounds(
             feed, runner, update_step, begin=self._begin, step=self._go_on, meet=self._meet
         )
 
@@ -207,7 +208,7 @@ class Hogwild:
     def _awaited(self, step: int) -> int | None:
         """A rank without which this one does not begin a step; None: there is none."""
         rank = self.shared_counters.behind(step, self._bound)
-        return self._replicas.rank if rank is None and not self._alone.shares.is_ready(step) else rank
+        return self._replicas.rank if rank is None and not self._loop.shares.is_ready(step) else rank
 
     def _step(self, stretch: LocalRound, take: TakeStep) -> None:
         """One step of this rank; what others do meanwhile is its staleness."""
@@ -221,7 +222,7 @@ class Hogwild:
 
     def _meet(self, stretch: LocalRound, runner: ModelRunner) -> tuple[StepTally, Mapping[str, float]]:
         """The sums over all ranks, and buffers that are equal; afterwards nobody writes."""
-        tally, own = self._alone.agree(stretch, runner, ages=sum(self._ages), steps=len(self._ages))
+        tally, own = self._loop.agree(stretch, runner, ages=sum(self._ages), steps=len(self._ages))
         return tally, {
             "staleness": own["ages"] / own["steps"],
             "lost_updates": self.shared_counters.lost_update_share(),
@@ -232,48 +233,40 @@ _MAX_TALLY_SIZE = 1 << 16
 _TALLY_ITEM_BYTES = 4
 
 
-def build_hogwild(setting: SessionContext, layout: ModelLayout, state: TrainState) -> SyncRule:
+def build_hogwild(context: SessionContext, layout: ModelLayout, state: TrainState) -> SyncRule:
     """Replicas update the same parameters, without a lock.
 
     Raises:
         StrategyError: the ranks have no memory in common.
     """
-    world, sharded_model = setting.mesh.world, layout.runner.sharded_model
+    world, sharded_model = context.mesh.world, layout.runner.sharded_model
     num_ones = _tally_size(max(p.numel() for p in sharded_model.computes.values()))
     if world.size == 1:
         shared_counters = _build_board(0, 1, num_ones, lambda n, dtype: torch.zeros(n, dtype=dtype))
     else:
-        memory = _shared_memory(setting)
+        memory = _shared_memory(context)
         share_whole_parameters(sharded_model, memory)
         shared_counters = _build_board(world.rank, world.size, num_ones, partial(_zeros, memory))
     return Hogwild(
-        build_replica_step(setting, sharded_model, state),
+        build_replica_step(context, sharded_model, state),
         shared_counters,
-        rule_argument(setting),
-        stop_requested=setting.stop_requested,
-        shares=_build_shares(setting),
-        **meeting_ranks(setting),
+        float(context.recipe.strategy.rule_argument or "inf"),
+        stop_requested=context.rule_inputs.stop_requested,
+        shares=_build_shares(context),
+        replicas=meeting_ranks(context),
+        net=context.net,
+        phases=context.phases,
     )
 
 
-def _build_shares(setting: SessionContext) -> EvenAssignment | None:
+def _build_shares(context: SessionContext) -> EvenAssignment | None:
     """By speed, as ranks write it down in memory; None: they stay."""
-    if not balances_by_speed(setting):
+    if not balances_by_speed(context):
         return None
-    bound, size = int(rule_argument(setting)), setting.mesh.world.size
+    bound, size = int(context.recipe.strategy.rule_argument), context.mesh.world.size
     rows = num_window_rows(bound, SPEED_WINDOW_STEPS)
-    words = _zeros(_shared_memory(setting), rows * size, torch.int64).view(rows, size)
-    return build_speed_assignment(setting, SharedMemorySpeeds(words, setting.mesh.world.rank), lag=bound)
-
-
-def hogwild_memory(asked: MemoryQuery) -> RuleMemory:
-    """What the rule keeps: a share of the memory in common, in which the tally of ones lies, too.
-
-    At the end of a round the ones are added up in float64.
-    """
-    ranks = asked.recipe.strategy.degrees["replica"]
-    num_ones = _tally_size(asked.sizes.largest // _TALLY_ITEM_BYTES)
-    return RuleMemory(copies=_TALLY_ITEM_BYTES * num_ones // ranks, agreement=8 * num_ones, sharers=ranks)
+    words = _zeros(_shared_memory(context), rows * size, torch.int64).view(rows, size)
+    return build_speed_assignment(context, SharedMemorySpeeds(words, context.mesh.world.rank), lag=bound)
 
 
 def _tally_size(num_values: int) -> int:
@@ -288,11 +281,11 @@ def _build_board(
     return SharedCounters(taken, stops, clocks, zeros(num_ones, torch.float32), rank)
 
 
-def _shared_memory(setting: SessionContext) -> SharedMemoryCollective:
-    found = setting.exact_collective(setting.mesh.world)
+def _shared_memory(context: SessionContext) -> SharedMemoryCollective:
+    found = context.exact_collective(context.mesh.world)
     if isinstance(found, SharedMemoryCollective):
         return found
-    why = "compute on GPUs" if setting.device.type != "cpu" else "run on several hosts"
+    why = "compute on GPUs" if context.device.type != "cpu" else "run on several hosts"
     raise StrategyError(
         f"sync=hogwild trains in the memory of one host, and these ranks {why}",
         next_step="choose sync=local:H, or servers=1 sync=server-async",
@@ -300,4 +293,4 @@ def _shared_memory(setting: SessionContext) -> SharedMemoryCollective:
 
 
 def _zeros(memory: SharedMemoryCollective, num_values: int, dtype: torch.dtype) -> Tensor:
-    return memory.common(num_values, torch.empty(0, dtype=dtype))
+    return memory.allocate_shared_once(num_values, torch.empty(0, dtype=dtype))

@@ -25,14 +25,18 @@ import torch
 from torch import Tensor
 
 from paceline.comm.net import Net
+from paceline.comm.reduction.pending_residual import PendingResidual
 from paceline.comm.tally import StepTally
 from paceline.data.work import BatchStream, MicroBatchWork, TrainingFeed
 from paceline.job.mesh import RankGroup
 from paceline.observe.step_stats import LOCAL_PHASES, PhaseTimer, StepStats
+from paceline.parallel.gradient_reduction import build_gradient_reduction
 from paceline.parallel.model_runner import ModelRunner
+from paceline.parallel.session_context import SessionContext
+from paceline.parallel.sharded_model import ShardedModel
 from paceline.state.slot import ExtraState, SlotIndex, TensorPiece, TensorSlot, strip_prefix
 from paceline.state.train_state import TrainState
-from paceline.sync.every_step import EveryStep
+from paceline.sync.every_step import EveryStep, build_every_step
 from paceline.sync.sync_rule import step_stats
 from paceline.sync.update import UpdateResult, UpdateStep
 from paceline.sync.work_assignment import EvenAssignment, SampleCountingStream
@@ -216,8 +220,8 @@ class LocalRoundLoop:
         tally = told.agree(self._net, self._replicas, runner.sharded_model.device).wait()
         runner.buffers.reset(stretch.buffers)
         runner.buffers.end_step(tally.buffers, tally.micro_batches)
-        if (owed := self.inner.owed) is not None:
-            owed.settle(runner.sharded_model.updates, is_paid=tally.count > 0)
+        if (residual := self.inner.pending_residual) is not None:
+            residual.settle_mean(runner.sharded_model.updates, is_applied=tally.count > 0)
         metrics = {name: tally.metrics[name] for name in mine.metrics}
         sums = {name: tally.metrics[f"{_RULE_PREFIX}{name}"] for name in own}
         self.shares.settle(stretch.end, sums)
@@ -294,3 +298,29 @@ def sum_tallies(tallies: Sequence[StepTally]) -> StepTally:
         used=[sum(column) for column in zip(*(t.used for t in tallies), strict=True)],
         buffers=first.buffers,
     )
+
+
+def build_replica_step(
+    context: SessionContext,
+    sharded_model: ShardedModel,
+    state: TrainState,
+    pending_residual: PendingResidual | None = None,
+) -> EveryStep:
+    """Build the step of one replica by itself, and keep its optimizer as state of its own.
+
+    Collective over the ranks of the replica; changes `state`.
+
+    Args:
+        pending_residual: from `build_pending_residual`.
+    """
+    mesh = context.mesh
+    state.extra_states["inner"] = ReplicaOptimizerState(state, mesh.replica, mesh.inside)
+    state.alone = True
+    reducer = build_gradient_reduction(context.single_replica_mesh(), sharded_model)
+    return build_every_step(context, reducer, mesh.inside, pending_residual=pending_residual)
+
+
+def meeting_ranks(context: SessionContext) -> RankGroup:
+    """Return the ranks that hold the same part as this one, one of each replica."""
+    mesh = context.mesh
+    return mesh.world if mesh.inside.size == 1 else mesh.replica

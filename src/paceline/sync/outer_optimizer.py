@@ -63,7 +63,7 @@ class OuterStep:
 
     outer: OuterOptimizer
     norm: GradientNorm
-    bring: Callable[[], None]
+    bring: Callable[[], None] | None
 
 
 def copy_anchors(runner: ModelRunner) -> dict[TensorSlot, nn.Parameter]:
@@ -138,7 +138,8 @@ class ParameterDelta:
             torch._foreach_add_(self._updates, theirs, alpha=1.0 - mixing)
         elif theirs:
             torch._foreach_copy_(self._updates, theirs)
-        self._bring()
+        if self._bring is not None:
+            self._bring()
 
     def pieces(self) -> list[TensorPiece]:
         """Momentum, by parameter: the part that this rank updates."""

@@ -9,14 +9,14 @@ Between two rounds the pipeline is empty, every stage has made one update for ev
 equal on all ranks.
 Source: Narayanan et al. 2019, PipeDream, sections 3.2 and 3.3.
 
-Constructor of PipeDream, and what it keeps.
+Constructor of PipeDream.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -31,13 +31,10 @@ from paceline.parallel.model_layout import ModelLayout
 from paceline.parallel.model_runner import LossSums, ModelRunner
 from paceline.parallel.pipeline.pipeline_runner import PipelineRunner
 from paceline.parallel.session_context import SessionContext
-from paceline.pipeline_schedule.schedule_table import ScheduleTable
-from paceline.recipe.recipe import Recipe
 from paceline.state.train_state import TrainState
-from paceline.sync import weight_stashing
-from paceline.sync.sync_rule import MemoryQuery, PipelinePass, RuleMemory, SyncRule, step_stats
+from paceline.sync.sync_rule import SyncRule, step_stats
 from paceline.sync.update import UpdateResult, UpdateStep
-from paceline.sync.weight_stashing import TwoBufferFlow, UpdateVersions, WeightStashFlow, max_sent_messages
+from paceline.sync.weight_stashing import TwoBufferFlow, UpdateVersions, WeightStashFlow
 
 
 class PipeDreamFlow(Protocol):
@@ -57,20 +54,6 @@ class PipeDreamFlow(Protocol):
 
     def drop(self) -> None:
         """Forget what is in flight."""
-
-
-def plan_round_memory(
-    asked: MemoryQuery, passes: Iterable[PipelinePass], flow: ScheduleTable, together: int
-) -> RuleMemory:
-    """What the rule keeps of a round: how its stage was when the pipeline was empty, to go back to it.
-
-    Args:
-        passes: what flows through the stage.
-        flow: through all stages; of each operation there are so many micro-batches `together`.
-    """
-    undo = asked.sizes.updates + asked.frozen + asked.state + 2 * asked.buffers
-    sent = max_sent_messages(asked, asked.recipe.strategy.pipeline)
-    return RuleMemory(state=undo, passes=[*passes], sent=sent, flow=flow, together=together)
 
 
 class PipeDream:
@@ -176,9 +159,9 @@ def _remember_stage(state: TrainState, stage: PipelineRunner) -> Callable[[], No
     return undo
 
 
-def build_pipedream(setting: SessionContext, layout: ModelLayout, state: TrainState) -> SyncRule:
+def build_pipedream(context: SessionContext, layout: ModelLayout, state: TrainState) -> SyncRule:
     """Stages update as gradients reach them."""
-    recipe, runner = setting.recipe, layout.runner
+    recipe, runner = context.recipe, layout.runner
     alone = "each stage updates alone, and this needs all of them at once"
     unfit = {
         "optimizer.clip_norm": alone if recipe.optimizer.clip_norm is not None else "",
@@ -191,9 +174,12 @@ def build_pipedream(setting: SessionContext, layout: ModelLayout, state: TrainSt
     reasons = [f"{name} ({why})" for name, why in unfit.items() if why]
     if reasons or not isinstance(runner, PipelineRunner):
         raise _unsupported_error(reasons)
-    net, phases = setting.net, setting.phases
-    flow = _weight_version_spec(recipe).build(runner, net, phases, setting.items_per_sample)
-    return PipeDream(runner, flow, setting.mesh.world, net, phases, stop_requested=setting.stop_requested)
+    net, phases = context.net, context.phases
+    build_flow = _FLOWS[recipe.strategy.rule_argument]
+    flow = build_flow(runner, net, phases, context.rule_inputs.items_per_sample)
+    return PipeDream(
+        runner, flow, context.mesh.world, net, phases, stop_requested=context.rule_inputs.stop_requested
+    )
 
 
 _RECOMPUTE_REASON = "it would compute again with the weights of today, not with those of the forward"
@@ -206,35 +192,5 @@ def _unsupported_error(reasons: Sequence[str]) -> StrategyError:
     )
 
 
-def pipedream_memory(asked: MemoryQuery) -> RuleMemory:
-    """What the rule keeps on a stage.
-
-    Raises:
-        StrategyError: something is to be computed again.
-    """
-    recipe = asked.recipe
-    if recipe.memory.recomputes:
-        raise _unsupported_error([f"memory.recompute ({_RECOMPUTE_REASON})"])
-    spec = _weight_version_spec(recipe)
-    flow, together = spec.flow(asked)
-    return plan_round_memory(asked, spec.passes(asked, flow), flow, together)
-
-
-class _WeightVersionSpec(NamedTuple):
-    """What may flow through a pipeline that is never flushed."""
-
-    build: Callable[..., PipeDreamFlow]
-    flow: Callable[[MemoryQuery], tuple[ScheduleTable, int]]
-    passes: Callable[[MemoryQuery, ScheduleTable], Iterator[PipelinePass]]
-
-
-_WEIGHT_VERSIONS: Mapping[str, _WeightVersionSpec] = {
-    "": _WeightVersionSpec(WeightStashFlow, weight_stashing.stash_schedule, weight_stashing.stash_passes),
-    "2bw": _WeightVersionSpec(
-        TwoBufferFlow, weight_stashing.two_buffer_schedule, weight_stashing.two_buffer_passes
-    ),
-}
-
-
-def _weight_version_spec(recipe: Recipe) -> _WeightVersionSpec:
-    return _WEIGHT_VERSIONS[recipe.strategy.sync.partition(":")[2]]
+_FLOWS: Mapping[str, Callable[..., PipeDreamFlow]] = {"": WeightStashFlow, "2bw": TwoBufferFlow}
+"""The flow of each argument of `sync=pipedream`."""

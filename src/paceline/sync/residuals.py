@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -24,7 +24,9 @@ from paceline.comm.reduction.pending_residual import sum_residuals
 from paceline.job.mesh import RankGroup
 from paceline.parallel.sharded_model import ShardedModel
 from paceline.state.slot import ExtraState, SlotIndex, TensorPiece, TensorSlot, strip_prefix
-from paceline.sync.outer_optimizer import ParameterDelta
+
+if TYPE_CHECKING:
+    from paceline.sync.outer_optimizer import ParameterDelta
 
 SCALE, ITEMS = "scale", "items"
 """Kept beside them: what they are multiples of, and of how many items the gradients were sums."""
@@ -33,7 +35,7 @@ SCALE, ITEMS = "scale", "items"
 class ResidualSource(Protocol):
     """Knows what coding has lost; see `GradientReduction`."""
 
-    def lost(self) -> Sequence[tuple[str, TensorSlot, Tensor]]:
+    def residuals(self) -> Sequence[tuple[str, TensorSlot, Tensor]]:
         """What coding has lost: (which side's, slot, values in its shape)."""
 
     def set_residuals(self, found: Mapping[tuple[str, str], Tensor]) -> None:
@@ -51,7 +53,7 @@ class ResidualUnit(Protocol):
     def items(self) -> float | None:
         """Of how many items they are sums; None: that does not matter."""
 
-    def go_on(self, scale: float, items: float | None) -> float:
+    def resume(self, scale: float, items: float | None) -> float:
         """With what to multiply what was lost of these."""
 
 
@@ -62,7 +64,7 @@ class FixedUnit:
     scale: float = 1.0
     items: float | None = None
 
-    def go_on(self, scale: float, items: float | None) -> float:
+    def resume(self, scale: float, items: float | None) -> float:
         """See `ResidualUnit`."""
         of_items = 1.0 if self.items is None or items is None else self.items / items
         return self.scale / scale * of_items
@@ -117,7 +119,7 @@ class ResidualState(ExtraState):
         left = [rank for rank in group.ranks if rank in (self._left() or group.ranks)]
         place = left.index(group.ranks[group.rank])
         found = []
-        for side, slot, value in self._reducer.lost():
+        for side, slot, value in self._reducer.residuals():
             shape, part = (len(left), *slot.shape), ((place, place + 1), *slot.part)
             axes = slot.axes | ({"replica"} if len(left) > 1 else set())
             found.append(
@@ -161,7 +163,7 @@ class ResidualState(ExtraState):
                 into = "velocity" if side.endswith("velocity") else "sent"
             found[into, name] = value + found[into, name] if (into, name) in found else value
         scale = float(tensors[SCALE]) if SCALE in tensors else self._unit.scale
-        factor = self._unit.go_on(scale, float(tensors[ITEMS]) if ITEMS in tensors else None)
+        factor = self._unit.resume(scale, float(tensors[ITEMS]) if ITEMS in tensors else None)
         if factor != 1.0:
             found = {place: value * factor for place, value in found.items()}
         self._reducer.set_residuals(found)

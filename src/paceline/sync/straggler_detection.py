@@ -22,9 +22,9 @@ import torch
 from paceline.comm.net import Net
 from paceline.data.work import TrainingFeed
 from paceline.job.mesh import RankGroup
+from paceline.observe.sinks import EventCallback
 from paceline.observe.step_stats import StepStats
 from paceline.parallel.model_runner import ModelRunner
-from paceline.sync.health import EventCallback
 from paceline.sync.sync_rule import SyncRule
 from paceline.sync.update import UpdateStep
 

@@ -29,17 +29,19 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from paceline.comm.net import Net
-from paceline.comm.reduction.bucket_reducer import LocalReducer
+from paceline.comm.reduction.gradients import LocalReducer
 from paceline.data.work import TrainingFeed
 from paceline.job.mesh import RankGroup
+from paceline.observe.sinks import EventCallback
 from paceline.observe.step_stats import LOCAL_PHASES, PhaseTimer, StepStats
 from paceline.parallel.model_runner import ModelRunner
+from paceline.parallel.session_context import SessionContext
 from paceline.state.train_state import TrainState
-from paceline.sync.health import EventCallback
 from paceline.sync.server.server_policies import ServerPolicy, WorkerPush, WorkTicket
-from paceline.sync.straggler_detection import faster_link_seconds, probe_links
+from paceline.sync.straggler_detection import COMMUNICATION, faster_link_seconds, probe_links
 from paceline.sync.sync_rule import SyncRule
 from paceline.sync.update import UpdateStep
+from paceline.sync.work_assignment import even_share_micro_batches
 
 RECOVERED = "recovered"
 """The event that ends the phase of a rule that took over."""
@@ -78,7 +80,7 @@ class RecoveryJudge:
         self._wanted, self._good = GOOD_WINDOWS * 2**returns, 0
         self._found: dict[int, list[float]] = {worker: [] for worker in range(num_workers)}
 
-    def hear(self, worker: int, seconds: float) -> Mapping[str, float] | None:
+    def observe_seconds(self, worker: int, seconds: float) -> Mapping[str, float] | None:
         """A worker has answered after so long. Returns what both take, once the slow one is so no more."""
         self._found[worker].append(seconds)
         if len(self._found[self._slow]) < ANSWERS_PER_WINDOW or not all(self._found.values()):
@@ -314,3 +316,21 @@ def measure_links(group: RankGroup, net: Net) -> MeasureRound:
         return faster_link_seconds(probe_links(net, group, device))
 
     return look
+
+
+def stop_when_recovered(context: SessionContext, rule: SyncRule) -> SyncRule:
+    """End a rule of replicas that train alone once the slow replica, or its link, has recovered.
+
+    Return the rule unchanged if the run is not waiting for a slow replica.
+    """
+    slow, replicas = context.rule_inputs.awaited_rank, context.mesh.replica
+    factor = context.recipe.health.straggler_factor
+    if slow is None or factor is None:
+        return rule
+    judge = RecoveryJudge(replicas.ranks.index(slow.rank), replicas.size, factor, slow.returns)
+    if slow.cause == COMMUNICATION:
+        measure = measure_links(replicas, context.net)
+    else:
+        num_run = partial(even_share_micro_batches, context.shards, replicas)
+        measure = measure_compute(num_run, replicas, context.net)
+    return ReplicaRecoveryRule(rule, judge.observe_seconds, slow.rank, measure, context.note)

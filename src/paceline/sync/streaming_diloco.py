@@ -22,7 +22,7 @@ Source: Douillard et al. 2025, Streaming DiLoCo with overlapping communication, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -132,7 +132,7 @@ class ParameterFragment:
         tally = agreement.wait()
         self.stops = tally.stops
         if self._owed is not None:
-            self._owed.settle(self.anchors, is_paid=tally.count > 0, mixing=mixing)
+            self._owed.settle_mean(self.anchors, is_applied=tally.count > 0, mixing=mixing)
         self.movement.arrive(tally)
         self.movement.mix(mixing)
 
@@ -170,16 +170,17 @@ class StreamingDiLoCo(ExtraState):
         replicas: RankGroup,
         net: Net,
         phases: PhaseTimer,
-        **told: Any,
     ) -> None:
         self.inner, self.streaming = inner, streaming
-        self._alone = LocalRoundLoop(inner, replicas=replicas, net=net, phases=phases, **told)
+        self._loop = LocalRoundLoop(inner, replicas=replicas, net=net, phases=phases)
         self._phases, self._wire = phases, (net, replicas, runner.sharded_model.device)
         anchors, self.fragments = copy_anchors(runner), list[ParameterFragment]()
         for number, names in enumerate(_fragment_names(runner, streaming.fragments)):
             own = {slot: anchor for slot, anchor in anchors.items() if slot.name in names}
             self.fragments.append(
-                ParameterFragment(ParameterDelta(own, runner, outer, reducer(own, number)), inner.owed)
+                ParameterFragment(
+                    ParameterDelta(own, runner, outer, reducer(own, number)), inner.pending_residual
+                )
             )
         self.movements = [one.movement for one in self.fragments]
         reducers = [one.reducer for one in self.movements]
@@ -188,7 +189,7 @@ class StreamingDiLoCo(ExtraState):
 
     def rounds(self, feed: TrainingFeed, runner: ModelRunner, update_step: UpdateStep) -> Iterator[StepStats]:
         """See `Rule`: a round ends where the feed wants a pause, in whole H, or a rank was asked to stop."""
-        return self._alone.rounds(
+        return self._loop.rounds(
             feed, runner, update_step, begin=self._begin, step=self._step, meet=self._meet
         )
 
@@ -232,7 +233,7 @@ class StreamingDiLoCo(ExtraState):
         for fragment in self.fragments:
             fragment.leave(len(stretch.taken), 0.0, *self._wire, waits=True)
             fragment.arrive(0.0)
-        return self._alone.agree(stretch, runner, skipped=stretch.skipped)
+        return self._loop.agree(stretch, runner, skipped=stretch.skipped)
 
     def pieces(self) -> list[TensorPiece]:
         """Momentum of the outer optimizers, by parameter, under the names of `DiLoCo`."""
@@ -247,7 +248,7 @@ class StreamingDiLoCo(ExtraState):
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """The inverse of `pieces`; a round that was under way is forgotten."""
-        self._alone.forget()
+        self._loop.forget()
         for fragment in self.fragments:
             fragment.drop()
             fragment.movement.load(tensors)

@@ -31,10 +31,10 @@ from paceline.comm.net import Net, group_device
 from paceline.comm.reduction.gradients import GradientReduction
 from paceline.data.work import TrainingFeed
 from paceline.job.mesh import RankGroup
+from paceline.observe.sinks import EventCallback
 from paceline.observe.step_stats import StepStats
 from paceline.parallel.model_runner import ModelRunner
 from paceline.state.slot import TensorSlot
-from paceline.sync.health import EventCallback
 from paceline.sync.straggler_detection import ring_receive_seconds
 from paceline.sync.sync_rule import SyncRule
 from paceline.sync.update import UpdateStep

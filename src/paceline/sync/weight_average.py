@@ -129,34 +129,34 @@ AVERAGE_KEY = "average"
 
 
 def build_average(
-    setting: SessionContext, layout: ModelLayout, state: TrainState, update_step: UpdateStep
+    context: SessionContext, layout: ModelLayout, state: TrainState, update_step: UpdateStep
 ) -> WeightAverage | None:
     """An average that follows every update; None: the recipe asks for none.
 
     Replicas that train alone differ between two rounds: their average follows the rounds (`Session.rounds`).
     """
-    decay, strategy = setting.recipe.average.decay, setting.recipe.strategy
+    decay, strategy = context.recipe.average.decay, context.recipe.strategy
     if decay is None:
         return None
     sharded_model = layout.runner.sharded_model
-    keeps = not strategy.servers or setting.mesh.world.rank < strategy.servers
+    keeps = not strategy.servers or context.mesh.world.rank < strategy.servers
 
     def bring(world: RankGroup) -> None:
         if strategy.servers:
             for server in range(strategy.servers):
                 broadcast_coalesced(
-                    [*server_values(sharded_model, server).values()], setting.net, world, server
+                    [*server_values(sharded_model, server).values()], context.net, world, server
                 )
-        else:
+        elif layout.gather is not None:
             layout.gather()
 
     average = WeightAverage(sharded_model.updates, decay, bring, keeps=keeps)
     state.extra_states[AVERAGE_KEY] = average
-    if not averages_after_rounds(setting):
+    if not averages_after_rounds(context):
         update_step.observers.append(average.accept)
     return average
 
 
-def averages_after_rounds(setting: SessionContext) -> bool:
+def averages_after_rounds(context: SessionContext) -> bool:
     """Whether replicas agree only where a round ends."""
-    return setting.recipe.strategy.rule.agrees == "replica"
+    return context.recipe.strategy.rule.agrees == "replica"

@@ -20,7 +20,7 @@ Source: Narayanan et al. 2021, Memory-Efficient Pipeline-Parallel DNN Training, 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -35,11 +35,10 @@ from paceline.observe.step_stats import PhaseTimer
 from paceline.parallel.model_runner import LossSums
 from paceline.parallel.pipeline.forward_backward import InFlightMicroBatch
 from paceline.parallel.pipeline.pipeline_runner import PipelineRunner
-from paceline.pipeline_schedule.schedule_table import PipelineAction, ScheduleTable, simulate_schedule
+from paceline.pipeline_schedule.schedule_table import PipelineAction, simulate_schedule
 from paceline.pipeline_schedule.standard_schedules import one_f_one_b, pipedream_2bw
 from paceline.state.train_state import TrainState
 from paceline.sync.every_step import gradient_scale
-from paceline.sync.sync_rule import MemoryQuery, PipelinePass
 from paceline.sync.update import UpdateResult, UpdateStep
 
 StageWeights = Mapping[str, Tensor]
@@ -77,11 +76,6 @@ class SentMessageRelease:
         self._marks.append(self._stage.num_sent)
         if len(self._marks) > self._stage.cut.num_stages:
             self._stage.let_go(self._marks.popleft())
-
-
-def max_sent_messages(asked: MemoryQuery, num_stages: int) -> int:
-    """The most messages that a stage keeps each way: those of as many updates, and of the step after them."""
-    return min(asked.stretch, num_stages + 1) * asked.micro_batches
 
 
 class GradientSum:
@@ -134,24 +128,6 @@ def update_stage(
 def is_untouched(weights: StageWeights) -> bool:
     """Whether nobody has written to them since they were made."""
     return all(w._version == 0 for w in weights.values())
-
-
-def stash_schedule(asked: MemoryQuery) -> tuple[ScheduleTable, int]:
-    """What goes through all stages, and how many micro-batches at each of its operations."""
-    return one_f_one_b(asked.recipe.strategy.pipeline, asked.stretch), asked.micro_batches
-
-
-def stash_passes(asked: MemoryQuery, flow: ScheduleTable) -> Iterator[PipelinePass]:
-    """What goes through a stage: a copy of all weights for each step that is between forward and update."""
-    weights, count, flying = asked.sizes.computes + asked.frozen, asked.micro_batches, 0
-    for action in flow.orders[asked.stage]:
-        if action.kind == "F":
-            flying += 1
-            yield from (PipelinePass(True, flying * weights) for _ in range(count))
-            continue
-        for done in range(count):
-            yield PipelinePass(False, flying * weights, min(done, 1), done, ends=done == count - 1)
-        flying -= 1
 
 
 @dataclass(frozen=True)
@@ -246,23 +222,6 @@ class WeightStashFlow:
         self.versions.append(UpdateVersions(step, stashed_step.version, used, update_step.state.updates))
         self._phases.begin("optimizer")
         return update_stage(stage, update_step, total, stashed_step.scale, count)
-
-
-def two_buffer_schedule(asked: MemoryQuery) -> tuple[ScheduleTable, int]:
-    """What goes through all stages, and how many micro-batches at each of its operations."""
-    return pipedream_2bw(asked.recipe.strategy.pipeline, [asked.micro_batches] * asked.stretch), 1
-
-
-def two_buffer_passes(asked: MemoryQuery, flow: ScheduleTable) -> Iterator[PipelinePass]:
-    """What goes through a stage: there are two versions of what is trained, whatever is in flight."""
-    count, done = asked.micro_batches, 0
-    for action in flow.orders[asked.stage]:
-        sums = min(done, 1)
-        if action.kind == "F":
-            yield PipelinePass(True, asked.sizes.updates, sums)
-            continue
-        done = (done + 1) % count
-        yield PipelinePass(False, asked.sizes.updates, sums, ends=done == 0)
 
 
 @dataclass(frozen=True)

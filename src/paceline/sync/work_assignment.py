@@ -40,13 +40,13 @@ import torch
 from torch import Tensor
 
 from paceline.comm.net import Net
-from paceline.data.work import LoadedBatch, LockstepWork, MicroBatchWork, TrainingFeed
-from paceline.errors import CommunicationError
+from paceline.data.work import LoadedBatch, LockstepWork, MicroBatchWork, TrainingFeed, split_evenly
 from paceline.job.mesh import RankGroup
+from paceline.observe.sinks import EventCallback
 from paceline.observe.step_stats import StepStats
 from paceline.parallel.model_runner import ModelRunner
-from paceline.sync.health import EventCallback
-from paceline.sync.sync_rule import SyncRule
+from paceline.parallel.session_context import SessionContext
+from paceline.sync.sync_rule import SyncRule, internal_rule_error
 from paceline.sync.update import PendingUpdate, UpdateStep, insert_part_before
 
 BALANCE_WINDOW_STEPS = 8  # steps between two looks
@@ -364,7 +364,7 @@ class SpeedAssignment(EvenAssignment):
         """
         taken, dropped = int(sums["taken"]), int(sums["dropped"])
         if taken != self._due:
-            raise _internal_error(f"before step {step} ranks have taken {taken} samples of {self._due}")
+            raise internal_rule_error(f"before step {step} ranks have taken {taken} samples of {self._due}")
         self._due = self._taken = self._dropped = 0
         for name, count in (("taken", taken), ("applied", taken - dropped), ("dropped", dropped)):
             self._totals[name] += count
@@ -378,7 +378,7 @@ class SpeedAssignment(EvenAssignment):
     def _plan(self, window: int, step: int) -> tuple[int, ...]:
         seconds = self._notices.told(window)
         if seconds is None:
-            raise _internal_error(
+            raise internal_rule_error(
                 f"not all ranks have told by step {step} how fast they were in window {window}"
             )
         shares = plan_shares(seconds, sum(self.shares))
@@ -404,7 +404,45 @@ class SpeedAssignment(EvenAssignment):
                 group["lr"] = rate
 
 
-def _internal_error(what: str) -> CommunicationError:
-    return CommunicationError(
-        what, next_step="this is a mistake of the rule, not of the recipe: please report it"
+def balances_by_speed(context: SessionContext) -> bool:
+    """Return whether shares follow the speed of several ranks."""
+    return context.recipe.strategy.balance == "speed" and context.mesh.world.size > 1
+
+
+def even_share_micro_batches(num_shards: int, group: RankGroup, step: int) -> int:
+    """Return the number of micro-batches of a rank that has an even share of a full batch in every step."""
+    return len(split_evenly(num_shards, group.size, group.rank))
+
+
+def build_balanced_rule(inner: SyncRule, context: SessionContext) -> SpeedBalancedRule:
+    """Let the shares of a rule that agrees in every step follow the speed of the ranks."""
+    replicas = context.mesh.data
+    shares = [len(split_evenly(context.shards, replicas.size, rank)) for rank in range(replicas.size)]
+    return SpeedBalancedRule(
+        inner, _assign_shares, shares, group=replicas, net=context.net, note=context.note
+    )
+
+
+def _assign_shares(work: MicroBatchWork, shares: Sequence[int]) -> MicroBatchWork:
+    return cast("LockstepWork", work).dealt(shares)
+
+
+def build_speed_assignment(
+    context: SessionContext, exchange: SpeedExchange, *, lag: int, min_window: int = SPEED_WINDOW_STEPS
+) -> SpeedAssignment:
+    """Build an assignment for replicas that train alone; it begins with even shares.
+
+    Args:
+        lag: steps after which every rank knows the speeds of a window, see `SpeedAssignment`.
+        min_window: the least number of steps that one measurement covers.
+    """
+    world, num_shards = context.mesh.world, context.shards
+    return SpeedAssignment(
+        [len(split_evenly(num_shards, world.size, rank)) for rank in range(world.size)],
+        world.rank,
+        exchange,
+        lag=lag,
+        window=max(SPEED_WINDOW_STEPS, min_window),
+        divides=context.recipe.batch.reduction == "mean",
+        note=context.note,
     )

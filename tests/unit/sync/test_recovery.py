@@ -50,7 +50,7 @@ def recovered_after(times: list[float], seed: int = 0, returns: int = 0) -> int 
     draw, judge = random.Random(seed), RecoveryJudge(SLOW, 3, FACTOR, returns)
     for count, factor in enumerate(times, start=1):
         for worker in (0, SLOW, 2):
-            found = judge.hear(worker, drawn(draw, 0.1 * (factor if worker == SLOW else 1.0)))
+            found = judge.observe_seconds(worker, drawn(draw, 0.1 * (factor if worker == SLOW else 1.0)))
             if found is not None:
                 return count
     return None
@@ -86,7 +86,7 @@ class Played:
         self.policy.begin(0, 100)
 
     def hear(self, worker: int, seconds: float) -> Mapping[str, float] | None:
-        return self.judge.hear(worker, seconds)
+        return self.judge.observe_seconds(worker, seconds)
 
     def one_step(self, seconds: float) -> bool:
         """Whether there was one."""
@@ -159,7 +159,7 @@ class Serving:
     def __init__(self, trials: list[float]) -> None:
         judge, self.trials = RecoveryJudge(2, 3, FACTOR, 0), iter(trials)
         took = lambda push, seconds: push.message.fields["took"]  # noqa: E731
-        self.policy = StopWhenRecovered(BoundedStaleness(2, 0), judge.hear, 0, lambda: 0.0, took)
+        self.policy = StopWhenRecovered(BoundedStaleness(2, 0), judge.observe_seconds, 0, lambda: 0.0, took)
         self.policy.bind_trial(2, lambda: next(self.trials))
 
     def rounds(self) -> Iterator[Mapping[str, Mapping[str, Any]]]:
@@ -213,7 +213,7 @@ def told_of(made: Rounds) -> list[tuple[str, Any]]:
     told: list[tuple[str, Any]] = []
     rule: Any = ReplicaRecoveryRule(
         cast("Any", made),
-        RecoveryJudge(1, 2, FACTOR, 0).hear,
+        RecoveryJudge(1, 2, FACTOR, 0).observe_seconds,
         5,
         measure_compute(lambda step: 2, RankGroup("replica", (0, 5), 0), cast("Any", made)),
         lambda name, record: told.append((name, record)),
@@ -248,7 +248,7 @@ def test_replicas_that_train_alone_try_the_link_where_they_meet(monkeypatch: pyt
     monkeypatch.setattr(straggler_detection, "ring_receive_seconds", lambda *given: 0.0)
     look = measure_links(RankGroup("replica", (0, 1, 2, 3), 0), cast("Any", made))
     note = lambda name, record: told.append((name, record))  # noqa: E731
-    rule = ReplicaRecoveryRule(cast("Any", made), recovered.hear, 1, look, note)
+    rule = ReplicaRecoveryRule(cast("Any", made), recovered.observe_seconds, 1, look, note)
     runner = SimpleNamespace(sharded_model=SimpleNamespace(device=torch.device("cpu")))
     assert (
         len(

@@ -27,7 +27,7 @@ class Taker:
 
     found: Mapping[tuple[str, str], Tensor]
 
-    def lost(self) -> Sequence[tuple[str, TensorSlot, Tensor]]:
+    def residuals(self) -> Sequence[tuple[str, TensorSlot, Tensor]]:
         return ()
 
     def set_residuals(self, found: Mapping[tuple[str, str], Tensor]) -> None:

@@ -67,7 +67,7 @@ def test_what_arrives_and_what_is_kept_is_all_that_was_pushed(word: str) -> None
         worker.settle(dropped=False)
         for x, y in zip(total.values(), arrived, strict=True):
             x.add_(y)
-    kept = {slot: value for _, slot, value in worker.lost()}
+    kept = {slot: value for _, slot, value in worker.residuals()}
     if codec_of(word).needs_error_feedback:
         for slot, x in total.items():
             right = torch.stack([grads(step)[slot] for step in range(STEPS)]).sum(0)
@@ -120,7 +120,7 @@ def said(word: str, workspace: type[Workspace]) -> list[Tensor]:
         worker.take(ticket, there, 1, step + 1)
         arrived = server.pushed(pushed, shapes(), place)
         worker.settle(dropped=step == 1)
-        kept = [x for _, _, x in worker.lost()]
+        kept = [x for _, _, x in worker.residuals()]
         found += [x.clone() for x in (*pushed, *ticket, *arrived, *there, *kept)]
     return found
 

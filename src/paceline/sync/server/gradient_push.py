@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from paceline.comm.channel.message_channel import ChannelMessage
-from paceline.comm.reduction.bucket_reducer import LocalReducer, TreeReducer, clear_negative_zeros
-from paceline.comm.reduction.gradients import GradientReduction
+from paceline.comm.reduction.bucket_reducer import TreeReducer, clear_negative_zeros
+from paceline.comm.reduction.gradients import GradientReduction, LocalReducer
 from paceline.comm.reduction.summation_tree import covering_nodes, tree_sum
 from paceline.comm.tally import StepTally, sum_shard_rows
 from paceline.data.work import split_evenly

@@ -43,7 +43,7 @@ from paceline.sync.local_rounds import sum_tallies
 from paceline.sync.server.parameter_transfer import PRIMARY_RANK
 from paceline.sync.server.server_common import RoundEvents, ShardServer, require_same_updates
 from paceline.sync.server.server_policies import ServerPolicy, WorkerPush, WorkLedger, WorkTicket
-from paceline.sync.sync_rule import step_stats
+from paceline.sync.sync_rule import internal_rule_error, step_stats
 from paceline.sync.update import UpdateResult, UpdateStep
 
 
@@ -203,10 +203,7 @@ class PrimaryServer(ShardServer):
             if ticket is not None:
                 self._send_ticket(rank, ticket, runner, state)
         if self.crew.all_idle and not self._policy.is_complete:
-            raise CommunicationError(
-                f"all workers are idle, and step {self._policy.step} is not complete",
-                next_step="this is a mistake of the rule, not of the recipe: please report it",
-            )
+            raise internal_rule_error(f"all workers are idle, and step {self._policy.step} is not complete")
         return self.crew.all_idle
 
     def _hear(self) -> ChannelMessage | None:
@@ -392,9 +389,8 @@ class SecondaryServer(ShardServer):
     def _apply(self, fields: Mapping[str, Any], runner: ModelRunner, update_step: UpdateStep) -> None:
         missing = [number for number in fields["numbers"] if number not in self._pushed]
         if missing:
-            raise CommunicationError(
-                f"an update is to be made of pushes of which this server has not {missing[0]}",
-                next_step="this is a mistake of the rule, not of the recipe: please report it",
+            raise internal_rule_error(
+                f"an update is to be made of pushes of which this server has not {missing[0]}"
             )
         messages = [self._pushed.pop(number) for number in fields["numbers"]]
         self.update(messages, runner, update_step)

@@ -25,7 +25,7 @@ Source: Li et al. 2014, Scaling Distributed Machine Learning with the Parameter 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -35,7 +35,6 @@ from paceline.comm.codecs.codec_protocol import Codec, CodecKeys
 from paceline.comm.reduction.pending_residual import sum_residuals
 from paceline.comm.workspace import Workspace
 from paceline.parallel.model_runner import ModelRunner
-from paceline.parallel.placement import slot_bytes
 from paceline.parallel.sharded_model import ShardedModel
 from paceline.state.keys import key
 from paceline.state.slot import TensorSlot
@@ -96,12 +95,12 @@ class ServerResiduals:
     def __init__(self, coders: Mapping[int, ResidualSource], sharded_model: ShardedModel) -> None:
         self._coders, self._holding = coders, sharded_model
 
-    def lost(self) -> Sequence[tuple[str, TensorSlot, Tensor]]:
+    def residuals(self) -> Sequence[tuple[str, TensorSlot, Tensor]]:
         """See `ResidualSource`; zeros in what no server here has."""
         wholes = {slot.name: slot for slot in self._holding.computes}
         found: dict[tuple[str, TensorSlot], Tensor] = {}
         for coder in self._coders.values():
-            for side, part, value in coder.lost():
+            for side, part, value in coder.residuals():
                 whole = wholes[part.name]
                 values = found.setdefault((side, whole), torch.zeros(whole.shape))
                 values[part.inside(whole)] = value
@@ -258,12 +257,7 @@ class CodedTransfer:
         else:
             self._known.pop(rank, None)
 
-    @property
-    def workspace_bytes(self) -> int:
-        """Of memory in which all tensors are coded, as much as the largest needs."""
-        return self._workspace.num_bytes
-
-    def lost(self) -> Sequence[tuple[str, TensorSlot, Tensor]]:
+    def residuals(self) -> Sequence[tuple[str, TensorSlot, Tensor]]:
         """See `GradientReduction`: what this rank's coding has lost, unscaled; zeros on the server."""
         return [("sent", slot, value) for slot, value in (self._kept | self._pending).items()]
 
@@ -295,11 +289,6 @@ class CodedTransfer:
     def _keys(self, *parts: int | str) -> CodecKeys:
         shared = key(self._seed, "traffic", *parts)
         return CodecKeys(shared, shared)
-
-
-def residual_bytes(codec: Codec, num_values: int) -> int:
-    """Of what coding so many values of a gradient loses, once."""
-    return torch.float32.itemsize * num_values if codec.needs_error_feedback else 0
 
 
 MIN_ROWS = 256
@@ -360,11 +349,6 @@ class SparseRowTransfer:
             self._changed = _RowVersions()
         else:
             self._known.pop(rank, None)
-
-
-def compared_bytes(slots: Iterable[TensorSlot], item_bytes: Mapping[str, int]) -> int:
-    """Of what a server keeps to see which rows change: the matrices themselves."""
-    return sum(slot_bytes(slot, item_bytes) for slot in slots if _is_large_shape(slot.sizes))
 
 
 class _RowVersions:

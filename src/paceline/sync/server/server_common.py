@@ -28,11 +28,11 @@ from paceline.comm.reduction.gradient_norm import joint_norm
 from paceline.comm.reduction.gradients import Gradients
 from paceline.comm.tally import StepTally
 from paceline.errors import CommunicationError, DeadlineError
+from paceline.observe.sinks import EventCallback
 from paceline.observe.step_stats import PhaseTimer, StepStats
 from paceline.parallel.model_runner import ModelRunner
 from paceline.state.slot import ExtraState, TensorPiece, TensorSlot
 from paceline.state.train_state import TrainState
-from paceline.sync.health import EventCallback
 from paceline.sync.server.gradient_push import PushFormat
 from paceline.sync.server.parameter_transfer import (
     ParameterTransfer,
@@ -41,6 +41,7 @@ from paceline.sync.server.parameter_transfer import (
     server_values,
 )
 from paceline.sync.server.server_policies import WorkLedger
+from paceline.sync.sync_rule import internal_rule_error
 from paceline.sync.update import UpdateResult, UpdateStep
 
 _REPLY_KINDS = {"norm", "share"}
@@ -225,9 +226,8 @@ def require_same_updates(what: str, mine: int, theirs: Mapping[int, int]) -> Non
     """
     for rank, number in theirs.items():
         if number != mine:
-            raise CommunicationError(
-                f"at {what} the server of rank {rank} has made {number} updates, and another {mine}",
-                next_step="this is a mistake of the rule, not of the recipe: please report it",
+            raise internal_rule_error(
+                f"at {what} the server of rank {rank} has made {number} updates, and another {mine}"
             )
 
 
@@ -265,7 +265,9 @@ class ServerParticipant(ExtraState):
         self, to: int, kind: str, fields: Mapping[str, Any], tensors: Sequence[Tensor], *, lasts: bool = False
     ) -> None:
         """One message; it goes out while this rank receives. `lasts`: nobody changes its tensors any more."""
-        self.channel.send(to, ChannelMessage(kind, fields, tensors, lasts=lasts), self.net.deadline_seconds)
+        self.channel.send(
+            to, ChannelMessage(kind, fields, tensors, is_immutable=lasts), self.net.deadline_seconds
+        )
 
     def receive(self, seconds: float | None = None) -> ChannelMessage:
         """One message, within so many seconds; None: within the deadline."""

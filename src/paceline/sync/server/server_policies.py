@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from paceline.comm.channel.message_channel import ChannelMessage
-from paceline.errors import CommunicationError
+from paceline.sync.sync_rule import internal_rule_error
 
 
 @dataclass(frozen=True)
@@ -78,10 +78,9 @@ class WorkLedger:
             CommunicationError: some was neither applied nor dropped, or some was applied twice.
         """
         if self.taken != self.applied + self.dropped:
-            raise CommunicationError(
+            raise internal_rule_error(
                 f"{self.taken} parts of batches were handed out, and {self.applied} were applied and"
-                f" {self.dropped} dropped",
-                next_step="this is a mistake of the rule, not of the recipe: please report it",
+                f" {self.dropped} dropped"
             )
 
     def count_returned(self, *, late: bool) -> None:

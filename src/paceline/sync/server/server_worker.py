@@ -29,6 +29,7 @@ from paceline.sync.server.parameter_transfer import (
 )
 from paceline.sync.server.server_common import ServerParticipant
 from paceline.sync.straggler_recovery import MICRO_BATCH_SECONDS
+from paceline.sync.sync_rule import internal_rule_error
 from paceline.sync.update import UpdateStep
 
 
@@ -107,10 +108,7 @@ class ServerWorker(ServerParticipant):
                 self._arrived[message.sender].append(message)
         pieces = [one.popleft() for one in self._arrived]
         if len({(piece.kind, piece.fields["number"], piece.fields["version"]) for piece in pieces}) > 1:
-            raise CommunicationError(
-                "servers have sent pieces of different tickets",
-                next_step="this is a mistake of the rule, not of the recipe: please report it",
-            )
+            raise internal_rule_error("servers have sent pieces of different tickets")
         return pieces
 
     def _work(

@@ -164,6 +164,11 @@ class Strategy(RecipeTable):
         return self.ranks_per_replica > 1 or self.servers > 1 or bool(self.cut)
 
     @property
+    def rule_argument(self) -> str:
+        """The argument of the sync rule, as `8` in `local:8`; empty if there is none."""
+        return self.sync.partition(":")[2]
+
+    @property
     def rule(self) -> SyncSpec:
         """What its rule is; of several what holds of all."""
         return self.rules[0] if len(self.rules) == 1 else merge_sync_specs(self.rules)

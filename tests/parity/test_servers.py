@@ -14,7 +14,7 @@ from paceline.comm.channel import ChannelMessage, MessageChannel
 from paceline.data import TrainingFeed
 from paceline.errors import CommunicationError
 from paceline.job.cluster import Cluster
-from paceline.parallel import strategy_cuts
+from paceline.parallel import server_partition
 from paceline.parallel.server_partition import plan_partition
 from paceline.recipe import Recipe, Strategy
 from paceline.sync.server.server_common import ShardServer
@@ -50,7 +50,7 @@ def trained(cluster: Cluster, recipe: Recipe) -> tuple[Trajectory, dict[str, Any
     found = trajectory_of(losses, session)
     told = {
         "moments": sum(t.numel() * t.element_size() for t in found.optimizer.values() if t.dim()),
-        "notes": dict(session.notes.take()),
+        "notes": dict(session.events.take()),
         **session.rule.ledger.record(),
     }
     session.close()
@@ -106,7 +106,7 @@ def of_two_servers(cluster: Cluster) -> list[Any]:
     ShardServer._norms, kept = norm_of_one, ShardServer._norms
     whole.append(trained(cluster, digits(TWO)))
     ShardServer._norms = kept
-    strategy_cuts.plan_partition = held_by_nobody
+    server_partition.plan_partition = held_by_nobody
     return [*whole, trained(cluster, digits(TWO))]
 
 
@@ -204,7 +204,7 @@ def with_a_loss(cluster: Cluster, lost: int, steps: int) -> str:
     recipe = digits("servers=2 sync=server-async", steps=steps, runtime={"deadline_seconds": 20.0})
     session = build_test_session(cluster, recipe)
     feed = session.feed
-    session.feed = OneRound(feed.work, feed.loader, feed.num_steps)
+    session.parts.feed = OneRound(feed.work, feed.loader, feed.num_steps)
     if cluster.global_rank == lost:
         session.rule.channel = Leaving(session.rule.channel)
     try:

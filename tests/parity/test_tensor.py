@@ -153,7 +153,7 @@ def test_models_of_others_run_by_the_plans_that_ship() -> None:
         with pytest.MonkeyPatch.context() as patch:  # the twin
             unsummed = {"summed": frozenset()}
             patch.setattr(
-                "paceline.parallel.strategy_cuts.plan_tensor_transform",
+                "paceline.parallel.tensor.tensor_plan.plan_tensor_transform",
                 lambda *args: type(transform(*args))(**(vars(transform(*args)) | unsummed)),
             )
             if verified(cluster, OTHERS["Llama, 5 heads that share 1"], 1).ok:

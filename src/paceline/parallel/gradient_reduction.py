@@ -15,12 +15,11 @@ from paceline.comm.reduction.bucket_buffers import scatter_buffer_prefix
 from paceline.comm.reduction.bucket_reducer import (
     BucketReducer,
     BucketSum,
-    LocalReducer,
     TreeReducer,
     UnorderedSum,
 )
 from paceline.comm.reduction.gradient_norm import CanonicalNorm, SharedNorm, local_norm
-from paceline.comm.reduction.gradients import CombinedReduction, GradientReduction
+from paceline.comm.reduction.gradients import CombinedReduction, GradientReduction, LocalReducer
 from paceline.comm.reduction.scatter_schedule import ScatterPaths, ScatterWindow
 from paceline.comm.reduction.summation_tree import (
     TreeNodeOwners,
@@ -52,33 +51,33 @@ _SumPath = tuple[tuple[str, ...], BucketSum | None]
 """Axes of a sum beside the shard axis, and how it is made; None: its ranks are one."""
 
 
-def build_gradient_reduction(setting: SessionContext, sharded_model: ShardedModel) -> GradientReduction:
+def build_gradient_reduction(context: SessionContext, sharded_model: ShardedModel) -> GradientReduction:
     """The reduction of all gradients of this rank; collective."""
     together: dict[_ReductionKey, list[TensorPlacement]] = {}
     leaves_often, sums = (
-        _reduces_every_micro_batch(setting, sharded_model),
+        _reduces_every_micro_batch(context, sharded_model),
         dict[tuple[str, ...], BucketSum | None](),
     )
-    turns = None if leaves_often else _scatter_order(setting)
+    turns = None if leaves_often else _scatter_order(context)
     num_scatterers = 0
     for held in sharded_model.held.values():
         chunk = held.chunk if leaves_often else 0
         alike = held.sums, held.holders, tuple(sorted(held.computes.axes)), chunk
         together.setdefault(alike, []).append(held)
-    axes_of = {alike: _summed_axes(setting, alike, members[0]) for alike, members in together.items()}
+    axes_of = {alike: _summed_axes(context, alike, members[0]) for alike, members in together.items()}
     built: list[tuple[list[TensorPlacement], GradientReduction]] = []
     for alike, members in sorted(together.items()):
         axes = axes_of[alike]
         if axes not in sums:
-            sums[axes] = _build_sums(setting, sharded_model, axes, turns)
+            sums[axes] = _build_sums(context, sharded_model, axes, turns)
         name = _bucket_prefix(alike)
         if leaves_often and not _pre_reduced_axes(
             alike
         ):  # nothing is drawn; what the first has is that of gathers
             name, num_scatterers = scatter_buffer_prefix(num_scatterers), num_scatterers + 1
-        built.append((members, _build_one(setting, sharded_model, (axes, sums[axes]), alike, members, name)))
+        built.append((members, _build_one(context, sharded_model, (axes, sums[axes]), alike, members, name)))
     if not built:  # all that this rank holds is frozen
-        return _build_local_reduction(setting, {}, counts=True)
+        return _build_local_reduction(context, {}, counts=True)
     if len(built) == 1:
         return built[0][1]
     by_slot = {held.computes: one for members, one in built for held in members}
@@ -96,7 +95,7 @@ def _bucket_prefix(alike: _ReductionKey) -> str:
 
 
 def _build_one(
-    setting: SessionContext,
+    context: SessionContext,
     sharded_model: ShardedModel,
     way: _SumPath,
     alike: _ReductionKey,
@@ -106,17 +105,21 @@ def _build_one(
     counts, (axes, sums) = members[0].counts, way
     tensors = {held.computes: sharded_model.computes[held.computes] for held in members}
     parts = {held.computes: held.parts for held in members}
-    leaves_often = _reduces_every_micro_batch(setting, sharded_model)
+    leaves_often = _reduces_every_micro_batch(context, sharded_model)
     inner: GradientReduction
     if leaves_often and not _pre_reduced_axes(alike):
-        ways = _scatter_paths(setting, sharded_model, axes)
-        inner = setting.pieces.scatterer(tensors, parts, ways, setting.bucket_bytes, counts=counts, name=name)
+        ways = _scatter_paths(context, sharded_model, axes)
+        inner = context.components.scatterer(
+            tensors, parts, ways, context.bucket_bytes, counts=counts, name=name
+        )
     elif sums is not None:
-        inner = setting.pieces.reducer(tensors, parts, sums, setting.bucket_bytes, counts=counts, name=name)
+        inner = context.components.reducer(
+            tensors, parts, sums, context.bucket_bytes, counts=counts, name=name
+        )
     else:
-        inner = _build_local_reduction(setting, tensors, counts)
-    for group in _pre_reduction_groups(setting, alike):
-        inner = TiedGradientReduction(inner, tensors, group, setting.net, by_micro_batch=leaves_often)
+        inner = _build_local_reduction(context, tensors, counts)
+    for group in _pre_reduction_groups(context, alike):
+        inner = TiedGradientReduction(inner, tensors, group, context.net, by_micro_batch=leaves_often)
     return inner
 
 
@@ -126,14 +129,14 @@ def _pre_reduced_axes(alike: _ReductionKey) -> set[str]:
     return ({"pipeline"} if holders else set()) | ({"tensor"} & {*axes})
 
 
-def _pre_reduction_groups(setting: SessionContext, alike: _ReductionKey) -> Iterator[RankGroup]:
+def _pre_reduction_groups(context: SessionContext, alike: _ReductionKey) -> Iterator[RankGroup]:
     if alike[1]:
-        yield setting.mesh.among("pipeline", alike[1])
+        yield context.mesh.among("pipeline", alike[1])
     if "tensor" in _pre_reduced_axes(alike):
-        yield setting.mesh.axes["tensor"]
+        yield context.mesh.axes["tensor"]
 
 
-def _summed_axes(setting: SessionContext, alike: _ReductionKey, first: TensorPlacement) -> tuple[str, ...]:
+def _summed_axes(context: SessionContext, alike: _ReductionKey, first: TensorPlacement) -> tuple[str, ...]:
     """Over which axes a gradient is summed beside the shard axis, in the order of the mesh.
 
     Gradients are summed over the ranks that hold the same piece, and over no others.
@@ -143,7 +146,7 @@ def _summed_axes(setting: SessionContext, alike: _ReductionKey, first: TensorPla
     """
     axes, cut_along, met = alike[0], alike[2], _pre_reduced_axes(alike)
     always = {*DATA_AXES}
-    made = always if setting.recipe.is_ordered else {*AXES} - {"pipeline", "tensor"}
+    made = always if context.recipe.is_ordered else {*AXES} - {"pipeline", "tensor"}
     apart = {*axes} & {*cut_along} - {"pipeline"}  # who has another part must not add it
     if apart or not always <= {*axes} - met <= made:
         why = f"ranks along {', '.join(apart)} hold other pieces" if apart else "no reduction does that"
@@ -155,89 +158,89 @@ def _summed_axes(setting: SessionContext, alike: _ReductionKey, first: TensorPla
 
 
 def _build_local_reduction(
-    setting: SessionContext, tensors: Mapping[TensorSlot, Tensor], counts: bool
+    context: SessionContext, tensors: Mapping[TensorSlot, Tensor], counts: bool
 ) -> GradientReduction:
     """Where no other rank runs samples of its own."""
-    if setting.recipe.is_ordered:
-        return TreeReducer(tensors, [_whole_tree(setting.shards)])
+    if context.recipe.is_ordered:
+        return TreeReducer(tensors, [_whole_tree(context.shards)])
     return LocalReducer(tensors, counts)
 
 
-def _scatter_order(setting: SessionContext) -> ScatterWindow | None:
+def _scatter_order(context: SessionContext) -> ScatterWindow | None:
     """Of what is scattered once a step, as it is, by messages: memory of a host has no use for turns.
 
     Under SyncBatchNorm ranks wait for each other within backward, and one that has no gradient for a bucket
     launches it behind: another must not wait for that.
     """
-    recipe, is_alone = setting.recipe, setting.mesh.axes["shard"].size == 1
+    recipe, is_alone = context.recipe, context.mesh.axes["shard"].size == 1
     if is_alone or recipe.is_ordered or recipe.strategy.is_coded or recipe.batch.sync_batchnorm:
         return None
-    return ScatterWindow(setting.moving)
+    return ScatterWindow(context.workspace)
 
 
 def _build_sums(
-    setting: SessionContext, sharded_model: ShardedModel, axes: Sequence[str], turns: ScatterWindow | None
+    context: SessionContext, sharded_model: ShardedModel, axes: Sequence[str], turns: ScatterWindow | None
 ) -> BucketSum | None:
     """How buckets are summed over the shard axis and others; None: there is one rank.
 
     Args:
         turns: see `UnorderedSum`.
     """
-    mesh, data = setting.mesh, setting.mesh.data
+    mesh, data = context.mesh, context.mesh.data
     shard, rest = mesh.axes["shard"], mesh.over(axes)
     if shard.size * rest.size == 1:
         return None
-    if not setting.recipe.is_ordered:
-        path = setting.collective(shard)
+    if not context.recipe.is_ordered:
+        path = context.collective(shard)
         in_memory = isinstance(path, SharedMemoryCollective)
-        return UnorderedSum(path, setting.collective(rest), None if in_memory else turns)
+        return UnorderedSum(path, context.collective(rest), None if in_memory else turns)
     if sharded_model.use.pace is not None:  # meanwhile ranks gather, each as often as it has micro-batches
         data = replace(duplicate_group(data, "tree"), name=data.name)
-    blocks = [split_evenly(setting.shards, data.size, rank) for rank in range(data.size)]
+    blocks = [split_evenly(context.shards, data.size, rank) for rank in range(data.size)]
     dealt = TreeNodeOwners([covering_nodes(block) for block in blocks], data, mesh.replica)
-    path = setting.collective(data)
+    path = context.collective(data)
     return (
         TreeSumInMemory(dealt, path)
         if isinstance(path, SharedMemoryCollective)
-        else TreeSumByMessages(dealt, setting.net)
+        else TreeSumByMessages(dealt, context.net)
     )
 
 
-def _reduces_every_micro_batch(setting: SessionContext, sharded_model: ShardedModel) -> bool:
+def _reduces_every_micro_batch(context: SessionContext, sharded_model: ShardedModel) -> bool:
     """Whether gradients leave with every micro-batch.
 
     Where sums have one order, or coding loses something, a rank needs the whole gradient of a step.
     """
-    recipe = setting.recipe
+    recipe = context.recipe
     return sharded_model.frees_gradients and not recipe.is_ordered and recipe.strategy.form.exact
 
 
-def _scatter_paths(setting: SessionContext, sharded_model: ShardedModel, axes: Sequence[str]) -> ScatterPaths:
+def _scatter_paths(context: SessionContext, sharded_model: ShardedModel, axes: Sequence[str]) -> ScatterPaths:
     """On a process group of its own: a rank fills up with zeros for one group of slots after another."""
-    shard = setting.mesh.axes["shard"]
+    shard = context.mesh.axes["shard"]
     return ScatterPaths(
-        setting.collective(replace(duplicate_group(shard, "scatter"), name=shard.name)),
-        setting.collective(setting.mesh.over(axes)),
+        context.collective(replace(duplicate_group(shard, "scatter"), name=shard.name)),
+        context.collective(context.mesh.over(axes)),
         shard,
-        setting.net,
+        context.net,
         sharded_model.use.pace,
-        setting.moving,
+        context.workspace,
     )
 
 
-def build_gradient_norm(setting: SessionContext, sharded_model: ShardedModel) -> GradientNorm:
+def build_gradient_norm(context: SessionContext, sharded_model: ShardedModel) -> GradientNorm:
     """The norm of the whole gradient, each value counted once in a replica.
 
     Where nobody agrees in a step it is that of the own part: to ask others would be to wait for them.
     """
-    inside = setting.mesh.inside
-    if not setting.recipe.is_ordered:
-        alone = setting.recipe.strategy.rule.agrees == "nobody"
-        return local_norm if alone else SharedNorm(inside, setting.net)
+    inside = context.mesh.inside
+    if not context.recipe.is_ordered:
+        alone = context.recipe.strategy.rule.agrees == "nobody"
+        return local_norm if alone else SharedNorm(inside, context.net)
     counted = [
         held.updates for held in sharded_model.held.values() if held.counts and held.updates is not None
     ]
-    return CanonicalNorm(sharded_model.slots, counted, inside, setting.net)
+    return CanonicalNorm(sharded_model.slots, counted, inside, context.net)
 
 
 def _whole_tree(shards: int) -> range:
@@ -246,7 +249,7 @@ def _whole_tree(shards: int) -> range:
 
 
 def build_delta_reduction(
-    setting: SessionContext, sharded_model: ShardedModel, tensors: Mapping[TensorSlot, Tensor], name: str = ""
+    context: SessionContext, sharded_model: ShardedModel, tensors: Mapping[TensorSlot, Tensor], name: str = ""
 ) -> GradientReduction:
     """Sums over replicas of what each rank updates; collective over the ranks that update the same.
 
@@ -254,16 +257,16 @@ def build_delta_reduction(
         tensors: by the part that this rank updates; there may be none.
         name: see `BucketReducer`.
     """
-    replicas, path = setting.mesh.replica, None
+    replicas, path = context.mesh.replica, None
     if replicas.size > 1:
-        path = UnorderedSum(setting.collective(setting.mesh.over(())), setting.collective(replicas))
+        path = UnorderedSum(context.collective(context.mesh.over(())), context.collective(replicas))
     by_slot, built = dict[TensorSlot, GradientReduction](), list[GradientReduction]()
     for label, counts, slots in _by_holders(sharded_model, tensors):
         own, prefix = {slot: tensors[slot] for slot in slots}, f"{name}{label}/" if label else name
         one: GradientReduction = LocalReducer(own, counts)
         if path is not None:
             parts = {slot: (slot,) for slot in slots}
-            one = BucketReducer(own, parts, path, setting.bucket_bytes, counts=counts, name=prefix)
+            one = BucketReducer(own, parts, path, context.bucket_bytes, counts=counts, name=prefix)
         built.append(one)
         by_slot |= dict.fromkeys(slots, one)
     return CombinedReduction(by_slot, built) if len(built) > 1 else next(iter(built), LocalReducer({}))

@@ -88,7 +88,7 @@ def _allocate_shared(sharded_model: ShardedModel, memory: SharedMemoryCollective
         alike = {slot: p for slot, p in sharded_model.computes.items() if p.dtype == dtype}
         step = max(1, _CACHE_LINE_BYTES // dtype.itemsize)
         sizes = [-(-slot.numel // step) * step for slot in alike]
-        flat = memory.common(sum(sizes), torch.empty(0, dtype=dtype))
+        flat = memory.allocate_shared_once(sum(sizes), torch.empty(0, dtype=dtype))
         for (slot, p), piece in zip(alike.items(), flat.split(sizes), strict=True):
             strides = dense_strides(torch.empty_strided(p.shape, p.stride(), device="meta"))
             found[slot] = piece.as_strided(p.shape, strides, piece.storage_offset())

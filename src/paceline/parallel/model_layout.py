@@ -6,11 +6,9 @@ No product of layouts has a name: each cut knows its own word, and what the cuts
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
 
 from paceline.comm.routes.host_links import connect_ranks_of_host
 from paceline.comm.routes.host_messages import HostMessenger
@@ -26,14 +24,11 @@ from paceline.parallel.pipeline.p2p import (
 from paceline.parallel.pipeline.pipeline_runner import ThreadedPipelineRunner
 from paceline.parallel.pipeline.stage_partition import StagePartition
 from paceline.parallel.pipeline.strategy_schedule import make_schedule
-from paceline.parallel.placement import ModelPlacement, PlacementTransform
+from paceline.parallel.placement import ModelPlacement
 from paceline.parallel.session_context import SessionContext, TaskMaterial
-from paceline.parallel.sharded_model import ShardedModel, shard_model
+from paceline.parallel.sharded_model import ModelPartition, ShardedModel, shard_model
 from paceline.parallel.thread_workers import ThreadedRunner
 from paceline.state.slot import trained_parameters
-
-if TYPE_CHECKING:
-    from paceline.sync.bad_value_locator import LossRecorder
 
 
 @dataclass(frozen=True)
@@ -47,78 +42,45 @@ class ModelLayout:
     """
 
     runner: ModelRunner
-    gather: Callable[[], None]
+    gather: Callable[[], None] | None
     exit_callbacks: list[Callable[[], None]]
 
 
-@dataclass(frozen=True)
-class SessionBase:
-    """What a session is made from; with another membership in the setting, what hangs on it is made again.
-
-    Args:
-        layout: the model in its place.
-        loss_recorder: hears every loss.
-    """
-
-    setting: SessionContext
-    layout: ModelLayout
-    loss_recorder: LossRecorder
-
-
-def _keep_model(sharded_model: ShardedModel) -> ShardedModel:
-    return sharded_model
-
-
-def _no_gather(sharded_model: ShardedModel) -> Callable[[], None]:
-    return lambda: None
-
-
-@dataclass(frozen=True)
-class ModelPartition:
-    """One cut of a model, as its word makes it.
-
-    Args:
-        transform: what it leaves to each rank.
-        stage: the stage of this rank, if the cut is into stages.
-        prepare: changes modules, or what is done around their use, once the rank has let go of the rest.
-        gather: makes what is called after every update.
-    """
-
-    transform: PlacementTransform
-    stage: StagePartition | None = None
-    prepare: Callable[[ShardedModel], ShardedModel] = _keep_model
-    gather: Callable[[ShardedModel], Callable[[], None]] = field(default=_no_gather)
-
-
-def place_model(setting: SessionContext, material: TaskMaterial) -> ModelLayout:
+def place_model(context: SessionContext, material: TaskMaterial) -> ModelLayout:
     """Cut the model, let go of what other ranks hold, and say how the rest is run; collective.
 
     Raises:
         StrategyError, TaskError: the model cannot be cut so.
     """
     exit_callbacks = list[Callable[[], None]]()
-    setting = replace(setting, closers=exit_callbacks)  # what cuts gather with stays where the rule changes
-    cuttings: list[ModelPartition] = [spec.load()(setting, material) for spec in setting.recipe.strategy.cuts]
+    context = replace(
+        context, close_callbacks=exit_callbacks
+    )  # what cuts gather with stays where the rule changes
+    partitions: list[ModelPartition] = [
+        spec.load()(context, material) for spec in context.recipe.strategy.cuts
+    ]
     placement = ModelPlacement(tuple(trained_parameters(material.model)))
-    for cutting in cuttings:
-        placement = placement.cut(cutting.transform)
-    stage = next((cutting.stage for cutting in cuttings if cutting.stage is not None), None)
-    coordinates = {axis: group.rank for axis, group in setting.mesh.axes.items()}
+    for partition in partitions:
+        placement = placement.cut(partition.transform)
+    stage = next((partition.stage for partition in partitions if partition.stage is not None), None)
+    coordinates = {axis: group.rank for axis, group in context.mesh.axes.items()}
     links = stage.links if stage is not None else None
     sharded_model = shard_model(material.model, placement, coordinates, links=links, make=material.make)
-    for cutting in cuttings:
-        sharded_model = cutting.prepare(sharded_model)
-    gathers = [cutting.gather(sharded_model) for cutting in cuttings]
-    after_update = setting.pieces.gather(_call_in_order(gathers))
+    for partition in partitions:
+        sharded_model = partition.prepare(sharded_model)
+    gathers = [partition.gather(sharded_model) for partition in partitions if partition.gather is not None]
+    gather = context.components.gather(_call_in_order(gathers)) if gathers else None
     if stage is None:
-        return ModelLayout(_build_runner(setting, material, sharded_model), after_update, exit_callbacks)
-    wire = _stage_wire(setting, material.device, exit_callbacks)
-    return ModelLayout(
-        _build_stage_runner(setting, material, sharded_model, stage, wire), after_update, exit_callbacks
-    )
+        return ModelLayout(_build_runner(context, material, sharded_model), gather, exit_callbacks)
+    transport = _stage_transport(context, material.device, exit_callbacks)
+    runner = _build_stage_runner(context, material, sharded_model, stage, transport)
+    return ModelLayout(runner, gather, exit_callbacks)
 
 
 def _call_in_order(calls: Sequence[Callable[[], None]]) -> Callable[[], None]:
+    if len(calls) == 1:
+        return calls[0]
+
     def call_all() -> None:
         for call in calls:
             call()
@@ -126,58 +88,82 @@ def _call_in_order(calls: Sequence[Callable[[], None]]) -> Callable[[], None]:
     return call_all
 
 
-def _stage_wire(
-    setting: SessionContext, device: torch.device, exit_callbacks: list[Callable[[], None]]
+def _stage_transport(
+    context: SessionContext, device: torch.device, exit_callbacks: list[Callable[[], None]]
 ) -> StageTransport:
     """Memory between stages of one host, where the route may be memory; else the backend. Collective."""
-    ahead, in_memory = setting.mesh.axes["pipeline"], setting.recipe.strategy.path.in_memory
+    ahead, in_memory = context.mesh.axes["pipeline"], context.recipe.strategy.path.in_memory
     back = duplicate_group(ahead, "back") if device.type == "cuda" else None
-    far = NetTransport(ahead, setting.net, device, back)
-    links = connect_ranks_of_host(ahead, setting.net) if in_memory and device.type == "cpu" else None
+    far = NetTransport(ahead, context.net, device, back)
+    links = connect_ranks_of_host(ahead, context.net) if in_memory and device.type == "cpu" else None
     if links is None:
         return far
-    near = HostMemoryTransport(HostMessenger(setting.net, ahead, links))
+    near = HostMemoryTransport(HostMessenger(context.net, ahead, links))
     exit_callbacks.append(near.close)
     return near if len(near.stages) == ahead.size - 1 else MultiHostTransport(near, far)
 
 
-def _runner_options(
-    setting: SessionContext, sharded_model: ShardedModel
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What every way to run a model is given, and what one that runs in one thread is."""
-    shared = {"precision": setting.precision, "phases": setting.phases}
-    overlap = setting.mesh.size_over(sharded_model.reduction_axes) > 1
-    return shared, {"overlap": overlap, "reports": setting.reports, "counts": setting.counts}
-
-
 def _build_stage_runner(
-    setting: SessionContext,
+    context: SessionContext,
     material: TaskMaterial,
     sharded_model: ShardedModel,
     stage: StagePartition,
-    wire: StageTransport,
+    transport: StageTransport,
 ) -> ModelRunner:
-    shared, alone = _runner_options(setting, sharded_model)
-    shared |= {"wire": wire, "schedule": make_schedule(setting.recipe.strategy)}
-    return setting.pieces.stage(material.task, sharded_model, stage, material.metric_names, **shared, **alone)
+    return context.components.stage(
+        material.task,
+        sharded_model,
+        stage,
+        material.metric_names,
+        wire=transport,
+        schedule=make_schedule(context.recipe.strategy),
+        precision=context.precision,
+        phases=context.phases,
+        overlap=context.mesh.size_over(sharded_model.reduction_axes) > 1,
+        reports=context.reports,
+        counts=context.counts,
+    )
 
 
 def _build_runner(
-    setting: SessionContext, material: TaskMaterial, sharded_model: ShardedModel
+    context: SessionContext, material: TaskMaterial, sharded_model: ShardedModel
 ) -> ModelRunner:
-    strategy, names = setting.recipe.strategy, material.metric_names
-    shared, alone = _runner_options(setting, sharded_model)
+    strategy, names = context.recipe.strategy, material.metric_names
     if strategy.lanes == 1:
-        return setting.pieces.whole(sharded_model, material.task.loss, names, **shared, **alone)
+        return context.components.whole(
+            sharded_model,
+            material.task.loss,
+            names,
+            precision=context.precision,
+            phases=context.phases,
+            overlap=context.mesh.size_over(sharded_model.reduction_axes) > 1,
+            reports=context.reports,
+            counts=context.counts,
+        )
     _require_cpu(material.device)
-    shared["deadline_seconds"] = setting.net.deadline_seconds
     threads: ThreadedRunner | ThreadedPipelineRunner
     if strategy.pipeline > 1:
-        shared |= {"schedule": make_schedule(strategy), "num_stages": strategy.pipeline}
-        threads = ThreadedPipelineRunner(material.task, sharded_model, names, **shared)
+        threads = ThreadedPipelineRunner(
+            material.task,
+            sharded_model,
+            names,
+            precision=context.precision,
+            phases=context.phases,
+            schedule=make_schedule(strategy),
+            num_stages=strategy.pipeline,
+            deadline_seconds=context.net.deadline_seconds,
+        )
     else:
-        threads = ThreadedRunner(sharded_model, material.task.loss, names, num_lanes=strategy.lanes, **shared)
-    setting.closers.append(threads.close)
+        threads = ThreadedRunner(
+            sharded_model,
+            material.task.loss,
+            names,
+            precision=context.precision,
+            phases=context.phases,
+            num_lanes=strategy.lanes,
+            deadline_seconds=context.net.deadline_seconds,
+        )
+    context.close_callbacks.append(threads.close)
     return threads
 
 
@@ -187,11 +173,3 @@ def _require_cpu(device: torch.device) -> None:
             f"lanes are CPU threads, and this rank computes on {device}",
             next_step="leave out lanes: one process for each GPU",
         )
-
-
-def outermost_dims(model: nn.Module) -> dict[str, int]:
-    """By name, the dimension along which a part of a trained tensor is one run of memory."""
-    return {
-        slot.name: max(range(p.dim()), key=lambda d: (p.stride(d), -d)) if p.dim() else 0
-        for slot, p in trained_parameters(model).items()
-    }

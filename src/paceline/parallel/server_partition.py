@@ -12,9 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
+from paceline.errors import StrategyError
 from paceline.parallel.placement import TensorPlacement, even_span
-from paceline.state.slot import TensorSlot
+from paceline.parallel.sharded_model import ModelPartition, outermost_dims
+from paceline.state.slot import TensorSlot, trained_parameters
+
+if TYPE_CHECKING:
+    from paceline.parallel.session_context import SessionContext, TaskMaterial
 
 RowsByServer = tuple[tuple[int, int] | None, ...]
 """By server, the rows that it has of a tensor; None: nothing."""
@@ -126,3 +132,25 @@ class ServerTransform:
         if not slot.shape:
             return slot.on(self.axis)
         return slot.narrow(self.dims.get(slot.name, 0), span, self.axis)
+
+
+def partition_among_servers(context: SessionContext, material: TaskMaterial) -> ModelPartition:
+    """What is updated, by the strategy's partitioner; its bytes on every server are told.
+
+    Raises:
+        StrategyError: a server would hold nothing.
+    """
+    strategy, dims = context.recipe.strategy, outermost_dims(material.model)
+    extents = {
+        slot.name: TensorExtent(p.shape[dims[slot.name]] if p.dim() else 1, p.numel() * p.element_size())
+        for slot, p in trained_parameters(material.model).items()
+    }
+    plan = plan_partition(extents, strategy.servers, parse_partitioner(strategy.partition))
+    held = bytes_by_server(extents, plan)
+    if not all(held):
+        raise StrategyError(
+            f"partition={strategy.partition} leaves nothing to server {held.index(0)} of {strategy.servers}",
+            next_step="take fewer servers, or partition=fixed",
+        )
+    context.note("servers", {"partition": strategy.partition, "bytes": held})
+    return ModelPartition(ServerTransform(plan, dims))

@@ -16,13 +16,14 @@ from paceline.comm.race_detector import CommChecks
 from paceline.comm.reduction.bucket_reducer import BucketReducer
 from paceline.comm.reduction.scatter_reducer import ScatterReducer
 from paceline.comm.routes.native import NativeCollective
-from paceline.comm.routes.route_builders import RouteContext
 from paceline.comm.routes.route_by_size import RouteForecast
+from paceline.comm.routes.route_context import RouteContext
 from paceline.comm.workspace import Workspace
 from paceline.data.work import LockstepWork
 from paceline.job.cluster import Cluster
 from paceline.job.mesh import Mesh, RankGroup, duplicate_group
 from paceline.models.initialize import InitializeByName
+from paceline.observe.sinks import EventCallback
 from paceline.observe.step_stats import PhaseTimer
 from paceline.optim.lr_schedule import build_schedule
 from paceline.parallel.data_parallel import ReplicatedRunner
@@ -35,33 +36,9 @@ from paceline.task import Task
 
 if TYPE_CHECKING:
     from paceline.sync.every_step import EveryStep
-    from paceline.sync.health import EventCallback
     from paceline.sync.straggler_recovery import AwaitedRank
     from paceline.sync.sync_rule import SurvivingRule
     from paceline.sync.update import GradientNorm, UpdatePart
-
-
-class EventQueue:
-    """What has happened beside the steps, until somebody takes it."""
-
-    def __init__(self) -> None:
-        self._events: list[tuple[str, Mapping[str, Any]]] = []
-        self._fresh: dict[str, Mapping[str, Any]] = {}
-
-    def add(self, name: str, record: Mapping[str, Any]) -> None:
-        """An event, and what there is to know about it."""
-        self._events.append((name, record))
-        self._fresh[name] = record
-
-    def fresh(self) -> Mapping[str, Mapping[str, Any]]:
-        """All since the last call, by name, also those that were taken; of several of a name the last."""
-        found, self._fresh = self._fresh, {}
-        return found
-
-    def take(self) -> list[tuple[str, Mapping[str, Any]]]:
-        """All since the last call."""
-        events, self._events = self._events, []
-        return events
 
 
 def _identity(part: Any) -> Any:
@@ -99,36 +76,54 @@ class Components:
 
 
 @dataclass(frozen=True)
-class SessionContext:
-    """What the constructors are given: equal on every rank but for the place in the mesh.
+class RuleInputs:
+    """Fields of a session context that only sync rules read.
 
     Args:
-        note: is told of what happens beside the steps; see `EventQueue`.
-        debugging: watches what sums gradients.
-        route_forecasts: what was measured of routes, by ranks.
-        choices: the rules that the run may go on with, once its first steps were measured; empty: none.
-        awaited: who has to recover, for the run to go back to every-step; None: nobody.
-        moving: memory through which gradients leave and, after an update, parameters come.
+        items_per_sample: about how many items the loss counts in a sample, for example its tokens.
+        stop_requested: returns whether this rank was asked to stop.
+        loss_tolerant_rules: filled by the constructor of a rule that continues without some ranks.
+        choices: rules among which the run chooses after its first steps were measured; empty: no choice.
+        awaited_rank: the slow rank whose recovery ends the present rule, if there is one.
+    """
+
+    items_per_sample: int
+    stop_requested: Callable[[], bool]
+    loss_tolerant_rules: list[SurvivingRule] = field(default_factory=list)
+    choices: Sequence[str] = ()
+    awaited_rank: AwaitedRank | None = None
+
+
+@dataclass(frozen=True)
+class SessionContext:
+    """Arguments of the constructors of a session's parts; equal on every rank except for its mesh coordinates.
+
+    Args:
+        recipe: with the strategy of the present rule, all degrees filled in.
+        components: constructors that replace the usual ones, for tests and faults.
+        rule_inputs: what only sync rules read.
+        warn: receives sentences for the user.
+        note: receives an event of the run: its name and a record.
+        comm_checks: debug checks around collectives that sum gradients.
+        close_callbacks: called when the rule ends; constructors append to it.
+        route_forecasts: measured times of routes, by the ranks of a group.
+        workspace: memory through which gradients are sent and, after an update, parameters are received.
     """
 
     recipe: Recipe
     cluster: Cluster
     mesh: Mesh
     net: Net
-    phases: PhaseTimer
-    pieces: Components
-    items_per_sample: int
-    stop_requested: Callable[[], bool]
     device: torch.device
+    phases: PhaseTimer
+    components: Components
+    rule_inputs: RuleInputs
     warn: Callable[[str], None]
     note: EventCallback
-    debugging: CommChecks
-    closers: list[Callable[[], None]] = field(default_factory=list)
-    loss_tolerant_rules: list[SurvivingRule] = field(default_factory=list)
+    comm_checks: CommChecks
+    close_callbacks: list[Callable[[], None]] = field(default_factory=list)
     route_forecasts: dict[tuple[int, ...], RouteForecast] = field(default_factory=dict)
-    choices: Sequence[str] = ()
-    awaited: AwaitedRank | None = None
-    moving: Workspace = field(default_factory=Workspace)
+    workspace: Workspace = field(default_factory=Workspace)
 
     def single_replica_mesh(self) -> SessionContext:
         """Of what the ranks of a replica do among themselves; there values travel as they are."""
@@ -168,7 +163,7 @@ class SessionContext:
     def collective(self, group: RankGroup) -> Collective:
         """Sums over a group, by the recipe's route and codec; collective."""
         path = self._path(group, is_coded=self.recipe.strategy.is_coded)
-        return self.pieces.collective(path if self.recipe.is_ordered else self.debugging.watched(path))
+        return self.components.collective(path if self.recipe.is_ordered else self.comm_checks.watched(path))
 
     def exact_collective(self, group: RankGroup) -> Collective:
         """The same path, on which values travel as they are; collective."""
@@ -183,11 +178,11 @@ class SessionContext:
             net=self.net,
             device=self.device,
             warn=self.warn,
-            closers=self.closers,
-            coded=self._coded if is_coded else _identity,
+            close_callbacks=self.close_callbacks,
+            apply_codec=self._coded if is_coded else _identity,
             is_coded=is_coded,
             is_ordered=self.recipe.is_ordered,
-            told=self.note,
+            record=self.note,
             largest_bytes=self.bucket_bytes,
             link_profile=self.recipe.runtime.link_profile,
             route_forecasts=self.route_forecasts,
@@ -199,7 +194,7 @@ class SessionContext:
 
     def _coded(self, path: AllToAllCollective) -> Collective:
         found = build_coded_collective(path, self.recipe.strategy, self.recipe.seed)
-        self.closers.append(found.close)
+        self.close_callbacks.append(found.close)
         return found
 
 

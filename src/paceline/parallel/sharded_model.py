@@ -7,21 +7,25 @@ the `meta` device, so that nothing reads an old value by mistake, and nothing pa
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from paceline.comm.reduction.scatter_schedule import ScatterPacer
-from paceline.errors import TaskError
+from paceline.errors import StrategyError, TaskError
 from paceline.models.initialize import replace_parameters
-from paceline.parallel.placement import ModelPlacement, TensorPlacement
+from paceline.parallel.placement import ModelPlacement, PlacementTransform, TensorPlacement
 from paceline.state.slot import TensorSlot, trained_parameters
+
+if TYPE_CHECKING:
+    from paceline.parallel.pipeline.stage_partition import StagePartition
+    from paceline.parallel.session_context import SessionContext
 
 
 class ParameterLifecycle(Protocol):
@@ -244,3 +248,61 @@ def copy_to_meta(model: nn.Module) -> nn.Module:
 def _meta_like(t: Tensor) -> Tensor:
     found = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
     return nn.Parameter(found, t.requires_grad) if isinstance(t, nn.Parameter) else found
+
+
+def _keep_model(sharded_model: ShardedModel) -> ShardedModel:
+    return sharded_model
+
+
+@dataclass(frozen=True)
+class ModelPartition:
+    """One cut of a model, as its word makes it.
+
+    Args:
+        transform: what it leaves to each rank.
+        stage: the stage of this rank, if the cut is into stages.
+        prepare: changes modules, or what is done around their use, once the rank has let go of the rest.
+        gather: makes what is called after every update.
+    """
+
+    transform: PlacementTransform
+    stage: StagePartition | None = None
+    prepare: Callable[[ShardedModel], ShardedModel] = _keep_model
+    gather: Callable[[ShardedModel], Callable[[], None]] | None = None
+
+
+def outermost_dims(model: nn.Module) -> dict[str, int]:
+    """By name, the dimension along which a part of a trained tensor is one run of memory."""
+    return {
+        slot.name: max(range(p.dim()), key=lambda d: (p.stride(d), -d)) if p.dim() else 0
+        for slot, p in trained_parameters(model).items()
+    }
+
+
+def refuse_compile(context: SessionContext, word: str) -> None:
+    if context.recipe.runtime.compile:
+        raise StrategyError(
+            f"runtime.compile traces the model once, and {word} changes how its modules run",
+            next_step=f"set runtime.compile = false, or choose a strategy without {word}",
+        )
+
+
+def allocate_copy(link: nn.Module) -> nn.Module:
+    """A copy; parameters without memory get some, with small values, and buffers with zeros."""
+    twin = copy.deepcopy(link).train()
+    for module in twin.modules():
+        for name, p in module._parameters.items():
+            if p is not None and p.is_meta:
+                values = torch.empty(p.shape, dtype=p.dtype).normal_(std=0.02)
+                module._parameters[name] = nn.Parameter(values, p.requires_grad)
+        for name, b in module._buffers.items():
+            if b is not None and b.is_meta:
+                module._buffers[name] = torch.zeros(b.shape, dtype=b.dtype)
+    return twin
+
+
+def sample_input(sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """An input of a module: numbers of ordinary size, or zeros where it holds none."""
+    if not dtype.is_floating_point:
+        return torch.zeros(sizes, dtype=dtype)
+    return torch.randn(sizes, dtype=dtype)

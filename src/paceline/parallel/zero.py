@@ -32,15 +32,16 @@ arXiv:2304.11277, section 3.2.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from paceline.comm.collectives.collective_protocol import Collective
-from paceline.comm.handle import Handle
+from paceline.comm.handle import Handle, wait_ignoring_errors
 from paceline.comm.net import Net, group_device
 from paceline.comm.reduction.bucket_buffers import (
     MAX_IN_FLIGHT,
@@ -50,15 +51,20 @@ from paceline.comm.reduction.bucket_buffers import (
     plan_buckets,
     transfer_buffer_name,
 )
-from paceline.comm.reduction.bucket_reducer import wait_ignoring_errors
 from paceline.comm.reduction.scatter_schedule import ScatterPacer, unconfirmed_bytes
 from paceline.comm.routes.shared_memory import SharedMemoryCollective
 from paceline.comm.workspace import Workspace
 from paceline.errors import TaskError
 from paceline.job.mesh import RankGroup
-from paceline.parallel.sharded_model import ShardedModel
+from paceline.parallel.host_shared_parameters import share_sharded_parameters
+from paceline.parallel.placement import ShardTransform
+from paceline.parallel.recompute import recomputed_blocks
+from paceline.parallel.sharded_model import ModelPartition, ShardedModel, outermost_dims, refuse_compile
 from paceline.parallel.unsharded_guard import freed_parameter_class
 from paceline.state.slot import TensorSlot
+
+if TYPE_CHECKING:
+    from paceline.parallel.session_context import SessionContext, TaskMaterial
 
 _READ_BYTES = 2**24  # ranks meet for each, and its buffer stays
 
@@ -354,10 +360,10 @@ class GatherCycle:
         telling, self._telling = self._telling, None
         self._place += 1
         if telling is not None and self._pace is not None:
-            self._pace.hear(telling.wait().tolist(), is_idle=self._is_idle)
+            self._pace.update_counts(telling.wait().tolist(), is_idle=self._is_idle)
 
     def _tell(self, pace: ScatterPacer) -> Handle:
-        told = torch.tensor(pace.told(), dtype=torch.float64, device=group_device(self._group))
+        told = torch.tensor(pace.launch_counts(), dtype=torch.float64, device=group_device(self._group))
         return self._net.all_reduce(told, self._group, "max")
 
     def _finish(self) -> None:
@@ -367,12 +373,12 @@ class GatherCycle:
 
     def _open(self, *, is_needed: bool) -> bool:
         """Agree on another cycle, if any rank needs it; whether there is one."""
-        told = [float(is_needed), *(self._pace.told() if self._pace is not None else ())]
+        told = [float(is_needed), *(self._pace.launch_counts() if self._pace is not None else ())]
         said = torch.tensor(told, dtype=torch.float64, device=group_device(self._group))
         is_wanted, *most = self._net.all_reduce(said, self._group, "max").wait().tolist()
         self._place = 0 if is_wanted else len(self._order)
         if self._pace is not None:
-            self._pace.hear(most, is_idle=self._is_idle)
+            self._pace.update_counts(most, is_idle=self._is_idle)
         return bool(is_wanted)
 
 
@@ -502,3 +508,60 @@ class ParameterGatherer:
 
 def _is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
+
+
+def shard_optimizer_state(
+    context: SessionContext, material: TaskMaterial, *, frees_gradients: bool = False
+) -> ModelPartition:
+    """What is updated; everybody computes with whole tensors, which are gathered after an update."""
+    group = context.mesh.axes["shard"]
+
+    def gather(sharded_model: ShardedModel) -> Callable[[], None]:
+        collective = context.exact_collective(group)
+        if isinstance(collective, SharedMemoryCollective):
+            return SharedReadAfterUpdate(sharded_model, collective)
+        return GatherAfterUpdate(sharded_model, collective, context.bucket_bytes, context.workspace)
+
+    return ModelPartition(
+        ShardTransform(group.size, _shard_dims(context, material), frees_gradients=frees_gradients),
+        gather=gather,
+    )
+
+
+def shard_gradients(context: SessionContext, material: TaskMaterial) -> ModelPartition:
+    """What is updated, and the gradients, which are scattered as soon as they are there."""
+    return shard_optimizer_state(context, material, frees_gradients=True)
+
+
+def shard_parameters(context: SessionContext, material: TaskMaterial) -> ModelPartition:
+    """What is held at all; tensors lie once on a host, or are gathered by block, in a stage for a run."""
+    refuse_compile(context, "zero=3")
+    group = context.mesh.axes["shard"]
+
+    def prepare(sharded_model: ShardedModel) -> ShardedModel:
+        staged = (
+            context.mesh.axes["pipeline"].size > 1
+        )  # whose ranks run forwards and backwards in other orders
+        blocks = [] if staged else recomputed_blocks(material.model, material.task.blocks)
+        collective = context.exact_collective(group)
+        if isinstance(collective, SharedMemoryCollective):
+            return share_sharded_parameters(sharded_model, collective)
+        use = ParameterGatherer(
+            sharded_model.computes,
+            sharded_model.updates,
+            sharded_model.parts,
+            blocks,
+            collective,
+            context.net,
+        )
+        return replace(sharded_model, use=use)
+
+    return ModelPartition(
+        ShardTransform(group.size, _shard_dims(context, material), keeps=False, frees_gradients=True),
+        prepare=prepare,
+    )
+
+
+def _shard_dims(context: SessionContext, material: TaskMaterial) -> dict[str, int]:
+    """Along which dimension tensors are cut; where sums have one order, the norm is added by rows."""
+    return {} if context.recipe.is_ordered else outermost_dims(material.model)

@@ -38,6 +38,7 @@ from paceline.data.task_data import prepare_data
 from paceline.models.dropout import set_micro_batch_key
 from paceline.parallel.mixed_precision import MixedPrecision
 from paceline.parallel.recompute import outermost_blocks, recomputed_blocks
+from paceline.parallel.sharded_model import allocate_copy, sample_input
 from paceline.plan.activation_memory import LayerCall, MicroBatchFootprint, TensorShape
 from paceline.plan.memory_plan import MemoryPlan
 from paceline.plan.memory_planner import (
@@ -51,7 +52,6 @@ from paceline.plan.step_peak import MemoryInstant
 from paceline.recipe.recipe import Recipe
 from paceline.report.run_facts import format_bytes
 from paceline.task import Task
-from paceline.tuning.stage_choice import allocate_copy, sample_input
 
 _REPEATS = 5
 
@@ -381,13 +381,12 @@ def choose_recompute(
     Raises:
         StrategyError, TaskError: see `plan_memory`.
     """
-    task, recipe = prepare_data(task, recipe), resolve_layout(recipe, task, processes)
+    task, recipe = prepare_data(task, recipe), resolve_layout(recipe, processes, nodes)
     plain = make_planners(_with_recompute(recipe, "none"), task, processes, nodes)
     without = combine_plans(_with_recompute(recipe, "none"), plain)
     blocks = outermost_blocks(task.model, task.blocks)
     budget = recipe.memory.budget or 0
-    may = blocks and plain[0].recomputes and not recipe.batch.sync_batchnorm
-    if without.peak <= budget or not may:
+    if without.peak <= budget or not blocks or recipe.batch.sync_batchnorm:
         return RecomputeChoice(without, without.peak, {})
     numbered = ",".join(map(str, blocks))
     lean = make_planners(_with_recompute(recipe, numbered), task, processes, nodes)

@@ -27,13 +27,12 @@ from paceline.job.cluster import Cluster
 from paceline.job.membership import GroupLease
 from paceline.job.mesh import AXES, Mesh, RankGroup
 from paceline.observe.step_stats import PhaseTimer
-from paceline.parallel.model_layout import ModelPartition
 from paceline.parallel.model_runner import MetricNames
 from paceline.parallel.pipeline.stage_partition import StagePartition
 from paceline.parallel.placement import ModelPlacement, TensorPlacement
 from paceline.parallel.recompute import recompute_blocks
-from paceline.parallel.session_context import Components, SessionContext, TaskMaterial
-from paceline.parallel.sharded_model import copy_to_meta, shard_model
+from paceline.parallel.session_context import Components, RuleInputs, SessionContext, TaskMaterial
+from paceline.parallel.sharded_model import ModelPartition, copy_to_meta, shard_model
 from paceline.recipe.recipe import Recipe
 from paceline.state.slot import TensorSlot, trained_parameters
 from paceline.task import Task
@@ -107,22 +106,22 @@ _AXES_OF_WHOLE_MODULES = ("replica", "pipeline", "shard")
 
 @dataclass(frozen=True)
 class SimulatedRank:
-    """One rank of the first replica, or a server.
+    """A rank of the first replica, without a process.
 
     Args:
-        rank: its number.
+        global_rank: its number in the job.
         coordinates: by axis.
         held: by name, what it holds of trained tensors.
         stage: of a pipeline; None: there is none.
     """
 
-    rank: int
+    global_rank: int
     coordinates: dict[str, int]
     held: dict[str, TensorPlacement]
     stage: StagePartition | None
 
     def __str__(self) -> str:
-        return f"rank {self.rank}"
+        return f"rank {self.global_rank}"
 
 
 class SimulatedCollective:
@@ -130,8 +129,8 @@ class SimulatedCollective:
 
     feedback = None
 
-    def __init__(self, group: RankGroup, net: Net, *, any_order: bool = True) -> None:
-        self.group, self.net, self.exchanged, self._any_order = group, net, 0, any_order
+    def __init__(self, group: RankGroup, net: Net) -> None:
+        self.group, self.net, self.exchanged = group, net, 0
 
     def buffer(self, num_values: int, like: Tensor, key: str) -> Tensor:
         return like.new_zeros(num_values)
@@ -153,7 +152,7 @@ class SimulatedCollective:
         return Handle.ready(out.copy_(x))
 
     def in_any_order(self, x: Tensor) -> bool:
-        return self._any_order
+        return True
 
     def broadcast(self, x: Tensor, key: str, source: int = 0) -> Handle:
         return Handle.ready(x)
@@ -185,26 +184,25 @@ def simulated_context(recipe: Recipe, processes: int, rank: int) -> _SimulatedCo
     """What the cuts are given on one rank of a job."""
     net, straight = Net(recipe.runtime.deadline_seconds, times_calls=False), SimulatedGroups()
     mesh = Mesh.planned(recipe.strategy.degrees, rank)
-    context = replace(mesh.axes["context"], groups=cast(GroupLease, straight))
+    context_axis = replace(mesh.axes["context"], groups=cast(GroupLease, straight))
     return _SimulatedContext(
         recipe=recipe,
         cluster=replace(Cluster.single(), world_size=processes, global_rank=rank),
-        mesh=replace(mesh, axes={**mesh.axes, "context": context}),
+        mesh=replace(mesh, axes={**mesh.axes, "context": context_axis}),
         net=net,
         phases=PhaseTimer(),
-        pieces=Components(),
-        items_per_sample=1,
-        stop_requested=lambda: False,
+        components=Components(),
+        rule_inputs=RuleInputs(items_per_sample=1, stop_requested=lambda: False),
         device=CPU,
         warn=lambda text: None,
         note=lambda name, record: None,
-        debugging=CommChecks(recipe.debug, net),
+        comm_checks=CommChecks(recipe.debug, net),
         straight=straight,
     )
 
 
 def simulate_ranks(recipe: Recipe, task: Task, model: nn.Module, processes: int) -> Iterator[SimulatedRank]:
-    """Every server, and every rank of the first replica, in the order of their numbers.
+    """Yield every rank of the first replica, in ascending order.
 
     Args:
         recipe: its strategy has its replicas filled in.
@@ -217,7 +215,7 @@ def simulate_ranks(recipe: Recipe, task: Task, model: nn.Module, processes: int)
     alike: dict[
         tuple[int, ...], dict[str, TensorPlacement]
     ] = {}  # ranks of one shard group differ in their place only
-    sizes = [recipe.strategy.servers + 1, *(degrees[axis] for axis in AXES[1:])]
+    sizes = [1, *(degrees[axis] for axis in AXES[1:])]
     for rank, inside in enumerate(product(*map(range, sizes))):
         coordinates = dict(zip(AXES, inside, strict=True))
         stage, place = coordinates["pipeline"], coordinates["shard"]
@@ -235,9 +233,9 @@ def simulate_ranks(recipe: Recipe, task: Task, model: nn.Module, processes: int)
         yield SimulatedRank(rank, coordinates, held, cut)
 
 
-def _partitions(setting: SessionContext, task: Task, model: nn.Module) -> list[ModelPartition]:
-    material = TaskMaterial(task, model, MetricNames(), CPU, setting.recipe.seed)
-    return [spec.load()(setting, material) for spec in setting.recipe.strategy.cuts]
+def _partitions(context: SessionContext, task: Task, model: nn.Module) -> list[ModelPartition]:
+    material = TaskMaterial(task, model, MetricNames(), CPU, context.recipe.seed)
+    return [spec.load()(context, material) for spec in context.recipe.strategy.cuts]
 
 
 def _placement_after(model: nn.Module, cuttings: Sequence[ModelPartition]) -> ModelPlacement:
@@ -270,9 +268,9 @@ def make_fake_model(
     model = copy_to_meta(task.model)
     if recipe.memory.recomputes:
         recompute_blocks(model, task.blocks, recipe.memory.recompute)
-    setting = simulated_context(recipe, processes, place.rank)
+    context = simulated_context(recipe, processes, place.global_rank)
     cuttings = [
-        c for c in _partitions(setting, task, model) if c.transform.axis not in _AXES_OF_WHOLE_MODULES
+        c for c in _partitions(context, task, model) if c.transform.axis not in _AXES_OF_WHOLE_MODULES
     ]
     dtypes = {slot.name: p.dtype for slot, p in trained_parameters(model).items()}
     dtypes |= {name: p.dtype for name, p in model.named_parameters()}
@@ -290,10 +288,10 @@ def make_fake_model(
                     module._buffers[name] = torch.empty_like(value, device="cpu")
         for cutting in cuttings:
             sharded_model = cutting.prepare(sharded_model)
-    collectives = setting.made
+    collectives = context.made
     return FakeModel(
         sharded_model.model,
         sharded_model.seen,
         lambda: sum(one.exchanged for one in collectives),
-        setting.straight,
+        context.straight,
     )

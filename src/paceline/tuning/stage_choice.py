@@ -11,7 +11,6 @@ stages with which it began.
 
 from __future__ import annotations
 
-import copy
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 from paceline.comm.group_collectives import all_gather_texts
 from paceline.comm.net import Net
 from paceline.data.loader import collate_samples
+from paceline.data.task_data import prepare_data
 from paceline.errors import StrategyError, TaskError
 from paceline.job.cluster import Cluster
 from paceline.job.mesh import Mesh
@@ -39,9 +39,11 @@ from paceline.parallel.pipeline.model_chain import (
 )
 from paceline.parallel.pipeline.stage_partition import partition_evenly
 from paceline.parallel.pipeline.strategy_schedule import build_checked_table
-from paceline.parallel.sharded_model import copy_to_meta
-from paceline.recipe.recipe import Recipe, num_micro_batches
+from paceline.parallel.sharded_model import allocate_copy, copy_to_meta, sample_input
+from paceline.plan.stage_budget import cut_within_budget
+from paceline.recipe.recipe import Recipe, max_sharers, num_micro_batches
 from paceline.recipe.strategy import Strategy
+from paceline.recipe.support import resolve_strategy
 from paceline.report.run_facts import format_bytes
 from paceline.task import Task
 
@@ -124,27 +126,6 @@ def _time_module(
             torch.cuda.synchronize(device)
         times.append(time.perf_counter() - began)
     return min(times[1:])
-
-
-def allocate_copy(link: nn.Module) -> nn.Module:
-    """A copy; parameters without memory get some, with small values, and buffers with zeros."""
-    twin = copy.deepcopy(link).train()
-    for module in twin.modules():
-        for name, p in module._parameters.items():
-            if p is not None and p.is_meta:
-                values = torch.empty(p.shape, dtype=p.dtype).normal_(std=0.02)
-                module._parameters[name] = nn.Parameter(values, p.requires_grad)
-        for name, b in module._buffers.items():
-            if b is not None and b.is_meta:
-                module._buffers[name] = torch.zeros(b.shape, dtype=b.dtype)
-    return twin
-
-
-def sample_input(sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """An input of a module: numbers of ordinary size, or zeros where it holds none."""
-    if not dtype.is_floating_point:
-        return torch.zeros(sizes, dtype=dtype)
-    return torch.randn(sizes, dtype=dtype)
 
 
 _NANOSECONDS = 1e9
@@ -245,6 +226,24 @@ def measure_and_choose_stages(
     return _make_choice(places, seconds)._replace(stage_bytes=stage_bytes, fastest=other)
 
 
+def resolve_measured_stages(recipe: Recipe, task: Task, processes: int) -> Recipe:
+    """Replace `stages=time` by numbers of modules, measured in this process for a job of so many processes.
+
+    A memory plan needs the lengths of the stages, and plans them without the processes of the job.
+
+    Raises:
+        StrategyError, TaskError: as `choose_stages`.
+    """
+    if recipe.strategy.stages != "time":
+        return recipe
+    task, (most, called) = prepare_data(task, recipe), max_sharers(recipe)
+    strategy = resolve_strategy(recipe.strategy, processes=processes, shards=most, called=called)
+    choice = measure_and_choose_stages(
+        recipe.replace(strategy=strategy), task, Cluster.single(), processes, torch.device("cpu")
+    )
+    return recipe.replace(strategy=recipe.strategy.replace(stages=choice.stages))
+
+
 def _make_choice(places: Sequence[range], seconds: Sequence[float]) -> StageChoice:
     return StageChoice(_spell_stages(places), seconds, [sum(seconds[i] for i in place) for place in places])
 
@@ -263,8 +262,6 @@ def _within_budget(
     chunks: int,
 ) -> tuple[list[range], list[int]]:
     """The cut of the first rank, on all ranks."""
-    from paceline.plan.stage_budget import cut_within_budget  # which knows how a session is built
-
     group = Mesh.build(cluster, {"replica": cluster.world_size}).world
     mine: dict[str, Any] = {}
     if group.rank == 0:

@@ -30,10 +30,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import unwrap
 from types import FrameType, FunctionType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,8 +42,8 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 from paceline.comm.net import Net
-from paceline.errors import TaskError
-from paceline.job.mesh import RankGroup
+from paceline.errors import StrategyError, TaskError
+from paceline.job.mesh import RankGroup, duplicate_group
 from paceline.models.dropout import (
     KeyedDropout,
     draw_mask,
@@ -59,8 +59,13 @@ from paceline.parallel.context.ulysses import (
     HeadExchange,
     ScatterHeadsGatherPositions,
 )
+from paceline.parallel.placement import ContextTransform
 from paceline.parallel.recompute import BlockCall, has_checkpoint_contexts
+from paceline.parallel.sharded_model import ModelPartition, refuse_compile
 from paceline.task import PositionSlicer
+
+if TYPE_CHECKING:
+    from paceline.parallel.session_context import SessionContext, TaskMaterial
 
 
 @dataclass(frozen=True)
@@ -384,3 +389,25 @@ def _autocast_disabled() -> Iterator[None]:
         for kind in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
             around.enter_context(torch.autocast(kind, enabled=False))
         yield
+
+
+def partition_sequences(context: SessionContext, material: TaskMaterial) -> ModelPartition:
+    """Every sequence, by the task's `sequence`; attention goes over the ranks that have its other positions.
+
+    Raises:
+        StrategyError: the task does not say where positions are, or the model is compiled.
+    """
+    refuse_compile(context, "context")
+    sequence = material.task.sequence
+    if sequence is None:
+        raise StrategyError(
+            "context splits sequences, and nothing says where the positions of a batch are",
+            next_step="pass Task(sequence=lambda batch, part: part(batch, 1)), or leave out context",
+        )
+    context_group = context.mesh.axes["context"]
+    split = SequenceSplitter(
+        sequence, replace(duplicate_group(context_group, "ring"), name=context_group.name), context.net
+    )
+    return ModelPartition(
+        ContextTransform(), prepare=lambda sharded_model: replace(sharded_model, seen=split.seen)
+    )

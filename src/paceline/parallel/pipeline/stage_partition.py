@@ -5,14 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from paceline.errors import StrategyError
 from paceline.parallel.pipeline.model_chain import check_chain, module_chain
 from paceline.parallel.pipeline.rechunk import check_sample_independence
+from paceline.parallel.pipeline.strategy_schedule import build_checked_table
+from paceline.parallel.placement import PipelineTransform
+from paceline.parallel.sharded_model import ModelPartition
 from paceline.state.slot import TensorSlot, trained_parameters
 from paceline.task import Task
+
+if TYPE_CHECKING:
+    from paceline.parallel.session_context import SessionContext, TaskMaterial
 
 
 @dataclass(frozen=True)
@@ -192,3 +199,40 @@ def _extend_partition(
 ) -> tuple[int, int, list[range]]:
     weight = sums[part.stop] - sums[part.start]
     return max(before[0], weight), before[1] + weight**2, [*before[2], part]
+
+
+def partition_into_stages(context: SessionContext, material: TaskMaterial) -> ModelPartition:
+    """Consecutive layers on consecutive ranks.
+
+    Raises:
+        StrategyError: the model is compiled whole, has too few layers, or shares a weight too often; or the
+            schedule cannot run.
+        TaskError: it is no chain.
+    """
+    if context.recipe.runtime.compile:
+        raise StrategyError(
+            "runtime.compile compiles the whole model, and a stage runs a part of it",
+            next_step="set runtime.compile = false, or choose a strategy without pipeline",
+        )
+    stages = context.mesh.axes["pipeline"]
+    table = build_checked_table(context.recipe, context.shards)
+    lengths = context.recipe.strategy.stage_lengths
+    place = stages.size, stages.rank, table.chunks, lengths
+    cut = partition_model(material.task, material.model, *place, divided=table.parts)
+    if context.recipe.is_ordered:
+        _require_one_addition(material, cut)
+    return ModelPartition(PipelineTransform(cut.holders, cut.homes), stage=cut)
+
+
+def _require_one_addition(material: TaskMaterial, cut: StagePartition) -> None:
+    """Where sums have one order, at most two modules on several stages may use one tensor."""
+    links = module_chain(material.task, material.model)
+    tensors = {slot.name: p for slot, p in trained_parameters(material.model).items()}
+    for name in cut.shared:
+        users = sum(any(p is tensors[name] for p in link.parameters()) for link in links)
+        if users > 2:
+            raise StrategyError(
+                f"{users} modules on several stages share '{name}', and with more than two the order of their"
+                " sum would depend on the stages",
+                next_step="leave out reproducible, or choose a strategy without pipeline",
+            )

@@ -11,13 +11,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from paceline.comm.collectives.collective_protocol import Collective
 from paceline.errors import StrategyError, TaskError
 from paceline.models.dropout import KeyedDropout
+from paceline.models.tensor_plans import tensor_plan_of
+from paceline.parallel.pipeline.model_chain import module_chain
 from paceline.parallel.placement import TensorTransform, even_span
+from paceline.parallel.sharded_model import ModelPartition, ShardedModel, refuse_compile
 from paceline.parallel.tensor.attention_heads import AttentionCut, cut_heads
 from paceline.parallel.tensor.mappings import SharedInput, copy_to_tensor_region, reduce_from_tensor_region
 from paceline.parallel.tensor.module_swap import override_attributes, register_undo
@@ -45,6 +49,10 @@ from paceline.parallel.tensor.vocab_parallel import (
 )
 from paceline.recipe.toml_text import closest_word
 from paceline.state.slot import Span
+from paceline.task import Task
+
+if TYPE_CHECKING:
+    from paceline.parallel.session_context import SessionContext, TaskMaterial
 
 TENSOR_PLAN_WORDS = ("column", "row", "gathered", "split", "heads", "vocabulary", "sequence", "whole")
 WordByPattern = Mapping[str, str]
@@ -422,3 +430,46 @@ def _make_consecutive_blocks(
 def _key_dropout_by_position(module: KeyedDropout, positions: PositionPartition) -> None:
     module.take_positions(positions)
     register_undo(module, KeyedDropout.take_all)
+
+
+def partition_tensors(context: SessionContext, material: TaskMaterial) -> ModelPartition:
+    """Large layers, by the plan of the task, or that which ships for its model, and that of the recipe.
+
+    Raises:
+        StrategyError: there is no plan, or the model is compiled.
+        TaskError: the plan does not fit the model.
+    """
+    refuse_compile(context, "tensor")
+    group, model = context.mesh.axes["tensor"], material.model
+    cuts = plan_tensor_cuts(
+        resolve_tensor_plan(tensor_plan_for(context, material.task, model), model), group.size
+    )
+    staged = context.mesh.axes["pipeline"].size > 1
+    if staged:
+        _require_run_whole(cuts.blocks, module_chain(material.task, model))
+
+    def prepare(sharded_model: ShardedModel) -> ShardedModel:
+        apply_tensor_cuts(cuts, context.exact_collective(group), apart=staged)
+        return sharded_model
+
+    return ModelPartition(plan_tensor_transform(cuts, model), prepare=prepare)
+
+
+def _require_run_whole(blocks: Sequence[TensorPlanEntry], links: Sequence[nn.Module]) -> None:
+    """A block that is cut by positions does so where it is called: the chain has to call it.
+
+    Raises:
+        StrategyError: the chain calls parts of one.
+    """
+    called = {id(module) for link in links for module in link.modules()}
+    for block in blocks:
+        if id(block.module) not in called:
+            raise StrategyError(
+                f"the tensor plan cuts '{block.name}' by positions, and the chain of stages runs it in parts",
+                next_step="let Task(stages=...) name the whole block, or leave 'sequence' out of the plan",
+            )
+
+
+def tensor_plan_for(context: SessionContext, task: Task, model: nn.Module) -> Mapping[str, str]:
+    """How a model's layers are cut: words by pattern."""
+    return {**(task.tensor or tensor_plan_of(model)), **context.recipe.tensor}

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.job.cluster import change_environment, process_environment
+from paceline.testing.rank_processes import rank_pool
 
 _SETTLE_SECONDS = 30.0  # what ends by itself, also on a busy machine
 _SHARED_MEMORY = Path("/dev/shm")
@@ -177,7 +178,8 @@ class _ProcessTree:
                 # Ranks have the command line of the server that forked them, but are its children, not ours.
                 if pid not in own or not any(name in command for name in _LASTING_SERVERS):
                     found[pid] = command
-        return found
+        idle_ranks = rank_pool(os.getpid()).pids
+        return {pid: command for pid, command in found.items() if pid not in idle_ranks}
 
 
 def _has_memory(pid: int) -> bool:

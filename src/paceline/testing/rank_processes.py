@@ -13,19 +13,25 @@ What `run_ranks` raises: every rank's failure in full, the likely cause first.
 
 from __future__ import annotations
 
+import atexit
 import functools
+import gc
 import multiprocessing
 import os
+import random
 import secrets
+import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
+from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
@@ -43,47 +49,157 @@ from paceline.launch.worker_process import die_with_parent
 
 @dataclass(frozen=True)
 class RankRequest:
-    """What a rank is told.
+    """One call of a function on one rank, as it is sent to the process of the rank.
 
     Args:
         payload: (function, arguments), pickled by cloudpickle.
-        cluster: its place; `store_fd` is not set yet.
-        environ: the environment of the test, which may differ from the fork server's.
-        stack_file: where its stack goes when it is asked.
-        group_deadline: seconds, for meeting and for every collective.
+        cluster: the place of the rank; `store_fd` is not set yet.
+        environ, directory: environment and working directory of the test.
+        group_deadline: seconds, for the rendezvous and for every collective.
     """
 
     payload: bytes
     cluster: Cluster
     environ: Mapping[str, str]
-    stack_file: Path
+    directory: Path
     group_deadline: float
 
 
-def run_rank(order: RankRequest, line: socket.socket, results: Connection) -> None:
-    """The main of a rank; sends a pickled result, or an `ErrorReport`.
+def run_rank(stack_file: Path, pipe: Connection) -> None:
+    """Serve calls until the test closes the pipe, or until a call has left something behind.
+
+    For each request the rank sends a pickled result or an `ErrorReport`. Whatever comes next through the pipe
+    releases it: it disconnects and sends whether it can serve another call.
 
     Args:
-        line: to the store.
-        results: this rank's end of the pipe; whatever comes from the other end releases the rank.
+        stack_file: file for the stack of this process, on request.
+        pipe: the rank's end of the pipe.
     """
     os.setsid()
     die_with_parent(os.getppid())
-    stack = enable_stack_dump(order.stack_file)
-    with _ErrorReporter(results):
-        import cloudpickle
+    stack = enable_stack_dump(stack_file)
+    with _ErrorReporter(pipe):
         import torch
 
-        change_environment({**dict.fromkeys(process_environment()), **order.environ, "OMP_NUM_THREADS": "1"})
         torch.set_num_threads(1)
-        place = replace(order.cluster, store_fd=line.fileno())
-        cluster = place.connect("cpu", order.group_deadline)
-        function, arguments = cloudpickle.loads(order.payload)
-        results.send(cloudpickle.dumps(function(cluster, *arguments)))
-        results.recv()
-        cluster.disconnect()
-    line.close()
+        gc.freeze()  # what is imported is not looked at by the collections of every call
+        initial = RankState.capture()
+        reusable = True
+        while reusable:
+            try:
+                request = pipe.recv()
+            except EOFError:
+                break
+            with socket.socket(fileno=recv_handle(pipe)) as store:
+                _call_function(request, store, pipe)
+            os.chdir("/")  # the folder of the test may be removed
+            reusable = initial.restore()
+            pipe.send(reusable)
     stack.close()
+
+
+def _call_function(request: RankRequest, store: socket.socket, pipe: Connection) -> None:
+    """Connect, call the function, send its result, and disconnect when the test says so."""
+    import cloudpickle
+    import torch
+
+    change_environment({**dict.fromkeys(process_environment()), **request.environ, "OMP_NUM_THREADS": "1"})
+    torch.set_num_threads(1)
+    os.chdir(request.directory)
+    cluster = replace(request.cluster, store_fd=store.fileno()).connect("cpu", request.group_deadline)
+    function, arguments = cloudpickle.loads(request.payload)
+    pipe.send(cloudpickle.dumps(function(cluster, *arguments)))
+    pipe.recv()
+    cluster.disconnect()
+
+
+@dataclass(frozen=True)
+class RankState:
+    """The state of a rank's process that a call could change for the next one.
+
+    Args:
+        patched: identity of every attribute of Paceline's modules and classes, and of some of torch's: a call
+            that patched one and did not put it back is noticed.
+        settings: settings of torch and of the process.
+        num_files: open file descriptors.
+        random: states of the random number generators of torch, NumPy and Python.
+    """
+
+    patched: Mapping[str, Mapping[str, int]]
+    settings: tuple[Any, ...]
+    num_files: int
+    random: tuple[Any, Any, Any]
+
+    @classmethod
+    def capture(cls) -> RankState:
+        """Return the present state."""
+        import numpy as np
+        import torch
+
+        states = (torch.get_rng_state(), np.random.get_state(), random.getstate())
+        return cls(_attribute_identities(), _process_settings(), _num_open_files(), states)
+
+    def restore(self) -> bool:
+        """Restore what can be restored; return whether the process is as it was."""
+        import numpy as np
+        import torch
+
+        torch.set_rng_state(self.random[0])
+        np.random.set_state(self.random[1])
+        random.setstate(self.random[2])
+        if _num_open_files() > self.num_files:
+            gc.collect()  # file descriptors in reference cycles
+        attributes = _attribute_identities()
+        return (
+            all(attributes.get(name) == before for name, before in self.patched.items())
+            and _process_settings() == self.settings
+            and _num_open_files() <= self.num_files
+        )
+
+
+def _attribute_identities() -> dict[str, dict[str, int]]:
+    """Return the identities of all attributes of the modules and classes that tests patch, by dotted name."""
+    identities: dict[str, dict[str, int]] = {}
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] != "paceline" and name not in _PATCHED_MODULES:
+            continue
+        attributes = vars(module)
+        hidden = "__" if name.startswith("paceline") else "_"  # torch keeps its present backend in one
+        identities[name] = {
+            key: id(value)
+            for key, value in attributes.items()
+            if not key.startswith(hidden) and not issubclass(type(value), ModuleType)  # a submodule that was imported
+        }
+        for key, value in attributes.items():
+            if issubclass(type(value), type) and value.__module__ == name:  # isinstance would call properties
+                members = {k: id(v) for k, v in vars(value).items() if k[:2] != "__" and k[:4] != "_abc"}
+                identities[f"{name}.{key}"] = members
+    return identities
+
+
+def _process_settings() -> tuple[Any, ...]:
+    """Return settings that a function may change and that the next call would meet."""
+    import torch
+
+    handlers = tuple(signal.getsignal(number) for number in signal.valid_signals())
+    children = Path(f"/proc/self/task/{os.getpid()}/children")
+    return (
+        handlers,
+        children.read_text() if children.exists() else "",
+        [thread.name for thread in threading.enumerate()],
+        torch.get_num_threads(),
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_grad_enabled(),
+        torch.get_float32_matmul_precision(),
+        torch.backends.mkldnn.enabled,
+        torch.distributed.is_initialized(),
+    )
+
+
+def _num_open_files() -> int:
+    files = Path("/proc/self/fd")
+    return sum(1 for _ in files.iterdir()) if files.exists() else 0
 
 
 class _ErrorReporter:
@@ -136,6 +252,10 @@ def _render_failure(failure: WorkerFailure) -> str:
 
 _SETTLE_SECONDS = 2.0
 _EXIT_SECONDS = 10.0
+_MAX_IDLE_RANKS = 4  # most calls have two to four ranks
+_PATCHED_MODULES = frozenset(
+    {"torch", "torch.distributed", "torch.distributed.distributed_c10d", "torch.nn.functional", "time", "os"}
+)
 
 
 def run_ranks(
@@ -145,8 +265,12 @@ def run_ranks(
     deadline: float = 240.0,
     group_deadline: float | None = None,
     dying: Collection[int] = (),
+    reuse: bool = True,
 ) -> list[Any]:
     """Call `function(cluster, *args)` on n connected ranks.
+
+    Processes that come out of a call as they went in wait for the next call of this test process, which saves
+    the time of starting them; see `RankState` for what is compared.
 
     Args:
         function: any callable, also a local one; it is sent by value, like `args` and its result.
@@ -155,22 +279,21 @@ def run_ranks(
             reported with their stacks.
         group_deadline: seconds for every collective; None: `deadline`.
         dying: ranks that may die; that is no failure, and the others go on.
+        reuse: use processes of earlier calls. False: start new ones, for example to measure their memory.
     Returns:
         What the ranks returned, by rank; None of one that has died.
     Raises:
         RanksFailed: a rank raised, died or was stuck; holds the failures of all ranks, the cause first.
         MissingExtraError: cloudpickle is not installed.
     """
-    with ExitStack() as cleanup:
-        folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="paceline-ranks-")))
-        order = RankRequest(
-            payload=_pickle(function, args),
-            cluster=Cluster(0, n, 0, n, 0, 1, loopback_address(), 0, None, secrets.token_hex(8), None),
-            environ=process_environment(),
-            stack_file=folder,
-            group_deadline=deadline if group_deadline is None else group_deadline,
-        )
-        ranks = cleanup.enter_context(_started_ranks(order, n))
+    request = RankRequest(
+        payload=_pickle(function, args),
+        cluster=Cluster(0, n, 0, n, 0, 1, loopback_address(), 0, None, secrets.token_hex(8), None),
+        environ=process_environment(),
+        directory=Path.cwd(),
+        group_deadline=deadline if group_deadline is None else group_deadline,
+    )
+    with _running_ranks(request, n, reuse=reuse and not dying) as ranks:
         _collect_results(ranks, time.monotonic() + deadline, dying)
         living = [rank for rank in ranks if rank.global_rank not in dying or rank.failure is None]
         _release_ranks(living, deadline)
@@ -183,17 +306,26 @@ def run_ranks(
 class _RankProcess:
     """The test's view of one rank."""
 
-    def __init__(self, order: RankRequest, line: socket.socket) -> None:
+    def __init__(self, stack_file: Path) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["paceline.testing.rank_preload"])
-        self.global_rank = order.cluster.global_rank
-        self.stack_file = order.stack_file
+        self.stack_file = stack_file
         self.pipe, far_end = context.Pipe()
-        self.process: ForkServerProcess = context.Process(target=run_rank, args=(order, line, far_end))
+        self.process: ForkServerProcess = context.Process(target=run_rank, args=(stack_file, far_end))
         self.process.start()
         far_end.close()
+        self.global_rank = -1
         self.result: bytes | None = None
         self.failure: WorkerFailure | None = None
+        self.reusable = False
+
+    def send(self, request: RankRequest, store: socket.socket) -> None:
+        """Send a call and the connection to the store; a process that has died is noticed by `receive`."""
+        self.global_rank, self.result, self.failure = request.cluster.global_rank, None, None
+        self.reusable = False
+        with suppress(BrokenPipeError, ConnectionResetError):
+            self.pipe.send(request)
+            send_handle(self.pipe, store.fileno(), self.process.pid or 0)
 
     @property
     def open(self) -> bool:
@@ -209,10 +341,13 @@ class _RankProcess:
             self.died()
             return
         if isinstance(message, ErrorReport):
-            # whoever writes a test wants the traceback of every error
-            self.failure = failure_from_report(self.global_rank, replace(message, details=message.traceback))
+            self.fail(message)
         else:
             self.result = message
+
+    def fail(self, report: ErrorReport) -> None:
+        """Note an error with its traceback, which whoever writes a test wants to see."""
+        self.failure = failure_from_report(self.global_rank, replace(report, details=report.traceback))
 
     def died(self) -> None:
         """It ended without a word."""
@@ -236,23 +371,85 @@ class _RankProcess:
             self.process.kill()  # it had no time to begin its session
         self.process.join(_EXIT_SECONDS)
 
+    def close(self) -> None:
+        """End the process, and release what belongs to it here."""
+        if self.reusable:
+            self.pipe.close()  # then an idle process ends by itself
+            self.process.join(_EXIT_SECONDS)
+        self.end()
+        self.pipe.close()
+        self.process.close()
+
+
+class RankPool:
+    """The idle rank processes of one test process.
+
+    Args:
+        folder: for the stack files of the processes.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._idle: list[_RankProcess] = []
+        self._lock = threading.Lock()
+        self._num_started = 0
+
+    @property
+    def pids(self) -> set[int]:
+        """The processes that wait for a call; they are no leak of a test."""
+        with self._lock:
+            return {rank.process.pid or 0 for rank in self._idle}
+
+    def take(self, n: int, *, reuse: bool) -> list[_RankProcess]:
+        """Return n processes, idle ones first; the caller ends them or gives them back."""
+        with self._lock:
+            ready = [self._idle.pop(0) for _ in range(min(n, len(self._idle)))] if reuse else []
+            first, self._num_started = self._num_started, self._num_started + n
+        alive = [rank for rank in ready if rank.process.is_alive()]
+        new = [_RankProcess(self._folder / f"rank-{first + k}.stack") for k in range(n - len(alive))]
+        return alive + new
+
+    def give_back(self, ranks: Sequence[_RankProcess]) -> None:
+        """Keep reusable processes for the next call, and end the others."""
+        for rank in ranks:
+            with self._lock:
+                keep = rank.reusable and len(self._idle) < _MAX_IDLE_RANKS
+                if keep:
+                    self._idle.append(rank)
+            if not keep:
+                rank.close()
+
+    def close(self) -> None:
+        """End all idle processes."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for rank in idle:
+            rank.close()
+
+
+@functools.cache
+def rank_pool(pid: int) -> RankPool:
+    """Return the pool of the calling process, whose number is `pid`: a fork has a pool of its own."""
+    folder = tempfile.TemporaryDirectory(prefix="paceline-ranks-")
+    pool = RankPool(Path(folder.name))
+    atexit.register(folder.cleanup)
+    atexit.register(pool.close)  # before multiprocessing waits for its children
+    return pool
+
 
 @contextmanager
-def _started_ranks(order: RankRequest, n: int) -> Iterator[list[_RankProcess]]:
-    ranks: list[_RankProcess] = []
+def _running_ranks(request: RankRequest, n: int, *, reuse: bool) -> Iterator[list[_RankProcess]]:
+    pool = rank_pool(os.getpid())
+    ranks = pool.take(n, reuse=reuse)
     with StoreServer() as store:
         try:
-            for number in range(n):
-                place = replace(order.cluster, global_rank=number, local_rank=number)
-                own = replace(order, cluster=place, stack_file=order.stack_file / f"rank-{number}.stack")
-                with store.connection_for(number) as line:
-                    ranks.append(_RankProcess(own, line))
+            for number, rank in enumerate(ranks):
+                place = replace(request.cluster, global_rank=number, local_rank=number)
+                with store.connection_for(number) as connection:
+                    rank.send(replace(request, cluster=place), connection)
             yield ranks
         finally:
-            for rank in ranks:
-                rank.end()
-                rank.pipe.close()
-                rank.process.close()
+            pool.give_back(ranks)
 
 
 def _collect_results(ranks: list[_RankProcess], expires: float, dying: Collection[int]) -> None:
@@ -283,12 +480,21 @@ def _release_ranks(ranks: list[_RankProcess], seconds: float) -> None:
         return
     for rank in ranks:
         rank.pipe.send(None)
+    expires = time.monotonic() + seconds
     for rank in ranks:
-        rank.process.join(seconds)
-        if rank.process.is_alive():
+        if not rank.pipe.poll(max(0.0, expires - time.monotonic())):
             _stop_ranks([rank], "did not disconnect")
-        elif rank.process.exitcode != 0:
+            continue
+        try:
+            answer = rank.pipe.recv()
+        except EOFError:
+            rank.process.join(_EXIT_SECONDS)
             rank.died()
+            continue
+        if isinstance(answer, ErrorReport):
+            rank.fail(answer)
+        else:
+            rank.reusable = bool(answer)
 
 
 def _pickle(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:

@@ -50,7 +50,7 @@ def ours(codec: str, megabytes: int, cluster: Cluster) -> Side:
         strategy=Strategy.parse(f"replicas={ranks} sync=diloco:1 codec={codec}"),
     )
     session = build_test_session(cluster, recipe, partial(task_of, megabytes))
-    session.feed = OneRound(session.feed.work, session.feed.loader, _STEPS)
+    session.parts.feed = OneRound(session.feed.work, session.feed.loader, _STEPS)
     return Side(f"diloco, {codec}", partial(next_loss, session, session.rounds()))
 
 

@@ -43,7 +43,7 @@ def without_turns(holds: bool) -> Iterator[None]:
     """Sessions that are built meanwhile let all buckets travel at a time, in memory of the path."""
     kept = gradient_reduction._scatter_order
     if holds:
-        gradient_reduction._scatter_order = lambda setting: None
+        gradient_reduction._scatter_order = lambda context: None
     try:
         yield
     finally:

@@ -63,7 +63,7 @@ def step_seconds(way: str, megabytes: int, steps: int, cluster: Cluster) -> floa
         strategy=Strategy.parse(f"replicas={workers} {way}"),
     )
     session = build_test_session(cluster, recipe, partial(task_of, megabytes))
-    session.feed = OneRound(session.feed.work, session.feed.loader, steps)
+    session.parts.feed = OneRound(session.feed.work, session.feed.loader, steps)
     seconds = sum(stats.seconds for stats in session.rounds())
     session.close()
     return seconds / steps

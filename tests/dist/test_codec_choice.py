@@ -53,7 +53,7 @@ def test_ranks_agree_on_a_codec_and_train_with_it(tmp_path) -> None:
             session = build_session(recipe, task, cluster, CPU, warn=said.append)
             codec = session.recipe.strategy.codec
             assert codec == session.strategy.codec
-            records = dict(session.notes.take())
+            records = dict(session.events.take())
             loss = [stats.loss for stats in session.rounds()][-1]
             session.close()
             line = next(text for text in said if text.startswith("codec: "))

@@ -21,7 +21,7 @@ def train(cluster: Cluster, recipe: Recipe) -> tuple[Trajectory, str, dict[str, 
     torch.set_num_threads(1)
     session = build_test_session(cluster, recipe, small_gpt)
     losses = [stats.loss for stats in session.rounds()]
-    told = dict(session.notes.take())
+    told = dict(session.events.take())
     found = trajectory_of(losses, session), session.recipe.memory.recompute, told
     session.close()
     return found

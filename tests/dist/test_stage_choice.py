@@ -55,7 +55,7 @@ def train(cluster: Cluster, strategy: str) -> tuple[str, int, Trajectory, list[s
     session = build_test_session(cluster, recipe(strategy), lopsided)
     losses = [stats.loss for stats in session.rounds()]
     held = len({slot.name.partition(".")[0] for slot in session.runner.sharded_model.computes})
-    told = [name for name, _ in session.notes.take()]
+    told = [name for name, _ in session.events.take()]
     result = session.recipe.strategy.stages, held, trajectory_of(losses, session), told
     session.close()
     return result

@@ -99,7 +99,7 @@ def follow(cluster: Cluster, strategy: str) -> dict[str, Any]:
     plain = _plain_loss(
         task, {n.removeprefix("average/values/"): t for n, t in whole.items() if "values/" in n}
     )
-    session.average = None
+    session.parts.average = None
     last = evaluate(session)
     assert last is not None
     session.close()

@@ -58,7 +58,7 @@ def slowed(cluster: Cluster, steps: int = STEPS, deal: Any = None) -> tuple[Traj
         losses.append(stats.loss)
         if stats.step == TURN:
             data.seconds = 0.01 if cluster.global_rank == 0 else 0.002
-    found = [(record["step"], record["shares"]) for name, record in session.notes.take() if name == "shares"]
+    found = [(record["step"], record["shares"]) for name, record in session.events.take() if name == "shares"]
     return trajectory_of(losses, session), found
 
 

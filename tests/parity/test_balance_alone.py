@@ -48,7 +48,7 @@ def slowed(cluster: Cluster, strategy: str, factor: float = 5.0, **changes: Any)
         losses.append(stats.loss)
         if stats.step >= TURN:
             data.seconds = 0.002 * (factor if cluster.global_rank == 0 else 1.0)
-    notes = [*session.notes.take()]
+    notes = [*session.events.take()]
     end = whole_trajectory(losses, session)
     session.close()
     return {
@@ -110,7 +110,7 @@ def greedy(cluster: Cluster) -> None:
     work = session.feed.work
     assert isinstance(work, LockstepWork)
     work = Greedy(work.order, work.shards, work.seed, work.replica_rank, 2)
-    session.feed = replace(session.feed, work=work)
+    session.parts.feed = replace(session.feed, work=work)
     with pytest.raises(CommunicationError, match=r"ranks have taken \d+ samples of 48"):
         list(session.rounds())
     session.close()

@@ -134,7 +134,7 @@ def with_slow_worker(cluster: Cluster, bounds: Sequence[str]) -> list[dict[str, 
         Ages.found = []
         recipe = digits(f"servers=1 sync=bounded:{bound}")
         session = build_test_session(cluster, recipe, lambda r=recipe: slowed(cluster, r, 3))
-        session.feed = LongRounds(session.feed.work, session.feed.loader, STEPS)
+        session.parts.feed = LongRounds(session.feed.work, session.feed.loader, STEPS)
         rounds = [stats.metrics for stats in session.rounds()]
         session.close()
         ages = {kind: max((a for k, a in Ages.found if k == kind), default=-1) for kind in ("read", "newest")}

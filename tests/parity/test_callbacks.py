@@ -72,7 +72,7 @@ def digits(strategy: str, steps: int, **changes: Any) -> Recipe:
 
 def heard(cluster: Cluster, strategy: str) -> tuple[list[tuple[str, int]], Result]:
     session, listener = build_test_session(cluster, digits(strategy, 12)), Listener(stop_at=6)
-    session.listen([listener])
+    session.add_callbacks([listener])
     result = fit(session)
     session.close()
     return listener.told, result
@@ -99,7 +99,7 @@ def test_its_state_goes_through_a_checkpoint(tmp_path: Path) -> None:
     def run(steps: int, resume: bool) -> Listener:
         session = build_test_session(Cluster.single(), digits("replicas=1", steps, run_dir=str(tmp_path)))
         listener = Listener()
-        session.listen([listener])
+        session.add_callbacks([listener])
         folder = run_folder.prepare_folder(session, tmp_path if resume else None)
         if resume:
             run_folder.restore_run(session, folder)
@@ -136,7 +136,7 @@ def test_the_best_checkpoint_is_saved_when_it_is_found_and_goes_on(tmp_path: Pat
         def on_evaluation(self, session: Session, evaluation: Evaluation) -> None:
             scores[evaluation.step] = evaluation.metrics["accuracy"]
 
-    session.listen([Scores()])
+    session.add_callbacks([Scores()])
     result = fit(session, run_folder.prepare_folder(session, None))
     session.close()
     best = max(scores, key=lambda step: (scores[step], step))

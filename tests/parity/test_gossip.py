@@ -95,7 +95,7 @@ def test_a_slow_replica_is_never_more_than_the_bound_late_and_all_end_alike() ->
 def asked_to_stop(cluster: Cluster, slow: int) -> tuple[int, float, float]:
     """Rank 1 is asked in its tenth step; one rank is slower than the others."""
     session = build_test_session(cluster, digits(f"sync=gossip:{BOUND}"))
-    session.feed = replace(session.feed, intervals=(), num_steps=40_000)
+    session.parts.feed = replace(session.feed, intervals=(), num_steps=40_000)
     session.runner.sharded_model.model.register_forward_pre_hook(
         lambda module, inputs: time.sleep(0.01 * (cluster.global_rank == slow))
     )

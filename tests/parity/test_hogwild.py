@@ -65,7 +65,7 @@ def of_a_run(session: Session) -> dict[str, Any]:
 
         return inner(seen())
 
-    session.feed = replace(session.feed, loader=_Reader(session.feed.loader, opened))
+    session.parts.feed = replace(session.feed, loader=_Reader(session.feed.loader, opened))
     rounds = [stats.metrics for stats in session.rounds()]
     evaluation = evaluate(session)
     assert evaluation is not None
@@ -161,7 +161,7 @@ def test_with_a_bound_nobody_is_further_ahead_of_a_slow_rank() -> None:
 def asked_to_stop(cluster: Cluster) -> tuple[int, float, int]:
     """Rank 1 is asked in its tenth step."""
     session = build_test_session(cluster, digits("sync=hogwild"))
-    session.feed = replace(session.feed, intervals=(), num_steps=40_000)
+    session.parts.feed = replace(session.feed, intervals=(), num_steps=40_000)
     if cluster.global_rank == 1:
         session.rule._stop_requested = session.rule.inner._stop_requested = lambda: session.state.step >= 10
     stops = [stats.stops for stats in session.rounds()]

@@ -143,7 +143,7 @@ def movements(cluster: Cluster, spread: str) -> list[float]:
         rule = f"sync=local:{SWITCH}@{SWITCH},every-step"
         session = build_test_session(cluster, digits(f"replicas=2 {spread} codec=topk:0.1 {rule}"))
         until(session, SWITCH)
-        session.enter(SWITCH)
+        session.enter_rule(SWITCH)
         found.append(
             max(float((a - b).abs().max()) for a, b in zip(updated(session), updated(first), strict=True))
         )

@@ -61,7 +61,7 @@ class LongRounds(TrainingFeed):
 
 def long_rounds(session: Session) -> Session:
     feed = session.feed
-    session.feed = LongRounds(feed.work, feed.loader, feed.num_steps)
+    session.parts.feed = LongRounds(feed.work, feed.loader, feed.num_steps)
     return session
 
 
@@ -69,7 +69,7 @@ def told(cluster: Cluster, session: Session, losses: list[float]) -> dict[str, A
     """What a rank knows at the end."""
     return {
         "losses": losses,
-        "lost": [record for name, record in session.notes.take() if name == "lost"],
+        "lost": [record for name, record in session.events.take() if name == "lost"],
         "parameters": [p.detach().clone() for p in session.runner.sharded_model.computes.values()],
         "step": session.state.step,
         **session.rule.ledger.record(),

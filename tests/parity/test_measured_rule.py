@@ -58,7 +58,7 @@ def session_of(cluster: Cluster, sync: str, said: list[str], pieces: Components 
 
 
 def goes_on(session: Session, snapshot: StateSnapshot) -> Any:
-    session.take_over(snapshot)
+    session.restore_shared(snapshot)
     rule = session.strategy.sync
     return rule, whole_trajectory([stats.loss for stats in session.rounds()], session)
 
@@ -73,7 +73,7 @@ def chosen(cluster: Cluster) -> dict[str, Any]:
         losses.append(stats.loss)
         if session.state.step == KNOWN + 4:
             late = copy.deepcopy(session.snapshot())
-    ended, notes = whole_trajectory(losses, session), dict(session.notes.take())
+    ended, notes = whole_trajectory(losses, session), dict(session.events.take())
     asked = session_of(cluster, f"every-step@{KNOWN},{notes['sync']['sync']}", [])
     named = whole_trajectory([stats.loss for stats in asked.rounds()], asked)
     assert late is not None
@@ -100,7 +100,7 @@ def goes_asynchronous(cluster: Cluster) -> dict[str, Any]:
     sync_choice.choose_sync = lambda allowed, measured: sync_choice.SyncChoice(allowed[-1], "it is the last")
     session = session_of(cluster, "auto:every-step,gossip:0", [])
     ended = whole_trajectory([stats.loss for stats in session.rounds()], session)
-    notes = dict(session.notes.take())
+    notes = dict(session.events.take())
     asked = session_of(cluster, f"every-step@{KNOWN},gossip:0", [])
     named = whole_trajectory([stats.loss for stats in asked.rounds()], asked)
     return {"rule": session.strategy.sync, "off": ended.distance(named), **notes["sync"]}
@@ -119,7 +119,7 @@ def stays(cluster: Cluster) -> list[Any]:
         session = session_of(cluster, sync, [])
         sync_choice.choose_sync = lambda allowed, measured: sync_choice.SyncChoice(allowed[0], "nothing pays")
         losses = [stats.loss for stats in session.rounds()]
-        names = [name for name, _ in session.notes.take() if name in ("sync", "switch")]
+        names = [name for name, _ in session.events.take() if name in ("sync", "switch")]
         again = session_of(cluster, sync, [])
         again.take_over(session.snapshot())
         found += [(losses, names, type(again.rule).__name__)]

@@ -76,7 +76,7 @@ def end(
         session = session_of(cluster, sync, outer)
         for _ in session.rounds():
             if session.state.step == SWITCH and cluster.global_rank == 1:
-                session.enter(SWITCH)
+                session.enter_rule(SWITCH)
                 leave_out(session, skipped)
         found = {name: session.snapshot().tensors()[f"model/{name}"].clone() for name in "ab"}
     session.close()

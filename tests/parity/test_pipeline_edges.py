@@ -88,7 +88,7 @@ def test_a_stage_really_runs_in_the_order_of_the_table(num_stages: int) -> None:
     def order(cluster: Cluster) -> list[str]:
         session = build_test_session(cluster, digits(f"replicas=1 pipeline={num_stages}", steps=1))
         seen: list[str] = []
-        (stage,) = session.runner.passing.chunks
+        (stage,) = session.runner.executor.chunks
         stage.register_forward_hook(lambda *_: seen.append("F"))
         next(stage.parameters()).register_hook(lambda grad: seen.append("B"))
         list(session.rounds())

@@ -72,7 +72,7 @@ def survive(cluster: Cluster, recipe: Recipe, leaver: int, how: str, wrongly: bo
             until(session, STEPS, losses)
     change_members(session, 60.0)
     if wrongly:
-        session.feed = feed
+        session.parts.feed = feed
     until(session, STEPS, losses)
     return session.cluster.world_size, os.getpid(), end_of(session, losses)
 

@@ -118,14 +118,14 @@ def nothing_moved(cluster: Cluster, forgets: bool) -> bool:
     rounds = session.rounds()
     for _ in range(2):
         next(rounds)
-    (movement,), rule = session.rule.movements, session.rule
+    (delta,), rule = session.rule.deltas, session.rule
     before = [value.clone() for _, _, value in rule.reducer.residuals()]
     if forgets:
         rule.reducer.abort = rule.reducer.commit
     nothing = torch.zeros(0, dtype=torch.float64)
     movement.begin()
-    movement.leave(0.0, 0.0)
-    movement.arrive(StepTally(0.0, 0.0, 0.0, {}, 0.0, (), nothing))
+    delta.start_sum(0.0, 0.0)
+    delta.finish_sum(StepTally(0.0, 0.0, 0.0, {}, 0.0, (), nothing))
     movement.mix(0.0)
     after = [value for _, _, value in rule.reducer.residuals()]
     assert any(bool(value.any()) for value in before)

@@ -70,7 +70,7 @@ def resized(
         job = connect(cluster, port, num_ranks)
         session = build_test_session(job, digits(text))
         if losses or last != ENDS[0]:
-            session.take_over(snapshot)
+            session.restore_shared(snapshot)
             _forget(session, forgets)
         for stats in session.rounds():
             losses.append(stats.loss)
@@ -129,7 +129,7 @@ def rates(cluster: Cluster, phases: tuple[str, ...], ports: list[int]) -> list[t
         job = connect(cluster, port, ranks_of(text))
         session = build_test_session(job, growing(text))
         if last != ENDS[0]:
-            session.take_over(snapshot)
+            session.restore_shared(snapshot)
         for stats in session.rounds():
             found.append((stats.step, stats.lr))
             if session.state.step == last:

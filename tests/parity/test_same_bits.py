@@ -168,9 +168,9 @@ def test_more_shards_than_samples_leave_some_empty() -> None:
 
 
 def plain_sums() -> None:
-    def sums(setting: SessionContext, sharded_model: Any, axes: Any, turns: Any) -> BucketSum:
-        mesh = setting.mesh
-        return UnorderedSum(setting.collective(mesh.axes["shard"]), setting.collective(mesh.replica))
+    def sums(context: SessionContext, sharded_model: Any, axes: Any, turns: Any) -> BucketSum:
+        mesh = context.mesh
+        return UnorderedSum(context.collective(mesh.axes["shard"]), context.collective(mesh.replica))
 
     gradient_reduction._build_sums = sums
 

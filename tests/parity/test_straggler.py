@@ -42,7 +42,7 @@ def told(cluster: Cluster) -> list[tuple[str, Mapping[str, Any]]]:
         now = begun[-1] if begun else "nothing"
         data.seconds = SECONDS * (now == "data" and cluster.global_rank == 1)
         pause[0] = 4 * SECONDS * (now == "compute" and cluster.global_rank == 2)
-    notes = session.notes.take()
+    notes = session.events.take()
     session.close()
     return notes
 

@@ -132,7 +132,7 @@ def test_without_the_delay_it_would_be_something_else() -> None:
 def asked_to_stop(cluster: Cluster) -> tuple[int, float]:
     """Rank 1 is asked in its tenth step."""
     session = build_test_session(cluster, digits("sync=diloco:6", OUTER))
-    session.feed = replace(session.feed, intervals=(), num_steps=40_000)
+    session.parts.feed = replace(session.feed, intervals=(), num_steps=40_000)
     if cluster.global_rank == 1:
         session.rule.inner._stop_requested = lambda: session.state.step >= 10
     stops = [stats.stops for stats in session.rounds()]

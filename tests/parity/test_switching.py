@@ -50,7 +50,7 @@ def both(cluster: Cluster, first: str, second: str) -> tuple[Trajectory, Traject
     session = build_test_session(cluster, digits(f"{first}@{SWITCH},{second}"))
     rounds = list(session.rounds())
     switched = whole_trajectory([stats.loss for stats in rounds], session)
-    assert [name for name, _ in session.notes.take() if name == "switch"] == ["switch"]
+    assert [name for name, _ in session.events.take() if name == "switch"] == ["switch"]
     kept = build_test_session(cluster, digits(first))
     early = until(kept, SWITCH)
     apart = goes_on(build_test_session(cluster, digits(second)), kept, [stats.loss for stats in early])
@@ -63,7 +63,7 @@ def both(cluster: Cluster, first: str, second: str) -> tuple[Trajectory, Traject
 
 
 def goes_on(session: Session, before: Session, losses: list[float]) -> Trajectory:
-    session.take_over(before.snapshot())
+    session.restore_shared(before.snapshot())
     return whole_trajectory(losses + [stats.loss for stats in session.rounds()], session)
 
 

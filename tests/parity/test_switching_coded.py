@@ -50,7 +50,7 @@ def owed(cluster: Cluster) -> list[tuple[bool, ...]]:
     first, second = (digits(f"replicas=2 {TOPK} sync={rule}") for rule in ("every-step", "local:3"))
     before, session = build_test_session(cluster, first), build_test_session(cluster, second)
     until(before, SWITCH)
-    session.take_over(before.snapshot())
+    session.restore_shared(before.snapshot())
     found = []
     for step in (SWITCH, SWITCH + 3):
         if step > SWITCH:
@@ -159,7 +159,7 @@ def movements(cluster: Cluster) -> list[float]:
             DeltaResidualFlush.load = lambda self, tensors: None
         session = build_test_session(cluster, digits(f"replicas=2 {TOPK} sync=local:6@{SWITCH},every-step"))
         until(session, SWITCH)
-        session.enter(SWITCH)
+        session.enter_rule(SWITCH)
         found.append(float((values(session) - values(first)).abs().max()))
     DeltaResidualFlush.load = load
     return found

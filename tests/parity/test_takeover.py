@@ -70,11 +70,11 @@ def take(cluster: Cluster, rule: str) -> Taken:
         num_samples += stats.num_samples
         if late is None and session.strategy.sync == rule:
             late = copy.deepcopy(session.snapshot())
-    return Taken(session, losses, num_samples, session.notes.take(), late)
+    return Taken(session, losses, num_samples, session.events.take(), late)
 
 
 def goes_on(session: Session, snapshot: StateSnapshot) -> Trajectory:
-    session.take_over(snapshot)
+    session.restore_shared(snapshot)
     assert session.state.step == snapshot.step
     return whole_trajectory([stats.loss for stats in session.rounds()], session)
 

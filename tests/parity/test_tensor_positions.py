@@ -71,7 +71,7 @@ def test_what_goes_wrong_by_position_is_found(monkeypatch: pytest.MonkeyPatch) -
     def found(cluster: Cluster) -> list[bool]:
         with monkeypatch.context() as patch:
             patch.setattr(
-                "paceline.parallel.gradient_reduction._pre_reduction_groups", lambda setting, alike: []
+                "paceline.parallel.gradient_reduction._pre_reduction_groups", lambda context, alike: []
             )
             norms = checked(cluster, by_position(), steps=1)
         with monkeypatch.context() as patch:
@@ -137,7 +137,7 @@ def test_stages_of_blocks_that_are_cut_by_positions() -> None:
         right = [checked(cluster, of), checked(cluster, of.replace(memory={"recompute": "blocks"}))]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
-                "paceline.parallel.gradient_reduction._pre_reduction_groups", lambda setting, alike: []
+                "paceline.parallel.gradient_reduction._pre_reduction_groups", lambda context, alike: []
             )
             wrong = checked(cluster, of, steps=1)
         with pytest.raises(StrategyError) as caught:

@@ -59,7 +59,7 @@ def trained(
 ) -> tuple[Trajectory, float]:
     """Where a run ends, and the bytes that this rank put on the channel."""
     session = build_test_session(cluster, recipe(optimizer, servers), partial(build, sparse))
-    session.feed = OneRound(session.feed.work, session.feed.loader, STEPS)
+    session.parts.feed = OneRound(session.feed.work, session.feed.loader, STEPS)
     losses = [stats.loss for stats in session.rounds()]
     sent = session.net.ledger.rows["send", "channel"].sent_bytes
     session.close()

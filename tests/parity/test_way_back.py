@@ -55,7 +55,7 @@ def there_and_back(cluster: Cluster, folder: Path) -> dict[str, Any]:
         num_samples += stats.num_samples
         told = read_phase(folder, cluster.global_rank)
         assert told is not None and (told.what == TRAINING_FOR_SERVER) == (session.strategy.sync == "server")
-        rules = session.strategy.sync, session.turns.phase(session.state.step).rule
+        rules = session.strategy.sync, session.rule_switches.phase(session.state.step).rule
         if back is None and rules == ("server", "every-step"):
             back = copy.deepcopy(session.snapshot())
         elif back is not None and kept is None:
@@ -64,7 +64,7 @@ def there_and_back(cluster: Cluster, folder: Path) -> dict[str, Any]:
     plain = build_test_session(cluster, digits("replicas=3", steps=STEPS))
     plain.take_over(StateSnapshot(back.step, back.whole, {**back.numbers, "others": {}}))
     alone = {stats.step: stats.loss for stats, _ in zip(plain.rounds(), range(4), strict=False)}
-    names = [name for name, _ in session.notes.take() if name in ("straggler", "recovered", "switch", "gain")]
+    names = [name for name, _ in session.events.take() if name in ("straggler", "recovered", "switch", "gain")]
     ended = whole_trajectory([*losses.values()], session)
     script(1)
     again = build_test_session(cluster, waiting("server").replace(steps=STEPS))
@@ -74,7 +74,7 @@ def there_and_back(cluster: Cluster, folder: Path) -> dict[str, Any]:
         "resumed": ended.distance(resumed),
         "names": names,
         "missing": sum(session.work.num_samples(step) for step in range(STEPS)) - num_samples,
-        "phases": [session.turns.state_dict(), again.turns.state_dict()],
+        "phases": [session.rule_switches.state_dict(), again.rule_switches.state_dict()],
         "alone": alone,
         "same": {step: losses[step] for step in alone},
     }
@@ -115,11 +115,11 @@ def back_from_local(cluster: Cluster) -> dict[str, Any]:
         if session.state.step == 22:
             kept = copy.deepcopy(session.snapshot())
     assert kept is not None
-    names = [name for name, _ in session.notes.take() if name in ("straggler", "recovered", "switch")]
+    names = [name for name, _ in session.events.take() if name in ("straggler", "recovered", "switch")]
     ended, again = whole_trajectory(losses, session), build_test_session(cluster, asked)
     return {
         "names": names,
-        "phases": session.turns.state_dict(),
+        "phases": session.rule_switches.state_dict(),
         "missing": sum(session.work.num_samples(step) for step in range(24)) - num_samples,
         "resumed": ended.distance(goes_on(again, kept)),
     }
@@ -154,8 +154,8 @@ def once(cluster: Cluster, asked: Recipe) -> tuple[Trajectory, dict[str, Any]]:
     for stats in session.rounds():
         losses.append(stats.loss)
         num_samples += stats.num_samples
-    names = [name for name, _ in session.notes.take() if name in ("straggler", "recovered", "switch")]
-    told = {"names": names, "phases": session.turns.state_dict()["sync"]}
+    names = [name for name, _ in session.events.take() if name in ("straggler", "recovered", "switch")]
+    told = {"names": names, "phases": session.rule_switches.state_dict()["sync"]}
     missing = sum(session.work.num_samples(step) for step in range(asked.steps or 0)) - num_samples
     return whole_trajectory(losses, session), {**told, "missing": missing}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -96,7 +96,7 @@ class RuleInputs:
 
 @dataclass(frozen=True)
 class SessionContext:
-    """Arguments of the constructors of a session's parts; equal on every rank except for its mesh coordinates.
+    """Arguments of the constructors of a session's parts; ranks differ in their mesh coordinates only.
 
     Args:
         recipe: with the strategy of the present rule, all degrees filled in.

@@ -1,6 +1,8 @@
-"""Put a session together from a recipe and a task. Collective: every rank calls it with the same recipe.
+"""Build the session of one rank from a recipe and a task; collective, with the same recipe on every rank.
 
-The pieces are arguments, so that a test, a fault or a later strategy replaces one without touching the rest.
+The order matters. First everything that the recipe leaves open is chosen (`tune_recipe`), then the mesh is
+built, then the task is checked, and only then memory is allocated for the model. Constructors of parts are
+arguments (`Components`), so that tests and planted faults replace one part without touching the others.
 """
 
 from __future__ import annotations
@@ -8,10 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
-from torch import nn
 
 from paceline.comm.net import Net
 from paceline.comm.race_detector import CommChecks
@@ -21,12 +21,10 @@ from paceline.job.cluster import Cluster
 from paceline.job.mesh import Mesh
 from paceline.observe.step_stats import PhaseTimer
 from paceline.parallel.gradient_reduction import build_gradient_norm
-from paceline.parallel.model_layout import ModelLayout, SessionBase, place_model
+from paceline.parallel.model_layout import ModelLayout, place_model
 from paceline.parallel.model_runner import MetricNames
-from paceline.parallel.session_context import Components, EventQueue, SessionContext, TaskMaterial
-from paceline.recipe.recipe import Recipe, max_sharers
-from paceline.recipe.strategy import Strategy
-from paceline.recipe.support import resolve_strategy
+from paceline.parallel.session_context import Components, RuleInputs, SessionContext, TaskMaterial
+from paceline.recipe.recipe import Recipe
 from paceline.session.model_setup import (
     apply_buffer_reductions,
     broadcast_model,
@@ -34,12 +32,14 @@ from paceline.session.model_setup import (
     prepare_model,
     recompute_and_compile,
 )
-from paceline.session.partition_check import check_task_and_sequences, check_tensor_plan
+from paceline.session.partition_check import check_sequences, check_tensor_plan
 from paceline.session.reproducibility import check_numerics
 from paceline.session.rule_switch import enter_rule
-from paceline.session.session import Session
+from paceline.session.session import EventQueue, RuleParts, Session, SessionBase
 from paceline.session.start_warnings import synchronize_batch_norm, warn_before_start, warn_missing_kernels
 from paceline.session.task_contract import (
+    check_loss,
+    refuse_repeated_momentum_or_clip,
     require_data,
     require_equal_shapes,
     require_same_order,
@@ -51,9 +51,7 @@ from paceline.sync.health import check_health_supported, install_guard
 from paceline.sync.update import UpdateStep, update_parts
 from paceline.sync.weight_average import averages_after_rounds, build_average
 from paceline.task import Task
-from paceline.tuning.hardware_defaults import choose_hardware_defaults
-from paceline.tuning.stage_choice import choose_stages
-from paceline.tuning.tune_recipe import apply_memory_budget, choose_codec_and_buckets
+from paceline.tuning.tune_recipe import tune_recipe
 
 
 def build_session(
@@ -70,178 +68,136 @@ def build_session(
     """Build one rank's session.
 
     Args:
-        recipe: what to do; equal on every rank.
+        recipe: equal on every rank.
         task: model, data and loss; built alike on every rank.
         cluster: connected.
         device: where this rank computes.
-        warn: receives sentences about what was asked for and runs differently.
-        stop_requested: see `EveryStep`.
+        pieces: constructors in place of the usual ones.
+        warn: receives sentences for the user: what was chosen, and which settings have no effect.
+        stop_requested: returns whether this rank was asked to stop; checked once a round.
         fresh: the run begins here, with the weights that the recipe names; false: it will be restored.
     Raises:
         StrategyError: the strategy does not fit the processes.
         TaskError, DataError: the task breaks its contract, or there is no data.
         CheckpointError: the first weights cannot be read, or are those of another model.
     """
-    task, notes = prepare_data(task, recipe), EventQueue()
-    told: dict[str, Any] = {"warn": warn, "note": notes.add}
-    recipe, strategy = choose_settings(recipe, task, cluster, device, **told)
+    task, events = prepare_data(task, recipe), EventQueue()
+    require_data(task)
+    refuse_repeated_momentum_or_clip(recipe, task)
+    warn_large_batch(recipe, task, warn)
+    recipe, strategy = tune_recipe(recipe, task, cluster, device, warn=warn, note=events.add)
     check_health_supported(recipe.health, strategy)
-    found = pieces or Components()
-    setting = make_context(
-        recipe, strategy, task, cluster, device, pieces=found, stop_requested=stop_requested, **told
-    )
-    check_before_build(setting, recipe, task)
-    warn_missing_kernels(setting)
-    setting, recipe = apply_memory_budget(setting, recipe, task)
-    return build_state(setting, recipe, task, notes, fresh=fresh)
-
-
-def choose_settings(
-    recipe: Recipe, task: Task, cluster: Cluster, device: torch.device, **told: Any
-) -> tuple[Recipe, Strategy]:
-    """What the recipe leaves to the processes, the machine and the network; collective.
-
-    Args:
-        told: who is told what was chosen.
-    """
-    most, called = max_sharers(recipe)
-    strategy = resolve_strategy(recipe.strategy, processes=cluster.world_size, shards=most, called=called)
-    recipe = choose_hardware_defaults(recipe, task, cluster, device, **told)
-    recipe, strategy = choose_stages(recipe, strategy, task, cluster, device, **told)
-    return choose_codec_and_buckets(recipe, strategy, task, cluster, device, **told)
-
-
-def make_context(
-    recipe: Recipe, strategy: Strategy, task: Task, cluster: Cluster, device: torch.device, **given: Any
-) -> SessionContext:
-    """The mesh, this rank's wires, and all else that constructors are given; collective.
-
-    Args:
-        given: further fields of the setting.
-    """
     net = Net(recipe.runtime.deadline_seconds, times_calls=device.type == "cpu")
-    return SessionContext(
+    context = SessionContext(
         recipe=recipe.under(strategy.under(strategy.phase(0).rule)),
         cluster=cluster,
         mesh=Mesh.build(cluster, strategy.degrees),
         net=net,
-        debugging=CommChecks(recipe.debug, net),
-        phases=PhaseTimer(),
-        items_per_sample=max(1, task.num_tokens_per_sample),
         device=device,
-        choices=strategy.choices,
-        **given,
+        phases=PhaseTimer(),
+        components=pieces or Components(),
+        rule_inputs=RuleInputs(max(1, task.num_tokens_per_sample), stop_requested, choices=strategy.choices),
+        warn=warn,
+        note=events.add,
+        comm_checks=CommChecks(recipe.debug, net),
     )
+    warn_before_start(context, task)
+    require_same_order(build_order(recipe, task), net, context.mesh.world)
+    warn_missing_kernels(context)
+    session_base = build_session_base(context, recipe, task, fresh=fresh)
+    return _build_from_base(session_base, recipe, task, events)
 
 
-def check_before_build(setting: SessionContext, recipe: Recipe, task: Task) -> None:
-    """See that the task can be trained, alike on all ranks; collective."""
-    require_data(task)
-    warn_large_batch(recipe, task, setting.warn)
-    warn_before_start(setting, task)
-    require_same_order(build_order(recipe, task), setting.net, setting.mesh.world)
-
-
-def build_state(
-    setting: SessionContext, recipe: Recipe, task: Task, notes: EventQueue, *, fresh: bool
-) -> Session:
-    """The model where it lies, its state, and the session of both; collective."""
-    session_base = build_session_base(setting, recipe, task, fresh=fresh)
-    sharded_model = session_base.layout.runner.sharded_model
-    optimizer = build_task_optimizer(setting, task, sharded_model)
+def _build_from_base(session_base: SessionBase, recipe: Recipe, task: Task, events: EventQueue) -> Session:
+    """Build the state of a placed model and the session around it; collective."""
+    context, runner = session_base.context, session_base.layout.runner
+    optimizer = build_task_optimizer(context, task, runner.sharded_model)
     if recipe.reproducible:
-        check_numerics(setting.mesh, setting.net, sharded_model, optimizer)
-    state = TrainState(sharded_model, optimizer, build_loss_scale(recipe))
-    session = Session(
-        recipe=recipe,
-        net=setting.net,
-        task=task,
-        state=state,
-        runner=session_base.layout.runner,
-        notes=notes,
-        session_base=session_base,
-        exit_callbacks=session_base.layout.exit_callbacks,
-        **build_rule_parts(session_base, task, state),
-    )
-    session.enter = partial(enter_rule, session, build_rule_parts)
-    session.listen(task.callbacks)
-    getattr(optimizer, "on_build", id)(session)  # most need nothing but gradients
+        check_numerics(context.mesh, context.net, runner.sharded_model, optimizer)
+    # A dynamic loss scale keeps small fp16 gradients from underflow; the other formats have the range of
+    # fp32.
+    precision = recipe.precision
+    scales = precision.compute == "fp16"
+    loss_scale = LossScale(precision.init_scale, precision.growth_steps) if scales else LossScale()
+    state = TrainState(runner.sharded_model, optimizer, loss_scale)
+    parts = build_rule_parts(session_base, task, state)
+    session = Session(recipe, task, state, runner, events, session_base, parts)
+    session.enter_rule = partial(enter_rule, session, build_rule_parts)
+    session.add_callbacks(task.callbacks)
+    # Optimizers that need more than gradients (for example a closure) may define `on_build(session)`.
+    getattr(optimizer, "on_build", id)(session)
     return session
 
 
-def build_session_base(setting: SessionContext, recipe: Recipe, task: Task, *, fresh: bool) -> SessionBase:
-    """The model, equal on all ranks, and the parts of it that this rank has; collective.
+def build_session_base(context: SessionContext, recipe: Recipe, task: Task, *, fresh: bool) -> SessionBase:
+    """Build the model, equal on all ranks, and place on this rank the part that it holds; collective.
 
     Args:
         recipe: with the strategy as the user wrote it.
         fresh: see `build_session`.
+    Raises:
+        TaskError: ranks have built different models, or the model cannot be partitioned.
     """
-    device = setting.device
-    begun = recipe if fresh else recipe.replace(init_from=None)
-    model = prepare_model(begun, task, device, warn=setting.warn)
-    equalize_model(model, setting)
+    device, net, mesh = context.device, context.net, context.mesh
+    # A run that will be restored need not read the weights with which it began.
+    model = prepare_model(
+        recipe if fresh else recipe.replace(init_from=None), task, device, warn=context.warn
+    )
+    require_equal_shapes(model, net, mesh.world)
+    broadcast_model(model, net, mesh.world)
     apply_buffer_reductions(recipe, task, model)
-    recompute_and_compile(recipe, task, model, device, setting.warn)
-    synchronize_batch_norm(setting, model, build_order(recipe, task))
-    check_tensor_plan(setting, task, model)
+    recompute_and_compile(recipe, task, model, device, context.warn)
+    if recipe.batch.sync_batchnorm:
+        synchronize_batch_norm(context, model, build_order(recipe, task))
+    if mesh.axes["tensor"].size > 1 and not recipe.runtime.compile:
+        check_tensor_plan(context, task, model)
     loss_recorder = LossRecorder(task.loss)
     material = TaskMaterial(replace(task, loss=loss_recorder), model, MetricNames(), device, recipe.seed)
-    layout = place_model(setting, material)
-    check_task_and_sequences(task, layout.runner, setting.net, setting.mesh)
-    loss_recorder.take()  # what a trial said
-    return SessionBase(setting, layout, loss_recorder)
+    layout = place_model(context, material)
+    # The layout runs the loss here for the first time, which also teaches every rank the names of its
+    # metrics.
+    check_loss(task, layout.runner, net, mesh.world)
+    if mesh.axes["context"].size > 1:
+        check_sequences(task, layout.runner, net, mesh)
+    loss_recorder.take()  # losses of the checks belong to no step
+    return SessionBase(context, layout, loss_recorder)
 
 
-def build_rule_parts(session_base: SessionBase, task: Task, state: TrainState) -> dict[str, Any]:
-    """The fields of a session that hang on its membership; collective."""
-    setting, layout = session_base.setting, session_base.layout
-    feed = build_feed(setting, task, setting.device)
-    update_step = build_update_step(setting, layout, state, feed.num_steps)
-    install_guard(update_step, setting, layout.runner, session_base.loss_recorder)
-    update_step.parts = setting.pieces.update(update_step.parts)
-    return {
-        "strategy": setting.recipe.strategy,
-        "cluster": setting.cluster,
-        "mesh": setting.mesh,
-        "feed": feed,
-        "update_step": update_step,
-        "rule": setting.recipe.strategy.rule.load()(setting, layout, state),
-        "closers": setting.closers,
-        "loss_tolerant_rules": setting.loss_tolerant_rules,
-        "debugging": setting.debugging,
-        "average": build_average(setting, layout, state, update_step),
-        "average_after_rounds": averages_after_rounds(setting),
-    }
-
-
-def equalize_model(model: nn.Module, setting: SessionContext) -> None:
-    """All ranks go on with the parameters of rank 0.
-
-    Raises:
-        TaskError: they have built different models.
-    """
-    require_equal_shapes(model, setting.net, setting.mesh.world)
-    broadcast_model(model, setting.net, setting.mesh.world)
+def build_rule_parts(session_base: SessionBase, task: Task, state: TrainState) -> RuleParts:
+    """Build what depends on the sync rule and the members of the job; collective."""
+    context, layout = session_base.context, session_base.layout
+    feed = build_feed(context, task, context.device)
+    update_step = build_update_step(context, layout, state, feed.num_steps)
+    install_guard(update_step, context, layout.runner, session_base.loss_recorder)
+    update_step.parts = context.components.update(update_step.parts)
+    rule = context.recipe.strategy.rule.load()(context, layout, state)
+    return RuleParts(
+        strategy=context.recipe.strategy,
+        cluster=context.cluster,
+        mesh=context.mesh,
+        feed=feed,
+        update_step=update_step,
+        rule=rule,
+        close_callbacks=context.close_callbacks,
+        loss_tolerant_rules=context.rule_inputs.loss_tolerant_rules,
+        comm_checks=context.comm_checks,
+        average=build_average(context, layout, state, update_step),
+        average_after_rounds=averages_after_rounds(context),
+    )
 
 
 def build_update_step(
-    setting: SessionContext, layout: ModelLayout, state: TrainState, num_steps: int
+    context: SessionContext, layout: ModelLayout, state: TrainState, num_steps: int
 ) -> UpdateStep:
-    """The update step over what this rank updates."""
-    recipe, sharded_model = setting.recipe, layout.runner.sharded_model
+    """Build the update step over the parameters that this rank updates."""
+    recipe, sharded_model = context.recipe, layout.runner.sharded_model
     state.updates_per_step = recipe.strategy.updates_per_step
+    num_updates = num_steps * state.updates_per_step
     parts = update_parts(
-        setting.pieces.schedule(recipe.schedule, num_steps * state.updates_per_step, recipe.batch.size),
+        context.components.schedule(recipe.schedule, num_updates, recipe.batch.size),
         reduction=recipe.batch.reduction,
         clip_norm=recipe.optimizer.clip_norm,
-        norm=setting.pieces.norm(build_gradient_norm(setting, sharded_model)),
+        norm=context.components.norm(build_gradient_norm(context, sharded_model)),
         gather=layout.gather,
     )
     return UpdateStep(state, sharded_model.updates, parts)
-
-
-def build_loss_scale(recipe: Recipe) -> LossScale:
-    """Dynamic for fp16, 1 for the rest."""
-    if recipe.precision.compute == "fp16":
-        return LossScale(recipe.precision.init_scale, recipe.precision.growth_steps)
-    return LossScale()

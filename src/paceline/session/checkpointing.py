@@ -127,12 +127,12 @@ def build_saver(session: Session, run_dir: Path, warn: Callable[[str], None]) ->
         patience=patience,
         writer=_writer(files, options, patience),
         left=partial(_present_ranks, session),
-        survives_lost_ranks=lambda: session.doing == TRAINING_FOR_SERVER,
+        survives_lost_ranks=lambda: session.launcher_phase == TRAINING_FOR_SERVER,
     )
     saver = CheckpointSaver(
         session.state, shelf, _origin(session, run), saving, partial(gather_from_all, session)
     )
-    session.settle = saver.settle
+    session.wait_for_save = saver.settle
     session.reinstall_hooks.append(partial(_wait_before_updates, session))
     _wait_before_updates(session)
     return saver
@@ -165,9 +165,9 @@ def _wait_before_updates(session: Session) -> None:
     """
     step = session.update_step
     others = {name: part for name, part in step.parts.items() if name != _WAIT_PART}
-    step.parts = {_WAIT_PART: lambda record: session.settle(), **others}
+    step.parts = {_WAIT_PART: lambda record: session.wait_for_save(), **others}
     if session.average is not None:
-        session.average.settle = session.settle
+        session.average.settle = session.wait_for_save
 
 
 def _origin(session: Session, run: str) -> CheckpointOrigin:
@@ -298,7 +298,7 @@ def _warn_dropped_residuals(session: Session, found: StoredCheckpoint) -> None:
             f"{found.name} holds what coding had not sent yet under '{found.manifest.origin.strategy}', and"
             f" nothing sends it under '{session.strategy}': it is dropped; resume with that codec to keep it"
         )
-        session.notes.add("warning", {"text": text})
+        session.events.add("warning", {"text": text})
 
 
 @contextmanager

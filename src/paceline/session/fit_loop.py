@@ -139,7 +139,7 @@ class RunSchedule:
         compiled = self._compile_cost.follow(stats.seconds) if self._compile_cost is not None else None
         if compiled is not None:
             self.tell("compile", compiled)
-        for name, record in session.notes.take():
+        for name, record in session.events.take():
             self.tell(name, record)
         for callback in session.callbacks:
             callback.on_step(session, stats)

@@ -64,5 +64,5 @@ def _last_logits(session: Session, tokens_1T: Tensor) -> Tensor | None:
         found.append(model(batch)[0, -1].float().cpu().reshape(-1))  # whole, if ranks have parts of it
 
     alone = MicroBatch(step=session.state.step, shard=0, indices=np.arange(1), key=0)
-    session.runner.answer([LoadedBatch(alone, tokens_1T)], ask)
+    session.runner.forward_only([LoadedBatch(alone, tokens_1T)], ask)
     return found[0] if found else None

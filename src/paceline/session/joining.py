@@ -116,7 +116,7 @@ def join(
         session = build_session(
             recipe, built, found, device, warn=warn, stop_requested=stop_requested, fresh=fresh
         )
-        session.listen(callbacks)
+        session.add_callbacks(callbacks)
         try:
             yield session
         finally:

@@ -1,11 +1,12 @@
-"""A session goes on with other members, in the same process: what hangs on the membership is made again.
+"""Change the members of a job while it runs: a session continues with other ranks in the same process.
 
-Model, optimizer, data and the memory of the layout stay where they are; mesh, collectives, reduction, update
-step and rule are new. It holds for strategies in which every replica has the whole state: all the ranks that
-are left have what is needed. Others go on from a snapshot (`Session.take_over`).
+Model, optimizer, data and the memory of the layout stay where they are; mesh, collectives, reduction,
+update step and rule are built again. This works if every replica has the whole state, so that any
+remaining rank has all that is needed. Under other strategies the job continues from a snapshot
+(`Session.restore_shared`) or a checkpoint.
 
-Invariant: afterwards all members have the same step and the same state, also where some had made a step that
-others had not, and members that are new have it from those that were there.
+Invariant: afterwards all members have the same step and the same state, even if some had completed a step
+that others had not; new members receive the state from old ones.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from paceline.errors import StrategyError
 from paceline.job.cluster import Cluster
 from paceline.job.mesh import Mesh
 from paceline.parallel.data_parallel import ReplicatedRunner
-from paceline.parallel.model_layout import SessionBase
 from paceline.parallel.session_context import Components
 from paceline.parallel.state_transfer import StateSnapshot, share_snapshot
 from paceline.recipe.recipe import Recipe, max_sharers
@@ -36,130 +36,129 @@ from paceline.task import Task
 
 
 def change_members(session: Session, seconds: float | None = None) -> None:
-    """Go on with the members that are left, and those that have asked to join; changes the session.
+    """Continue with the remaining members and those that have asked to join; changes the session.
 
-    Every rank that goes on calls it: between two rounds, or after an error of communication in one, whose
-    half step is dropped. Then `Session.rounds` goes on.
+    Every remaining rank calls it, between two rounds or after a communication error inside a round, whose
+    incomplete step is dropped. Then `Session.rounds` continues.
 
     Args:
-        seconds: how long to wait for ranks that are alive and do not call; None: `runtime.deadline_seconds`.
+        seconds: how long to wait for living ranks that do not call; None: `runtime.deadline_seconds`.
     Raises:
-        StrategyError: no rank has the whole state, or the strategy does not fit the ranks that are left.
-        CommunicationError: the others have gone on without this rank, or cannot be reached.
+        StrategyError: no rank has the whole state, or the strategy does not fit the remaining ranks.
+        CommunicationError: the others have continued without this rank, or cannot be reached.
     """
-    session_base = require_renewable(session)
-    session.cluster.abort()  # who still waits in this epoch waits no more, also on other ranks
-    session.release()
+    require_renewable(session)
+    session.cluster.abort()  # ends every wait inside a collective of this epoch, also on other ranks
+    session.close_rule()
     session.abort()
     limit = session.recipe.runtime.deadline_seconds if seconds is None else seconds
-    _rebuild(session, session_base, session.cluster.renew(limit))
+    _rebuild(session, session.cluster.renew(limit))
 
 
 def prepare_new_member(
     recipe: Recipe, task: Task, device: torch.device, warn: Callable[[str], None]
 ) -> Session:
-    """A session of a process that is about to join a job; `join_as_member` makes it a member.
+    """Build the session of a process that is about to join a job; `join_as_member` makes it a member.
 
     Args:
-        recipe: of the run, with what it has left to the machine filled in, as its folder keeps it.
+        recipe: of the run, as its folder keeps it: with what was chosen on the first machines filled in.
     """
     pieces = Components(whole=partial(_with_overlap, ReplicatedRunner))
     strategy = recipe.strategy.replace(replicas=1)
-    alone = recipe.replace(strategy=strategy)
-    return build_session(alone, task, Cluster.single(), device, pieces=pieces, warn=warn, fresh=False)
+    single = recipe.replace(strategy=strategy)
+    return build_session(single, task, Cluster.single(), device, pieces=pieces, warn=warn, fresh=False)
 
 
 def join_as_member(session: Session, cluster: Cluster) -> None:
-    """Become a member of a job that runs, at its next change; changes a session that was prepared.
+    """Become a member of a running job at its next change of members; changes a prepared session.
 
     Args:
-        cluster: this process's place: its number in the job as `global_rank`.
+        cluster: of this process, with its number in the job as `global_rank`.
     Raises:
-        DeadlineError: the members did not take this process in.
+        DeadlineError: the members did not accept this process in time.
         StrategyError: as for `change_members`, or this process computes in another precision.
     """
-    session_base = require_renewable(session)
+    require_renewable(session)
     limit = session.recipe.runtime.deadline_seconds
-    _rebuild(session, session_base, cluster.join(session.runner.sharded_model.device.type, limit))
+    _rebuild(session, cluster.join(session.runner.sharded_model.device.type, limit))
 
 
-def require_renewable(session: Session) -> SessionBase:
-    """What the session is made from.
+def require_renewable(session: Session) -> None:
+    """Raise unless every replica of the session has the whole state.
 
     Raises:
-        StrategyError: its replicas do not each have the whole state.
+        StrategyError: the model is partitioned, or replicas differ.
     """
     strategy = session.strategy
-    unfit = {
-        "a model that is cut": bool(strategy.cuts),
+    reasons = {
+        "a partitioned model": bool(strategy.cuts),
         f"sync={strategy.sync}": strategy.sync != "every-step",
         f"codec={strategy.codec}": strategy.codec != "fp32",
         "batch.sync_batchnorm": session.recipe.batch.sync_batchnorm,
     }
-    reasons = [what for what, holds in unfit.items() if holds]
-    if reasons or session.session_base is None:
+    found = [reason for reason, holds in reasons.items() if holds]
+    if found:
         raise StrategyError(
-            f"members cannot change in process under {', '.join(reasons)}:"
-            " no rank that is left has all of the state",
-            next_step="go on from a checkpoint, or choose replicas with sync=every-step and codec=fp32",
+            f"members cannot change in a running process with {', '.join(found)}:"
+            " no remaining rank has the whole state",
+            next_step="resume from a checkpoint, or use replicas with sync=every-step and codec=fp32",
         )
-    return session.session_base
 
 
 def _with_overlap(
     make: Callable[..., ReplicatedRunner], *args: object, **options: object
 ) -> ReplicatedRunner:
-    """One that hands gradients on during backward: the process is alone now, and will not be."""
+    """Build a runner that reduces gradients during backward, although the process is still alone."""
     return make(*args, **{**options, "overlap": True})
 
 
-def _rebuild(session: Session, session_base: SessionBase, cluster: Cluster) -> None:
-    recipe = session_base.setting.recipe
-    most, called = max_sharers(recipe)
-    open_ended = recipe.strategy.replace(replicas=None)
-    strategy = resolve_strategy(open_ended, processes=cluster.world_size, shards=most, called=called)
-    setting = replace(
-        session_base.setting,
-        recipe=recipe.under(strategy),
+def _rebuild(session: Session, cluster: Cluster) -> None:
+    context = session.session_base.context
+    max_shards, called = max_sharers(context.recipe)
+    open_ended = context.recipe.strategy.replace(replicas=None)
+    strategy = resolve_strategy(open_ended, processes=cluster.world_size, shards=max_shards, called=called)
+    context = replace(
+        context,
+        recipe=context.recipe.under(strategy),
         cluster=cluster,
         mesh=Mesh.build(cluster, strategy.degrees),
-        closers=[],
-        choices=session.turns.choices,
+        close_callbacks=[],
+        rule_inputs=replace(context.rule_inputs, choices=session.rule_switches.choices),
     )
-    session.session_base = replace(session_base, setting=setting)
-    kept = _take_kept_tensors(session.state)
-    for name, value in build_rule_parts(session.session_base, session.task, session.state).items():
-        setattr(session, name, value)
-    for put in session.reinstall_hooks:
-        put()
-    for word, tensors in kept.items():
-        keeper, source = session.state.extra_states[word], InMemorySource(tensors)
+    session.session_base = replace(session.session_base, context=context)
+    extra_states = _take_extra_states(session.state)
+    session.parts = build_rule_parts(session.session_base, session.task, session.state)
+    for install in session.reinstall_hooks:
+        install()
+    for name, tensors in extra_states.items():
+        keeper, source = session.state.extra_states[name], InMemorySource(tensors)
         keeper.load(source.read(keeper.wanted(source.shapes)))
     _catch_up(session)
 
 
-def _take_kept_tensors(state: TrainState) -> dict[str, dict[str, Tensor]]:
-    """What others than model and optimizer keep, by word and name; they are made again."""
-    kept = {
-        word: {piece.slot.name: piece.tensor.clone() for piece in keeper.pieces()}
-        for word, keeper in state.extra_states.items()
+def _take_extra_states(state: TrainState) -> dict[str, dict[str, Tensor]]:
+    """Copy and remove the state of all keepers but model and optimizer, which are about to be built again."""
+    copies = {
+        name: {piece.slot.name: piece.tensor.clone() for piece in keeper.pieces()}
+        for name, keeper in state.extra_states.items()
     }
     state.extra_states.clear()
-    return kept
+    return copies
 
 
 def _catch_up(session: Session) -> None:
-    """Ranks that are behind take over the state of the first that is not; collective."""
+    """Give ranks that are behind the state of the first rank that is not; collective."""
     world, net, device = session.mesh.world, session.net, session.runner.sharded_model.device
-    mine = {"step": session.state.step, "compute": session.recipe.precision.compute}
-    found = [json.loads(text) for text in all_gather_texts(json.dumps(mine), world, net)]
-    if len({one["compute"] for one in found}) > 1:
+    local = {"step": session.state.step, "compute": session.recipe.precision.compute}
+    members = [json.loads(text) for text in all_gather_texts(json.dumps(local), world, net)]
+    formats = [member["compute"] for member in members]
+    if len(set(formats)) > 1:
         raise StrategyError(
-            f"ranks compute in different formats: {[one['compute'] for one in found]}",
-            next_step="let a process that joins have the recipe that the run folder keeps",
+            f"ranks compute in different number formats: {formats}",
+            next_step="start a joining process with the recipe that the run folder keeps",
         )
-    steps = [one["step"] for one in found]
-    if len({*steps}) == 1:
+    steps = [member["step"] for member in members]
+    if len(set(steps)) == 1:
         return
     source = steps.index(max(steps))
     state = session.state

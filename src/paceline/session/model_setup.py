@@ -128,7 +128,7 @@ def _refuse_sync_batchnorm(recipe: Recipe) -> None:
 
 
 def build_task_optimizer(
-    setting: SessionContext, task: Task, sharded_model: ShardedModel
+    context: SessionContext, task: Task, sharded_model: ShardedModel
 ) -> torch.optim.Optimizer:
     """The task's own optimizer, or the recipe's by name, over what this rank updates.
 
@@ -137,12 +137,12 @@ def build_task_optimizer(
             part of them.
         TaskError: the task brings its own, and the recipe sets options of one.
     """
-    recipe = setting.recipe
+    recipe = context.recipe
     if task.optimizer is None:
         optimizer = build_optimizer(
             sharded_model.model, recipe.optimizer, fused_allowed=not recipe.reproducible
         )
-        _log_optimizer_kernels(setting, sharded_model)
+        _log_optimizer_kernels(context, sharded_model)
     else:
         refuse_two_optimizers(recipe)
         optimizer = require_one_gradient(task.optimizer(sharded_model.model))
@@ -152,16 +152,16 @@ def build_task_optimizer(
     return optimizer
 
 
-def _log_optimizer_kernels(setting: SessionContext, sharded_model: ShardedModel) -> None:
+def _log_optimizer_kernels(context: SessionContext, sharded_model: ShardedModel) -> None:
     """Whether updates take a fused kernel, and why; what is slow here is told."""
-    recipe, allowed = setting.recipe.optimizer, not setting.recipe.reproducible
+    recipe, allowed = context.recipe.optimizer, not context.recipe.reproducible
     why_not = reason_not_fused(sharded_model.model, recipe, allowed)
     reason = why_not or "PyTorch has one for all that is trained"
-    setting.note("optimizer", {"name": recipe.name, "fused": not why_not, "reason": reason})
-    setting.warn(f"optimizer: {recipe.name} {'without a' if why_not else 'in a'} fused kernel, as {reason}")
+    context.note("optimizer", {"name": recipe.name, "fused": not why_not, "reason": reason})
+    context.warn(f"optimizer: {recipe.name} {'without a' if why_not else 'in a'} fused kernel, as {reason}")
     if not recipe.fused and not reason_not_fused(sharded_model.model, recipe.replace(fused=True), allowed):
         slow = unfused_optimizer_warning(
-            recipe, sum(p.numel() for p in sharded_model.updates.values()), setting.device
+            recipe, sum(p.numel() for p in sharded_model.updates.values()), context.device
         )
         if slow:
-            setting.warn(slow)
+            context.warn(slow)

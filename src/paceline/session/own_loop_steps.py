@@ -222,7 +222,7 @@ class OwnLoopSteps:
         self.updated = tuple(name for name, _, _ in self._made)
         self._made = []
         state.step += 1
-        self._after_round(session.finished(replace(stats, metrics={**stats.metrics, **losses})))
+        self._after_round(session.with_reported_metrics(replace(stats, metrics={**stats.metrics, **losses})))
 
     def drop_rest(self) -> None:
         """The loop has ended inside a step: what is half done is as if it had not begun."""
@@ -261,7 +261,7 @@ class OwnLoopSteps:
         _, sums = self._sums.pop()
         if part:
             keep_gradients_of(runner.sharded_model.computes, part)
-        scale = rule.follow(session.work, session.state)
+        scale = rule.begin_scale(session.work, session.state)
         rule.reducer.begin()
         runner.gradients.open(rule.reducer)
         runner.gradients.close()

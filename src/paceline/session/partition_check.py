@@ -41,14 +41,14 @@ from paceline.models.positions import positions
 from paceline.parallel.context.context_attention import TrialBatch
 from paceline.parallel.model_runner import ModelRunner
 from paceline.parallel.session_context import SessionContext
-from paceline.parallel.strategy_cuts import tensor_plan_for
 from paceline.parallel.tensor.tensor_plan import (
     TensorPlanEntry,
     apply_tensor_cuts,
     plan_tensor_cuts,
     resolve_tensor_plan,
+    tensor_plan_for,
 )
-from paceline.session.task_contract import check_loss, restore_buffers
+from paceline.session.task_contract import restore_buffers
 from paceline.state.slot import TensorSlot
 from paceline.task import Loss, Task
 
@@ -61,13 +61,6 @@ class _ProbeResult(NamedTuple):
 
     outputs: list[Any]
     sums: list[Tensor]
-
-
-def check_task_and_sequences(task: Task, runner: ModelRunner, net: Net, mesh: Mesh) -> None:
-    """All that is asked of a task before the first step; collective. See `check_loss`, `check_sequences`."""
-    check_loss(task, runner, net, mesh.world)
-    if mesh.axes["context"].size > 1:
-        check_sequences(task, runner, net, mesh)
 
 
 def check_sequences(task: Task, runner: ModelRunner, net: Net, mesh: Mesh) -> None:
@@ -108,7 +101,7 @@ def _probe(task: Task, runner: ModelRunner, batch: TrialBatch, whole: Sequence[T
         values = float_tensors(output)
         looked.outputs.extend(map(_position_error, whole, values) if whole else values)
 
-    runner.answer([_loaded(batch)], partial(_probe_loss, task, listen, looked.sums))
+    runner.forward_only([_loaded(batch)], partial(_probe_loss, task, listen, looked.sums))
     return looked
 
 
@@ -211,7 +204,7 @@ class _ModuleCall(NamedTuple):
     outputs: list[Tensor]
 
 
-def check_tensor_plan(setting: SessionContext, task: Task, model: nn.Module) -> None:
+def check_tensor_plan(context: SessionContext, task: Task, model: nn.Module) -> None:
     """Compare every planned part cut and whole; collective over the ranks of `tensor`.
 
     Args:
@@ -220,15 +213,13 @@ def check_tensor_plan(setting: SessionContext, task: Task, model: nn.Module) -> 
         TaskError: a part gives something else; it is named on every rank.
     Wire: the sums of each part over one sample, and one ragged all_gather of a few numbers.
     """
-    if setting.mesh.axes["tensor"].size == 1 or setting.recipe.runtime.compile:
-        return
     if any(p.is_meta for p in model.parameters()):
         return
-    entries = [e for e in resolve_tensor_plan(tensor_plan_for(setting, task, model), model) if e.word in _CUT]
+    entries = [e for e in resolve_tensor_plan(tensor_plan_for(context, task, model), model) if e.word in _CUT]
     with torch.no_grad(), torch.random.fork_rng(), restore_buffers(model):
-        calls = _record_calls(task, model.eval(), modules_to_compare(entries), setting.device)
-        off = {name: _split_error(setting, model, name, entries, call) for name, call in calls.items()}
-    _require_close(setting, off, rounding_tolerance([*model.parameters()]))
+        calls = _record_calls(task, model.eval(), modules_to_compare(entries), context.device)
+        off = {name: _split_error(context, model, name, entries, call) for name, call in calls.items()}
+    _require_close(context, off, rounding_tolerance([*model.parameters()]))
 
 
 def modules_to_compare(entries: Sequence[TensorPlanEntry]) -> list[str]:
@@ -298,14 +289,14 @@ def _recording_hooks(model: nn.Module, names: Sequence[str], found: dict[str, _M
 
 
 def _split_error(
-    setting: SessionContext,
+    context: SessionContext,
     model: nn.Module,
     name: str,
     entries: Sequence[TensorPlanEntry],
     call: _ModuleCall,
 ) -> float:
     """How far a copy of a part that is cut is from the whole one, of the largest value."""
-    group = setting.mesh.axes["tensor"]
+    group = context.mesh.axes["tensor"]
     part = copy.deepcopy(model.get_submodule(name))
     inside = f"{name}." if name else ""
     own = [
@@ -313,7 +304,7 @@ def _split_error(
         for entry in entries
         if entry.name == name or entry.name.startswith(inside)
     ]
-    apply_tensor_cuts(plan_tensor_cuts(own, group.size), NativeCollective(setting.net, group))
+    apply_tensor_cuts(plan_tensor_cuts(own, group.size), NativeCollective(context.net, group))
     outputs = float_tensors(part(*call.args, **call.kwargs))
     return max((_max_relative_error(a, b) for a, b in zip(call.outputs, outputs, strict=True)), default=0.0)
 
@@ -325,10 +316,10 @@ def _max_relative_error(right: Tensor, found: Tensor) -> float:
     return float((right - found).abs().nan_to_num().max()) / largest if largest else 0.0
 
 
-def _require_close(setting: SessionContext, off: dict[str, float], allowed: float) -> None:
+def _require_close(context: SessionContext, off: dict[str, float], allowed: float) -> None:
     """Raises: TaskError: on some rank a part is farther off than rounding explains."""
     mine = {name: gap for name, gap in off.items() if gap > allowed}
-    texts = all_gather_texts(json.dumps(mine), setting.mesh.world, setting.net)
+    texts = all_gather_texts(json.dumps(mine), context.mesh.world, context.net)
     wrong = {name: gap for text in texts for name, gap in json.loads(text).items()}
     if wrong:
         name, gap = next(iter(wrong.items()))

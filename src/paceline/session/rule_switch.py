@@ -1,20 +1,19 @@
-"""When the phases of a run end, as far as it is known; and what a change of rule has gained.
+"""When one sync rule of a run follows another, and the switch of a session to the next rule.
 
-A phase that waits for something ends after the round in which that has happened, on all ranks, since what
-happens is found from numbers that all have. From then on its step is known, and is state: a run that goes on
-from a later checkpoint has switched there, one from an earlier checkpoint has not. Where a rule has taken
-over from a slow rank, the run goes back once that has recovered, and waits for the next one.
+A phase of a run ends at a step that the recipe names, or after the round in which an event happened (a
+rank became slow, the first steps were measured). Events follow from numbers that all ranks have, so all
+ranks end the phase after the same round; that step is then part of the state. A run resumed from a later
+checkpoint has switched there, one resumed from an earlier checkpoint has not. If a rule has taken over
+because of a slow rank, the run returns to the first rule when that rank has recovered, and waits for the
+next slow rank.
 
-A session goes on under another rule, in the same processes: what hangs on the rule is made again.
-
-As after a change of members (`renewal`), model, optimizer and data stay where they are, and reduction, guard,
-update step and rule are new. What they go on from is the state as a checkpoint would hold it, which goes from
-rank to rank in memory, some tensors at a time.
-
-Invariant: a run that switches is the run that starts under the second rule from that checkpoint. What both
-rules keep (inner optimizers of replicas, outer momentum) goes on; what the second does not know ends; what it
-alone has begins. What coding has lost is handed over in full: gradients' to whoever has the next gradients
-(`PendingResidual`), movements' to the parameters (`sync.moved`). Every sample is used once.
+A switch happens in the same processes. Model, optimizer and data stay where they are; `RuleParts` are
+built again and continue from the state as a checkpoint would hold it, which goes from rank to rank in
+memory, some tensors at a time. Invariant: a run that switches equals the run that starts under the second
+rule from that checkpoint. State that both rules keep (inner optimizers of replicas, outer momentum)
+continues, state that only the first knows is dropped, state that only the second knows starts anew.
+Quantisation errors are passed on in full: those of gradients to the next gradients (`PendingResidual`),
+those of deltas to the parameters (`sync.residuals`).
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from paceline.observe.sinks import EventCallback
 from paceline.observe.step_stats import StepStats
-from paceline.parallel.model_layout import SessionBase
 from paceline.parallel.state_transfer import StateTransfer
 from paceline.recipe.strategy_text import (
     UNTIL_MEASURED,
@@ -39,23 +38,22 @@ from paceline.recipe.strategy_text import (
     resolve_phases,
 )
 from paceline.state.train_state import TrainState
-from paceline.sync.health import EventCallback
 from paceline.sync.straggler_recovery import RECOVERED, AwaitedRank
 from paceline.task import Task
 
 if TYPE_CHECKING:
-    from paceline.session.session import Session
+    from paceline.session.session import RuleParts, Session, SessionBase
 
-RULE_SWITCHES_KEY = "turns"
-_ROUNDS_BEFORE = 4  # rounds of a step: a window of those who name slow ranks
+RULE_SWITCHES_KEY = "turns"  # in checkpoints, so it stays
+_ROUNDS_BEFORE = 4  # rounds of a step: the window of the straggler detection
 _STEPS_AFTER = 8  # steps, which may be one round
 
 
 class RoundTotals(NamedTuple):
-    """What a round did.
+    """Totals of one or several rounds.
 
     Args:
-        items: that its updates were made of.
+        items: number of items (samples or tokens) that the updates were made of.
     """
 
     steps: int
@@ -64,56 +62,58 @@ class RoundTotals(NamedTuple):
 
 
 class RuleSwitches:
-    """The phases of a run.
+    """The phases of a run, as far as they are known.
 
     Args:
-        asked: as the recipe says.
-        note: is told what a change of rule has gained.
+        asked: the phases as the recipe says them.
+        note: receives the event `gain` some steps after a switch.
     Attributes:
-        waits: a phase was asked to end where something happens.
+        depends_on_events: a phase ends with an event and not at a step of the recipe.
     """
 
     def __init__(self, asked: str, note: EventCallback) -> None:
         self._asked, self._note = asked, note
-        self.waits = any(isinstance(phase.until, str) for phase in phases_of(asked))
-        self._found = asked
-        self._slow: int | None = None  # the rank that was named, until it has recovered
+        self.depends_on_events = any(isinstance(phase.until, str) for phase in phases_of(asked))
+        self._resolved = asked
+        self._slow_rank: int | None = None  # the rank that was named, until it has recovered
         self._cause = ""
         self._recent: deque[RoundTotals] = deque(maxlen=_STEPS_AFTER)
         self._before: RoundTotals | None = None
 
     def phase(self, step: int) -> SyncPhase:
-        """The rule of a step, and until when it holds."""
-        return phase_at_step(phases_of(self._found), step)
+        """Return the rule of a step, and where its phase ends."""
+        return phase_at_step(phases_of(self._resolved), step)
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The rules that the run may still choose from; empty: it is known."""
-        return choices_of(self._found)
+        """The rules among which the run has still to choose; empty if the rule is known."""
+        return choices_of(self._resolved)
 
     @property
-    def awaited(self) -> AwaitedRank | None:
-        """Who has to recover, for the run to go back; None: nobody was named."""
-        if self._slow is None:
+    def awaited_rank(self) -> AwaitedRank | None:
+        """The slow rank whose recovery ends the present phase; None if no rank was named."""
+        if self._slow_rank is None:
             return None
-        return AwaitedRank(self._slow, self._cause, count_returns(self._asked, self._found))
+        return AwaitedRank(self._slow_rank, self._cause, count_returns(self._asked, self._resolved))
 
-    def passed(self, stats: StepStats, steps: int, events: Mapping[str, Mapping[str, Any]]) -> bool:
-        """A round is over; whether another rule begins here, by one of these events.
+    def record_round(self, stats: StepStats, num_steps: int, events: Mapping[str, Mapping[str, Any]]) -> bool:
+        """Record a completed round; return whether another rule begins after it.
 
         Args:
-            steps: of the round.
-            events: what has happened in it, by name.
+            num_steps: of the round.
+            events: the events of the round with their records, by name.
         """
-        self._recent.append(RoundTotals(steps, stats.num_items, stats.seconds))
-        self._tell_gain(stats.step + 1)
+        self._recent.append(RoundTotals(num_steps, stats.num_items, stats.seconds))
+        self._note_gain(stats.step + 1)
         rule, until = self.phase(stats.step)
         if until in events:
-            happened = events[str(until)]
-            self._found = resolve_phases(self._found, stats.step + 1, str(happened.get(UNTIL_MEASURED, "")))
-            self._slow, self._cause = happened.get("rank"), str(happened.get("cause", ""))
+            event = events[str(until)]
+            chosen = str(event.get(UNTIL_MEASURED, ""))
+            self._resolved = resolve_phases(self._resolved, stats.step + 1, chosen)
+            self._slow_rank, self._cause = event.get("rank"), str(event.get("cause", ""))
         elif until is None and RECOVERED in events:
-            self._found, self._slow = append_return(self._asked, self._found, stats.step + 1), None
+            self._resolved = append_return(self._asked, self._resolved, stats.step + 1)
+            self._slow_rank = None
         if self.phase(stats.step + 1).rule == rule:
             return False
         self._before = sum_rounds(list(self._recent)[-_ROUNDS_BEFORE:])
@@ -121,20 +121,19 @@ class RuleSwitches:
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """What is known."""
-        return {"sync": self._found, "slow": self._slow, "cause": self._cause}
+        return {"sync": self._resolved, "slow": self._slow_rank, "cause": self._cause}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what was known; a recipe that asks for other phases begins anew."""
-        known = str(state.get("sync", self._asked))
-        found = known if is_resolved_from(self._asked, known) else self._asked
-        self._slow = state.get("slow") if found == known else None
+        """Continue with saved phases; start anew if the recipe now asks for other phases."""
+        saved = str(state.get("sync", self._asked))
+        resolved = saved if is_resolved_from(self._asked, saved) else self._asked
+        self._slow_rank = state.get("slow") if resolved == saved else None
         self._cause = str(state.get("cause", ""))
-        if found != self._found:
-            self._found, self._before = found, None
+        if resolved != self._resolved:
+            self._resolved, self._before = resolved, None
             self._recent.clear()
 
-    def _tell_gain(self, step: int) -> None:
+    def _note_gain(self, step: int) -> None:
         after = sum_rounds(self._recent)
         if self._before is not None and after.steps >= _STEPS_AFTER:
             self._note("gain", {"step": step, **measure_gain_of_switch(self._before, after)})
@@ -142,14 +141,14 @@ class RuleSwitches:
 
 
 def sum_rounds(rounds: Collection[RoundTotals]) -> RoundTotals:
-    """Rounds as one."""
+    """Return the totals of at least one round."""
     steps, items, seconds = (sum(column) for column in zip(*rounds, strict=True))
     return RoundTotals(int(steps), items, seconds)
 
 
 def measure_gain_of_switch(before: RoundTotals, after: RoundTotals) -> dict[str, float]:
-    """Seconds of a step, and how many times as many items a second are trained on; pure."""
-    rates = [one.items / max(one.seconds, 1e-9) for one in (before, after)]
+    """Return the seconds of a step before and after a switch, and the ratio of items per second; pure."""
+    rates = [totals.items / max(totals.seconds, 1e-9) for totals in (before, after)]
     return {
         "before": before.seconds / before.steps,
         "after": after.seconds / after.steps,
@@ -157,44 +156,53 @@ def measure_gain_of_switch(before: RoundTotals, after: RoundTotals) -> dict[str,
     }
 
 
-BuildRuleParts = Callable[[SessionBase, Task, TrainState], dict[str, Any]]
-
-
-def enter_rule(session: Session, arrange: BuildRuleParts, step: int, *, carries: bool = True) -> None:
-    """Have a session run under the rule of a step; collective, between two rounds. Changes the session.
+def enter_rule(
+    session: Session,
+    build_parts: Callable[[SessionBase, Task, TrainState], RuleParts],
+    step: int,
+    *,
+    carries_state: bool = True,
+) -> None:
+    """Switch the session to the sync rule that is active at `step`; collective, between two rounds.
 
     Args:
-        arrange: makes what hangs on the rule.
-        carries: the state goes on; false: another one is about to be restored.
+        session: changed in place, if it runs under another rule now.
+        build_parts: builds the parts that depend on the rule.
+        carries_state: the state continues under the new rule; false: another state is about to be loaded.
     """
-    session_base, strategy = session.session_base, session.strategy
-    rule = session.turns.phase(step).rule
-    if session_base is None:
+    switches, context = session.rule_switches, session.session_base.context
+    rule = switches.phase(step).rule
+    # A state that is loaded may have chosen its rule already: then the chooser around every-step must go.
+    chooses_alike = carries_state or bool(context.rule_inputs.choices) == bool(switches.choices)
+    if rule == session.strategy.sync and chooses_alike:
         return
-    chooses = carries or bool(session_base.setting.choices) == bool(session.turns.choices)
-    if rule == strategy.sync and chooses:
-        return
-    session.settle()
-    handover = StateTransfer(session.state, session.mesh, session.net) if carries else None
+    session.wait_for_save()  # a save in the background still reads tensors that are replaced below
+    transfer = StateTransfer(session.state, session.mesh, session.net) if carries_state else None
     _release_rule(session)
-    recipe = session_base.setting.recipe.under(session.full_strategy.under(rule))
-    setting = replace(session_base.setting, recipe=recipe, closers=[], loss_tolerant_rules=[])
-    setting = replace(setting, choices=session.turns.choices, awaited=session.turns.awaited)
-    session.session_base = replace(session_base, setting=setting)
-    state = session.state
-    for name, value in arrange(session.session_base, session.task, state).items():
-        setattr(session, name, value)
-    for put in session.reinstall_hooks:
-        put()
-    if handover is not None:
-        session.prepare_restore(handover.scalars)
-        state.read_from(handover, handover.scalars)()
-        session.notes.add("switch", {"step": step, "sync": rule})
+    context = replace(
+        context,
+        recipe=context.recipe.under(session.full_strategy.under(rule)),
+        close_callbacks=[],
+        rule_inputs=replace(
+            context.rule_inputs,
+            loss_tolerant_rules=[],
+            choices=switches.choices,
+            awaited_rank=switches.awaited_rank,
+        ),
+    )
+    session.session_base = replace(session.session_base, context=context)
+    session.parts = build_parts(session.session_base, session.task, session.state)
+    for install in session.reinstall_hooks:
+        install()
+    if transfer is not None:
+        session.prepare_restore(transfer.scalars)
+        session.state.read_from(transfer, transfer.scalars)()
+        session.events.add("switch", {"step": step, "sync": rule})
 
 
 def _release_rule(session: Session) -> None:
-    """Of what the rule keeps beside the session, and of gradients, which may keep a bucket in memory."""
-    session.release()
+    """Drop what the rule keeps outside of `parts`; gradients go too, as they may keep a bucket in memory."""
+    session.close_rule()
     session.state.extra_states.clear()
     session.state.alone = False
     sharded_model = session.runner.sharded_model

@@ -86,12 +86,16 @@ def _refuse_used(recipe: Recipe) -> None:
 def _lock_folder(session: Session, run_dir: Path) -> None:
     """Keep other jobs out of the folders of the run and of its checkpoints until the session is closed."""
     with explain_os_errors(run_dir):
-        session.exit_callbacks.append(FolderLock(StorageFolder(str(run_dir)), warn_on_stderr).release)
+        session.session_base.layout.exit_callbacks.append(
+            FolderLock(StorageFolder(str(run_dir)), warn_on_stderr).release
+        )
     folder = session.recipe.checkpoint.folder
     if folder is None:
         return
     try:
-        session.exit_callbacks.append(FolderLock(StorageFolder(folder), warn_on_stderr).release)
+        session.session_base.layout.exit_callbacks.append(
+            FolderLock(StorageFolder(folder), warn_on_stderr).release
+        )
     except OSError as error:
         raise refused_write_error(folder, error) from error
 

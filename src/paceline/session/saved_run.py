@@ -116,7 +116,7 @@ def _predict_on_this_rank(session: Session, samples: SampleSource, mine: Sequenc
     loader = build_loader(session.recipe, session.task, samples, runner.sharded_model.device)
     wanted = (MicroBatch(0, 0, np.arange(block.start, block.stop), key=0) for block in mine)
     with session.averaged(), loader.open(wanted) as stream:
-        runner.answer(stream, ask)
+        runner.forward_only(stream, ask)
     if not found:
         return []
     rows = (split_predictions(one, len(block)) for one, block in zip(found, mine, strict=True))

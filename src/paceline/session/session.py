@@ -1,9 +1,15 @@
-"""What the ranks of a session do together between two rounds, where the job goes on without one that is lost.
+"""The session of one rank: model, state, data and sync rule, and the iteration over the rounds of training.
 
-Invariant: it is done on all that are left, or they do it again (`commit`); who goes on has done it.
-Under a rule that needs all ranks it is done once, and an error ends the job.
+A session has two kinds of parts. `SessionBase` (context, model layout) and the state last as long as the
+session; `RuleParts` depend on the sync rule and on the members of the job, and are built again when either
+changes.
 
-The session: everything one rank needs to train, put together, and the iteration over its steps.
+Between two rounds the state is consistent, so ranks evaluate, save and vote there. Under rules that
+continue without a lost worker of a server, every such collective goes through `repeat_until_agreed`:
+either all remaining ranks have completed it, or all of them repeat it. Under the other rules it runs once,
+and an error ends the job.
+
+This module does not decide when to evaluate or save (`fit_loop`), and does not build anything (`build`).
 """
 
 from __future__ import annotations
@@ -26,9 +32,9 @@ from paceline.job.commit import CommitProtocol
 from paceline.job.launcher_reports import TRAINING, TRAINING_FOR_SERVER
 from paceline.job.mesh import Mesh
 from paceline.observe.step_stats import StepStats
-from paceline.parallel.model_layout import SessionBase
+from paceline.parallel.model_layout import ModelLayout
 from paceline.parallel.model_runner import ModelRunner
-from paceline.parallel.session_context import EventQueue
+from paceline.parallel.session_context import SessionContext
 from paceline.parallel.sharded_model import ShardedModel
 from paceline.parallel.state_transfer import (
     StateSnapshot,
@@ -42,6 +48,7 @@ from paceline.recipe.strategy import Strategy
 from paceline.session.callback import Callback
 from paceline.session.rule_switch import RULE_SWITCHES_KEY, RuleSwitches
 from paceline.state.train_state import TrainState
+from paceline.sync.bad_value_locator import LossRecorder
 from paceline.sync.sync_rule import SurvivingRule, SyncRule
 from paceline.sync.update import UpdateStep
 from paceline.sync.weight_average import WeightAverage
@@ -50,183 +57,238 @@ from paceline.task import Task, finish_metrics
 T = TypeVar("T")
 
 
-def repeat_until_agreed(session: Session, attempt: Callable[[], T]) -> T:
-    """Do something together; collective. Where a worker of a server is lost in it, it is done again.
+class EventQueue:
+    """Queue of events that happen beside the steps (a lost rank, a switch of rules), for the sinks."""
+
+    def __init__(self) -> None:
+        self._events: list[tuple[str, Mapping[str, Any]]] = []
+        self._new: dict[str, Mapping[str, Any]] = {}
+
+    def add(self, name: str, record: Mapping[str, Any]) -> None:
+        """Append an event with its record."""
+        self._events.append((name, record))
+        self._new[name] = record
+
+    def new_by_name(self) -> Mapping[str, Mapping[str, Any]]:
+        """Return the last record of each name since the previous call, whatever `take` has returned."""
+        records, self._new = self._new, {}
+        return records
+
+    def take(self) -> list[tuple[str, Mapping[str, Any]]]:
+        """Return all events since the previous call, in their order."""
+        events, self._events = self._events, []
+        return events
+
+
+@dataclass(frozen=True)
+class SessionBase:
+    """Parts of a session that outlive its sync rules.
 
     Args:
-        session: its mesh is that of those who are left afterwards.
-        attempt: collective over that mesh, which may be another one when it is called again.
-    Raises:
-        CommunicationError: it failed, and nobody is lost, or somebody is without whom nothing goes on.
+        context: arguments of the constructors; replaced when the rule or the members change.
+        layout: the placed model.
+        loss_recorder: records every loss, so that a bad value can be located.
     """
-    if not any(rule.left for rule in session.loss_tolerant_rules):
+
+    context: SessionContext
+    layout: ModelLayout
+    loss_recorder: LossRecorder
+
+
+@dataclass
+class RuleParts:
+    """Parts of a session that are built again when the sync rule or the members change.
+
+    Args:
+        strategy: of the present rule, with its replicas filled in.
+        feed: the micro-batches of this rank, their loader and the length of the run.
+        update_step: applies one update to the parameters of this rank.
+        rule: the sync rule, which owns the loop over micro-batches.
+        close_callbacks: called when the rule or the members change, and by `Session.close`.
+        loss_tolerant_rules: the rule, if it continues without some ranks; else empty.
+        comm_checks: debug checks around every round.
+        average: moving average of the weights, if the recipe asks for one.
+        average_after_rounds: the average is updated after rounds, not by the update step.
+    """
+
+    strategy: Strategy
+    cluster: Cluster
+    mesh: Mesh
+    feed: TrainingFeed
+    update_step: UpdateStep
+    rule: SyncRule
+    close_callbacks: list[Callable[[], None]]
+    loss_tolerant_rules: list[SurvivingRule]
+    comm_checks: CommChecks
+    average: WeightAverage | None = None
+    average_after_rounds: bool = False
+
+
+def repeat_until_agreed(session: Session, attempt: Callable[[], T]) -> T:
+    """Run a collective function; repeat it on the remaining ranks if a worker is lost in it.
+
+    Args:
+        session: its mesh is afterwards that of the remaining ranks.
+        attempt: collective over the session's mesh, which may have shrunk when it is called again.
+    Raises:
+        CommunicationError: it failed although no rank is lost, or a rank is lost that the rule needs.
+    """
+    rules = session.parts.loss_tolerant_rules
+    if not any(rule.left for rule in rules):
         return attempt()
     session.commit = session.commit or CommitProtocol(session.cluster.connected, session.net.deadline_seconds)
-    left = _remaining_ranks(session)
+    remaining = _remaining_ranks(session)
     while True:
-        found, failure = _attempt(session, attempt, left)
-        done, still = session.commit.vote(left, done=failure is None)
-        for rule in session.loss_tolerant_rules:
-            rule.left = still
+        result, failure = _attempt(session, attempt, remaining)
+        # A rank may have returned before another one was lost, so success counts only if all ranks vote
+        # for it.
+        done, still_connected = session.commit.vote(remaining, done=failure is None)
+        for rule in rules:
+            rule.left = still_connected
         if done:
-            return cast("T", found)
-        if still == left or not set(range(session.strategy.servers)) <= set(still):
+            return cast("T", result)
+        if still_connected == remaining or not set(range(session.strategy.servers)) <= set(still_connected):
             raise failure or CommunicationError(
-                "another rank could not do its part between two rounds",
-                next_step="look at the first rank that ended: it is the cause",
+                "another rank failed between two rounds",
+                next_step="read the error of the rank that ended first: it is the cause",
             )
-        left = still
+        remaining = still_connected
 
 
 def drop_lost_ranks(session: Session) -> None:
-    """A round is over: go on with those that the rule has not lost; collective where it has lost some."""
+    """Shrink the mesh to the ranks that the rule has not lost; collective if it has lost any."""
     if _remaining_ranks(session) != session.mesh.world.ranks:
         repeat_until_agreed(session, lambda: None)
 
 
 def gather_from_all(session: Session, make: Callable[[], str]) -> list[str]:
-    """A text of every rank, made when it is known who is left, by place in the mesh; see `repeat_until_agreed`."""
+    """Return the text of every rank, in the order of the mesh; collective.
+
+    Args:
+        make: returns this rank's text; called again, on the smaller mesh, if a rank is lost.
+    """
     return repeat_until_agreed(session, lambda: all_gather_texts(make(), session.mesh.world, session.net))
 
 
 def share_with_all(session: Session, text: str) -> str:
-    """The text of rank 0 on every rank; see `repeat_until_agreed`."""
+    """Return the text of rank 0 on every rank; collective."""
     device = session.runner.sharded_model.device
     return repeat_until_agreed(session, lambda: broadcast_text(text, session.mesh.world, session.net, device))
 
 
-def sum_over_ranks(session: Session, value: float) -> float:
-    """The sum of a number of every rank; see `repeat_until_agreed`."""
-
-    def attempt() -> float:
-        mine = torch.tensor(value, dtype=torch.float64, device=session.runner.sharded_model.device)
-        return float(session.net.all_reduce(mine, session.mesh.world).wait())
-
-    return repeat_until_agreed(session, attempt)
-
-
 def _attempt(
-    session: Session, attempt: Callable[[], T], left: tuple[int, ...]
+    session: Session, attempt: Callable[[], T], remaining: tuple[int, ...]
 ) -> tuple[T | None, CommunicationError | None]:
-    """Do it among those that are left; or why it failed, which it then does on all of them."""
+    """Run `attempt` on the remaining ranks; on failure make it fail on all of them and return the error."""
     try:
-        session.mesh = session.mesh.surviving_mesh(left)
+        session.parts.mesh = session.mesh.surviving_mesh(remaining)
         return attempt(), None
     except CommunicationError as error:
-        session.cluster.abort()
+        session.cluster.abort()  # wakes ranks that still wait inside the collective, so that they vote too
         return None, error
 
 
 def _remaining_ranks(session: Session) -> tuple[int, ...]:
-    """The ranks of the mesh that the rule has not lost."""
-    found = session.mesh.world.ranks
-    for rule in session.loss_tolerant_rules:
-        found = tuple(rank for rank in found if rank in (rule.left or found))
-    return found
-
-
-def _has_meta_tensors(sharded_model: ShardedModel) -> bool:
-    return any(t.is_meta for t in (*sharded_model.model.parameters(), *sharded_model.model.buffers()))
+    """Return the ranks of the mesh that the rule has not lost."""
+    ranks = session.mesh.world.ranks
+    for rule in session.parts.loss_tolerant_rules:
+        ranks = tuple(rank for rank in ranks if rank in (rule.left or ranks))
+    return ranks
 
 
 def _do_nothing(*args: Any, **options: Any) -> None:
-    """One rule for the whole run, and nobody reads the state."""
+    """Stand in for `Session.enter_rule` before it is set, and for `wait_for_save` without a saver."""
 
 
 @dataclass
 class Session:
-    """One rank of a training job. Build it with `build_session`.
+    """One rank of a training job, built by `build_session`.
 
     Args:
-        strategy: the recipe's, with its replicas filled in.
-        feed: what it trains on.
-        runner: the model as this rank holds it.
-        update_step: makes updates.
-        rule: owns the loop.
-        debugging: looks at every round, where the recipe asks for it.
-        notes: steps that were left out, and why; `fit` hands them to the sinks.
-        closers: what `close` calls, and whoever makes anew what hangs on the rule or the members.
-        exit_callbacks: what only `close` calls.
-        loss_tolerant_rules: the rule, where it goes on without some ranks.
-        average: of the weights; None: the recipe asks for none. `average_after_rounds`: it follows rounds.
-        callbacks: what `fit` calls; see `listen`.
-        session_base: what `renew` makes the rest from; None: it cannot.
-        enter: has the session run under the rule of a step; see `switching`.
-        reinstall_hooks: put into the update step again what others than its constructor have put there.
-        settle: waits until nothing reads the state any more.
-        stop_reason: why a callback wants the run to end; empty: it does not.
-        commit: the votes of `agreed`; made at the first of them.
+        recipe: with the strategy as the user wrote it.
+        state: model, optimizer and counters; what a checkpoint holds.
+        runner: forward and backward of the model as this rank holds it.
+        events: events beside the steps (a skipped step, a lost rank); `fit` passes them to the sinks.
+        session_base: what the parts of another rule are built from.
+        parts: what depends on the present rule and members.
+        callbacks: called by `fit`; see `add_callbacks`.
+        stop_reason: why a callback of this rank wants the run to end; empty: it does not.
+        enter_rule: switches to the rule that is active at a step.
+        reinstall_hooks: called after new `parts` were built, to install hooks in the new update step.
+        wait_for_save: waits until a save in the background reads the state no more.
+        commit: votes of `repeat_until_agreed`; made at the first of them.
     """
 
     recipe: Recipe
-    strategy: Strategy
-    cluster: Cluster
-    mesh: Mesh
-    net: Net
     task: Task
     state: TrainState
     runner: ModelRunner
-    feed: TrainingFeed
-    update_step: UpdateStep
-    rule: SyncRule
-    debugging: CommChecks
-    notes: EventQueue = field(default_factory=EventQueue)
-    closers: list[Callable[[], None]] = field(default_factory=list)
-    exit_callbacks: list[Callable[[], None]] = field(default_factory=list)
-    loss_tolerant_rules: list[SurvivingRule] = field(default_factory=list)
-    average: WeightAverage | None = None
-    average_after_rounds: bool = False
+    events: EventQueue
+    session_base: SessionBase
+    parts: RuleParts
     callbacks: list[Callback] = field(default_factory=list)
     stop_reason: str = ""
-    enter: Callable[..., None] = field(default_factory=lambda: _do_nothing)
+    enter_rule: Callable[..., None] = _do_nothing
     reinstall_hooks: list[Callable[[], None]] = field(default_factory=list)
-    settle: Callable[[], None] = field(default_factory=lambda: _do_nothing)
-    session_base: SessionBase | None = None
+    wait_for_save: Callable[[], None] = _do_nothing
     commit: CommitProtocol | None = None
-
-    def listen(self, callbacks: Sequence[Callback]) -> None:
-        """Have callbacks called by `fit`, and their state in checkpoints; before anything is restored."""
-        for callback in callbacks:
-            self.state.keep(f"{type(callback).__name__}.{len(self.callbacks)}", callback)
-            self.callbacks.append(callback)
-            callback.on_build(self)
-
-    def stop(self, reason: str) -> None:
-        """End the run after the present round, on all ranks; for callbacks."""
-        self.stop_reason = reason
+    rule_switches: RuleSwitches = field(init=False)
 
     def __post_init__(self) -> None:
-        self.turns = RuleSwitches(self.recipe.strategy.sync, self.notes.add)
-        if self.turns.waits:
-            self.state.keep(RULE_SWITCHES_KEY, self.turns)
+        self.rule_switches = RuleSwitches(self.recipe.strategy.sync, self.events.add)
+        if self.rule_switches.depends_on_events:
+            self.state.keep(RULE_SWITCHES_KEY, self.rule_switches)
 
-    def close(self) -> None:
-        """Release what the strategy holds, and its process groups; the session cannot train afterwards."""
-        self.release()
-        while self.exit_callbacks:
-            self.exit_callbacks.pop()()
-        self.mesh.give_back()
-
-    def release(self) -> None:
-        """Release what hangs on the rule and the members, which is about to be made anew."""
-        while self.closers:
-            self.closers.pop()()
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy of the present rule, with its replicas filled in."""
+        return self.parts.strategy
 
     @property
     def full_strategy(self) -> Strategy:
         """The strategy with all rules of the run, and its replicas filled in."""
-        now, asked = self.strategy, self.recipe.strategy
-        replicas = (now.replicas or 1) + now.servers - asked.servers
-        return now.replace(sync=asked.sync, servers=asked.servers, replicas=replicas)
+        present, asked = self.strategy, self.recipe.strategy
+        replicas = (present.replicas or 1) + present.servers - asked.servers
+        return present.replace(sync=asked.sync, servers=asked.servers, replicas=replicas)
 
     @property
-    def doing(self) -> str:
-        """What its launcher is told that it does; see `phase`."""
-        return TRAINING_FOR_SERVER if self.strategy.rule.needs_server else TRAINING
+    def cluster(self) -> Cluster:
+        """The processes of the job as this rank is connected to them."""
+        return self.parts.cluster
+
+    @property
+    def mesh(self) -> Mesh:
+        """The groups of ranks, without those that were lost."""
+        return self.parts.mesh
+
+    @property
+    def net(self) -> Net:
+        """Collectives of this rank, with a deadline and a ledger of what was sent."""
+        return self.session_base.context.net
+
+    @property
+    def feed(self) -> TrainingFeed:
+        """The training data of this rank."""
+        return self.parts.feed
+
+    @property
+    def update_step(self) -> UpdateStep:
+        """Applies one update; callbacks may add to its `parts`."""
+        return self.parts.update_step
+
+    @property
+    def rule(self) -> SyncRule:
+        """The present sync rule."""
+        return self.parts.rule
+
+    @property
+    def average(self) -> WeightAverage | None:
+        """Moving average of the weights, if the recipe asks for one."""
+        return self.parts.average
 
     @property
     def num_steps(self) -> int:
-        """Length of the run; `state.step` says how far it is."""
+        """Length of the run in steps; `state.step` counts those that are done."""
         return self.feed.num_steps
 
     @property
@@ -236,97 +298,128 @@ class Session:
 
     @property
     def loader(self) -> BatchReader:
-        """Reads the training data."""
+        """Reader of the training data."""
         return self.feed.loader
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank writes files and talks to the user."""
+        """Return whether this rank writes files and prints to the console."""
         return self.cluster.global_rank == 0
+
+    @property
+    def launcher_phase(self) -> str:
+        """The phase that is reported to the launcher while this session trains; see `Cluster.enter_phase`."""
+        return TRAINING_FOR_SERVER if self.strategy.rule.needs_server else TRAINING
+
+    def add_callbacks(self, callbacks: Sequence[Callback]) -> None:
+        """Register callbacks with `fit` and their state with checkpoints, before anything is restored."""
+        for callback in callbacks:
+            self.state.keep(f"{type(callback).__name__}.{len(self.callbacks)}", callback)
+            self.callbacks.append(callback)
+            callback.on_build(self)
+
+    def stop(self, reason: str) -> None:
+        """End the run after the present round, on all ranks; for callbacks."""
+        self.stop_reason = reason
+
+    def close(self) -> None:
+        """Release threads, connections and process groups; the session cannot train afterwards."""
+        self.close_rule()
+        exit_callbacks = self.session_base.layout.exit_callbacks
+        while exit_callbacks:
+            exit_callbacks.pop()()
+        self.mesh.give_back()
+
+    def close_rule(self) -> None:
+        """Release what `parts` hold, before they are built again."""
+        while self.parts.close_callbacks:
+            self.parts.close_callbacks.pop()()
 
     def rounds(self) -> Iterator[StepStats]:
         """Train from the state's step to the end of the run, yielding after every round of the rule.
 
-        Between two rounds the state is consistent: it may be saved, evaluated or left there. After an error
-        `abort` makes it so.
+        Between two rounds the state is consistent: it may be saved, evaluated or left as it is. After an
+        error `abort` makes it so.
         """
         while self.state.step < self.num_steps:
-            self.enter(self.state.step)
-            self.cluster.enter_phase(self.doing)
-            last = yield from self._rounds()
-            if last:
+            self.enter_rule(self.state.step)
+            self.cluster.enter_phase(self.launcher_phase)
+            is_over = yield from self._rounds_of_rule()
+            if is_over:
                 return
 
-    def _rounds(self) -> Generator[StepStats, None, bool]:
-        """The rounds of one rule; returns whether the run is to end."""
-        before = self.state.step
-        end = self.turns.phase(before).end
+    def _rounds_of_rule(self) -> Generator[StepStats, None, bool]:
+        """Train under the present rule until the next one begins; return whether the run is to end."""
+        step_before, parts = self.state.step, self.parts
+        end = self.rule_switches.phase(step_before).end
         feed = self.feed if end is None else replace(self.feed, num_steps=min(end, self.num_steps))
-        rounds = self.rule.rounds(feed, self.runner, self.update_step)
-        for stats in self.debugging.rounds(rounds):
-            if self.average is not None and self.average_after_rounds:
-                self.average.follow(self.state.step - before)
-            turns = self.turns.waits and self.turns.passed(
-                stats, self.state.step - before, self.notes.fresh()
+        rounds = parts.rule.rounds(feed, self.runner, parts.update_step)
+        for stats in parts.comm_checks.rounds(rounds):
+            num_steps = self.state.step - step_before
+            if parts.average is not None and parts.average_after_rounds:
+                parts.average.follow(num_steps)
+            switches = self.rule_switches.depends_on_events and self.rule_switches.record_round(
+                stats, num_steps, self.events.new_by_name()
             )
-            before = self.state.step
-            drop_lost_ranks(self)
-            yield self.finished(stats)
+            step_before = self.state.step
+            if parts.loss_tolerant_rules:
+                drop_lost_ranks(self)
+            yield self.with_reported_metrics(stats)
             if stats.stops:
                 return True
-            if turns:
-                cast(
-                    "Generator[StepStats, None, None]", rounds
-                ).close()  # and the stream, which may read ahead
+            if switches:
+                # Also closes the stream of batches, whose workers may have read ahead for this rule.
+                cast("Generator[StepStats, None, None]", rounds).close()
                 break
         return False
 
-    def finished(self, stats: StepStats) -> StepStats:
-        """With the metrics as they are reported, and the rate of every parameter group."""
+    def with_reported_metrics(self, stats: StepStats) -> StepStats:
+        """Return the stats with the metrics of the task and the learning rate of every parameter group."""
         groups = enumerate(self.state.optimizer.param_groups)
         rates = {str(group.get("name", i)): float(group["lr"]) for i, group in groups if "lr" in group}
         metrics = finish_metrics(self.task, stats.loss, stats.num_items, stats.metrics)
-        return stats.told(metrics, rates)
+        return stats.with_metrics(metrics, rates)
 
     def abort(self) -> None:
-        """Drop the half step in which an error left `rounds`: calling `rounds` again does that step anew."""
+        """Drop the incomplete step in which an error left `rounds`; calling `rounds` again repeats that step."""
         self.rule.abort()
         self.runner.abort()
 
     def snapshot(self) -> StateSnapshot:
-        """The whole state as it is between two rounds, the same for every layout; collective."""
+        """Return the whole state as it is between two rounds, the same under every layout; collective."""
         return take_snapshot(self.state, self.mesh, self.net)
 
     def restore(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
-        """Go on from a snapshot, taken under this or another strategy or number of ranks; collective."""
+        """Load a snapshot that was taken under this or another strategy or number of ranks; collective."""
         self.prepare_restore(scalars)
         self.state.load(tensors, scalars)
 
     def prepare_restore(self, scalars: Mapping[str, Any]) -> None:
-        """Have the session run under the rule of a state that is about to be loaded; collective."""
-        self.turns.load_state_dict(scalars.get("others", {}).get(RULE_SWITCHES_KEY, {}))
-        self.enter(int(scalars["step"]), carries=False)
+        """Switch to the sync rule of a state that is about to be loaded; collective."""
+        self.rule_switches.load_state_dict(scalars.get("others", {}).get(RULE_SWITCHES_KEY, {}))
+        self.enter_rule(int(scalars["step"]), carries_state=False)
 
-    def take_over(self, snapshot: StateSnapshot | None) -> None:
-        """Go on where another session stopped, under a new number of ranks; collective.
+    def restore_shared(self, snapshot: StateSnapshot | None) -> None:
+        """Load a snapshot that only rank 0 has, for example under a new number of ranks; collective.
 
         Args:
-            snapshot: of the session that stopped, on rank 0; other ranks may be new and have none.
+            snapshot: of the session that stopped, on rank 0; None on the others.
         """
         shared = share_snapshot(snapshot, self.mesh.world, self.net, self.runner.sharded_model.device)
         self.restore(*shared)
 
     def local_whole_model(self) -> nn.Module | None:
-        """The model, if this rank holds all of it."""
+        """Return the model if this rank holds all of it, else None."""
         sharded_model = self.runner.sharded_model
-        whole = all(one.kept and one.computes.is_whole for one in sharded_model.held.values())
-        return sharded_model.model if whole and not _has_meta_tensors(sharded_model) else None
+        placements = sharded_model.held.values()
+        is_whole = all(held.kept and held.computes.is_whole for held in placements)
+        return sharded_model.model if is_whole and not _has_meta_tensors(sharded_model) else None
 
     def complete(self) -> nn.Module:
-        """The whole model on this rank; collective. If a rank holds all of it, that is the model itself."""
-        found, sharded_model = self.local_whole_model(), self.runner.sharded_model
-        if found is not None:
-            return found
+        """Return the whole model on this rank, which is the model itself if it is whole; collective."""
+        local, sharded_model = self.local_whole_model(), self.runner.sharded_model
+        if local is not None:
+            return local
         pieces = [piece for piece in self.state.pieces() if piece.slot.name.startswith("model/")]
         pieces += self.state.nonpersistent_buffers()
         return whole_model(
@@ -334,14 +427,26 @@ class Session:
         )
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Inside of the block ranks compute with the average of the weights, if there is one; collective."""
+        """Return a context manager inside of which ranks use the averaged weights, if any; collective."""
         return nullcontext() if self.average is None else self.average.in_place(self.mesh.world)
 
     def sum(self, value: float) -> float:
-        """Add up a number of every rank; collective, equal on all. Wire: one all_reduce of 8 bytes."""
-        return sum_over_ranks(self, value)
+        """Return the sum of a number over all ranks; collective.
+
+        Wire: one all_reduce of 8 bytes.
+        """
+
+        def attempt() -> float:
+            local = torch.tensor(value, dtype=torch.float64, device=self.runner.sharded_model.device)
+            return float(self.net.all_reduce(local, self.mesh.world).wait())
+
+        return repeat_until_agreed(self, attempt)
 
     def micro_batches(self) -> Iterator[MicroBatch]:
-        """This rank's micro-batches from the state's step to the end of the run."""
+        """Yield this rank's micro-batches from the state's step to the end of the run."""
         for step in range(self.state.step, self.num_steps):
             yield from self.work.micro_batches(step)
+
+
+def _has_meta_tensors(sharded_model: ShardedModel) -> bool:
+    return any(t.is_meta for t in (*sharded_model.model.parameters(), *sharded_model.model.buffers()))

@@ -66,17 +66,17 @@ def _unused_keys(recipe: Recipe, task: Task, mesh: Mesh, num_nodes: int) -> Iter
 _CODECS_WITH_KERNELS = {"bf16", "fp16", "int8", "int4", "int2", "fixed", "sign", "topk", "dgc"}
 
 
-def warn_missing_kernels(setting: SessionContext) -> None:
+def warn_missing_kernels(context: SessionContext) -> None:
     """One line for all ranks, with what it costs; collective, where several ranks code on processors."""
-    world, strategy = setting.mesh.world, setting.recipe.strategy
+    world, strategy = context.mesh.world, context.recipe.strategy
     words = {spec.word for spec, _ in strategy.links}
-    if world.size == 1 or setting.device.type != "cpu" or not words & _CODECS_WITH_KERNELS:
+    if world.size == 1 or context.device.type != "cpu" or not words & _CODECS_WITH_KERNELS:
         return
     found = find_kernels()
-    said = all_gather_texts("" if isinstance(found, CodecKernels) else found, world, setting.net)
+    said = all_gather_texts("" if isinstance(found, CodecKernels) else found, world, context.net)
     without = [rank for rank, why in enumerate(said) if why]
     if without:
-        setting.warn(
+        context.warn(
             f"codec={strategy.codec} has no compiled kernels on ranks {without}, as {said[without[0]]}:"
             " PyTorch's operations write the same bytes in 4 to 8 times the time (`benchmarks.coding`)"
         )
@@ -86,18 +86,18 @@ MIN_SAMPLES_FOR_STATISTICS = 8
 """Samples below which statistics over a micro-batch are said to be of few."""
 
 
-def warn_before_start(setting: SessionContext, task: Task) -> None:
+def warn_before_start(context: SessionContext, task: Task) -> None:
     """Say what of the recipe has no effect here, and what there is to know of the micro-batches."""
-    about = build_order(setting.recipe, task).about
-    idle = find_unused_keys(setting.recipe, task, setting.mesh, setting.cluster.num_nodes)
-    for text in (*([about] if about else []), *idle, *micro_batch_warnings(setting, task)):
-        setting.warn(text)
+    about = build_order(context.recipe, task).about
+    idle = find_unused_keys(context.recipe, task, context.mesh, context.cluster.num_nodes)
+    for text in (*([about] if about else []), *idle, *micro_batch_warnings(context, task)):
+        context.warn(text)
 
 
-def micro_batch_warnings(setting: SessionContext, task: Task) -> Iterator[str]:
+def micro_batch_warnings(context: SessionContext, task: Task) -> Iterator[str]:
     """A sentence for each thing about the micro-batches that a user should know."""
-    shards, strategy, batch = setting.shards, setting.recipe.strategy, setting.recipe.batch
-    called = max_sharers(setting.recipe).called
+    shards, strategy, batch = context.shards, context.recipe.strategy, context.recipe.batch
+    called = max_sharers(context.recipe).called
     yield from uneven_shares_warning(shards, num_sharers(strategy), called)
     norms = {type(module).__name__ for module in batch_norms_of(task.model)}
     if not batch.sync_batchnorm and norms and batch.size // shards < MIN_SAMPLES_FOR_STATISTICS:
@@ -106,7 +106,7 @@ def micro_batch_warnings(setting: SessionContext, task: Task) -> Iterator[str]:
         *(["the statistics of BatchNorm"] if norms and not batch.sync_batchnorm else []),
         *(["the masks of dropout"] if any(map(_is_active_dropout, task.model.modules())) else []),
     ]
-    if depends and batch.shards is None and not setting.recipe.reproducible:
+    if depends and batch.shards is None and not context.recipe.reproducible:
         yield (
             f"{' and '.join(depends)} depend on how a batch is cut: here into {shards}, which follows from"
             f" the number of processes; batch.shards = {shards} keeps that on any number of them"
@@ -137,15 +137,13 @@ def _is_active_dropout(module: nn.Module) -> bool:
     return isinstance(module, KeyedDropout | nn.modules.dropout._DropoutNd) and module.p > 0
 
 
-def synchronize_batch_norm(setting: SessionContext, model: nn.Module, order: BatchOrder) -> None:
+def synchronize_batch_norm(context: SessionContext, model: nn.Module, order: BatchOrder) -> None:
     """Let BatchNorm take its statistics over all ranks of a step, if the recipe says so; collective.
 
     Raises:
         StrategyError: some rank runs no micro-batch in some step, or several.
     """
-    group, shards = setting.mesh.data, setting.shards
-    if not setting.recipe.batch.sync_batchnorm:
-        return
+    group, shards = context.mesh.data, context.shards
     last = order.batch_size(order.steps_per_epoch - 1)
     if shards != group.size or last < shards:
         why = (
@@ -158,4 +156,4 @@ def synchronize_batch_norm(setting: SessionContext, model: nn.Module, order: Bat
             next_step="leave batch.shards out" if shards != group.size else "set batch.drop_last = true",
         )
     if group.size > 1:
-        setting.closers.append(synchronize_batch_norms(model, group, setting.net))
+        context.close_callbacks.append(synchronize_batch_norms(model, group, context.net))

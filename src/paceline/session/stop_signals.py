@@ -1,9 +1,9 @@
 """Asked to stop: by a signal to any rank, or by a notice that the machine will be taken away.
 
-The first signal (SIGTERM, SIGUSR1, SIGINT) asks; the rule tells all ranks in the step that follows, and all
-save the same step. A second one, `SAME_REQUEST_SECONDS` later or more, ends the process at once, also while it waits
-inside a collective. Batch systems signal the launcher and its workers: what comes sooner is the same one.
-Before the first step there is nothing to save, and the first signal ends the process.
+The first signal (SIGTERM, SIGUSR1, SIGINT) asks; the rule tells all ranks in the step that follows, and
+all save the same step. A second one, `SAME_REQUEST_SECONDS` later or more, ends the process at once, also
+while it waits inside a collective. Batch systems signal the launcher and its workers: what comes sooner is
+the same one. Before the first step there is nothing to save, and the first signal ends the process.
 
 Invariant: signals are received by a thread, and the main thread only reads a flag between two steps.
 """

@@ -17,12 +17,13 @@ import numpy as np
 import torch
 from torch import nn
 
+from paceline.comm.codecs.strategy_codec import local_clip_norm
 from paceline.comm.group_collectives import all_gather_texts
 from paceline.comm.net import Net
 from paceline.data.loader import collate_samples
 from paceline.data.sample_order import BatchOrder
 from paceline.data.work import LoadedBatch, MicroBatch
-from paceline.errors import DataError, TaskError
+from paceline.errors import DataError, StrategyError, TaskError
 from paceline.job.mesh import RankGroup
 from paceline.parallel.model_runner import ModelRunner
 from paceline.recipe.recipe import Recipe
@@ -149,6 +150,28 @@ def refuse_two_optimizers(recipe: Recipe) -> None:
             f"the task brings its own optimizer, Task(optimizer=...), and the recipe sets {keys},"
             " which it would not read",
             next_step="set them in the task's optimizer, by [options]; or leave Task(optimizer=...) out",
+        )
+
+
+def refuse_repeated_momentum_or_clip(recipe: Recipe, task: Task) -> None:
+    """Raise if the optimizer repeats what a codec already does to gradients: momentum or clipping.
+
+    Raises:
+        StrategyError: codec=dgc is combined with an optimizer that has momentum, or with
+            `optimizer.clip_norm`.
+    """
+    codecs, optimizer = recipe.strategy.codec_alternatives, recipe.optimizer
+    if optimizer.clip_norm is not None and any(local_clip_norm(codec) is not None for codec in codecs):
+        raise StrategyError(
+            "codec=dgc:K:M:C clips the gradients of each rank, and optimizer.clip_norm would clip their sum again",
+            next_step="remove optimizer.clip_norm, or remove C from dgc:K:M:C",
+        )
+    has_momentum = any(spec.word == "dgc" for codec in codecs for spec, _ in codec.links)
+    if has_momentum and task.optimizer is None and (optimizer.name != "sgd" or optimizer.momentum):
+        raise StrategyError(
+            "codec=dgc applies momentum to the gradients of each rank, and the optimizer would apply it again:"
+            f" found {optimizer.name}, momentum = {optimizer.momentum:g}",
+            next_step='set optimizer.name = "sgd" without momentum, and give the momentum as codec=dgc:0.01:0.9',
         )
 
 

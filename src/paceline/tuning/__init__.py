@@ -1,1 +1,1 @@
-"""Choosers that measure this machine and its links, then decide: precision, threads, codec, route, buckets."""
+"""Choosers that measure this machine and its links: precision, threads, stages, codec, route, buckets."""

@@ -80,8 +80,7 @@ def choose_buckets(
         DataError: the link profile cannot be read, or is of another number of ranks.
     """
     runtime = recipe.runtime
-    if runtime.bucket_latency is None or cluster.world_size == 1:
-        return recipe
+    assert runtime.bucket_latency is not None
     group, net = Mesh.build(cluster, {"replica": cluster.world_size}).replica, Net(runtime.deadline_seconds)
     if why := _why_not_measured(strategy, device, group, net):
         warn(f"runtime.bucket_latency has no effect: {why}")

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from paceline.comm.codecs.strategy_codec import refuse_repeated_momentum_or_clip
 from paceline.comm.group_collectives import all_gather_texts
 from paceline.comm.net import Net
 from paceline.comm.routes.host_links import host_id
@@ -118,12 +117,7 @@ def choose_codec(
         strategy: the recipe's, with its replicas filled in.
         warn: is told what was chosen and why.
         note: the same, for the run folder.
-    Raises:
-        StrategyError: a codec does not go with the recipe's optimizer.
     """
-    refuse_repeated_momentum_or_clip(recipe, task)
-    if len(strategy.codec_alternatives) == 1:
-        return recipe, strategy
     choice, record = _choose_or_skip(recipe, strategy, task, cluster, device)
     warn(str(choice))
     note("codec", {**choice._asdict(), **record})

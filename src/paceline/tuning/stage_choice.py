@@ -153,8 +153,6 @@ def choose_stages(
         StrategyError: it has fewer links with parameters than stages, or no cut keeps `memory.budget`.
     Wire: one ragged all_gather of some bytes for each link.
     """
-    if strategy.stages != "time":
-        return recipe, strategy
     choice = measure_and_choose_stages(
         recipe.replace(strategy=strategy), task, cluster, cluster.world_size, device
     )

@@ -1,31 +1,36 @@
-"""What is left to measurement of how gradients travel, before a session is built: the codec, then buckets.
+"""Fill in what a recipe leaves to the processes, the machine and the network, before a session is built.
 
-A run keeps `memory.budget`: it computes again what that takes, or does not start.
+Each chooser runs only if the recipe asks for it, measures on all ranks together, and decides by a pure
+function of numbers that all ranks have, so all ranks continue with the same recipe. Every choice is
+printed with its reason and recorded among the events of the run; the run folder keeps the result, so a
+resumed run does not choose again.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from paceline.comm.group_collectives import broadcast_text
+from paceline.comm.net import Net
 from paceline.errors import StrategyError, TaskError
 from paceline.job.cluster import Cluster
-from paceline.parallel.session_context import SessionContext
-from paceline.recipe.recipe import Recipe
+from paceline.job.mesh import Mesh
+from paceline.recipe.recipe import Recipe, max_sharers
 from paceline.recipe.strategy import Strategy
+from paceline.recipe.support import resolve_strategy
 from paceline.task import Task
 from paceline.tuning.bucket_choice import choose_buckets
 from paceline.tuning.codec_choice import choose_codec
+from paceline.tuning.hardware_defaults import choose_hardware_defaults
+from paceline.tuning.stage_choice import choose_stages
 
 
-def choose_codec_and_buckets(
+def tune_recipe(
     recipe: Recipe,
-    strategy: Strategy,
     task: Task,
     cluster: Cluster,
     device: torch.device,
@@ -33,52 +38,77 @@ def choose_codec_and_buckets(
     warn: Callable[[str], None],
     note: Callable[[str, Mapping[str, Any]], None],
 ) -> tuple[Recipe, Strategy]:
-    """Recipe and strategy with what was chosen; collective. See `choose_codec` and `choose_buckets`."""
-    recipe, strategy = choose_codec(recipe, strategy, task, cluster, device, warn=warn, note=note)
-    return choose_buckets(recipe, strategy, cluster, device, warn=warn, note=note), strategy
-
-
-def apply_memory_budget(setting: SessionContext, recipe: Recipe, task: Task) -> tuple[SessionContext, Recipe]:
-    """Both with what is computed again; rank 0 plans, and all ranks hear the same.
-
-    Collective; nothing where there is no budget. What was chosen is told, and goes into the run folder.
+    """Choose number format, threads, stages, codec, buckets and recomputation; collective.
 
     Args:
-        recipe: with the strategy as the user wrote it.
+        cluster: connected.
+        warn: receives a sentence for each choice, with its reason.
+        note: receives the same as an event, for the run folder.
+    Returns:
+        The recipe without words such as `auto`, its strategy otherwise as the user wrote it; and that
+        strategy with its replicas filled in.
     Raises:
-        StrategyError: a rank would need more whatever is computed again; says how much, for what, and the
-            nearest strategy that fits. Or what this one keeps is not known, or cannot be.
+        StrategyError: the strategy does not fit the processes, or nothing keeps `memory.budget`.
+        TaskError: the model cannot be partitioned as the strategy says.
+        DataError: a link profile cannot be read.
     """
-    if recipe.memory.budget is None:
-        return setting, recipe
-    world = setting.mesh.world
-    text = json.dumps(_plan_on_this_rank(setting, recipe, task)) if world.rank == 0 else ""
-    found = json.loads(broadcast_text(text, world, setting.net, setting.device))
-    if "what" in found:
-        raise StrategyError(**found)
-    if not found:
-        return setting, recipe
-    setting.warn(found["told"])
-    setting.note("recompute", found["record"])
-    memory = recipe.memory.replace(recompute=found["record"]["recompute"])
-    return replace(setting, recipe=setting.recipe.replace(memory=memory)), recipe.replace(memory=memory)
+    max_shards, called = max_sharers(recipe)
+    strategy = resolve_strategy(
+        recipe.strategy, processes=cluster.world_size, shards=max_shards, called=called
+    )
+    # Number format first: the choosers below measure forward and backward in it.
+    recipe = choose_hardware_defaults(recipe, task, cluster, device, warn=warn, note=note)
+    if strategy.stages == "time":
+        recipe, strategy = choose_stages(recipe, strategy, task, cluster, device, warn=warn, note=note)
+    if len(strategy.codec_alternatives) > 1:
+        recipe, strategy = choose_codec(recipe, strategy, task, cluster, device, warn=warn, note=note)
+    if recipe.runtime.bucket_latency is not None and cluster.world_size > 1:
+        recipe = choose_buckets(recipe, strategy, cluster, device, warn=warn, note=note)
+    if recipe.memory.budget is not None:
+        recipe = _apply_memory_budget(recipe, task, cluster, device, warn=warn, note=note)
+    return recipe, strategy
 
 
-def _plan_on_this_rank(setting: SessionContext, recipe: Recipe, task: Task) -> dict[str, Any]:
-    """Words of an error, or what was chosen; nothing if the recipe says it and that fits.
+def _apply_memory_budget(
+    recipe: Recipe,
+    task: Task,
+    cluster: Cluster,
+    device: torch.device,
+    *,
+    warn: Callable[[str], None],
+    note: Callable[[str, Mapping[str, Any]], None],
+) -> Recipe:
+    """Return the recipe with the recomputation that keeps `memory.budget`; collective.
 
     Args:
-        recipe: with every rule of the run: what a later one keeps has to fit, too.
+        recipe: with every rule of the run: the memory of a later rule has to fit as well.
+    Raises:
+        StrategyError: a rank needs more memory whatever is recomputed, or its memory cannot be planned.
     """
-    from paceline.plan.memory_budget import check_budget  # which knows how a session is built
+    # Rank 0 plans for all: the plan takes seconds, and equal choices need no comparison.
+    world = Mesh.build(cluster, {"replica": cluster.world_size}).world
+    text = json.dumps(_plan_recomputation(recipe, task, cluster, device)) if world.rank == 0 else ""
+    plan = json.loads(broadcast_text(text, world, Net(recipe.runtime.deadline_seconds), device))
+    if "what" in plan:
+        raise StrategyError(**plan)
+    if not plan:
+        return recipe
+    warn(plan["sentence"])
+    note("recompute", plan["record"])
+    return recipe.replace(memory=recipe.memory.replace(recompute=plan["record"]["recompute"]))
 
-    cluster = setting.cluster
+
+def _plan_recomputation(recipe: Recipe, task: Task, cluster: Cluster, device: torch.device) -> dict[str, Any]:
+    """Return the fields of an error, or the choice; empty if the recipe already says it and that fits."""
+    from paceline.plan.memory_budget import check_budget  # the planner is only loaded by runs with a budget
+
     error: StrategyError | TaskError | None
     try:
-        found = check_budget(recipe, task, cluster.world_size, nodes=cluster.num_nodes, device=setting.device)
-        error = found.refusal
-    except (StrategyError, TaskError) as unknown:
-        error = unknown
+        verdict = check_budget(recipe, task, cluster.world_size, nodes=cluster.num_nodes, device=device)
+        error = verdict.refusal
+    except (StrategyError, TaskError) as planning_error:
+        error = planning_error
     if error is not None:
         return {"what": error.what, "where": error.where, "next_step": error.next_step}
-    return {} if found.choice is None else {"told": str(found.choice), "record": found.choice.record()}
+    choice = verdict.choice
+    return {} if choice is None else {"sentence": str(choice), "record": choice.record()}

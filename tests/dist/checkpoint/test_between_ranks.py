@@ -154,7 +154,7 @@ def warned(cluster: Cluster, folder: Path) -> dict[str, dict[str, list[str]]]:
         for name in CODED:
             session = build_test_session(cluster, digits(strategy, 6))
             checkpointing.restore_checkpoint(session, StorageFolder(str(folder / name / "checkpoints")))
-            said = [record["text"] for event, record in session.notes.take() if event == "warning"]
+            said = [record["text"] for event, record in session.events.take() if event == "warning"]
             found[strategy] |= {name: said} if said else {}
             session.close()
     return found

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from paceline.comm import NativeCollective, Net
 from paceline.comm.codecs.codec_kernels import load_kernels
-from paceline.comm.codecs.strategy_codec import build_coded_collective, refuse_repeated_momentum_or_clip
+from paceline.comm.codecs.strategy_codec import build_coded_collective
 from paceline.comm.codecs.top_k import select_largest
 from paceline.comm.collectives import pad_to_rows
 from paceline.comm.workspace import Workspace
@@ -22,6 +22,7 @@ from paceline.job.mesh import Mesh, duplicate_group
 from paceline.recipe import Recipe, Strategy, support
 from paceline.session import start_warnings
 from paceline.session.build import build_session
+from paceline.session.task_contract import refuse_repeated_momentum_or_clip
 from paceline.task import Loss, Task
 from paceline.testing.parity import build_test_session, make_task, trajectory_of
 from paceline.testing.rank_processes import run_ranks
@@ -118,7 +119,7 @@ def test_where_gradients_would_get_it_twice_or_not_at_all_it_is_refused(text: st
 def test_an_optimizer_with_momentum_beside_it_is_an_error(optimizer: dict[str, Any], codec: str) -> None:
     task = Task(torch.nn.Linear(2, 1), [0], lambda model, batch: Loss(torch.zeros(()), 1))
     recipe = Recipe(task="sum", steps=1, optimizer=optimizer, strategy=Strategy(replicas=2, codec=codec))
-    with pytest.raises(StrategyError, match="the optimizer would again"):
+    with pytest.raises(StrategyError, match="the optimizer would apply it again"):
         refuse_repeated_momentum_or_clip(recipe, task)
     refuse_repeated_momentum_or_clip(recipe.replace(optimizer={"name": "sgd"}), task)
     refuse_repeated_momentum_or_clip(recipe.replace(strategy=Strategy(replicas=2, codec="topk:0.01")), task)

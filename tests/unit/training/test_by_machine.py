@@ -162,7 +162,7 @@ def test_a_session_has_the_answer_and_an_explicit_choice_stays(tmp_path: Path) -
     assert recipe.precision.compute == "auto"
     session = build_test_session(Cluster.single(), recipe)
     assert session.recipe.precision.compute == "fp32"
-    assert [name for name, _ in session.notes.take()] == ["threads", "precision", "optimizer"]
+    assert [name for name, _ in session.events.take()] == ["threads", "precision", "optimizer"]
     asked = recipe.replace(precision=replace_compute(recipe, "fp16"))
     assert build_test_session(Cluster.single(), asked).recipe.precision.compute == "fp16"
 

@@ -17,4 +17,4 @@ def test_a_run_that_goes_on_knows_who_was_slow_and_why() -> None:
     first, again = (RuleSwitches(asked, lambda *_: None) for _ in range(2))
     first.load_state_dict(known)
     again.load_state_dict(first.state_dict())
-    assert again.awaited == AwaitedRank(rank=1, cause="communication", returns=0)
+    assert again.awaited_rank == AwaitedRank(rank=1, cause="communication", returns=0)

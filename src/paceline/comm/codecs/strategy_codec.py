@@ -27,25 +27,6 @@ def build_codec(strategy: Strategy) -> Codec | None:
     return codec
 
 
-def refuse_repeated_momentum_or_clip(recipe: Recipe, task: Task) -> None:
-    """Raises: StrategyError: an optimizer does again what a codec does to gradients: momentum, or a clip."""
-    codec_alternatives, optimizer = recipe.strategy.codec_alternatives, recipe.optimizer
-    sends = any(spec.word == "dgc" for one in codec_alternatives for spec, _ in one.links)
-    if optimizer.clip_norm is not None and any(
-        local_clip_norm(one) is not None for one in codec_alternatives
-    ):
-        raise StrategyError(
-            "codec=dgc:K:M:C clips gradients where they are sent, and optimizer.clip_norm their sum again",
-            next_step="leave out optimizer.clip_norm, or the norm behind the momentum of dgc",
-        )
-    if sends and task.optimizer is None and (optimizer.name != "sgd" or optimizer.momentum):
-        raise StrategyError(
-            "codec=dgc gives gradients their momentum where they are sent, and the optimizer would again:"
-            f" found {optimizer.name}, momentum = {optimizer.momentum:g}",
-            next_step='set optimizer.name = "sgd" without momentum, and its momentum by codec=dgc:0.01:0.9',
-        )
-
-
 def local_clip_norm(strategy: Strategy) -> float | None:
     """Of the whole gradient, where each rank clips what it sends (`dgc:K:M:C`); None: nobody does."""
     for spec, argument in strategy.links:

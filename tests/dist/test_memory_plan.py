@@ -50,23 +50,11 @@ TWO = [
     case("replicas=1 pipeline=2", memory={"recompute": "blocks"}),
     case("replicas=2 sync=local:1"),
     case("replicas=2 sync=diloco:1", "chain", shards=2),
-    case("replicas=1 pipeline=2 sync=pipedream", "chain", steps=40),
-    case("replicas=1 pipeline=2 sync=pipedream", "chain", steps=40, shards=2),
-    case("replicas=1 pipeline=2 sync=pipedream:2bw", "chain", steps=40),
-    case("replicas=1 pipeline=2 sync=pipedream:2bw", "chain", steps=40, shards=2),
-    case("replicas=2 sync=hogwild:0"),
-    case("replicas=2 sync=hogwild:0", "chain", shards=2),
-    case("replicas=2 sync=gossip:0"),
-    case("replicas=2 sync=gossip:0", "chain", shards=2),
-    case("replicas=2 route=native sync=every-step@2,diloco:1", steps=4),
-    case("replicas=2 route=native sync=local:1@2,every-step", "chain", steps=4),
     case("replicas=1 context=2", shards=1),
     case("replicas=1 context=2", memory={"recompute": "segments"}, shards=1),
     case("replicas=1 context=2", "ring"),
     case("replicas=1 context=2", "ring", memory={"recompute": "blocks"}, shards=1),
     case("replicas=1 context=2 route=native", "ring", precision={"compute": "bf16"}, shards=1),
-    case("replicas=1 servers=1 sync=server"),
-    case("replicas=1 servers=1 sync=server-async", "chain", shards=2),
 ]
 FOUR = [
     case("replicas=1 context=4", shards=1),
@@ -89,14 +77,7 @@ SPREAD = [
     case("replicas=2 pipeline=2 sync=local:1", "chain"),
     case("replicas=2 context=2 sync=diloco:1", "ring", shards=2),
 ]
-SWITCHES = [
-    case("replicas=2 shard=2 zero=1 route=native sync=every-step@2,local:1", "chain", steps=4),
-    case("replicas=2 shard=2 zero=3 route=native sync=diloco:1@2,every-step", "chain", steps=4),
-    case("replicas=2 shard=2 zero=2 sync=local:1@2,diloco:1", steps=4),
-    case("replicas=2 pipeline=2 sync=diloco:1@2,every-step", steps=4),
-    case("replicas=2 tensor=2 sync=every-step@2,local:1", "chain", shards=2, steps=4),
-    case("replicas=2 shard=2 zero=1 sync=every-step@2,local:1", steps=4, average={"decay": 0.9}),
-]
+
 
 FEW = {
     "gpt replicas=2 sync=local:1 adamw auto 4",
@@ -110,13 +91,8 @@ FEW = {
     "chain replicas=1 tensor=2 sync=every-step adamw auto 2",
     "gpt replicas=1 pipeline=2 sync=every-step adamw blocks 4",
     "gpt replicas=1 pipeline=2 schedule=1f1b rechunk=1,4 sync=every-step adamw auto 2",
-    "chain replicas=1 pipeline=2 sync=pipedream adamw auto 4",
-    "gpt replicas=2 sync=hogwild:0 adamw auto 4",
-    "chain replicas=2 sync=gossip:0 adamw auto 2",
     "gpt replicas=1 context=2 sync=every-step adamw auto 1",
     "ring replicas=1 context=2 sync=every-step adamw blocks 1",
-    "gpt replicas=1 servers=1 sync=server adamw auto 4",
-    "chain replicas=2 sync=local:1@2,every-step route=native adamw auto 4",
 }
 
 
@@ -144,9 +120,3 @@ def test_positions_that_are_split_beside_other_cuts_allocate_what_was_planned() 
 @pytest.mark.capability("L3", "I6")
 def test_replicas_of_several_ranks_that_train_alone_allocate_what_was_planned() -> None:
     require_close(SPREAD, 4, run_ranks(allocated, 4, SPREAD))
-
-
-@pytest.mark.soak
-@pytest.mark.capability("L3", "I6")
-def test_spread_replicas_that_change_their_rule_allocate_what_was_planned() -> None:
-    require_close(SWITCHES, 4, run_ranks(allocated, 4, SWITCHES))

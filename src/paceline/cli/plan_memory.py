@@ -1,4 +1,4 @@
-"""`paceline plan`: what a job will need, before it is started."""
+"""`paceline plan memory`: predict the memory of a job before it starts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from paceline.cli import common_options
-from paceline.cli.console import output, print_error
+from paceline.cli.console import output, print_error, print_plain
 
 if TYPE_CHECKING:
     from paceline.plan.memory_budget import BudgetVerdict
@@ -22,48 +22,43 @@ def memory(
     settings: common_options.Settings = None,
     nodes: common_options.Nodes = 1,
     layers: Annotated[
-        bool, typer.Option("--layers", help="Print a row for each layer of each rank, too.")
+        bool, typer.Option("--layers", help="Also print a row for each layer of each rank.")
     ] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print every moment of every rank, in bytes, as JSON.")
+        bool, typer.Option("--json", help="Print every phase of every rank as JSON, in bytes.")
     ] = False,
 ) -> None:
-    """Say what each rank of a job will need in memory, by kind, and whether it fits.
+    """Predict how much memory each rank of a job needs, by kind, and whether it fits.
 
-    The task is built, one micro-batch runs on tensors without memory, and no process is started. Bytes are
-    those of tensors at the moment of a rank's peak: what Python, PyTorch and kernels take for themselves
-    comes on top. With memory.budget it says what is computed again to keep it; the exit code is that of a
-    refused start where nothing does.
+    The task is built and one micro-batch runs on tensors without storage; no process is started. The bytes
+    are those of tensors at the peak of each rank; Python, PyTorch and kernels need some more. With
+    memory.budget the plan says which activations are recomputed to stay below it. If nothing fits, the exit
+    code is the one with which training would refuse to start.
     """
     from paceline.plan.memory_budget import check_budget
     from paceline.session.joining import build_task
 
     resolved = common_options.read_recipe(recipe, settings, strategy)
-    world = common_options.processes_for(resolved, processes, nodes) * nodes
+    world_size = common_options.processes_for(resolved, processes, nodes) * nodes
     task = build_task(resolved, None, common_options.task_directory(recipe))
-    found = check_budget(resolved, task, world, nodes=nodes)
+    verdict = check_budget(resolved, task, world_size, nodes=nodes)
     if as_json:
-        output().print_json(json.dumps({**found.plan.record(), "fits": found.refusal is None}))
+        output().print_json(json.dumps({**verdict.plan.record(), "fits": verdict.refusal is None}))
     else:
-        _show(found, layers=layers)
-    _end(found)
+        _show(verdict, layers=layers)
+    if verdict.refusal is not None:
+        print_error(verdict.refusal)
+        sys.exit(verdict.refusal.exit_code)
 
 
-def _end(found: BudgetVerdict) -> None:
-    """With the exit code of a refused start, where it would be one."""
-    if found.refusal is not None:
-        print_error(found.refusal)
-        sys.exit(found.refusal.exit_code)
-
-
-def _show(found: BudgetVerdict, *, layers: bool) -> None:
-    """A table, whether ranks are far apart, and what is computed again."""
+def _show(verdict: BudgetVerdict, *, layers: bool) -> None:
+    """Print the table of ranks, their imbalance if it is large, and what is recomputed."""
     from paceline.plan.memory_plan import describe_imbalance, render_layer_table, render_rank_table
 
-    plan = found.plan
-    chosen = "" if found.choice is None else str(found.choice)
-    many = "es" if plan.processes > 1 else ""
-    title = f'"{plan.recipe.strategy}" on {plan.processes} process{many}, bytes of each rank at its peak:'
+    plan = verdict.plan
+    recomputed = "" if verdict.choice is None else str(verdict.choice)
+    plural = "es" if plan.processes > 1 else ""
+    title = f'"{plan.recipe.strategy}" on {plan.processes} process{plural}, bytes of each rank at its peak:'
     rows = render_layer_table(plan) if layers else ()
-    for line in filter(None, (title, *render_rank_table(plan), describe_imbalance(plan), chosen, *rows)):
-        output().print(line, markup=False, highlight=False, soft_wrap=True)
+    for line in filter(None, (title, *render_rank_table(plan), describe_imbalance(plan), recomputed, *rows)):
+        print_plain(line)

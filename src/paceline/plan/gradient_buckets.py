@@ -124,13 +124,6 @@ def gather_buckets(
     return _plan_part_buffers(held, item_bytes, most_bytes, in_turn=True)
 
 
-def whole_gather(held: Sequence[TensorPlacement], item_bytes: Mapping[str, int]) -> list[PartBuffer]:
-    """Parameters that come all at a time."""
-    return _plan_part_buffers(
-        held, item_bytes, sum(slot_bytes(one.computes, item_bytes) for one in held), in_turn=False
-    )
-
-
 def _plan_part_buffers(
     held: Sequence[TensorPlacement],
     item_bytes: Mapping[str, int],
@@ -160,22 +153,21 @@ def _meta_buffer(num_values: int, like: Tensor) -> Tensor:
     return like.new_empty(num_values, device="meta")
 
 
-ReceiveMemory = Literal["given", "in place", "apart"]
-"""Where what others send in a scatter comes: in memory that whoever scatters gives, in the rows that are
-scattered, or in memory that the path allocates for it.
-"""
+ReceiveMemory = Literal["caller", "route"]
+"""Who allocates the memory in which a reduce_scatter receives: its caller, or the route for each call."""
 
 
 def receive_memory_of(recipe: Recipe, trained: Iterable[Tensor]) -> ReceiveMemory:
-    """Where what comes in scatters of these tensors does; see `NativeCollective.reduce_scatter`."""
-    route, shards = recipe.strategy.path, recipe.strategy.shard
-    if recipe.strategy.is_coded:
-        return "apart"
-    if route.hops and not route.in_memory:
-        return "in place"
+    """Return who allocates the receive memory of reduce_scatters, as `NativeCollective.reduce_scatter` does.
+
+    Args:
+        trained: tensors whose gradients are scattered.
+    """
+    shards = recipe.strategy.shard
+    # The native route adds rows itself, in memory of the caller, where that loses no precision.
     adds = all(p.is_floating_point() and (p.element_size() > 2 or shards == 2) for p in trained)
-    given = route.word in ("native", "auto") and adds and recipe.runtime.device != "cuda"
-    return "given" if given else "apart"
+    in_caller = recipe.strategy.path.by_default and adds and recipe.runtime.device != "cuda"
+    return "caller" if in_caller else "route"
 
 
 @dataclass(frozen=True)
@@ -187,8 +179,8 @@ class GradientReduction:
         held: what the rank holds, in the model's order; `item_bytes` by name, of one value.
         sizes: of that.
         shards: micro-batches of a step, over all ranks.
-        common: sums are made in memory that ranks share. What coding has to make them is not counted here.
-        arriving: where what others send in scatters comes.
+        common: sums are made in memory that all ranks share.
+        receives: who allocates the receive memory of reduce_scatters.
         completes: names of tensors, in the order in which a backward completes their gradients.
         blocks: names of what is gathered at a time, where ranks gather in backward.
     """
@@ -199,7 +191,7 @@ class GradientReduction:
     sizes: ParameterBytes
     shards: int
     common: bool
-    arriving: ReceiveMemory
+    receives: ReceiveMemory
     completes: Sequence[str] = ()
     blocks: Sequence[Collection[str]] = ()
 
@@ -224,15 +216,8 @@ class GradientReduction:
     @property
     def leaves_often(self) -> bool:
         """Whether gradients leave with every micro-batch."""
-        recipe, frees_gradients = self.recipe, any(one.frees_gradients for one in self.held)
-        return (
-            frees_gradients and self.has_other_ranks and not recipe.is_ordered and recipe.strategy.form.exact
-        )
-
-    @property
-    def in_memory(self) -> bool:
-        """Whether scatters go through memory that ranks share: what is coded does not."""
-        return self.common and not self.recipe.strategy.is_coded
+        frees_gradients = any(one.frees_gradients for one in self.held)
+        return frees_gradients and self.has_other_ranks and not self.recipe.is_ordered
 
     @property
     def most_micro_batches(self) -> int:
@@ -261,7 +246,7 @@ class GradientReduction:
         """Buckets that are scattered once a step, by messages of values as they are, a few at a time."""
         strategy = self.recipe.strategy
         waits = self.recipe.batch.sync_batchnorm or self.recipe.is_ordered
-        is_apart = strategy.shard > 1 and not (self.common or strategy.is_coded or self.leaves_often)
+        is_apart = strategy.shard > 1 and not (self.common or self.leaves_often)
         return [x for one in self.reductions for x in one.buffers] if is_apart and not waits else []
 
     @property
@@ -279,9 +264,9 @@ class GradientReduction:
     @property
     def passing(self) -> float:
         """Of the bytes of a scatter, how many it takes from memory that does not stay."""
-        if self.in_memory or self.recipe.strategy.is_coded or self.arriving == "in place":
+        if self.common:
             return 0.0
-        if self.arriving == "apart":
+        if self.receives == "route":
             return 1.0
         shards = self.recipe.strategy.shard
         return (shards - 1) / shards if self.blocks else 0.0
@@ -289,7 +274,7 @@ class GradientReduction:
     @property
     def allocates_own_row(self) -> bool:
         """Whether a sum of scattered rows has memory of its own once it is there."""
-        return bool(self.passing) and self.arriving == "apart"
+        return bool(self.passing) and self.receives == "route"
 
     @property
     def keeps(self) -> bool:

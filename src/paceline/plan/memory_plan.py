@@ -26,7 +26,6 @@ class MemoryByKind:
             takes for itself.
         wire: buffers through which gradients are summed.
         snapshot: the copy from which a checkpoint is written in the background.
-        messages: of channels, the most that wait to be taken, come, or have come before their time.
     """
 
     parameters: int = 0
@@ -36,7 +35,6 @@ class MemoryByKind:
     activations: int = 0
     wire: int = 0
     snapshot: int = 0
-    messages: int = 0
 
     @property
     def total(self) -> int:
@@ -73,14 +71,12 @@ class RankMemory:
         stage: of a pipeline.
         moments: what it has at each moment of a run.
         layers: what it has of each of them.
-        stays: what it has between two steps.
     """
 
     rank: int
     stage: int
     moments: Mapping[str, MemoryByKind]
     layers: Sequence[LayerMemory] = ()
-    stays: MemoryByKind = MemoryByKind()
 
     @property
     def when(self) -> str:

@@ -18,7 +18,6 @@ from paceline.parallel.mixed_precision import MixedPrecision
 from paceline.parallel.pipeline.model_chain import module_chain
 from paceline.parallel.pipeline.p2p_message import HEADER_BYTES
 from paceline.parallel.pipeline.pipeline_runner import MAX_EVALUATION_LEAD
-from paceline.parallel.pipeline.stage_partition import partition_model
 from paceline.parallel.pipeline.strategy_schedule import make_schedule
 from paceline.parallel.placement import slot_bytes
 from paceline.parallel.sharded_model import copy_to_meta
@@ -31,7 +30,6 @@ from paceline.pipeline_schedule.schedule_table import (
 )
 from paceline.plan.activation_memory import LATE_MESSAGES, FakeTensorRun, MicroBatchFootprint
 from paceline.plan.layer_memory import model_layers
-from paceline.plan.not_planned_lanes import shards_side_by_side, stages_side_by_side
 from paceline.plan.optimizer_memory import UpdateMemory, measure_update
 from paceline.plan.simulated_ranks import CPU, SimulatedRank, make_fake_model
 from paceline.plan.step_peak import StepWork
@@ -72,20 +70,15 @@ def message_buffer_bytes(
     table: ScheduleTable,
     stage: int,
     near: Collection[int],
-    *,
-    together: int = 1,
 ) -> int:
     """Of the most memory in which the messages of a stage may lie for its neighbours on one host.
 
     Args:
         own: the chunks of the stage.
         near: the stages of its host.
-        together: messages for each that the table names.
     """
     return sum(
-        _buffers_bytes(
-            together * max_messages_in_flight(table, stage, to), *map(max, zip(*pairs, strict=True))
-        )
+        _buffers_bytes(max_messages_in_flight(table, stage, to), *map(max, zip(*pairs, strict=True)))
         for to, pairs in _message_sizes(own, table, stage).items()
         if to in near
     )
@@ -143,8 +136,6 @@ class MicroBatchMemory:
         self._precision = MixedPrecision(compute, CPU.type, caches=not recipe.is_ordered)
         model = copy_to_meta(task.model)
         self._item_bytes = {slot.name: p.element_size() for slot, p in trained_parameters(model).items()}
-        stages = range(strategy.pipeline if strategy.pipeline > strategy.stage_ranks else 0)
-        self._side_by_side = [partition_model(task, model, len(stages), stage) for stage in stages]
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._found: dict[tuple[int, int, int], list[MicroBatchFootprint]] = {}
         self._update: UpdateMemory | None = None
@@ -164,7 +155,9 @@ class MicroBatchMemory:
     def work(self, place: SimulatedRank) -> StepWork:
         """What a rank does in a step, and what each of its chunks takes for it."""
         if place.stage is None:
-            return self._of_threads(place)
+            order = [PipelineAction(kind, k) for k in range(self.most) for kind in "FB"]
+            gradients = sum(slot_bytes(one.computes, self._item_bytes) for one in place.held.values())
+            return StepWork(order, self.footprints(place), [gradients])
         number, stages = place.stage.stage, place.stage.num_stages
         table = self.table(stages)
         order, parts = list(table.orders[number]), table.parts
@@ -174,18 +167,8 @@ class MicroBatchMemory:
         own = self.footprints(place, parts[number])[number::stages]
         before, after = (parts[number] // parts[n % stages] for n in (number - 1, number + 1))
         divided = sum(max(0, before - 1) * f.arriving + max(0, after - 1) * f.departing for f in own)
-        near = stages_on_host(self._recipe.strategy.degrees, place.rank, self._per_host)
+        near = stages_on_host(self._recipe.strategy.degrees, place.global_rank, self._per_host)
         return StepWork(order, own, sizes, divided + unreleased_message_bytes(own, table, number, near))
-
-    def _of_threads(self, place: SimulatedRank) -> StepWork:
-        """Of a process that has no stage of its own: all of them, or none."""
-        sizes, found = self._item_bytes, self.footprints(place)
-        if cuts := self._side_by_side:
-            return stages_side_by_side(cuts, place.held, sizes, found, self.table(len(cuts)))
-        order = [PipelineAction(kind, k) for k in range(self.most) for kind in "FB"]
-        work = StepWork(order, found, [sum(slot_bytes(one.computes, sizes) for one in place.held.values())])
-        lanes = self._recipe.strategy.lanes
-        return work if lanes == 1 else shards_side_by_side(work, lanes, self.most)
 
     def footprints(self, place: SimulatedRank, parts: int = 1) -> list[MicroBatchFootprint]:
         """Of all chunks of the model, as ranks at this place run a micro-batch, or a part of one."""
@@ -206,7 +189,7 @@ class MicroBatchMemory:
 
     def _chunks(self, model: nn.Module) -> list[list[nn.Module]] | None:
         """The links of every chunk, those of all stages one after another; None: there are no stages."""
-        lengths = [len(cut.links) for cut in self._side_by_side] or self._lengths()
+        lengths = self._lengths()
         if not lengths:
             return None
         links, ends = module_chain(self._task, model), accumulate(lengths, initial=0)

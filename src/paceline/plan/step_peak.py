@@ -7,8 +7,8 @@ run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from paceline.pipeline_schedule.schedule_table import PipelineAction
 from paceline.plan.activation_memory import MicroBatchFootprint
@@ -26,19 +26,12 @@ class StepWork:
         gradients: bytes of all gradients of a chunk, by chunk.
         messages: bytes of larger parts that neighbours have sent, beside the own part of them, and of what
             the thread of a backend has not let go of.
-        lanes: what each of the threads of the process does, if there are several.
-        apart: by chunk, bytes of gradients that stay for each micro-batch by itself until lanes have ended,
-            beside `gradients`.
-        shared: bytes of gradients of which several lanes have a part.
     """
 
     order: Sequence[PipelineAction]
     footprints: Sequence[MicroBatchFootprint]
     gradients: Sequence[int]
     messages: int = 0
-    lanes: Sequence[StepWork] = ()
-    apart: Mapping[int, int] = field(default_factory=dict)
-    shared: int = 0
 
     @property
     def evaluation(self) -> int:
@@ -113,7 +106,6 @@ class StepWalk:
         ends = action.ends(self._split)
         completes = ends and action.part == self._last_part
         others = self._sums.own + sum(self._gradients(k) for k in range(len(self._ended)) if k != number)
-        others += self._apart(number)
         before = self._gradients_stand(number)
         after = self._standing(self._ended[number] + completes) if completes == ends and not learns else 1
         moved = self._sums.moved if action == self._last[number] else 0
@@ -138,10 +130,7 @@ class StepWalk:
         return replace(self._still, wire=self._still.wire + self._sums.on_the_way(micro_batch, done))
 
     def _gradients(self, chunk: int) -> int:
-        return self._gradients_stand(chunk) * self._work.gradients[chunk] + self._apart(chunk)
-
-    def _apart(self, chunk: int) -> int:
-        return self._ended[chunk] * self._work.apart.get(chunk, 0)
+        return self._gradients_stand(chunk) * self._work.gradients[chunk]
 
     def _gradients_stand(self, chunk: int) -> int:
         """How many times they are there now."""

@@ -23,7 +23,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -34,7 +33,6 @@ from paceline.comm.handle import Handle
 from paceline.comm.net import Net
 from paceline.comm.reduction.bucket_buffers import (
     MAX_IN_FLIGHT,
-    PartBuffer,
     scatter_buffer_prefix,
     transfer_buffer_name,
 )
@@ -54,9 +52,7 @@ from paceline.plan.gradient_buckets import (
     GradientReduction,
     gather_buckets,
     meta_tensors,
-    whole_gather,
 )
-from paceline.plan.not_planned_coding import gathered, hop_bytes
 from paceline.plan.simulated_ranks import SimulatedCollective
 from paceline.recipe.strategy import Strategy
 from paceline.state.slot import TensorSlot
@@ -166,9 +162,9 @@ class _SimulatedScatterPath(SimulatedCollective):
 
     def reduce_scatter(self, x: Tensor, key: str, arriving: ReceiveBuffer = None) -> Handle:
         """See `Collective`."""
-        if self._of.in_memory:
+        if self._of.common:
             self.lies[key] = max(x.nbytes, self.lies.get(key, 0))
-        elif self._of.arriving == "given" and arriving is not None and not self._of.blocks:
+        elif self._of.receives == "caller" and arriving is not None and not self._of.blocks:
             self.came.append(arriving())
         return Handle(lambda deadline_seconds, exposed: x[self.group.rank])
 
@@ -238,12 +234,12 @@ class _SimulatedScatterRank:
         self._hear(self._tell())
 
     def _tell(self) -> list[float]:
-        return [] if self._pace is None else self._pace.told()
+        return [] if self._pace is None else self._pace.launch_counts()
 
     def _hear(self, told: list[float]) -> list[float]:
         """Of all, which is what this rank has told; returns what it tells then."""
         if self._pace is not None:
-            self._pace.hear(told, is_idle=False)
+            self._pace.update_counts(told, is_idle=False)
         return self._tell()
 
 
@@ -264,7 +260,7 @@ def _receive_buffers(of: GradientReduction, memory: Workspace) -> Iterator[Tenso
 
 def _once_per_step(of: GradientReduction) -> list[tuple[int, int]]:
     """These scatters where their path takes memory for itself; see `ScatterMemory.under_way`."""
-    buckets = of.scattered_once_per_step if of.arriving == "apart" else []
+    buckets = of.scattered_once_per_step if of.receives == "route" else []
     sizes, done, found = [one.flat.nbytes + one.rows[0].nbytes for one in buckets], 0, [(0, 0)]
     for number, bucket in enumerate(buckets):  # none leaves before those before it are complete
         done += sum(slot_bytes(slot, of.item_bytes) for slot in bucket.slots)
@@ -319,8 +315,6 @@ class GradientSumMemory:
         stays: between steps, gradients that are neither buckets nor own sums.
         under_way: while micro-batches run, what scatters take that may be under way: for the first and for
             later ones, bytes by those of the gradients that are complete, ascending.
-        lanes: of threads of the process, each as `waiting`; their sums meet once all have ended.
-        meeting: what messages take then.
         learns: the first backward of a run lets go of gradients at its end.
         learning: what scatters take then.
     """
@@ -333,8 +327,6 @@ class GradientSumMemory:
     waiting: Sequence[int] = ()
     stays: int = 0
     under_way: Sequence[Sequence[tuple[int, int]]] = ()
-    lanes: Sequence[Sequence[int]] = ()
-    meeting: int = 0
     learns: bool = False
     learning: int = 0
 
@@ -359,8 +351,8 @@ def gradient_sum_memory(of: GradientReduction) -> GradientSumMemory:
     if strategy.shard == 1:
         return GradientSumMemory(buckets)
     alone = of.sharers == strategy.shard  # else the own row is summed over replicas, in a buffer of its own
-    at_once = not (of.common or strategy.is_coded or of.scattered_once_per_step)
-    own = _row_bytes(of.buckets) if at_once or (of.common and not alone and not strategy.is_coded) else 0
+    at_once = not (of.common or of.scattered_once_per_step)
+    own = _row_bytes(of.buckets) if at_once or (of.common and not alone) else 0
     before, waiting = [[(0, 0)]] * (of.most_micro_batches - 1), [1] * (of.most_micro_batches - 1) + [0]
     found = scatter_memory(of)
     return GradientSumMemory(
@@ -376,34 +368,16 @@ def _ordered_sums(of: GradientReduction) -> GradientSumMemory:
     """Where sums have one order; see `gradient_sum_memory`."""
     strategy, sizes, sharers = of.recipe.strategy, of.sizes, of.sharers
     blocks = [split_evenly(of.shards, of.runners, rank) for rank in range(of.runners)]
-    if strategy.lanes > 1:
-        return _in_lanes(of, blocks)
     found = [waiting_partial_sums(shards) for block in blocks for shards in _shards_by_stage(strategy, block)]
     waiting = max(found, key=lambda one: (max(one), sum(one)))
     if sharers == 1:
-        at_end = not strategy.servers  # beside whom a worker hands on what it has
-        return GradientSumMemory(sizes.shared, at_end=at_end, waiting=waiting, stays=sizes.computes)
+        return GradientSumMemory(sizes.shared, at_end=True, waiting=waiting, stays=sizes.computes)
     nodes = max(len(covering_nodes(block)) for block in blocks)
     buckets = nodes * _whole_bytes(of.buckets) + sizes.shared
     moved, own = _ordered_wire_bytes(of, nodes)
     apart = strategy.shard > 1  # else a gradient has its sum, and lets go of it before the next backward
     sums = GradientSumMemory(buckets, moved=moved, leaves=True, waiting=[*waiting[:-1], 0])
     return replace(sums, own=own) if apart else replace(sums, stays=own)
-
-
-def _in_lanes(of: GradientReduction, blocks: Sequence[range]) -> GradientSumMemory:
-    """Where threads of a process sum its micro-batches, or those of its stages; see `gradient_sum_memory`."""
-    strategy, sizes, buckets = of.recipe.strategy, of.sizes, [one.whole for one in of.buckets]
-    lanes = max((_waiting(strategy, block) for block in blocks), key=lambda found: sum(map(max, found)))
-    if of.sharers == 1:
-        return GradientSumMemory(sizes.shared, stays=sizes.computes, lanes=lanes)
-    nodes = max(len(covering_nodes(block)) for block in blocks)
-    moved, own = _ordered_wire_bytes(of, nodes)
-    twice = nodes > 1 and 1 < strategy.shard < of.sharers
-    copies = nodes if moved and twice else 0  # until it has left
-    launched = zip(accumulate(buckets), buckets, strict=True)
-    meeting = max((moved * so_far + copies * whole for so_far, whole in launched), default=0)
-    return GradientSumMemory(nodes * sum(buckets) + sizes.shared, own, lanes=lanes, meeting=meeting)
 
 
 def _ordered_wire_bytes(of: GradientReduction, nodes: int) -> tuple[int, int]:
@@ -417,14 +391,6 @@ def _ordered_wire_bytes(of: GradientReduction, nodes: int) -> tuple[int, int]:
         return 0, 0
     as_it_lies = nodes == 1 and not 1 < shard < of.sharers
     return nodes * (2 - as_it_lies), _row_bytes(of.buckets)
-
-
-def _waiting(strategy: Strategy, block: range) -> list[list[int]]:
-    """By lane, how many sums wait after each of its backwards."""
-    if strategy.pipeline > 1:
-        return [waiting_partial_sums(shards) for shards in _shards_by_stage(strategy, block)]
-    parts = (split_evenly(len(block), strategy.lanes, lane) for lane in range(strategy.lanes))
-    return [waiting_partial_sums(block[part.start : part.stop]) for part in parts]
 
 
 def _shards_by_stage(strategy: Strategy, block: range) -> list[list[int]]:
@@ -448,7 +414,7 @@ def _scattered_sums(of: GradientReduction) -> GradientSumMemory:
 
 def _slice_bytes(of: GradientReduction) -> int:
     """What a rank adds up at a time in memory that ranks share: one for each path of scatters, and type."""
-    if not of.in_memory:
+    if not of.common:
         return 0
     paths = {(_scatter_path(of, one.way), one.way.item_bytes) for one in of.buckets}
     return sum(CHUNK_VALUES * item_bytes for _, item_bytes in paths)
@@ -477,13 +443,13 @@ class GatherMemory(NamedTuple):
 
     Args:
         stay: through which parameters come.
-        here: of parameters, while the rank computes with them (ZeRO 3).
+        while_computing: of parameters, while the rank computes with them (ZeRO 3).
         beginning: of those and what they come through, before it does.
         arriving: what Gloo takes for itself after an update (ZeRO 1 and 2).
     """
 
     stay: int = 0
-    here: int = 0
+    while_computing: int = 0
     beginning: int = 0
     arriving: int = 0
 
@@ -509,25 +475,11 @@ def _gathers_after_update(of: GradientReduction) -> GatherMemory:
     sizes = [one.flat.nbytes for one in shapes]
     together = max((sum(sizes[k : k + MAX_IN_FLIGHT]) for k in range(len(sizes))), default=0)
     arriving = gloo_copies(of.recipe.strategy.shard) * together
-    return GatherMemory(scatter_memory(of).gathered + _along_hops(of, shapes), arriving=int(arriving))
+    return GatherMemory(scatter_memory(of).gathered, arriving=int(arriving))
 
 
 def _gathers_on_use(of: GradientReduction) -> GatherMemory:
     blocks, rest = of.by_block
     shard = of.recipe.strategy.shard
-    here, beginning = gathered_bytes(blocks, rest, shard), int((2 + gloo_copies(shard)) * rest)
-    return GatherMemory(max(blocks, default=0) + _along_hops(of, _by_block(of)), here, beginning)
-
-
-def _by_block(of: GradientReduction) -> Iterator[PartBuffer]:
-    """What comes at a time."""
-    inside = {name for block in of.blocks for name in block}
-    rest = [one.computes.name for one in of.held if one.computes.name not in inside]
-    for names in [*of.blocks, rest]:
-        yield from whole_gather([one for one in of.held if one.computes.name in names], of.item_bytes)
-
-
-def _along_hops(of: GradientReduction, shapes: Iterable[PartBuffer]) -> int:
-    """What a route of messages takes to bring these."""
-    shard = RankGroup("shard", tuple(range(of.recipe.strategy.shard)), 0)
-    return hop_bytes(of.recipe, gathered(shard, [one.flat for one in shapes]), common=of.common)
+    computing, beginning = gathered_bytes(blocks, rest, shard), int((2 + gloo_copies(shard)) * rest)
+    return GatherMemory(max(blocks, default=0), computing, beginning)

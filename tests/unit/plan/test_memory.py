@@ -224,12 +224,3 @@ def test_two_calls_of_attention_that_gloo_has_carried_are_planned() -> None:
     alone = plan_memory(recipe("replicas=2", shards=2), task, 2).ranks[0]  # the same sums of gradients
     message = 2 * 16 * (one_head.context // 2) * one_head.width * 4
     assert rank.moments["backward"].wire == alone.moments["backward"].wire + 2 * 2 * message
-
-
-@pytest.mark.capability("L3")
-def test_a_codec_that_is_chosen_later_is_planned_as_the_one_that_needs_most() -> None:
-    words = {codec: recipe(f"replicas=2 codec={codec}") for codec in ("fp32", "int8", "auto:int8", "sign")}
-    peaks = {codec: plan_memory(one, gpt(), 2).peak for codec, one in words.items()}
-    assert peaks["auto:int8"] == peaks["int8"] > peaks["fp32"]
-    both = plan_memory(recipe("replicas=2 codec=auto:sign,int8"), gpt(), 2).peak
-    assert both == max(peaks["sign"], peaks["int8"])

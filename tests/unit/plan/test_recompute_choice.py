@@ -108,9 +108,7 @@ def test_two_plans_tell_of_other_choices(strategy: str) -> None:
     processes = 1 + ("pipeline" in strategy)
     asked, task = recipe(strategy), gpt(FEW)
     recipes = [asked.replace(memory={"recompute": word}) for word in ("none", "blocks")]
-    plain, lean = (
-        make_planners(resolve_layout(one, task, processes), task, processes, 1)[0] for one in recipes
-    )
+    plain, lean = (make_planners(resolve_layout(one, processes), task, processes, 1)[0] for one in recipes)
     stages = moments_by_stage(plain, lean, len(recomputed_blocks(task.model, None)))
     for again in [*every_choice(FEW.layers)][1::3]:
         told = max(peak_of_choice(sums, again) for sums in stages.values())

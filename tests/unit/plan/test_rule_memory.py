@@ -1,96 +1,59 @@
-"""What rules say that they keep, as it is planned. No process is started."""
+"""Strategies whose memory is not planned: each is refused by name, and a run with a budget does not start."""
 
 from __future__ import annotations
 
-import pytest
-import torch
-from torch import nn
+import re
 
-from paceline import Loss, Task
+import pytest
+
 from paceline.errors import StrategyError
 from paceline.job.cluster import Cluster
 from paceline.plan import check_budget, plan_memory
-from paceline.recipe import Recipe
-from paceline.recipe.registry.sync_specs import SYNC_SPECS
-from paceline.recipe.registry.word_spec import import_object
+from paceline.recipe import Recipe, Strategy
 from paceline.testing.parity import build_test_session
 from tests.unit.plan.gpt_jobs import gpt, recipe
 
 
 @pytest.mark.capability("L3")
-def test_a_budget_holds_for_every_rule_of_a_run() -> None:
-    """The second one keeps where a round began; while it takes over, the state is there again."""
-    switching = {"task": "sum", "steps": 4, "strategy": "replicas=1 sync=every-step@2,diloco:2"}
-    build_test_session(Cluster.single(), Recipe.model_validate(switching)).close()
-    budget = switching | {"memory": {"budget": "64MiB"}}
-    build_test_session(Cluster.single(), Recipe.model_validate(budget)).close()
-    task, words = gpt(), "replicas=2 route=native sync="
-    alone = {rule: plan_memory(recipe(words + rule), task, 2).peak for rule in ("every-step", "diloco:2")}
-    both = plan_memory(recipe(words + "every-step@2,diloco:2"), task, 2)
-    assert both.peak >= max(alone.values()) > alone["every-step"]
-    tight = recipe(
-        words + "every-step@2,diloco:2", memory={"budget": alone["every-step"], "recompute": "none"}
-    )
-    error = check_budget(tight, task, 2).refusal
-    assert error is not None and ("under diloco:2" in error.what or "switch to diloco:2" in error.what)
-
-
-def untied() -> Task:
-    with torch.device("meta"):
-        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
-    samples = list(torch.zeros(16, 64))
-    return Task(model, samples, lambda m, x: Loss(m(x).sum(), len(x)), blocks=lambda m: [*m])
-
-
-def copies(rule: str, stages: int) -> list[float]:
-    """By stage, how many times its weights are there, at most; of 400 steps 20 are between two pauses."""
-    words = f"replicas=1 pipeline={stages} sync={rule}"
-    plan = plan_memory(recipe(words, steps=400), untied(), stages)
-    return [
-        max(parts.parameters for when, parts in rank.moments.items() if not when.startswith("building"))
-        / rank.moments["building"].parameters
-        for rank in plan.ranks
-    ]
-
-
-@pytest.mark.capability("L3", "D6")
-def test_a_stage_keeps_the_weights_that_are_in_flight_or_two_versions() -> None:
-    assert copies("pipedream", 3) == [4, 3, 2]
-    assert copies("pipedream:2bw", 3) == [2, 2, 2]
-    with pytest.raises(StrategyError, match="with the weights of today"):
-        words = "replicas=1 pipeline=2 sync=pipedream"
-        plan_memory(recipe(words, memory={"recompute": "0"}), untied(), 2)
-    budget = {"budget": 1 << 10}  # which nothing keeps, and nothing may be computed again
-    error = check_budget(recipe("replicas=1 pipeline=2 sync=pipedream", memory=budget), untied(), 2).refusal
-    assert error is not None
-
-
-@pytest.mark.capability("L3")
-def test_a_server_holds_the_state_and_a_worker_what_comes_and_goes() -> None:
-    words = "replicas=3 servers=1 sync="
-    server, worker = plan_memory(recipe(words + "server"), gpt(), 4).ranks
-    assert (server.rank, worker.rank) == (0, 1)
-    assert server.peak.moments > 0 == worker.peak.moments
-    assert "backward" in worker.moments and "backward" not in server.moments
-    apart = plan_memory(recipe(words + "server-async"), gpt(), 4).ranks[0]
-    more = server.moments["pushes"].gradients - server.stays.gradients
-    assert more == apart.stays.gradients > 0  # the sum of what three have pushed
-    assert "pushes" not in apart.moments
-
-
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("strategy", "unplanned"),
     [
-        ("replicas=2 codec=int8 sync=every-step@2,local:1", "codec=int8 where a rule follows another"),
-        ("replicas=1 servers=1 sync=every-step@2,server", "sync=every-step@2,server, at last with a server,"),
+        ("replicas=1 servers=1 sync=server", "sync=server"),
+        ("replicas=2 sync=gossip:0", "sync=gossip:0"),
+        ("replicas=2 sync=hogwild", "sync=hogwild"),
+        ("replicas=1 pipeline=2 sync=pipedream", "sync=pipedream"),
+        ("replicas=2 sync=every-step@2,local:1", "sync=every-step@2,local:1"),
+        ("replicas=2 codec=int8", "codec=int8"),
+        ("replicas=2 codec=lossless", "codec=lossless"),
+        ("replicas=2 codec=auto", "codec=auto"),
+        ("replicas=2 route=ring", "route=ring"),
+        ("replicas=2 lanes=2", "lanes=2"),
+        ("replicas=2 pipeline=2 lanes=2", "lanes=2"),
+        ("replicas=2 codec=sign route=ring sync=local:1", "codec=sign and route=ring"),
     ],
 )
-def test_what_a_switch_keeps_without_a_form_is_refused_and_not_guessed(words: str, said: str) -> None:
-    with pytest.raises(StrategyError, match=f"what {said} keeps in memory has no closed form yet"):
-        plan_memory(recipe(words, steps=4), gpt(), 2)
+def test_what_is_not_planned_is_refused_with_a_reason(strategy: str, unplanned: str) -> None:
+    words, message = recipe(strategy, steps=4), f"the memory of {re.escape(unplanned)} is not planned"
+    for plan in (plan_memory, check_budget):
+        with pytest.raises(StrategyError, match=message) as error:
+            plan(words, gpt(), 2)
+        assert "leave memory.budget out" in error.value.next_step
 
 
 @pytest.mark.capability("L3")
-def test_every_rule_says_what_it_keeps() -> None:
-    built = [spec for spec in SYNC_SPECS if spec.is_built and not spec.chooses]
-    assert len(built) > 8 and all(callable(import_object(spec.memory)) for spec in built)
+@pytest.mark.parametrize("planned", ["route=native", "reproducible", "pipeline"])
+def test_automatic_routes_between_hosts_are_not_planned(planned: str) -> None:
+    """Their buffers depend on what is measured; other routes, and stages that sum nothing, are planned."""
+    with pytest.raises(StrategyError, match="the memory of route=auto between hosts is not planned"):
+        plan_memory(recipe("replicas=2"), gpt(), 2, nodes=2)
+    strategy = {"route=native": "replicas=2 route=native", "pipeline": "replicas=1 pipeline=2"}
+    words = recipe(strategy.get(planned, "replicas=2"), reproducible=planned == "reproducible")
+    assert plan_memory(words, gpt(), 2, nodes=2).peak > 0
+
+
+@pytest.mark.capability("L3")
+def test_a_run_with_a_budget_that_is_not_planned_does_not_start() -> None:
+    words = {"task": "sum", "steps": 4, "strategy": Strategy.parse("replicas=1 sync=every-step@2,diloco:2")}
+    build_test_session(Cluster.single(), Recipe.model_validate(words)).close()
+    with pytest.raises(StrategyError, match="sync=every-step@2,diloco:2 is not planned"):
+        build_test_session(Cluster.single(), Recipe.model_validate(words | {"memory": {"budget": "64MiB"}}))

@@ -9,8 +9,10 @@ import pytest
 from paceline import Task
 from paceline.errors import StrategyError
 from paceline.models import GPTConfig
-from paceline.plan import check_budget, plan_memory
+from paceline.plan import MemoryPlan, check_budget, plan_memory
+from paceline.recipe import Recipe
 from paceline.tuning import stage_choice
+from paceline.tuning.stage_choice import resolve_measured_stages
 from tests.unit.plan.gpt_jobs import gpt, recipe
 
 WORDS = "replicas=1 pipeline=2 schedule=1f1b"  # the first stage keeps twice as many micro-batches
@@ -18,6 +20,11 @@ WORDS = "replicas=1 pipeline=2 schedule=1f1b"  # the first stage keeps twice as 
 
 def small(layers: int) -> Task:
     return gpt(GPTConfig(vocab=17, context=32, layers=layers, heads=4, width=64))
+
+
+def plan_measured(asked: Recipe, task: Task) -> MemoryPlan:
+    """Plan two processes with stages of measured lengths."""
+    return plan_memory(resolve_measured_stages(asked, task, 2), task, 2)
 
 
 def peaks_of_cuts(task: Task, links: int, how: str = "none") -> dict[int, int]:
@@ -36,14 +43,14 @@ def test_the_fastest_cut_that_keeps_the_budget_is_chosen(monkeypatch: pytest.Mon
     peaks = peaks_of_cuts(task, 5)
     fastest = min(slowest, key=slowest.__getitem__)
     for budget in (peaks[fastest], peaks[fastest] - 1):
-        plan = plan_memory(keeping.replace(memory={"budget": budget, "recompute": "none"}), task, 2)
+        plan = plan_measured(keeping.replace(memory={"budget": budget, "recompute": "none"}), task)
         chosen = int(plan.recipe.strategy.stages.split(",")[0])
         assert plan.peak <= budget
         assert slowest[chosen] == min(slowest[cut] for cut in peaks if peaks[cut] <= budget)
         assert (chosen == fastest) == (budget >= peaks[fastest])
     memory = {"budget": min(peaks.values()) - 1, "recompute": "none"}
     with pytest.raises(StrategyError, match=r"no cut of 5 modules into 2 stages keeps memory\.budget"):
-        plan_memory(keeping.replace(memory=memory), task, 2)
+        plan_measured(keeping.replace(memory=memory), task)
 
 
 @pytest.mark.capability("C6", "L2")
@@ -52,7 +59,10 @@ def test_where_no_cut_keeps_it_blocks_are_computed_again(monkeypatch: pytest.Mon
     task = small(2)
     lean, plain = (min(peaks_of_cuts(task, 4, how).values()) for how in ("blocks", "none"))
     assert lean < plain
-    found = check_budget(recipe(WORDS + " stages=time", memory={"budget": lean}), task, 2)
+    asked = recipe(WORDS + " stages=time", memory={"budget": lean})
+    with pytest.raises(StrategyError, match="stages=time has not been measured"):
+        check_budget(asked, task, 2)
+    found = check_budget(resolve_measured_stages(asked, task, 2), task, 2)
     assert found.refusal is None and found.plan.peak <= lean
     assert found.choice is not None and found.choice.recompute != "none"
 
@@ -71,17 +81,17 @@ def test_a_budget_caps_what_the_chunks_of_a_stage_hold_together(monkeypatch: pyt
     peaks = {
         cut: plan_memory(recipe(f"{words} stages={stages[cut]}", memory=memory), task, 2).peak for cut in cuts
     }
-    free = plan_memory(recipe(words + " stages=time", memory=memory), task, 2)
+    free = plan_measured(recipe(words + " stages=time", memory=memory), task)
     budget = free.peak - 1
     keeping = [cut for cut in cuts if peaks[cut] <= budget]
     assert keeping  # another cut needs less
-    plan = plan_memory(recipe(words + " stages=time", memory=memory | {"budget": budget}), task, 2)
+    plan = plan_measured(recipe(words + " stages=time", memory=memory | {"budget": budget}), task)
     chosen = tuple(map(int, plan.recipe.strategy.stages.split(",")))
     assert plan.peak <= budget and free.peak > budget
     assert slowest[chosen] == min(slowest[cut] for cut in keeping)
     with pytest.raises(StrategyError, match="into 2 stages of 2 chunks keeps"):
         tight = memory | {"budget": min(peaks.values()) - 1}
-        plan_memory(recipe(words + " stages=time", memory=tight), task, 2)
+        plan_measured(recipe(words + " stages=time", memory=tight), task)
 
 
 def places_of(cut: tuple[int, ...]) -> list[range]:

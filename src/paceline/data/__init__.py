@@ -15,7 +15,6 @@ from paceline.data.work import (
     MicroBatch,
     MicroBatchWork,
     TrainingFeed,
-    max_steps_between_pauses,
     split_evenly,
 )
 
@@ -34,7 +33,6 @@ __all__ = [
     "TrainingFeed",
     "build_order",
     "collate_samples",
-    "max_steps_between_pauses",
     "prepare_data",
     "read_held_out",
     "seeded_generators",

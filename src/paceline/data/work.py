@@ -215,11 +215,6 @@ class BatchReader(Protocol):
         """Start, finitely or endlessly; micro-batches are taken as they are needed."""
 
 
-def max_steps_between_pauses(num_steps: int, intervals: Sequence[int]) -> int:
-    """The most steps between two pauses, see `TrainingFeed.pause_after`."""
-    return min(num_steps, *_pause_intervals(num_steps, intervals))
-
-
 def _pause_intervals(num_steps: int, intervals: Sequence[int]) -> Sequence[int]:
     """Every so many steps a pause."""
     seen = max(1, num_steps // _MIN_PAUSES)  # so that progress shows and a run can be stopped

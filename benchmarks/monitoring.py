@@ -31,7 +31,7 @@ from paceline.observe import PhaseTimer, StepPhase
 from paceline.session import Session, build_session
 from paceline.session.checkpointing import CheckpointSchedule
 from paceline.session.fit_loop import FitInProgress
-from paceline.session.train_rank import build_sinks
+from paceline.session.sink_setup import build_sinks
 from paceline.testing import run_ranks
 
 _REFERENCE = "nothing"

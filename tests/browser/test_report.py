@@ -11,7 +11,7 @@ import pytest
 
 from paceline.report import read_run, render_page, summarize_run
 from paceline.report.rank_balance import rank_times
-from paceline.report.run_facts import format_number
+from paceline.report.number_format import format_number
 from tests.conftest import EVERY, STEPS, Trained
 
 if TYPE_CHECKING:

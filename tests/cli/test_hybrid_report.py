@@ -43,7 +43,7 @@ def test_a_stage_that_takes_more_memory_is_said_with_what_to_do(tmp_path: Path) 
     assert job.returncode == 0, (out, err)
     run = read_run(tmp_path / "run")
     shares = rank_loads(run)
-    assert [share.called for share in shares] == [
+    assert [share.label for share in shares] == [
         f"rank {2 * replica + stage} (replica {replica}, stage {stage})"
         for replica in (0, 1)
         for stage in (0, 1)
@@ -51,10 +51,12 @@ def test_a_stage_that_takes_more_memory_is_said_with_what_to_do(tmp_path: Path) 
     for share in shares:
         assert share.compute_seconds > 0 and share.communication_seconds >= 0 and share.idle_seconds >= 0
         assert share.sent_bytes > 0
-        others = [one.peak_bytes for one in shares if one.place["pipeline"] != share.place["pipeline"]]
-        assert (share.peak_bytes > max(others) + 3e8) == (share.place["pipeline"] == 1)
+        others = [
+            one.peak_bytes for one in shares if one.coordinates["pipeline"] != share.coordinates["pipeline"]
+        ]
+        assert (share.peak_bytes > max(others) + 3e8) == (share.coordinates["pipeline"] == 1)
     assert all(len(row) == len(BALANCE_HEADER) for row in render_balance_rows(shares))
-    memory = next(one for one in find_imbalances(shares) if one.what == "memory")
-    assert memory.axis == "pipeline" and memory.share.place["pipeline"] == 1
+    memory = next(one for one in find_imbalances(shares) if one.quantity == "memory")
+    assert memory.axis == "pipeline" and memory.load.coordinates["pipeline"] == 1
     (said,) = (line for line in summarize_run(run) if line.startswith("Memory is uneven"))
-    assert f"stage 1) has {memory.times:.2f} times the mean; " in said and "rechunk" in said
+    assert f"stage 1) has {memory.ratio:.2f} times the mean; " in said and "rechunk" in said

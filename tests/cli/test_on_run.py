@@ -19,7 +19,7 @@ from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe, Strategy
 from paceline.session import fit, run_folder
 from paceline.session.saved_run import split_predictions
-from paceline.session.train_rank import build_sinks
+from paceline.session.sink_setup import build_sinks
 from paceline.task import Task
 from paceline.testing import run_ranks
 from paceline.testing.parity import build_test_session

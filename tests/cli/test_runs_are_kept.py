@@ -62,12 +62,12 @@ def test_a_taken_folder_is_refused_and_left_as_it_was(tmp_path: Path) -> None:
     before = {path: path.read_bytes() for path in (tmp_path / "mine").rglob("*") if path.is_file()}
     again = run(tmp_path, "train", SUM, "-n", 1, *SHORT, *mine, "--set", "seed=2")
     assert again.returncode == 2, again.stderr
-    assert "holds a run already" in again.stderr and "--resume mine" in again.stderr
+    assert "already holds a run" in again.stderr and "--resume mine" in again.stderr
     assert {path: path.read_bytes() for path in (tmp_path / "mine").rglob("*") if path.is_file()} == before
     (tmp_path / "dead").mkdir()
     (tmp_path / "dead" / "recipe.toml").write_text((tmp_path / "mine" / "recipe.toml").read_text())
     dead = run(tmp_path, "train", SUM, "-n", 1, *SHORT, "--set", "run_dir=dead")
-    assert dead.returncode == 2 and "remove it: nothing was saved" in dead.stderr
+    assert dead.returncode == 2 and "remove it: it has no checkpoint" in dead.stderr
     longer = run(tmp_path, "train", "--resume", "mine", "-n", 1, "--set", "steps=3")
     assert longer.returncode == 0, longer.stderr
 

@@ -1,4 +1,4 @@
-"""A route, a codec, a rule, a layout and an optimizer from another package: one file and one line each."""
+"""Routes, codecs, rules, layouts, optimizers and sinks of another package: one file and one line each."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROUTE = '''
 from pathlib import Path
 
 from paceline.comm import NativeCollective
-from paceline.recipe.registry.word_spec import RouteSpec
+from paceline.recipe.registry import RouteSpec
 
 SPEC = RouteSpec(word="gathered", summary="gather, then add", build="gathered_route:gathered")
 
@@ -43,7 +43,7 @@ from pathlib import Path
 
 import torch
 
-from paceline.recipe.registry.word_spec import CodecSpec
+from paceline.recipe.registry import CodecSpec
 
 SPEC = CodecSpec(word="half", summary="16-bit floats", build="half_codec:half")
 
@@ -72,7 +72,7 @@ RULE = '''
 from dataclasses import replace
 from pathlib import Path
 
-from paceline.recipe.registry.word_spec import WordArgument, SyncSpec
+from paceline.recipe.registry import WordArgument, SyncSpec
 from paceline.sync import EveryStep
 from paceline.sync.every_step import build_every_step_rule
 
@@ -106,7 +106,7 @@ LAYOUT = '''
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from paceline.recipe.registry.word_spec import LayoutSpec
+from paceline.recipe.registry import LayoutSpec
 from paceline.parallel import ModelPartition
 
 SPEC = LayoutSpec(
@@ -152,7 +152,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from paceline.recipe.registry.word_spec import OptimizerSpec
+from paceline.recipe.registry import OptimizerSpec
 
 SPEC = OptimizerSpec(word="kfac", summary="K-FAC over linear layers", build="kfac_optimizer:kfac")
 DAMPING, KEPT = 0.1, 0.9
@@ -208,12 +208,67 @@ def _nothing(weight):
 def kfac(model, groups, recipe, *, fused):
     return KFac(model, groups, recipe.lr)
 '''
+SINK = '''
+"""The step and loss of every step, in a file that the argument names."""
+
+from paceline.recipe.registry.sink_specs import SinkSpec
+from paceline.recipe.registry import WordArgument
+
+SPEC = SinkSpec(
+    word="csv",
+    summary="a CSV file",
+    argument=WordArgument("x.csv", "a file name", bool),
+    build="csv_sink:build_csv",
+)
+
+
+class CsvSink:
+    def __init__(self, path):
+        self.file = path.open("w")
+
+    def step(self, stats):
+        self.file.write(f"{stats.step},{stats.loss!r}\\n")
+
+    def event(self, name, record):
+        self.file.write(f"# {name}\\n")
+
+    def close(self):
+        self.file.close()
+
+
+def build_csv(site, argument):
+    return CsvSink(site.run_dir / argument)
+'''
+BROKEN_SINK = '''
+"""Loses its connection at the fifth step."""
+
+from paceline.recipe.registry.sink_specs import SinkSpec
+
+SPEC = SinkSpec(word="broken", summary="raises", build="broken_sink:BrokenSink")
+
+
+class BrokenSink:
+    def __init__(self, site, argument):
+        pass
+
+    def step(self, stats):
+        if stats.step == 5:
+            raise ConnectionError("the tracking server is gone")
+
+    def event(self, name, record):
+        pass
+
+    def close(self):
+        pass
+'''
 MODULES = {
     "gathered_route": ("paceline.route", "gathered", ROUTE),
     "half_codec": ("paceline.codec", "half", CODEC),
     "noted_rule": ("paceline.sync", "noted", RULE),
     "tensor_layout": ("paceline.parallel", "by-tensor", LAYOUT),
     "kfac_optimizer": ("paceline.optimizer", "kfac", OPTIMIZER),
+    "csv_sink": ("paceline.sink", "csv", SINK),
+    "broken_sink": ("paceline.sink", "broken", BROKEN_SINK),
 }
 DIGITS = str(ROOT / "recipes" / "digits.toml")
 SETTINGS = ("steps=40", "options.hidden=[32]", "epochs=", "evaluate.every_steps=40")
@@ -232,11 +287,12 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     about = site / "something-1.0.dist-info"
     about.mkdir(parents=True)
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: something\nVersion: 1.0\n")
-    lines = []
+    groups: dict[str, list[str]] = {}
     for module, (group, word, text) in MODULES.items():
         (site / f"{module}.py").write_text(text)
-        lines.append(f"[{group}]\n{word} = {module}:SPEC\n")
-    (about / "entry_points.txt").write_text("\n".join(lines))
+        groups.setdefault(group, []).append(f"{word} = {module}:SPEC\n")
+    sections = [f"[{group}]\n{''.join(lines)}" for group, lines in groups.items()]
+    (about / "entry_points.txt").write_text("\n".join(sections))
     return site
 
 
@@ -270,8 +326,10 @@ def trained(site: Path) -> Path:
     (site.parent / "asked.json").write_text(json.dumps([*REFUSED]))
     every = {name: [strategy] for name, strategy in {"plain": "replicas=2", **STRATEGIES}.items()}
     every |= {name: [strategy, *KFAC] for name, strategy in KFAC_STRATEGIES.items()}
+    every["sinks"] = ["replicas=2", "log.sinks=['jsonl', 'broken', 'csv:losses.csv']"]
     done = run(site, "-m", "paceline", "run", "-n", "2", str(script), DIGITS, json.dumps(every), *SETTINGS)
     assert done.returncode == 0, done.stderr[-2000:]
+    (site.parent / "stderr.txt").write_text(done.stderr)
     return site.parent
 
 
@@ -327,6 +385,22 @@ def test_an_optimizer_from_another_package_has_hooks_sums_and_state(name: str, t
 
 def test_an_optimizer_from_another_package_that_looks_at_whole_tensors_gets_no_parts(trained: Path) -> None:
     assert "KFac" in (trained / "refused-kfac-in-parts").read_text()
+
+
+@pytest.mark.capability("Z1")
+@pytest.mark.timeout(600)
+def test_a_sink_from_another_package_receives_steps_and_events_and_changes_nothing(trained: Path) -> None:
+    """Although another sink raises on the way."""
+    lines = (trained / "sinks" / "losses.csv").read_text().splitlines()
+    assert lines[0] == "# run" and "# evaluation" in lines and lines[-1] == "# end"
+    steps = [line for line in lines if not line.startswith("#")]
+    assert steps == [f"{i},{loss!r}" for i, loss in enumerate(losses(trained / "plain")[:-1])]
+    assert not (trained / "sinks" / "log.txt").exists()
+
+
+def test_a_sink_that_raises_is_one_warning(trained: Path) -> None:
+    warnings = [line for line in (trained / "stderr.txt").read_text().splitlines() if "'broken'" in line]
+    assert len(warnings) == 1 and "ConnectionError: the tracking server is gone" in warnings[0]
 
 
 REFUSED = {

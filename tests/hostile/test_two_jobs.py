@@ -57,7 +57,7 @@ def test_a_second_job_is_refused_and_who_resumes_is_told_host_and_process(
         owner = json.loads((tmp_path / "run" / LOCK_FILE).read_text())
         owned = f"another job is writing to this folder: process {owner['pid']} on {socket.gethostname()}"
         text, step = (
-            (owned, "wait for its end") if code == 3 else ("'run' holds a run already", "go on with it")
+            (owned, "wait for its end") if code == 3 else ("'run' already holds a run", "resume it")
         )
         assert text in end.err and f"next:  {step}" in end.err
         assert (tmp_path / "run" / "recipe.toml").read_bytes() == recipe

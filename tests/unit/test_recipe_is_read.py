@@ -11,7 +11,7 @@ from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe
 from paceline.recipe.validation import RecipeTable
 from paceline.session import fit, run_folder
-from paceline.session.train_rank import build_sinks
+from paceline.session.sink_setup import build_sinks
 from paceline.testing.parity import build_test_session
 
 DIGITS = {"task": "digits", "steps": 1, "options": {"model": "mlp", "hidden": [8]}}

@@ -1,7 +1,6 @@
-"""What happened, as records: phases of a step, their schema, and the sinks that write or show them."""
+"""Records of a run: the phases of a step, the schema of all events, and the sinks that write them."""
 
-from paceline.observe.progress import ProgressSink
-from paceline.observe.sinks import JsonLinesSink, Sink, TextLogSink
+from paceline.observe.sinks import JsonLinesSink, Sink, SinkSite, TextLogSink
 from paceline.observe.step_stats import LOCAL_PHASES, PHASES, PhaseTimer, StepPhase, StepStats
 
 __all__ = [
@@ -9,8 +8,8 @@ __all__ = [
     "PHASES",
     "JsonLinesSink",
     "PhaseTimer",
-    "ProgressSink",
     "Sink",
+    "SinkSite",
     "StepPhase",
     "StepStats",
     "TextLogSink",

@@ -1,9 +1,9 @@
-"""Lines at the end of a file, on a disk that may be full, read-only or gone: the run goes on without them.
+"""Writing the files of a run on a disk that may be full, read-only or gone.
 
-Invariant: writing never fails. What cannot be written is kept, and written in its order as soon as that is
-possible again; the user is told once that it cannot, and once how many lines were given up for good.
-
-Files of a run that cannot be written: what happened and what to do, in place of a bare OSError.
+`LineAppender` never fails: it keeps lines that cannot be written and writes them in order once that is
+possible again. It warns once when writing first fails, and at the end about lines that were lost.
+`explain_os_errors` is for files that a run cannot do without: it turns an OSError into an error with a next
+step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WarnFunction = Callable[[str], object]
 
 
 def warn_on_stderr(text: str) -> None:
-    """A line for the user, unless nobody reads it any more."""
+    """Print a line on stderr; a closed stderr is ignored."""
     try:
         sys.stderr.write(f"{text}\n")
         sys.stderr.flush()
@@ -33,114 +33,116 @@ def warn_on_stderr(text: str) -> None:
 
 
 class LineAppender:
-    """The lines of one file.
+    """A file to which lines are appended.
 
     Args:
-        path: appended to; a line that a crash cut short is ended, so that it spoils no other.
-        put_aside: renames a file that is full.
-        rotate_bytes: size at which a file is full; 0: never.
-        say: is told of what cannot be written.
+        path: appended to; a line that a crash cut short is ended first, so that it does not spoil the next
+            one.
+        rotate: renames a file that is full.
+        rotate_bytes: the size at which a file is full; 0 for a single file.
+        warn: called when the file cannot be written, and when lines are lost.
     """
 
     def __init__(
         self,
         path: Path,
-        put_aside: Callable[[Path], None],
+        rotate: Callable[[Path], None],
         rotate_bytes: int = 0,
-        say: WarnFunction = warn_on_stderr,
+        warn: WarnFunction = warn_on_stderr,
     ) -> None:
-        self._path, self._put_aside, self._rotate_bytes, self._say = path, put_aside, rotate_bytes, say
-        self._waiting: deque[bytes] = deque()
-        self._waiting_bytes = self._lost_lines = self._size = 0
+        self._path, self._rotate, self._rotate_bytes, self._warn = path, rotate, rotate_bytes, warn
+        self._pending: deque[bytes] = deque()
+        self._pending_bytes = self._num_lost_lines = self._size = 0
         self._file: int | None = None
-        self._cut = self._told = False
-        self._write()
+        self._has_ended_last_line = self._has_warned = False
+        self._write_pending()
 
     def append(self, line: str) -> None:
-        """Write a line, with its end; or keep it."""
+        """Write a line, which includes its newline, or keep it until the file can be written."""
         data = line.encode(errors="replace")
-        self._waiting.append(data)
-        self._waiting_bytes += len(data)
-        while self._waiting_bytes > _MAX_PENDING_BYTES:
-            self._waiting_bytes -= len(self._waiting.popleft())
-            self._lost_lines += 1
-        self._write()
+        self._pending.append(data)
+        self._pending_bytes += len(data)
+        while self._pending_bytes > _MAX_PENDING_BYTES:
+            self._pending_bytes -= len(self._pending.popleft())
+            self._num_lost_lines += 1
+        self._write_pending()
 
     def close(self) -> None:
-        """Close the file; what still cannot be written is lost, and that is said."""
-        self._write()
-        lost = self._lost_lines + len(self._waiting)
-        if lost:
-            self._say(f"{self._path.name} lacks {lost} lines, which could not be written")
-        self._let_go()
+        """Close the file, and warn about lines that could not be written."""
+        self._write_pending()
+        num_lost = self._num_lost_lines + len(self._pending)
+        if num_lost:
+            self._warn(f"{num_lost} lines of {self._path.name} could not be written and are lost")
+        self._close_file()
 
-    def _write(self) -> None:
+    def _write_pending(self) -> None:
         try:
             file = self._open() if self._file is None else self._file
-            while self._waiting:
+            while self._pending:
                 if self._rotate_bytes and self._size >= self._rotate_bytes:
-                    self._let_go()
-                    self._put_aside(self._path)
+                    self._close_file()
+                    self._rotate(self._path)
                     file = self._open()
                 self._write_first(file)
         except OSError as error:
-            self._let_go()
-            if not self._told:
-                self._told = True
-                self._say(f"{self._path} cannot be written: {error.strerror}; the run goes on without it")
+            self._close_file()
+            if not self._has_warned:
+                self._has_warned = True
+                self._warn(f"cannot write {self._path}: {error.strerror}; the run goes on without it")
 
     def _write_first(self, file: int) -> None:
-        """The first line that waits; of one that was cut by a full disk the rest is the first."""
-        data = self._waiting[0]
+        """Write the first pending line; if a full disk takes only a part, the remainder stays the first."""
+        data = self._pending[0]
         count = os.write(file, data)
         self._size += count
-        self._waiting_bytes -= count
-        self._waiting.popleft()
+        self._pending_bytes -= count
+        self._pending.popleft()
         if count < len(data):
-            self._waiting.appendleft(data[count:])
+            self._pending.appendleft(data[count:])
 
     def _open(self) -> int:
         file = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         self._file, self._size = file, os.fstat(file).st_size
-        if not self._cut and self._size and os.pread(file, 1, self._size - 1) != b"\n":
+        if not self._has_ended_last_line and self._size and os.pread(file, 1, self._size - 1) != b"\n":
             self._size += os.write(file, b"\n")
-        self._cut = True  # from here on a line without an end is one of ours, and its rest follows
+        # A line without an end is our own from here on, and its remainder is the first pending one.
+        self._has_ended_last_line = True
         return file
 
-    def _let_go(self) -> None:
+    def _close_file(self) -> None:
         file, self._file = self._file, None
         if file is not None:
             os.close(file)
 
 
-_ADVICE = {
+_NEXT_STEPS = {
     errno.ENOSPC: "free space there, then `paceline train --resume RUN`",
-    errno.EDQUOT: "free space there, or raise the quota, then `paceline train --resume RUN`",
-    errno.EACCES: "name a folder that you may write: --set run_dir=FOLDER",
-    errno.EPERM: "name a folder that you may write: --set run_dir=FOLDER",
-    errno.EROFS: "the file system is read-only; name another folder: --set run_dir=FOLDER",
-    errno.ENOTDIR: "a part of this path is a file; name another folder: --set run_dir=FOLDER",
-    errno.EEXIST: "there is a file of this name; name another folder: --set run_dir=FOLDER",
+    errno.EDQUOT: "free space there or raise the quota, then `paceline train --resume RUN`",
+    errno.EACCES: "choose a folder that you can write to: --set run_dir=FOLDER",
+    errno.EPERM: "choose a folder that you can write to: --set run_dir=FOLDER",
+    errno.EROFS: "the file system is read-only; choose another folder: --set run_dir=FOLDER",
+    errno.ENOTDIR: "a part of this path is a file; choose another folder: --set run_dir=FOLDER",
+    errno.EEXIST: "there is a file with this name; choose another folder: --set run_dir=FOLDER",
 }
 
 
 @contextmanager
-def explain_os_errors(place: Path) -> Iterator[None]:
-    """Say which file or folder of a run could not be written.
+def explain_os_errors(path: Path) -> Iterator[None]:
+    """Turn an OSError of the block into an error that names the file or folder and a next step.
 
     Raises:
-        RunFolderError: in place of an OSError of the block.
+        RunFolderError: in place of an OSError.
     """
     try:
         yield
     except OSError as error:
-        raise run_folder_error(error, place) from error
+        raise run_folder_error(error, path) from error
 
 
-def run_folder_error(error: OSError, place: Path | None = None) -> RunFolderError:
-    """What a file system refused, where, and what to do."""
+def run_folder_error(error: OSError, path: Path | None = None) -> RunFolderError:
+    """Return the error for a file of a run that could not be written, with what the user can do."""
     return RunFolderError(
         f"cannot write the files of the run: {error.strerror or error}",
-        where=str(place or error.filename),
-        next_step=_ADVICE.get(error.errno or 0, "name another folder: --set run_dir=FOLDER"),
+        where=str(path or error.filename),
+        next_step=_NEXT_STEPS.get(error.errno or 0, "choose another folder: --set run_dir=FOLDER"),
     )

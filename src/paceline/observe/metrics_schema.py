@@ -1,17 +1,7 @@
-"""The schema of `metrics.jsonl`: which events there are, how grave each is, and what its fields mean.
+"""The schema of `metrics.jsonl`: all events, the level of each, and the type and meaning of their fields.
 
-Invariant: what a run writes is what stands here; `docs/reference/metrics.md` lists the same fields, and tests
-hold a real run and the page against this table. An event that is not in the table is written as "info".
-
-What is told of how a model was cut, and of the memory that a run keeps to: fields of two events.
-
-Fields of the events that say what was left to the machine, and why it is so; see `schema`.
-
-Fields of the records about numbers that went wrong, and what was done; see `schema`.
-
-Fields of the records about who is slow, what was done, and who serves what; see `schema`.
-
-What is told of the choices of the wire: fields of the events `route`, `buckets` and `codec`.
+Invariant: a run writes exactly these fields; `docs/reference/metrics.md` is generated from this table, and
+tests check real runs and the page against it. An event that is not in the table has level "info".
 """
 
 from __future__ import annotations
@@ -22,114 +12,114 @@ from typing import Any, NamedTuple
 
 _STAGES = {
     "stages": "str: modules of each stage, by measured time",
-    "link_seconds": "list: of forward and backward of each module",
-    "stage_seconds": "list: of each stage",
+    "link_seconds": "list: forward and backward of each module",
+    "stage_seconds": "list: seconds of each stage",
     "stage_bytes": "list: planned peak of each stage; empty without memory.budget",
-    "fastest": "str: modules of each stage that would be faster and need more than the budget, or empty",
-    "imbalance": "float: slowest stage over the mean",
+    "fastest": "str: modules of each stage of the fastest cut if it exceeds the budget, else empty",
+    "imbalance": "float: seconds of the slowest stage / mean of all stages",
 }
 _RECOMPUTE = {
-    "recompute": "str: none, blocks, segments, or numbers of blocks: what backward computes again",
-    "peak_bytes": "int: planned for the largest rank",
+    "recompute": "str: what backward computes again: none, blocks, segments, or indices of blocks",
+    "peak_bytes": "int: planned peak of the largest rank",
     "budget_bytes": "int: memory.budget",
-    "without_bytes": "int: planned for it if nothing were computed again",
-    "block_seconds": "list: of a forward of each block, measured; empty if none had to be",
-    "seconds": "float: that a micro-batch takes longer",
+    "without_bytes": "int: the same without recomputation",
+    "block_seconds": "list: measured forward of each block; empty if no measurement was needed",
+    "seconds": "float: extra time of a micro-batch",
 }
 
-_PRECISION = {"compute": "str: chosen by the machine", "reason": "str: why, with what was measured"}
-_THREADS = {"number": "int: intra-op threads of each process of rank 0's host", "reason": "str: why"}
+_PRECISION = {"compute": "str: number format that was chosen", "reason": "str: why, with the measurements"}
+_THREADS = {"number": "int: intra-op threads of each process on the host of rank 0", "reason": "str: why"}
 _OPTIMIZER = {
     "name": "str: as in the recipe",
-    "fused": "bool: one kernel updates many values",
-    "reason": "str: why, or why not",
+    "fused": "bool: whether PyTorch's fused kernel is used",
+    "reason": "str: why or why not",
 }
 _COMPILE = {
-    "seconds": "float: of the first step, beyond those of a later one",
-    "steps": "int: that many later steps take as long",
+    "seconds": "float: time of the first step beyond that of a later one",
+    "steps": "int: number of later steps that take the same time",
 }
 
 _SKIP = {
-    "step": "int: index of the step that was left out",
+    "step": "int: index of the step that was skipped",
     "reason": "str: what was wrong, and on which rank",
 }
 _LOWER_RATE = {
-    "step": "int: index of the step at which the loss was seen to diverge",
-    "multiplier": "float: of every rate from now on",
+    "step": "int: index of the step at which divergence was detected",
+    "multiplier": "float: factor of every learning rate from now on",
     "reason": "str: what was wrong, and on which rank",
 }
 _ROLL_BACK = {
     "step": "int: index of the step that went wrong",
-    "checkpoint": "str: name of the one that was loaded",
-    "left_out": "list: first and last index of the steps that are not taken again",
+    "checkpoint": "str: name of the checkpoint that was loaded",
+    "left_out": "list: first and last index of the steps that are skipped",
     "reason": "str: what was wrong, and on which rank",
 }
 
 _SERVERS = {
-    "partition": "str: how tensors are cut for several servers",
-    "bytes": "list: of parameters, by server",
+    "partition": "str: how tensors are split among servers",
+    "bytes": "list: bytes of parameters, by server",
 }
 
 _SHARES = {
     "step": "int: index of the first step with these shares",
-    "shares": "list: of each replica, how many shards of a batch it runs",
-    "seconds": "list: of each, how long a shard has taken it",
+    "shares": "list: shards of a batch that each replica runs",
+    "seconds": "list: seconds of a shard on each replica",
 }
 _SAMPLES = {
     "step": "int: steps taken before",
-    "taken": "int: samples that all replicas have taken since the run was started or resumed",
-    "applied": "int: of these, applied",
-    "dropped": "int: of these, in updates that were left out; applied and dropped are all",
+    "taken": "int: samples that all replicas have processed since the run was started or resumed",
+    "applied": "int: those whose update was applied",
+    "dropped": "int: those whose update was dropped; applied + dropped = taken",
 }
 _GAIN = {
     "step": "int: steps taken before",
-    "before": "float: seconds of a step on this rank under the shares, or the rule, before",
-    "after": "float: the same under the present ones",
-    "times": "float: how many times as many items a second updates are made of now",
+    "before": "float: seconds of a step on this rank with the shares or the rule before",
+    "after": "float: the same with the current ones",
+    "times": "float: speed-up in items per second",
 }
 _STRAGGLER = {
     "step": "int: steps taken before",
     "cause": "str: data, compute or communication",
-    "seconds": "float: that it takes for a micro-batch, or to be reached",
-    "usual": "float: that others take, their median",
+    "seconds": "float: time of a micro-batch, or of a message to it",
+    "usual": "float: median of the other ranks",
 }
 _RECOVERED = {
     "step": "int: steps taken before",
-    "seconds": "float: in which it answers the server, or runs a micro-batch, now, its median",
-    "usual": "float: in which others do",
+    "seconds": "float: median time of an answer to the server, or of a micro-batch, now",
+    "usual": "float: the same of the other ranks",
 }
 _SYNC = {
     "step": "int: steps taken before",
-    "sync": "str: the rule from here on, chosen among those that the strategy allows",
-    "reason": "str: why, with what was measured",
-    "compute_seconds": "float: of a step, on the slowest rank",
-    "exchange_seconds": "float: of a sum of all gradients while nobody computes",
-    "message_seconds": "float: of all parameters from each rank to the next; 0: nobody would send them",
-    "bits_per_second": "float: of the links, in that sum",
-    "step_seconds": "table: by rule, what a step takes or is expected to take",
-    "break_even": "table: by rule, the bits per second below which it pays",
+    "sync": "str: the rule from here on, chosen from those that the strategy allows",
+    "reason": "str: why, with the measurements",
+    "compute_seconds": "float: computation of a step on the slowest rank",
+    "exchange_seconds": "float: an all_reduce of all gradients without overlap",
+    "message_seconds": "float: sending all parameters from each rank to the next; 0 if no rule needs it",
+    "bits_per_second": "float: bandwidth of the links in that all_reduce",
+    "step_seconds": "table: measured or expected time of a step, by rule",
+    "break_even": "table: bits per second below which it pays off, by rule",
 }
 
 _ROUTE = {
-    "group": "str: whose sums",
-    "ranks": "list: of this group",
-    "choice": "str: which route sums take up to which size of a buffer",
-    "choices": "table: the same by collective; those that were not measured are foretold",
+    "group": "str: name of the group",
+    "ranks": "list: ranks of this group",
+    "choice": "str: route by buffer size",
+    "choices": "table: the same by collective; those that were not measured are predicted",
     "source": "str: measured, measured before, or the file of a link profile",
-    "routes": "table: by route, what an all_reduce took: alpha, beta and the points that were measured",
+    "routes": "table: alpha, beta and measurements of an all_reduce, by route",
 }
 _BUCKETS = {
-    "bucket_bytes": "int: of gradients that are sent together",
+    "bucket_bytes": "int: size of a bucket of gradients",
     "reason": "str: why, with alpha and beta of the links",
     "source": "str: measured, or the file of a link profile",
 }
 _CODEC = {
-    "codec": "str: chosen among those that the strategy allows; fp32: none of them pays",
-    "reason": "str: why, with what was measured",
-    "compute_seconds": "float: forward and backward of a step, on the slowest rank",
-    "bits_per_second": "float: of the links, in an all_reduce",
-    "step_seconds": "table: by codec, what a step is expected to take",
-    "break_even": "table: by codec, the bits per second below which it pays",
+    "codec": "str: chosen from those that the strategy allows; fp32 if none pays off",
+    "reason": "str: why, with the measurements",
+    "compute_seconds": "float: forward and backward of a step on the slowest rank",
+    "bits_per_second": "float: bandwidth of the links in an all_reduce",
+    "step_seconds": "table: expected time of a step, by codec",
+    "break_even": "table: bits per second below which it pays off, by codec",
 }
 
 SCHEMA_VERSION = 1
@@ -146,16 +136,16 @@ COMMON_FIELDS: Mapping[str, str] = MappingProxyType(
 
 
 class EventSchema(NamedTuple):
-    """One kind of record.
+    """The schema of one kind of record.
 
     Args:
-        level: how grave it is.
-        spoken: whether the terminal shows it as a line of its own.
-        fields: by name "type: meaning and unit", beside the common ones.
+        level: one of `LEVELS`.
+        on_terminal: whether the terminal shows it as a line of its own.
+        fields: "type: meaning and unit" by name, in addition to `COMMON_FIELDS`.
     """
 
     level: str
-    spoken: bool
+    on_terminal: bool
     fields: Mapping[str, str]
 
 
@@ -169,12 +159,12 @@ _STEP = {
     "grad_norm": "float: global norm of the mean gradient before the clip",
     "lr": "float: learning rate of the update, of the first parameter group",
     "rates": "table: learning rate of every parameter group, by its name or number",
-    "applied": "bool: false if the update was skipped: an overflow in fp16, or a step that health left out",
+    "applied": "bool: false if the update was skipped: an overflow in fp16, or a step that health skipped",
     "loss_scale": "float: factor of the loss, 1 unless fp16",
-    "stops": "int: ranks that were asked to stop",
+    "stops": "int: ranks that received a request to stop",
     "seconds": "float: wall time of the round on rank 0",
     "phases": "table: its seconds on rank 0 by phase",
-    "sent_bytes": "float: bytes that rank 0 sent since it started, by the closed form",
+    "sent_bytes": "float: bytes that rank 0 has sent since it started, by the closed form",
     "samples_per_second": "float: num_samples / seconds",
 }
 _RANKS = {
@@ -182,12 +172,12 @@ _RANKS = {
     "rounds": "int: rounds in the window",
     "seconds": "float: wall time of these rounds on this rank",
     "slowest_seconds": "float: wall time of the slowest of them on this rank",
-    "phases": "table: seconds by phase; they add up to `seconds` with what belongs to no phase",
+    "phases": "table: seconds by phase; `seconds` also has time that belongs to no phase",
     "waiting_seconds": "float: part of communication in which this rank waited for slower ones",
-    "hidden_seconds": "float: communication that went on while this rank did something else",
+    "hidden_seconds": "float: communication that overlapped with other work of this rank",
     "sent_bytes": "float: bytes that this rank sent in the window, by the closed form",
-    "cpu_seconds": "float: processor time of this rank's process",
-    "peak_bytes": "float: largest memory of this rank's process so far",
+    "cpu_seconds": "float: CPU time of this rank's process",
+    "peak_bytes": "float: peak memory of this rank's process so far",
 }
 _RUN = {
     "schema": "int: version of this table",
@@ -195,18 +185,18 @@ _RUN = {
     "num_steps": "int: length of the run in steps",
     "task": "str: as in the recipe",
     "strategy": "str: with its replicas filled in",
-    "ordered": "bool: shards are added in one order, whoever holds them",
-    "ranks": "int: processes",
+    "ordered": "bool: whether shards are added in the same order on any number of ranks",
+    "ranks": "int: number of processes",
     "devices": "str: type of the device of each rank",
     "precision": "str: number format of forward and backward: fp32, bf16 or fp16",
     "threads": "int: intra-op threads of each rank",
-    "host": "str: of rank 0",
+    "host": "str: host of rank 0",
     "pid": "int: process of rank 0",
-    "process_start": "int: when that process began, in clock ticks of its host; 0: unknown",
-    "versions": "table: of paceline, torch and Python",
-    "parameters": "int: trained numbers of the model",
+    "process_start": "int: start of that process in clock ticks of its host; 0 if unknown",
+    "versions": "table: versions of paceline, torch and Python",
+    "parameters": "int: trainable parameters of the model",
     "gradient_bytes": "int: bytes of one whole gradient",
-    "tally_bytes": "int: bytes of what ranks agree on in a step",
+    "tally_bytes": "int: bytes of losses and counts that ranks sum in a step",
     "tokens_per_sample": "int: 0 if the task has no tokens",
 }
 _EVALUATION = {
@@ -218,28 +208,28 @@ _EVALUATION = {
 }
 _WORK = {
     "step": "int: steps taken before",
-    "taken": "int: parts of batches that workers were given, since the run began",
-    "applied": "int: of these, applied",
-    "dropped": "int: of these, left out; applied and dropped are all",
-    "staleness": "table: how many of the applied were so many updates old",
+    "taken": "int: micro-batch groups given to workers since the run began",
+    "applied": "int: those whose gradients were applied",
+    "dropped": "int: those that were dropped; applied + dropped = taken",
+    "staleness": "table: number of applied gradients by staleness, in updates",
 }
 _ARRIVALS = {
     "step": "int: steps taken before",
-    "senders": "list: rank of every message that the server has heard since the last such record",
+    "senders": "list: sender of every message that the server has received since the last such record",
 }
 _SWITCH = {
-    "step": "int: index of the first step under another rule",
+    "step": "int: index of the first step with another rule",
     "sync": "str: this rule",
 }
 _LOST = {
     "step": "int: index of the step that was open",
     "reason": "str: how the rank was lost",
-    "workers_left": "int: that go on",
+    "workers_left": "int: workers that go on",
 }
 _ERROR = {
     "text": "str: what happened, one line",
     "kind": "str: error, signal, connection, stopped or left (before the first step)",
-    "exit_code": "int: of the job, if this is the cause",
+    "exit_code": "int: exit code of the job if this is the cause",
 }
 
 EVENT_SCHEMAS: Mapping[str, EventSchema] = MappingProxyType(
@@ -256,7 +246,7 @@ EVENT_SCHEMAS: Mapping[str, EventSchema] = MappingProxyType(
         "buckets": EventSchema("info", False, _BUCKETS),
         "codec": EventSchema("info", False, _CODEC),
         "resume": EventSchema(
-            "info", True, {"step": "int: goes on from here", "checkpoint": "str: its name"}
+            "info", True, {"step": "int: steps taken before", "checkpoint": "str: its name"}
         ),
         "step": EventSchema("info", False, _STEP),
         "ranks": EventSchema("info", False, _RANKS),
@@ -274,7 +264,7 @@ EVENT_SCHEMAS: Mapping[str, EventSchema] = MappingProxyType(
         "stop": EventSchema(
             "info",
             True,
-            {"step": "int: steps taken before it", "reason": "str: what the callback that asked said"},
+            {"step": "int: steps taken before it", "reason": "str: as the callback gave it"},
         ),
         "checkpoint": EventSchema("info", True, {"step": "int: saved state", "path": "str: where it is"}),
         "hash": EventSchema(
@@ -282,8 +272,8 @@ EVENT_SCHEMAS: Mapping[str, EventSchema] = MappingProxyType(
             True,
             {
                 "step": "int: index of the last step before it",
-                "sha256": "str: of the whole state, in hex",
-                "equal": "bool: ranks hold the same bits of what they have in common",
+                "sha256": "str: hash of the whole state, in hex",
+                "equal": "bool: whether all ranks have the same bits of the state that they share",
             },
         ),
         "divergence": EventSchema(
@@ -291,8 +281,8 @@ EVENT_SCHEMAS: Mapping[str, EventSchema] = MappingProxyType(
             True,
             {
                 "step": "int: index of the last step before it",
-                "tensor": "str: the first that differs",
-                "ranks": "list: those that differ from the others",
+                "tensor": "str: the first tensor that differs",
+                "ranks": "list: ranks that differ from the others",
             },
         ),
         "communication": EventSchema(
@@ -314,7 +304,7 @@ EVENT_SCHEMAS: Mapping[str, EventSchema] = MappingProxyType(
         "recovered": EventSchema("info", True, _RECOVERED),
         "work": EventSchema("info", False, _WORK),
         "arrivals": EventSchema("debug", False, _ARRIVALS),
-        "warning": EventSchema("warning", True, {"text": "str: what the user should know"}),
+        "warning": EventSchema("warning", True, {"text": "str: the warning"}),
         "error": EventSchema("error", True, _ERROR),
         "end": EventSchema(
             "info",
@@ -326,39 +316,40 @@ EVENT_SCHEMAS: Mapping[str, EventSchema] = MappingProxyType(
 
 
 def event_level(event: str) -> str:
-    """How grave an event is."""
+    """Return the level of an event."""
     return EVENT_SCHEMAS[event].level if event in EVENT_SCHEMAS else "info"
 
 
 def shows_on_terminal(event: str) -> bool:
-    """Whether a person should see it as it happens."""
-    return EVENT_SCHEMAS[event].spoken if event in EVENT_SCHEMAS else True
+    """Return whether the terminal shows an event as it happens."""
+    return EVENT_SCHEMAS[event].on_terminal if event in EVENT_SCHEMAS else True
 
 
 def passes_level(event: str, lowest: str) -> bool:
-    """Whether a file that begins at level `lowest` holds an event."""
+    """Return whether an event has at least level `lowest`."""
     return LEVELS.index(event_level(event)) >= LEVELS.index(lowest)
 
 
 def find_schema_errors(record: Mapping[str, Any]) -> list[str]:
-    """What a record lacks or has too much, by the schema; empty if it fits."""
+    """Return what is wrong with a record: missing, unknown and badly typed fields; empty if it fits."""
     name = str(record.get("event"))
     if name not in EVENT_SCHEMAS:
         return [f"unknown event {name}"]
     fields = {**COMMON_FIELDS, **EVENT_SCHEMAS[name].fields}
-    found = [f"{name} lacks {field}" for field in fields if field not in record]
-    found += [
+    missing = [f"{name} lacks {field}" for field in fields if field not in record]
+    unknown = [
         f"{name} has {field}, which the schema does not know" for field in record if field not in fields
     ]
-    return found + [
-        f"{name}.{field} is no {fields[field].partition(':')[0]}: {value!r}"
+    types = {field: text.partition(":")[0] for field, text in fields.items()}
+    badly_typed = [
+        f"{name}.{field} is no {types[field]}: {value!r}"
         for field, value in record.items()
-        if field in fields and not _has_type(value, fields[field].partition(":")[0])
+        if field in fields and not _has_type(value, types[field])
     ]
+    return missing + unknown + badly_typed
 
 
 def _has_type(value: Any, kind: str) -> bool:
-    """Numbers that are not finite are written as their names."""
-    if kind == "float":
+    if kind == "float":  # JSON has no NaN and no infinities: sinks write them as strings
         return type(value) in (int, float) or value in ("nan", "inf", "-inf")
     return type(value) is {"int": int, "str": str, "bool": bool, "table": dict, "list": list}[kind]

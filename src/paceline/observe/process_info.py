@@ -1,4 +1,4 @@
-"""What the operating system knows about a process."""
+"""Facts about a process: its start time, its peak memory, and the folder of caches of its user."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from pathlib import Path
 
 
 def process_start_ticks(pid: int) -> int:
-    """When a process of this host began, in clock ticks; 0 if there is none or the host does not say.
+    """Return when a process of this host began, in clock ticks; 0 if it has ended or the host does not say.
 
-    A pid is given again to others after a while; pid and start together mean one process.
+    Process ids are reused, so only the id and the start together identify a process.
     """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     except OSError:
         return 0
-    return 0 if fields[0] == "Z" else int(fields[19])
+    # Z is a zombie and X a process that is about to vanish: neither runs any more.
+    return 0 if fields[0] in "ZX" else int(fields[19])
 
 
 def cache_folder() -> Path:
-    """Where this user keeps what can be made again; a user without a home has a folder of temporary files."""
+    """Return the folder for files that can be made again; without a home it lies in the temporary folder."""
     try:
         return Path.home() / ".cache" / "paceline"
     except RuntimeError:  # no HOME, and no entry of the user's number in passwd
@@ -30,6 +31,6 @@ def cache_folder() -> Path:
 
 
 def peak_memory_bytes() -> float:
-    """The largest memory of this process so far; Linux counts in KiB, macOS in bytes."""
+    """Return the largest resident memory of this process so far, in bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return float(peak if sys.platform == "darwin" else 1024 * peak)
+    return float(peak if sys.platform == "darwin" else 1024 * peak)  # Linux counts in KiB, macOS in bytes

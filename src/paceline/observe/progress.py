@@ -1,4 +1,7 @@
-"""The progress of a run on the terminal: one live line, or plain lines where there is no terminal."""
+"""The progress of a run on a terminal: one live line, or plain lines where the output is no terminal.
+
+The only module of `paceline.observe` that imports rich; a run imports it when it builds this sink.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +15,24 @@ from rich.live import Live
 from rich.text import Text
 
 from paceline.observe.metrics_schema import shows_on_terminal
+from paceline.observe.sinks import SinkSite, format_fields
 from paceline.observe.step_stats import PHASES, StepStats
 
 _WINDOW_STEPS = 20
-_PLAIN_SECONDS = 5.0
-_LIVE_SECONDS = 0.1  # the terminal is drawn 8 times a second, and a line that nobody sees is not made
+_SECONDS_BETWEEN_LINES = 5.0
+# rich draws 8 times a second; rendering a line that is never drawn would only slow down short steps.
+_SECONDS_BETWEEN_UPDATES = 0.1
 _BAR_WIDTH = 24
 
 
 class ProgressSink:
-    """Shows step, loss, rate, time left and where the time goes.
+    """A progress display with step, loss, rate, time left and the share of time of each phase.
 
     Args:
-        console: where to; plain lines every few seconds if it is no terminal.
+        console: the terminal; plain lines every few seconds if it is none.
         first_step, last_step: range of the run, for the time left.
         tokens_per_sample: shows tokens/s if positive, samples/s otherwise.
-        steps_per_epoch: shows which epoch of how many it is, where there are several; 0: not known.
+        steps_per_epoch: shows the epoch if there are several; 0 if it is not known.
     """
 
     def __init__(
@@ -51,13 +56,13 @@ class ProgressSink:
             self._live.start()
 
     def step(self, stats: StepStats) -> None:
-        """Show one round, which may have been many steps."""
+        """Show one round, which may have many steps."""
         self._recent.append(stats)
         self._ends.append(stats.step)
         now = time.monotonic()
         if now < self._next_line and stats.step + 1 != self._last:
             return
-        self._next_line = now + (_LIVE_SECONDS if self._is_live else _PLAIN_SECONDS)
+        self._next_line = now + (_SECONDS_BETWEEN_UPDATES if self._is_live else _SECONDS_BETWEEN_LINES)
         self._show()
 
     def _show(self) -> None:
@@ -70,27 +75,26 @@ class ProgressSink:
             self._console.print(self.line(), markup=False, highlight=False, soft_wrap=True)
 
     def event(self, name: str, record: Mapping[str, Any]) -> None:
-        """Show an event above the progress line; the books of the run go to the metrics file only."""
+        """Print an event above the progress line, unless only `metrics.jsonl` keeps it."""
         if not shows_on_terminal(name):
             return
-        flat = {**record, **record.get("metrics", {})}
-        text = "  ".join(f"{k} {_format_value(v)}" for k, v in flat.items() if k != "metrics")
+        text = format_fields({**record, **record.get("metrics", {})})
         self._console.print(f"{name}: {text}", markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
-        """Leave the last line standing."""
+        """Show the last step and stop the live display."""
         if self._live.is_started:
             if self._recent:
                 self._show()
             self._live.stop()
 
     def line(self) -> str:
-        """The line for the steps seen so far."""
+        """Return the progress line for the steps seen so far."""
         last = self._recent[-1]
         seconds = sum(s.seconds for s in self._recent)
         samples = sum(s.num_samples for s in self._recent)
         rate = samples / seconds * (self._tokens or 1) if seconds else 0.0
-        steps = max(1, self._ends[-1] - self._ends[0])  # a run that has gone back has made none yet
+        steps = max(1, self._ends[-1] - self._ends[0])  # negative after a roll-back
         left = seconds / steps * (self._last - last.step - 1)
         unit = "tokens/s" if self._tokens else "samples/s"
         shares = " ".join(
@@ -99,23 +103,32 @@ class ProgressSink:
             if seconds
         )
         return (
-            f"step {last.step + 1}/{self._last}{_format_epoch(last.epoch, self._epochs)}  loss {_format_loss(last.loss)}  "
-            f"{_format_rate(rate)} {unit}  {_format_time_left(left)} left  | {shares}"
+            f"step {last.step + 1}/{self._last}{_format_epoch(last.epoch, self._epochs)}  "
+            f"loss {_format_loss(last.loss)}  {_format_rate(rate)} {unit}  "
+            f"{_format_time_left(left)} left  | {shares}"
         )
 
 
-def _render_bar(done: int, whole: int) -> str:
-    filled = round(_BAR_WIDTH * done / max(1, whole))
+def build_progress(site: SinkSite, argument: str) -> ProgressSink | None:
+    """Build the progress display; None for a run without a console."""
+    if site.console is None:
+        return None
+    return ProgressSink(
+        site.console, site.first_step, site.last_step, site.tokens_per_sample, site.steps_per_epoch
+    )
+
+
+def _render_bar(num_done: int, num_steps: int) -> str:
+    filled = round(_BAR_WIDTH * num_done / max(1, num_steps))
     return "━" * filled + "╌" * (_BAR_WIDTH - filled)
 
 
-def _format_epoch(index: int, epochs: int) -> str:
-    """The number of the epoch, of how many, where the data is seen more than once."""
-    return f"  epoch {index + 1}/{epochs}" if epochs > 1 else ""
+def _format_epoch(index: int, num_epochs: int) -> str:
+    return f"  epoch {index + 1}/{num_epochs}" if num_epochs > 1 else ""
 
 
 def _format_loss(value: float) -> str:
-    """Four digits behind the point, or of its own where these would be zeros."""
+    """Return four decimals, or scientific notation for a loss that would show as zeros."""
     return f"{value:.3e}" if 0 < abs(value) < 1e-3 else f"{value:.4f}"
 
 
@@ -124,9 +137,5 @@ def _format_rate(value: float) -> str:
 
 
 def _format_time_left(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes}:{rest:02d}"
-
-
-def _format_value(value: Any) -> str:
-    return f"{value:.5g}" if isinstance(value, float) else str(value)
+    minutes, remainder = divmod(round(seconds), 60)
+    return f"{minutes}:{remainder:02d}"

@@ -1,9 +1,11 @@
-"""Sinks: where events go. A sink never changes the run, and only rank 0 has any.
+"""Sinks: the destinations of the steps and events of a run. Imports neither torch nor rich.
 
-`log.txt`: what a person would want to read later, one line an event, with time, level and rank.
+Only rank 0 of a run has sinks. `log.sinks` in a recipe names them; a `SinkSpec` describes each, and its
+`build` receives a `SinkSite`. Here are `metrics.jsonl` for programs and `log.txt` for people; the terminal is
+in `paceline.observe.progress`.
 
-Invariant: every line begins with an ISO time in UTC and a level. Steps are thinned out: the numbers of all of
-them are in `metrics.jsonl`.
+Invariant: a sink never changes the run. The sinks of this package handle a full or unwritable disk
+themselves; `GuardedSink` removes any other sink that raises.
 """
 
 from __future__ import annotations
@@ -12,36 +14,117 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.observe.file_writing import LineAppender, WarnFunction, warn_on_stderr
 from paceline.observe.metrics_schema import LEVELS, event_level, passes_level, shows_on_terminal
 from paceline.observe.step_stats import StepStats
 
-_STRICT = json.JSONEncoder(allow_nan=False)
+if TYPE_CHECKING:
+    from rich.console import Console
+
+METRICS = "metrics.jsonl"
+LOG = "log.txt"
+
+_STRICT_JSON = json.JSONEncoder(allow_nan=False)
+
+EventCallback = Callable[[str, Mapping[str, Any]], None]
+"""Receives the name of an event and its record, which JSON can express."""
 
 
 class Sink(Protocol):
-    """Receives events in order; `close` once at the end, also after an error."""
+    """A destination of steps and events, in order; `close` is called at the end, also after an error."""
 
     def step(self, stats: StepStats) -> None: ...
     def event(self, name: str, record: Mapping[str, Any]) -> None: ...
     def close(self) -> None: ...
 
 
-class JsonLinesSink:
-    """One JSON object a line: steps as `StepStats.record`, other events under their name; see `schema`.
+@dataclass(frozen=True)
+class SinkSite:
+    """The run that a sink is built for.
 
-    Nothing is thrown away when the file is full: it is renamed to `NAME.0001.jsonl`, `NAME.0002.jsonl` and so
+    Args:
+        run_dir: the folder of the run; it exists.
+        level: the lowest level that is written, one of `LEVELS` (`log.level`).
+        rotate_bytes: the size at which a new file begins; 0 for a single file (`log.rotate_bytes`).
+        console: the terminal of rank 0; None if the run prints nothing.
+        first_step, last_step: the steps of this run: `first_step` is the index of the first, from 0, and
+            `last_step` is the number of steps at the end.
+        tokens_per_sample: 0 if the task has no tokens.
+        steps_per_epoch: 0 if it is not known.
+        warn: prints a warning for the user.
+    """
+
+    run_dir: Path
+    level: str = "info"
+    rotate_bytes: int = 0
+    console: Console | None = None
+    first_step: int = 0
+    last_step: int = 0
+    tokens_per_sample: int = 0
+    steps_per_epoch: int = 0
+    warn: WarnFunction = warn_on_stderr
+
+
+class GuardedSink:
+    """A sink whose errors do not reach the run: after the first one it is closed and receives nothing more.
+
+    Args:
+        word: the word of the sink in `log.sinks`, for the warning.
+        sink: the sink that may raise.
+        warn: receives one warning, with the error.
+    """
+
+    def __init__(self, word: str, sink: Sink, warn: WarnFunction = warn_on_stderr) -> None:
+        self._word, self._warn = word, warn
+        self._sink: Sink | None = sink
+
+    def step(self, stats: StepStats) -> None:
+        """Pass on one step."""
+        self._call(lambda sink: sink.step(stats))
+
+    def event(self, name: str, record: Mapping[str, Any]) -> None:
+        """Pass on one event."""
+        self._call(lambda sink: sink.event(name, record))
+
+    def close(self) -> None:
+        """Close the sink, unless an error has closed it."""
+        self._call(lambda sink: sink.close())
+        self._sink = None
+
+    def _call(self, method: Callable[[Sink], object]) -> None:
+        sink = self._sink
+        if sink is None:
+            return
+        try:
+            method(sink)
+        except Exception as error:  # noqa: BLE001, whatever a foreign sink raises, the run goes on
+            self._sink = None
+            self._warn(
+                f"the sink '{self._word}' failed and is off from now on: {type(error).__name__}: {error}"
+            )
+            # It may hold a file or a connection. A second error would only hide the first.
+            try:
+                sink.close()
+            except Exception:  # noqa: BLE001
+                return
+
+
+class JsonLinesSink:
+    """A file with one JSON object per line, with the fields of `EVENT_SCHEMAS`.
+
+    Nothing is discarded when the file is full: it is renamed to `NAME.0001.jsonl`, `NAME.0002.jsonl` and so
     on, and a new one begins.
 
     Args:
         path: appended to, so that a resumed run continues its file.
         level: the lowest level that is written.
-        rotate_bytes: size at which a new file begins; 0: never.
-        now: seconds since the epoch.
-        say: is told if the file cannot be written; the run goes on, see `LineAppender`.
+        rotate_bytes: the size at which a new file begins; 0 for a single file.
+        now: returns seconds since the epoch.
+        warn: called if the file cannot be written; the run goes on, as described at `LineAppender`.
     """
 
     def __init__(
@@ -51,37 +134,45 @@ class JsonLinesSink:
         level: str = "debug",
         rotate_bytes: int = 0,
         now: Callable[[], float] = time.time,
-        say: WarnFunction = warn_on_stderr,
+        warn: WarnFunction = warn_on_stderr,
     ) -> None:
         self._level, self._now = level, now
-        self._common: dict[str, dict[str, Any] | None] = {}
-        self._lines = LineAppender(path, _rotate_numbered, rotate_bytes, say)
+        self._common_fields: dict[str, dict[str, Any] | None] = {}
+        self._lines = LineAppender(path, _rotate_numbered, rotate_bytes, warn)
 
     def step(self, stats: StepStats) -> None:
         """Write one step."""
         self.event("step", stats.record())
 
     def event(self, name: str, record: Mapping[str, Any]) -> None:
-        """Write one event, about rank 0 where the record does not say another."""
-        if name not in self._common:
-            common = {"event": name, "level": event_level(name), "rank": 0}
-            self._common[name] = common if passes_level(name, self._level) else None
-        found = self._common[name]
-        if found is not None:
-            self._lines.append(_encode_line({**found, "time": self._now(), **record}))
+        """Write one event; it is about rank 0 unless the record names another rank."""
+        # A step costs microseconds here, so level and common fields are looked up once per kind of event.
+        if name not in self._common_fields:
+            fields = {"event": name, "level": event_level(name), "rank": 0}
+            self._common_fields[name] = fields if passes_level(name, self._level) else None
+        common = self._common_fields[name]
+        if common is not None:
+            self._lines.append(_encode_line({**common, "time": self._now(), **record}))
 
     def close(self) -> None:
         """Close the file."""
         self._lines.close()
 
 
+def build_json_lines(site: SinkSite, argument: str) -> JsonLinesSink:
+    """Build the sink of `metrics.jsonl`."""
+    return JsonLinesSink(
+        site.run_dir / METRICS, level=site.level, rotate_bytes=site.rotate_bytes, warn=site.warn
+    )
+
+
 def rotated_name(path: Path, number: int) -> Path:
-    """The name of the n-th file that is full, from 1."""
+    """Return the name of the n-th full file, counted from 1."""
     return path.with_name(f"{path.stem}.{number:04d}{path.suffix}")
 
 
 def rotated_files(path: Path) -> list[Path]:
-    """The files that are full, oldest first."""
+    """Return the full files of a sink that exist, oldest first."""
     return sorted(path.parent.glob(f"{path.stem}.[0-9][0-9][0-9][0-9]{path.suffix}"))
 
 
@@ -90,13 +181,10 @@ def _rotate_numbered(path: Path) -> None:
 
 
 def _encode_line(record: Mapping[str, Any]) -> str:
-    """Strict JSON; JSON has no NaN, so numbers that are not finite become their names."""
+    """Encode a record as strict JSON; NaN and infinities, which JSON does not have, become strings."""
     try:
-        return _STRICT.encode(record) + "\n"
-    except (
-        TypeError,
-        ValueError,
-    ):  # a number that is not finite, or a mapping that is no dict
+        return _STRICT_JSON.encode(record) + "\n"
+    except (TypeError, ValueError):  # a number that is not finite, or a mapping that is no dict
         return json.dumps(_replace_non_finite(record)) + "\n"
 
 
@@ -112,19 +200,22 @@ def _replace_non_finite(value: Any) -> Any:
             return value
 
 
-_STEP_SECONDS = 10.0
-_NUM_OLD_FILES = 3
+_SECONDS_BETWEEN_STEPS = 10.0
+_NUM_OLD_LOGS = 3
 
 
 class TextLogSink:
-    """Writes events as lines of text.
+    """A text file for people: one line per event, with the time in UTC and the level.
+
+    Steps are thinned out to one every ten seconds; all of them are in `metrics.jsonl`.
 
     Args:
         path: appended to.
         level: the lowest level that is written; with "debug" every step has its line.
-        rotate_bytes: size at which `log.txt` becomes `log.txt.1`, of which three are kept; 0: never.
-        now: seconds on a clock that never goes back.
-        say: is told if the file cannot be written; the run goes on, see `LineAppender`.
+        rotate_bytes: the size at which `log.txt` becomes `log.txt.1`, of which three are kept; 0 for a single
+            file.
+        now: returns seconds on a clock that never goes back.
+        warn: called if the file cannot be written; the run goes on, as described at `LineAppender`.
     """
 
     def __init__(
@@ -134,49 +225,56 @@ class TextLogSink:
         level: str = "info",
         rotate_bytes: int = 0,
         now: Callable[[], float] = time.monotonic,
-        say: WarnFunction = warn_on_stderr,
+        warn: WarnFunction = warn_on_stderr,
     ) -> None:
-        self._now, self._next_step, self._every_step = now, now(), level == "debug"
-        self._lines = LineAppender(path, _rotate_log, rotate_bytes, say)
+        self._now, self._next_step_time, self._every_step = now, now(), level == "debug"
+        self._lines = LineAppender(path, _rotate_log, rotate_bytes, warn)
         self._level = LEVELS.index(level)
 
     def step(self, stats: StepStats) -> None:
-        """Write a step if the last one is some seconds ago."""
-        if self._every_step or self._now() >= self._next_step:
-            self._next_step = self._now() + _STEP_SECONDS
+        """Write a step if the last one that was written is some seconds ago."""
+        if self._every_step or self._now() >= self._next_step_time:
+            self._next_step_time = self._now() + _SECONDS_BETWEEN_STEPS
             rate = f"{stats.samples_per_second:.0f} samples/s"
             self.write("info", f"step {stats.step}: loss {stats.loss:.5g}  lr {stats.lr:.3g}  {rate}")
 
     def event(self, name: str, record: Mapping[str, Any]) -> None:
-        """Write an event; the books of the run go to the metrics file only."""
+        """Write an event, unless it is bookkeeping that only `metrics.jsonl` keeps."""
         if shows_on_terminal(name) or name in ("run", "end"):
-            flat = {**record, **record.get("metrics", {})}
-            words = "  ".join(
-                f"{k} {_format_value(v)}" for k, v in flat.items() if not isinstance(v, Mapping)
-            )
-            self.write(event_level(name), f"{name}: {words}")
+            text = format_fields({**record, **record.get("metrics", {})})
+            self.write(event_level(name), f"{name}: {text}")
 
     def write(self, level: str, text: str) -> None:
         """Write a text of any number of lines."""
         if LEVELS.index(level) >= self._level:
-            moment = time.time()
-            clock = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(moment))
+            seconds = time.time()
+            clock = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
             for line in text.splitlines():
-                self._lines.append(f"{clock}.{int(moment % 1 * 1000):03d}Z {level.upper():<7} {line}\n")
+                self._lines.append(f"{clock}.{int(seconds % 1 * 1000):03d}Z {level.upper():<7} {line}\n")
 
     def close(self) -> None:
         """Close the file."""
         self._lines.close()
 
 
+def build_text_log(site: SinkSite, argument: str) -> TextLogSink:
+    """Build the sink of `log.txt`."""
+    return TextLogSink(site.run_dir / LOG, level=site.level, rotate_bytes=site.rotate_bytes, warn=site.warn)
+
+
 def _rotate_log(path: Path) -> None:
-    """`log.txt` becomes `log.txt.1`, that `log.txt.2`, and so on; the oldest goes."""
-    for number in range(_NUM_OLD_FILES - 1, 0, -1):
+    """Rename `log.txt` to `log.txt.1`, that to `log.txt.2`, and so on; the oldest is overwritten."""
+    for number in range(_NUM_OLD_LOGS - 1, 0, -1):
         old = path.with_name(f"{path.name}.{number}")
         if old.exists():
             old.replace(path.with_name(f"{path.name}.{number + 1}"))
     path.replace(path.with_name(f"{path.name}.1"))
 
 
-def _format_value(value: Any) -> str:
-    return f"{value:.5g}" if isinstance(value, float) else str(value)
+def format_fields(record: Mapping[str, Any]) -> str:
+    """Return the fields of an event as "name value" pairs; tables are left out."""
+    return "  ".join(
+        f"{name} {value:.5g}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in record.items()
+        if not isinstance(value, Mapping)
+    )

@@ -1,4 +1,4 @@
-"""The folder of a run, read: what happened in it as numbers, as words and as a page. Imports no torch."""
+"""Reports of runs, from their folders: numbers, sentences and an HTML page. Imports no torch."""
 
 from paceline.report.html_page import ComparisonTable, render_comparison_page, render_page, write_report
 from paceline.report.run_facts import RunFacts, collect_facts

@@ -1,6 +1,6 @@
-"""One run or several as one page, whole in itself: no file beside it, nothing from a network.
+"""The report as one self-contained HTML page: of one run, of several runs, or of a comparison of strategies.
 
-Several strategies on one page: tables that were made elsewhere, and the curves of all their runs.
+Invariant: a page needs no other file and no network; style and script are inside it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import quote
 
 from paceline.report.html import Html, join, table, tag
+from paceline.report.number_format import format_duration, format_number
 from paceline.report.page_sections import (
     CURVE_COLORS,
     progress_table,
@@ -28,47 +29,47 @@ from paceline.report.page_sections import (
     render_traffic,
 )
 from paceline.report.rank_balance import rank_times
-from paceline.report.run_facts import RunFacts, collect_facts, format_duration, format_number
+from paceline.report.run_facts import RunFacts, collect_facts
 from paceline.report.run_files import CHECKPOINTS, RECIPE, REPORT
 from paceline.report.run_reader import MetricsRecord, RecordedRun, read_run, to_float
 from paceline.report.svg_chart import ChartCurve, ChartPoint, render_chart
 
 _MAX_EVENTS = 60
-_ROUTINE_EVENTS = ("run", "step", "ranks", "communication", "cache", "end")
+_ROUTINE_EVENTS = ("step", "ranks", "communication", "cache")
 
 
 def write_report(folder: Path) -> Path:
-    """Write the page of a run into its folder; who reads it meanwhile sees the old one or the new one.
+    """Write the page of a run into its folder, atomically.
 
     Raises:
-        OSError: it cannot be written; nothing of it is left.
+        OSError: the page cannot be written; no part of it is left behind.
     """
     path = folder / REPORT
-    hidden = path.with_name(f".{REPORT}.{os.getpid()}")
+    # A browser may read the page at any time: it sees the old one or the new one.
+    temporary = path.with_name(f".{REPORT}.{os.getpid()}")
     try:
-        hidden.write_text(render_page([read_run(folder)]), encoding="utf-8")
-        hidden.replace(path)
+        temporary.write_text(render_page([read_run(folder)]), encoding="utf-8")
+        temporary.replace(path)
     except OSError:
-        hidden.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
     return path
 
 
 def render_page(runs: Sequence[RecordedRun], at: Path | None = None) -> str:
-    """The page.
+    """Return the page of one run, or of several runs side by side.
 
     Args:
-        runs: one to show, or several to compare; at least one.
-        at: the folder in which it will lie, for its links; None: the run's.
+        runs: at least one.
+        at: the folder of the page, for its links; None for the folder of the run.
     """
-    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared"
-    return render_document(
-        title, _render_one(runs[0], at) if len(runs) == 1 else _render_several(runs), wide=len(runs) > 1
-    )
+    if len(runs) == 1:
+        return render_document(runs[0].name, _render_one(runs[0], at))
+    return render_document(f"{len(runs)} runs compared", _render_several(runs), wide=True)
 
 
 def render_document(title: str, body: Sequence[Html], *, wide: bool = False) -> str:
-    """A whole page around its parts, with its style and its script inside."""
+    """Return a complete page around `body`, with its style and its script."""
     head = tag(
         "head",
         Html('<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'),
@@ -77,8 +78,8 @@ def render_document(title: str, body: Sequence[Html], *, wide: bool = False) -> 
         Html(f"<style>{_read_asset('page.css')}</style>"),
     )
     script = Html(f"<script>{_read_asset('page.js')}</script>")
-    shown = tag("body", tag("main", body, class_="wide" if wide else None), script)
-    return f"<!DOCTYPE html>\n{tag('html', head, shown, lang='en')}\n"
+    content = tag("body", tag("main", body, class_="wide" if wide else None), script)
+    return f"<!DOCTYPE html>\n{tag('html', head, content, lang='en')}\n"
 
 
 def _read_asset(name: str) -> str:
@@ -86,86 +87,81 @@ def _read_asset(name: str) -> str:
 
 
 def _render_one(run: RecordedRun, at: Path | None) -> list[Html]:
-    found = collect_facts(run)
-    title = tag(
+    facts = collect_facts(run)
+    header = tag(
         "header",
         tag("h1", run.name),
-        render_status(found.status),
-        tag("div", _subtitle(run, found), class_="sub"),
+        render_status(facts.status),
+        tag("div", _subtitle(run, facts), class_="sub"),
     )
-    shown = [
-        title,
-        render_tiles(found, rank_times(run)),
+    return [
+        header,
+        render_tiles(facts, rank_times(run)),
         render_summaries([run]),
         tag("h2", "Curves"),
         render_charts([run]),
-    ]
-    more = [
         render_rank_times([run]),
         render_balance(run),
         render_traffic([run]),
         _render_checkpoints(run, at or run.folder),
         _render_events(run),
+        _render_certificate(run),
+        _render_recipe(run),
+        tag("footer", _footer_text(run)),
     ]
-    more += [_render_certificate(run), _render_recipe(run)]
-    return [*shown, *more, tag("footer", _footer_text(run))]
 
 
-def _subtitle(run: RecordedRun, found: RunFacts) -> str:
-    parts = [str(run.recipe.get("task", "")), found.strategy]
+def _subtitle(run: RecordedRun, facts: RunFacts) -> str:
+    parts = [str(run.recipe.get("task", "")), facts.strategy]
     if run.start:
         parts.append(f"{run.ranks} process{'es' if run.ranks != 1 else ''} on {run.start['devices']}")
         parts.append(f"{run.start['parameters']:,} parameters")
-    if found.started is not None:
-        parts.append(f"{datetime.fromtimestamp(found.started, UTC):%Y-%m-%d %H:%M} UTC")
+    if facts.started is not None:
+        parts.append(f"{datetime.fromtimestamp(facts.started, UTC):%Y-%m-%d %H:%M} UTC")
     return " · ".join(part for part in parts if part)
 
 
 def _footer_text(run: RecordedRun) -> str:
+    if not run.start:
+        return str(run.folder)
     versions = " · ".join(f"{name} {version}" for name, version in run.start.get("versions", {}).items())
-    return (
-        f"{run.folder} · {versions} · host {run.start.get('host', 'unknown')}"
-        if run.start
-        else str(run.folder)
-    )
+    return f"{run.folder} · {versions} · host {run.start.get('host', 'unknown')}"
 
 
 def _render_events(run: RecordedRun) -> Html:
-    """What happened beside the steps, in order; the middle of a long list is left out, and that is said."""
-    told = [
-        r for r in run.records if r.get("event") not in _ROUTINE_EVENTS or r.get("event") in ("run", "end")
-    ]
-    if not told:
+    """Return the events other than steps, in order; the middle of a long list is left out."""
+    events = [r for r in run.records if r.get("event") not in _ROUTINE_EVENTS]
+    if not events:
         return Html("")
     half = _MAX_EVENTS // 2
-    shown = told if len(told) <= _MAX_EVENTS else [*told[:half], *told[-half:]]
+    shown = events if len(events) <= _MAX_EVENTS else [*events[:half], *events[-half:]]
     rows = [[_format_clock(r), str(r["event"]), _event_text(r)] for r in shown]
-    if len(told) > len(shown):
-        rows.insert(half, ["…", "", f"… {len(told) - len(shown)} more in metrics.jsonl"])
+    if len(events) > len(shown):
+        rows.insert(half, ["…", "", f"… {len(events) - len(shown)} more in metrics.jsonl"])
     listed = table(["time (UTC)", "event", ""], rows, kind="scroll left")
-    return tag("details", tag("summary", f"{len(told)} events"), listed)
+    return tag("details", tag("summary", f"{len(events)} events"), listed)
 
 
 def _render_checkpoints(run: RecordedRun, at: Path) -> Html:
-    """Those that are still there, the newest first, with the held-out loss of their step and a link."""
+    """Return the checkpoints that still exist, newest first, with a link and their held-out loss."""
     saved = {str(r["path"]).rstrip("/").rpartition("/")[2]: int(r["step"]) for r in run.of("checkpoint")}
     folder = run.folder / CHECKPOINTS
-    kept = {name: step for name, step in saved.items() if (folder / name).is_dir()}
-    if not kept:
+    existing = {name: step for name, step in saved.items() if (folder / name).is_dir()}
+    if not existing:
         return Html("")
     losses = {int(e["step"]): format_number(to_float(e["loss"])) for e in run.evaluations}
-    place = os.path.relpath(folder, at)
+    link = quote(os.path.relpath(folder, at))
     rows = [
-        [tag("a", name, href=f"{quote(place)}/{quote(name)}/"), f"{step:,}", losses.get(step, "–")]
-        for name, step in sorted(kept.items(), key=lambda item: -item[1])
+        [tag("a", name, href=f"{link}/{quote(name)}/"), f"{step:,}", losses.get(step, "–")]
+        for name, step in sorted(existing.items(), key=lambda item: -item[1])
     ]
     listed = table(["checkpoint", "steps", "held-out loss"], rows)
     return tag("details", tag("summary", f"{len(rows)} checkpoint{'s' if len(rows) > 1 else ''}"), listed)
 
 
 def _format_clock(record: Mapping[str, Any]) -> str:
-    when = record.get("time")
-    return f"{datetime.fromtimestamp(when, UTC):%H:%M:%S}" if when else ""
+    seconds = record.get("time")
+    return f"{datetime.fromtimestamp(seconds, UTC):%H:%M:%S}" if seconds else ""
 
 
 def _event_text(record: Mapping[str, Any]) -> str:
@@ -179,16 +175,16 @@ def _event_text(record: Mapping[str, Any]) -> str:
 
 
 def _render_certificate(run: RecordedRun) -> Html:
-    if run.certificate is None:
+    certificate = run.certificate
+    if certificate is None:
         return Html("")
-    found = run.certificate
-    lines = [tag("p", line) for line in str(found.get("conclusion", "")).splitlines()]
-    word = tag(
-        "span", "verified" if found.get("ok") else "diverges", class_="ok" if found.get("ok") else "no"
-    )
-    size = f"{found.get('processes', '?')} processes, {found.get('steps', '?')} steps"
-    place = f"{found.get('strategy', '')}, {size}"
-    return join([tag("h2", "Is it right? ", word), tag("div", tag("p", place), lines, class_="card words")])
+    is_verified = bool(certificate.get("ok"))
+    lines = [tag("p", line) for line in str(certificate.get("conclusion", "")).splitlines()]
+    verdict = tag("span", "verified" if is_verified else "diverges", class_="ok" if is_verified else "no")
+    size = f"{certificate.get('processes', '?')} processes, {certificate.get('steps', '?')} steps"
+    strategy = f"{certificate.get('strategy', '')}, {size}"
+    card = tag("div", tag("p", strategy), lines, class_="card words")
+    return join([tag("h2", "Verification: ", verdict), card])
 
 
 def _render_recipe(run: RecordedRun) -> Html:
@@ -201,61 +197,54 @@ def _render_recipe(run: RecordedRun) -> Html:
 
 
 def _render_several(runs: Sequence[RecordedRun]) -> list[Html]:
-    title = tag("header", tag("h1", f"{len(runs)} runs compared"))
-    table_of_facts = _render_facts_table(runs)
-    shown = [
-        title,
-        table_of_facts,
+    return [
+        tag("header", tag("h1", f"{len(runs)} runs compared")),
+        _render_facts_table(runs),
         _render_recipe_differences(runs),
         tag("h2", "Curves"),
         render_charts(runs),
         render_rank_times(runs),
+        render_traffic(runs),
+        tag("h2", "Summaries"),
+        render_summaries(runs),
     ]
-    return [*shown, render_traffic(runs), tag("h2", "In words"), render_summaries(runs)]
+
+
+_FACTS_HEADER = (
+    *("run", "status", "strategy", "ranks", "steps", "training loss", "held-out", "throughput"),
+    *("median step", "time"),
+)
 
 
 def _render_facts_table(runs: Sequence[RecordedRun]) -> Html:
-    head = [
-        "run",
-        "status",
-        "strategy",
-        "ranks",
-        "steps",
-        "training loss",
-        "held-out",
-        "throughput",
-        "median step",
-        "time",
-    ]
-    return table(
-        head, [_facts_row(i, run, collect_facts(run)) for i, run in enumerate(runs)], kind="scroll facts"
-    )
+    rows = [_facts_row(i, run, collect_facts(run)) for i, run in enumerate(runs)]
+    return table(_FACTS_HEADER, rows, kind="scroll facts")
 
 
-def _facts_row(i: int, run: RecordedRun, found: RunFacts) -> list[str]:
+def _facts_row(i: int, run: RecordedRun, facts: RunFacts) -> list[str]:
     name = tag(
         "span",
         tag("i", class_="key", style=f"background: var(--{CURVE_COLORS[i % len(CURVE_COLORS)]})"),
         run.name,
     )
-    rate = "–" if found.rate is None else f"{format_number(found.rate, 3)} {found.rate_unit}"
-    metrics = "".join(f" · {key} {format_number(value, 3)}" for key, value in list(found.metrics.items())[:1])
+    rate = "–" if facts.rate is None else f"{format_number(facts.rate, 3)} {facts.rate_unit}"
+    metrics = "".join(f" · {key} {format_number(value, 3)}" for key, value in list(facts.metrics.items())[:1])
     return [
         name,
-        render_status(found.status),
-        found.strategy,
-        str(found.ranks or "–"),
-        f"{found.steps:,}",
-        format_number(found.loss),
-        format_number(found.held_out) + metrics,
+        render_status(facts.status),
+        facts.strategy,
+        str(facts.ranks or "–"),
+        f"{facts.steps:,}",
+        format_number(facts.loss),
+        format_number(facts.held_out) + metrics,
         rate,
-        format_duration(found.step_seconds),
-        format_duration(found.seconds),
+        format_duration(facts.step_seconds),
+        format_duration(facts.seconds),
     ]
 
 
 def _render_recipe_differences(runs: Sequence[RecordedRun]) -> Html:
-    """The keys of the recipes that are not the same in all."""
+    """Return a table of the recipe keys whose values differ between runs."""
     flat = [dict(_flatten_keys(run.recipe)) for run in runs]
     names = sorted({name for keys in flat for name in keys})
     rows = [
@@ -264,30 +253,33 @@ def _render_recipe_differences(runs: Sequence[RecordedRun]) -> Html:
         if len({k.get(name) for k in flat}) > 1
     ]
     if not rows:
-        return tag("p", "Their recipes are the same.", class_="note")
-    return join([tag("h2", "What differs in the recipes"), table(["key", *(run.name for run in runs)], rows)])
+        return tag("p", "The recipes are identical.", class_="note")
+    return join(
+        [tag("h2", "Differences between the recipes"), table(["key", *(run.name for run in runs)], rows)]
+    )
 
 
 def _flatten_keys(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    found: list[tuple[str, str]] = []
+    keys: list[tuple[str, str]] = []
     for name, value in values.items():
-        found += (
-            _flatten_keys(value, f"{prefix}{name}.")
-            if isinstance(value, dict)
-            else [(prefix + name, str(value))]
-        )
-    return found
+        if isinstance(value, dict):
+            keys += _flatten_keys(value, f"{prefix}{name}.")
+        else:
+            keys.append((prefix + name, str(value)))
+    return keys
 
+
+# -- a comparison of strategies ----------------------------------------------------------------------------
 
 _MAX_METRICS = 4
 
 
 @dataclass(frozen=True)
 class ComparisonTable:
-    """A table of the page; the first column names strategies.
+    """A table of a comparison page; its first column names the strategies.
 
     Args:
-        about: what it shows, under its title.
+        about: an explanation, shown below the table.
     """
 
     title: str
@@ -299,25 +291,25 @@ class ComparisonTable:
 def render_comparison_page(
     title: str, about: str, tables: Sequence[ComparisonTable], groups: Mapping[str, Sequence[RecordedRun]]
 ) -> str:
-    """The page.
+    """Return the page of a comparison.
 
     Args:
-        about: what was compared, in a line.
-        groups: the runs of every strategy, by its name; all in the colour of the strategy.
+        about: one line about what was compared.
+        groups: the runs of each strategy by its name; they share the colour of the strategy.
     """
     colors = {name: CURVE_COLORS[i % len(CURVE_COLORS)] for i, name in enumerate(groups)}
     header = tag("header", tag("h1", title), tag("div", about, class_="sub"))
-    shown = [part for listed in tables for part in _render_table(listed, colors)]
-    curves = tag("h2", "Held-out curves, one for every run: over steps, time, samples or bytes")
-    return render_document(title, [header, *shown, curves, _render_eval_charts(groups, colors)], wide=True)
+    sections = [part for content in tables for part in _render_table(content, colors)]
+    curves = tag("h2", "Held-out curves of every run, over steps, time, samples or bytes")
+    return render_document(title, [header, *sections, curves, _render_eval_charts(groups, colors)], wide=True)
 
 
-def _render_table(listed: ComparisonTable, colors: dict[str, str]) -> list[Html]:
-    rows = [[_color_key(name, colors), *cells] for name, *cells in listed.rows]
+def _render_table(content: ComparisonTable, colors: dict[str, str]) -> list[Html]:
+    rows = [[_color_key(name, colors), *cells] for name, *cells in content.rows]
     return [
-        tag("h2", listed.title),
-        table(listed.head, rows, kind="scroll facts"),
-        tag("p", listed.about, class_="note"),
+        tag("h2", content.title),
+        table(content.head, rows, kind="scroll facts"),
+        tag("p", content.about, class_="note"),
     ]
 
 
@@ -328,16 +320,16 @@ def _color_key(name: str, colors: dict[str, str]) -> Html:
 
 def _render_eval_charts(groups: Mapping[str, Sequence[RecordedRun]], colors: dict[str, str]) -> Html:
     runs = [(name, run) for name, members in groups.items() for run in members]
-    found = [render_chart("Loss", _eval_curves(runs, colors, None), may_be_logarithmic=True)]
+    charts = [render_chart("Loss", _eval_curves(runs, colors, None), may_be_logarithmic=True)]
     metrics = sorted({key for _, run in runs for record in run.evaluations[:1] for key in record["metrics"]})
     for metric in metrics[:_MAX_METRICS]:
-        found.append(render_chart(metric.replace("_", " ").capitalize(), _eval_curves(runs, colors, metric)))
+        charts.append(render_chart(metric.replace("_", " ").capitalize(), _eval_curves(runs, colors, metric)))
     speeds = [
         ChartCurve(name, colors[name], _speed_points(run), "noisy", i) for i, (name, run) in enumerate(runs)
     ]
-    found.append(render_chart("Throughput", speeds, unit="samples/s", from_zero=True))
-    across = json.dumps([progress_table(run) for _, run in runs], separators=(",", ":"))
-    return tag("div", found, class_="charts", data_runs=across)
+    charts.append(render_chart("Throughput", speeds, unit="samples/s", from_zero=True))
+    progress = json.dumps([progress_table(run) for _, run in runs], separators=(",", ":"))
+    return tag("div", charts, class_="charts", data_runs=progress)
 
 
 def _eval_curves(
@@ -356,8 +348,7 @@ def _eval_curves(
 
 
 def _evaluation_value(record: MetricsRecord, metric: str | None) -> float:
-    found = record["loss"] if metric is None else record["metrics"].get(metric, "nan")
-    return to_float(found)
+    return to_float(record["loss"] if metric is None else record["metrics"].get(metric, "nan"))
 
 
 def _speed_points(run: RecordedRun) -> list[ChartPoint]:

@@ -1,11 +1,8 @@
-"""Where the time of each rank went in the steps of a run. Pure; from the records of the ranks.
+"""The time of each rank in the steps of a run, and how evenly time, memory and bytes are spread. Pure.
 
-The parts add up to the whole: what belongs to no phase is a part of its own.
-
-How even the ranks of a run were: seconds, memory and bytes, what limits, and what to do. Pure.
-
-A quantity is uneven where a rank has more than a tenth above the mean. The axis of the mesh along which it is
-says why: stages that were cut unevenly, replicas on slower machines, tensors that do not divide.
+The parts of a rank's time add up to the whole: time that belongs to no phase is the part "other". A quantity
+is uneven if one rank has more than 1.1 times the mean. The mesh axis along which ranks differ most shows the
+cause: stages that were cut unevenly, replicas on slower machines, tensors that do not divide evenly.
 """
 
 from __future__ import annotations
@@ -18,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.errors import StrategyError
 from paceline.observe.step_stats import PHASES
-from paceline.report.run_facts import format_bytes, format_duration
+from paceline.report.number_format import format_bytes, format_duration
 from paceline.report.run_reader import RecordedRun
 from paceline.report.sent_bytes import compare_sent_bytes
 
@@ -26,22 +23,22 @@ if TYPE_CHECKING:
     from paceline.recipe.strategy import Strategy
 
 TIME_PARTS = ("data", "forward", "backward", "transfer", "waiting", "optimizer", "other")
-"""Transfer and waiting together are the communication that a rank saw; waiting is for slower ranks."""
+"""Transfer and waiting are exposed communication; waiting is the part spent on slower ranks."""
 
 
 @dataclass(frozen=True)
 class RankTimes:
-    """One rank over some rounds.
+    """The time of one rank over a number of rounds.
 
     Args:
-        rank: whose.
-        rounds: how many.
-        seconds: wall time in them.
-        parts: seconds by part; their sum is `seconds`.
-        hidden_seconds: communication that went on behind something else.
-        cpu_seconds: processor time.
-        peak_bytes: largest memory of the process.
-        slowest_seconds: the longest round.
+        rank: global rank.
+        rounds: number of rounds.
+        seconds: their wall time.
+        parts: seconds by part of `TIME_PARTS`; their sum is `seconds`.
+        hidden_seconds: communication that overlapped with other work.
+        cpu_seconds: CPU time of the process.
+        peak_bytes: peak memory of the process.
+        slowest_seconds: wall time of the longest round.
     """
 
     rank: int
@@ -54,24 +51,24 @@ class RankTimes:
     slowest_seconds: float
 
     def share(self, part: str) -> float:
-        """A part of the time, 0 to 1."""
+        """Return the fraction of the time that a part took, 0 to 1."""
         return self.parts[part] / self.seconds if self.seconds > 0 else 0.0
 
     @property
     def communication(self) -> float:
-        """Share of the time in which this rank did nothing but communicate or wait, 0 to 1."""
+        """Fraction of the time in exposed communication, with waiting, 0 to 1."""
         return self.share("transfer") + self.share("waiting")
 
     @property
     def hidden_fraction(self) -> float:
-        """Share of all communication that nobody had to wait for, 0 to 1."""
-        seen = self.parts["transfer"] + self.parts["waiting"]
-        whole = seen + self.hidden_seconds
-        return self.hidden_seconds / whole if whole > 0 else 0.0
+        """Fraction of all communication that was hidden behind other work, 0 to 1."""
+        exposed = self.parts["transfer"] + self.parts["waiting"]
+        total = exposed + self.hidden_seconds
+        return self.hidden_seconds / total if total > 0 else 0.0
 
 
 def rank_times(run: RecordedRun) -> list[RankTimes]:
-    """Every rank of the last start that made a step, ascending."""
+    """Return the times of every rank in the last start that took a step, ascending by rank."""
     by_rank: dict[int, list[Mapping[str, Any]]] = {}
     for record in run.last_training_records:
         if record.get("event") == "ranks":
@@ -82,7 +79,9 @@ def rank_times(run: RecordedRun) -> list[RankTimes]:
 def _rank_times_of(rank: int, records: Iterable[Mapping[str, Any]]) -> RankTimes:
     records = list(records)
     seconds = _sum_field(records, "seconds")
-    phases = {name: sum(r["phases"][name] for r in records) for name in PHASES}  # others may stand there
+    phases = {
+        name: sum(r["phases"][name] for r in records) for name in PHASES
+    }  # a newer version may add phases
     waiting = min(_sum_field(records, "waiting_seconds"), phases["communication"])
     parts = {
         "data": phases["data"],
@@ -109,7 +108,7 @@ def _sum_field(records: Iterable[Mapping[str, Any]], name: str) -> float:
 
 
 IMBALANCE_THRESHOLD = 1.1
-"""A rank has this many times the mean: worth a sentence."""
+"""The ratio to the mean above which a rank is reported as uneven."""
 _COMPUTE_PARTS = ("forward", "backward", "optimizer")
 _MESH_AXES = (
     "replica",
@@ -117,26 +116,26 @@ _MESH_AXES = (
     "pipeline",
     "context",
     "tensor",
-)  # from the slowest changing rank to the fastest
+)  # the last one changes fastest with the rank
 _AXIS_LABELS = {"pipeline": "stage"}
 
 
 @dataclass(frozen=True)
 class RankLoad:
-    """One rank; seconds and bytes of a round.
+    """The load of one rank; seconds and sent bytes are per round.
 
     Args:
-        rank: whose.
-        place: its coordinate on every axis of the mesh that has more than one rank.
+        rank: global rank.
+        coordinates: position on every mesh axis that has more than one rank.
         compute_seconds: in forward, backward and update.
-        communication_seconds: in which it did nothing but communicate, waiting left out.
-        idle_seconds: in which it waited for slower ranks.
-        sent_bytes: that it put on the wire.
-        peak_bytes: largest memory of its process.
+        communication_seconds: in exposed communication, without waiting.
+        idle_seconds: waiting for slower ranks.
+        sent_bytes: bytes that this rank sent.
+        peak_bytes: peak memory of the process.
     """
 
     rank: int
-    place: Mapping[str, int]
+    coordinates: Mapping[str, int]
     compute_seconds: float
     communication_seconds: float
     idle_seconds: float
@@ -144,10 +143,11 @@ class RankLoad:
     peak_bytes: float
 
     @property
-    def called(self) -> str:
-        """Its rank, and where it stands in the mesh."""
-        where = ", ".join(f"{_AXIS_LABELS.get(axis, axis)} {number}" for axis, number in self.place.items())
-        return f"rank {self.rank} ({where})" if where else f"rank {self.rank}"
+    def label(self) -> str:
+        """The rank with its coordinates, such as "rank 3 (replica 1, stage 1)"."""
+        names = (f"{_AXIS_LABELS.get(axis, axis)} {index}" for axis, index in self.coordinates.items())
+        text = ", ".join(names)
+        return f"rank {self.rank} ({text})" if text else f"rank {self.rank}"
 
 
 @dataclass(frozen=True)
@@ -155,139 +155,142 @@ class LoadImbalance:
     """A quantity of which one rank has more than the others.
 
     Args:
-        what: it is.
-        share: of the rank with most.
-        times: the mean, how often that is.
-        axis: of the mesh, along which ranks differ most.
+        quantity: "compute", "memory" or "bytes sent".
+        load: the rank with the most.
+        ratio: its value divided by the mean.
+        axis: the mesh axis along which ranks differ most; empty if they have no coordinates.
     """
 
-    what: str
-    share: RankLoad
-    times: float
+    quantity: str
+    load: RankLoad
+    ratio: float
     axis: str
 
 
 def rank_loads(run: RecordedRun) -> list[RankLoad]:
-    """Every rank of the last start that made a step, ascending; empty if it ran alone."""
+    """Return the load of every rank in the last start that took a step, by rank; empty for one process."""
     times = rank_times(run)
     if len(times) < 2:
         return []
-    by_rank = {one.rank: one.counted_bytes / one.rounds for one in compare_sent_bytes(run)}
-    places = _mesh_coordinates(str(run.start.get("strategy", "")), len(times))
+    sent_bytes = {sent.rank: sent.counted_bytes / sent.rounds for sent in compare_sent_bytes(run)}
+    coordinates = _mesh_coordinates(str(run.start.get("strategy", "")), len(times))
     return [
         RankLoad(
-            one.rank,
-            places.get(one.rank, {}),
-            sum(one.parts[part] for part in _COMPUTE_PARTS) / one.rounds,
-            one.parts["transfer"] / one.rounds,
-            one.parts["waiting"] / one.rounds,
-            by_rank.get(one.rank, 0.0),
-            one.peak_bytes,
+            time.rank,
+            coordinates.get(time.rank, {}),
+            sum(time.parts[part] for part in _COMPUTE_PARTS) / time.rounds,
+            time.parts["transfer"] / time.rounds,
+            time.parts["waiting"] / time.rounds,
+            sent_bytes.get(time.rank, 0.0),
+            time.peak_bytes,
         )
-        for one in times
+        for time in times
     ]
 
 
-def _mesh_coordinates(strategy: str, ranks: int) -> dict[int, dict[str, int]]:
-    """Coordinates by rank, on axes with several ranks; empty where the words are not known here."""
-    from paceline.recipe.strategy import Strategy  # commands that only name a run folder do without
+def _mesh_coordinates(strategy: str, num_ranks: int) -> dict[int, dict[str, int]]:
+    """Return the coordinates of each rank; empty if the strategy has words that are not installed here."""
+    # pydantic takes long to import, and commands that only name a run folder do without it.
+    from paceline.recipe.strategy import Strategy
     from paceline.recipe.support import fill_replicas
 
     try:
-        found: Strategy = fill_replicas(Strategy.parse(strategy), ranks)
+        parsed: Strategy = fill_replicas(Strategy.parse(strategy), num_ranks)
     except StrategyError:
         return {}
-    degrees = found.degrees
-    every = product(*(range(degrees[axis]) for axis in _MESH_AXES))
+    degrees = parsed.degrees
+    grid = product(*(range(degrees[axis]) for axis in _MESH_AXES))
     return {
-        rank: {axis: n for axis, n in zip(_MESH_AXES, place, strict=True) if degrees[axis] > 1}
-        for rank, place in enumerate(every)
+        rank: {axis: index for axis, index in zip(_MESH_AXES, indices, strict=True) if degrees[axis] > 1}
+        for rank, indices in enumerate(grid)
     }
 
 
 _QUANTITIES: Mapping[str, Callable[[RankLoad], float]] = {
-    "compute": lambda share: share.compute_seconds,
-    "memory": lambda share: share.peak_bytes,
-    "bytes sent": lambda share: share.sent_bytes,
+    "compute": lambda load: load.compute_seconds,
+    "memory": lambda load: load.peak_bytes,
+    "bytes sent": lambda load: load.sent_bytes,
 }
 
 
-def find_imbalances(shares: Sequence[RankLoad]) -> list[LoadImbalance]:
-    """What is more than a tenth above the mean on some rank, the farthest first."""
-    found = []
-    for what, of in _QUANTITIES.items():
-        mean = fmean(map(of, shares)) if shares else 0.0
-        most = max(shares, key=of, default=None)
-        if most is not None and mean > 0 and of(most) > IMBALANCE_THRESHOLD * mean:
-            found.append(LoadImbalance(what, most, of(most) / mean, _most_uneven_axis(shares, of)))
-    return sorted(found, key=lambda one: -one.times)
+def find_imbalances(loads: Sequence[RankLoad]) -> list[LoadImbalance]:
+    """Return the quantities that are uneven, the largest ratio first."""
+    imbalances = []
+    for quantity, value_of in _QUANTITIES.items():
+        mean = fmean(map(value_of, loads)) if loads else 0.0
+        largest = max(loads, key=value_of, default=None)
+        if largest is not None and mean > 0 and value_of(largest) > IMBALANCE_THRESHOLD * mean:
+            axis = _most_uneven_axis(loads, value_of)
+            imbalances.append(LoadImbalance(quantity, largest, value_of(largest) / mean, axis))
+    return sorted(imbalances, key=lambda imbalance: -imbalance.ratio)
 
 
-def _most_uneven_axis(shares: Sequence[RankLoad], of: Callable[[RankLoad], float]) -> str:
-    """Along which axis the means of the ranks with one coordinate differ most."""
+def _most_uneven_axis(loads: Sequence[RankLoad], value_of: Callable[[RankLoad], float]) -> str:
+    """Return the axis along which the means over ranks with equal coordinates differ most."""
     spread: dict[str, float] = {}
-    for axis in shares[0].place:
-        by_place: dict[int, list[float]] = {}
-        for share in shares:
-            by_place.setdefault(share.place[axis], []).append(of(share))
-        means = [fmean(values) for values in by_place.values()]
+    for axis in loads[0].coordinates:
+        values: dict[int, list[float]] = {}
+        for load in loads:
+            values.setdefault(load.coordinates[axis], []).append(value_of(load))
+        means = [fmean(group) for group in values.values()]
         spread[axis] = max(means) - min(means)
     return max(spread, key=lambda axis: spread[axis]) if spread else ""
 
 
 _ADVICE = {
-    ("compute", "pipeline"): 'cut by what layers take here: strategy.stages = "time"',
-    (
-        "compute",
-        "replica",
-    ): 'look at what else runs on its host, or deal by speed: strategy.balance = "speed"',
-    ("compute", "shard"): "look at what else runs on its host; shards of the batch are dealt evenly",
+    ("compute", "pipeline"): 'cut the stages by measured time: strategy.stages = "time"',
+    ("compute", "replica"): "check what else runs on its host, or give faster replicas more work:"
+    ' strategy.balance = "speed"',
+    ("compute", "shard"): "check what else runs on its host; the batch is divided evenly among shards",
     ("compute", "tensor"): "its parts of the layers are larger: choose a degree that divides them",
     ("compute", "context"): "its positions cost more: choose a degree that divides the sequence",
     (
         "memory",
         "pipeline",
-    ): "schedule=1f1b keeps fewer micro-batches, rechunk runs them in parts, zero cuts the state in a stage",
+    ): "schedule=1f1b keeps fewer micro-batches, rechunk runs them in parts, and zero shards"
+    " the state of a stage",
     ("memory", "tensor"): "its parts of the layers are larger: choose a degree that divides them",
-    (
-        "memory",
-        "replica",
-    ): "the first rank writes and evaluates; `paceline plan memory` says what a rank needs",
-    ("bytes sent", "pipeline"): "cut the stages where less passes between them",
+    ("memory", "replica"): "the first rank also saves and evaluates; `paceline plan memory` shows what a rank"
+    " needs",
+    ("bytes sent", "pipeline"): "cut the stages where activations are smaller",
 }
 
 
-def describe_balance(shares: Sequence[RankLoad]) -> Iterator[str]:
-    """A sentence for each quantity that is uneven, and what to do about it; or that all are even."""
-    if not shares:
+def describe_balance(loads: Sequence[RankLoad]) -> Iterator[str]:
+    """Yield a sentence with advice for each uneven quantity, or one sentence if all are even."""
+    if not loads:
         return
-    found = find_imbalances(shares)
-    if not found:
-        yield "Ranks are even: compute, memory and bytes sent are within 10 % of their means."
+    imbalances = find_imbalances(loads)
+    if not imbalances:
+        yield "The ranks are even: compute, memory and bytes sent are within 10 % of their means."
         return
-    for one in found:
-        advice = _ADVICE.get((one.what, one.axis), "")
-        text = f"{one.what.capitalize()} is uneven: {one.share.called} has {one.times:.2f} times the mean"
+    for imbalance in imbalances:
+        advice = _ADVICE.get((imbalance.quantity, imbalance.axis), "")
+        verb = "are" if imbalance.quantity == "bytes sent" else "is"
+        text = (
+            f"{imbalance.quantity.capitalize()} {verb} uneven: {imbalance.load.label} has"
+            f" {imbalance.ratio:.2f} times the mean"
+        )
         yield f"{text}; {advice}." if advice else f"{text}."
-    limits = max(shares, key=lambda share: share.compute_seconds)
-    idlest = max(shares, key=lambda share: share.idle_seconds)
-    if found[0].what == "compute" and idlest.idle_seconds > 0:
-        waits = format_duration(idlest.idle_seconds)
-        yield f"The round waits for {limits.called}: {idlest.called} is idle for {waits} of it."
+    slowest = max(loads, key=lambda load: load.compute_seconds)
+    idlest = max(loads, key=lambda load: load.idle_seconds)
+    if imbalances[0].quantity == "compute" and idlest.idle_seconds > 0:
+        idle = format_duration(idlest.idle_seconds)
+        yield f"Each round waits for {slowest.label}; {idlest.label} is idle for {idle} of it."
 
 
-def render_balance_rows(shares: Sequence[RankLoad]) -> list[list[str]]:
-    """A row of text for each rank."""
+def render_balance_rows(loads: Sequence[RankLoad]) -> list[list[str]]:
+    """Return a row of text for each rank, with the columns of `BALANCE_HEADER`."""
     return [
         [
-            share.called,
-            format_duration(share.compute_seconds),
-            format_duration(share.communication_seconds),
-            format_duration(share.idle_seconds),
-            format_bytes(share.sent_bytes),
-            format_bytes(share.peak_bytes),
+            load.label,
+            format_duration(load.compute_seconds),
+            format_duration(load.communication_seconds),
+            format_duration(load.idle_seconds),
+            format_bytes(load.sent_bytes),
+            format_bytes(load.peak_bytes),
         ]
-        for share in shares
+        for load in loads
     ]
 
 

@@ -1,11 +1,12 @@
-"""The folder of a run: what its files are called, and where runs are. Imports no torch.
+"""The folder of a run: the names of its files, where run folders are, and how they are found. Imports no
+torch.
 
-recipe.toml      what was asked for, every key; without `run_dir`, which the folder itself says
-metrics.jsonl    one record a line, see docs/reference/metrics.md; full ones are metrics.0001.jsonl, ...
+recipe.toml      the recipe with every key, but without `run_dir`, so that a copy can be trained elsewhere
+metrics.jsonl    one record per line, see docs/reference/metrics.md; full files are metrics.0001.jsonl, ...
 log.txt          the same for people
 checkpoints/     saved states
-certificate.json what `paceline verify RUN` found
-lock             which process writes here, while it does
+certificate.json result of `paceline verify RUN`
+lock             the process that writes here, while it does
 report.html      the run as one page
 """
 
@@ -22,8 +23,6 @@ from paceline.errors import DataError, RecipeError
 from paceline.observe.file_writing import explain_os_errors
 
 RECIPE = "recipe.toml"
-METRICS = "metrics.jsonl"
-LOG = "log.txt"
 CHECKPOINTS = "checkpoints"
 CERTIFICATE = "certificate.json"
 REPORT = "report.html"
@@ -31,16 +30,16 @@ RUNS = Path("runs")
 
 
 def claim_run_dir(name: str, runs: Path = RUNS) -> Path:
-    """Make a new folder `runs/TIME-NAME`; where there is one of this second, `-2`, `-3` and so on follow.
+    """Make a new folder `runs/TIME-NAME`; within the same second, `-2`, `-3` and so on are appended.
 
     Raises:
         RunFolderError: the folder cannot be made.
     """
-    begin = runs / f"{datetime.now():%Y%m%d-%H%M%S}-{name}"
+    prefix = runs / f"{datetime.now():%Y%m%d-%H%M%S}-{name}"
     with explain_os_errors(runs):
         runs.mkdir(parents=True, exist_ok=True)
         for number in count(1):
-            folder = Path(f"{begin}-{number}" if number > 1 else begin)
+            folder = Path(f"{prefix}-{number}" if number > 1 else prefix)
             with suppress(FileExistsError):
                 folder.mkdir()
                 break
@@ -48,59 +47,61 @@ def claim_run_dir(name: str, runs: Path = RUNS) -> Path:
 
 
 def run_name_of_task(task: str) -> str:
-    """What to call a run of a task: its function, or its own name; never its file."""
+    """Return the name of a run of a task: the name of its function or the task, never of its file."""
     return re.sub(r"[^\w.-]+", "-", task.rpartition(":")[2]).strip("-.") or "run"
 
 
 def refuse_existing_run(folder: Path) -> None:
-    """A run never writes over another one.
+    """Raise an error if a folder already holds a run.
 
     Raises:
         RecipeError: the folder holds a run.
     """
     if is_run_folder(folder):
-        saved = any((folder / CHECKPOINTS).glob("step-*"))
+        has_checkpoint = any((folder / CHECKPOINTS).glob("step-*"))
         first = (
-            f"go on with it: paceline train --resume {folder}" if saved else "remove it: nothing was saved"
+            f"resume it: paceline train --resume {folder}"
+            if has_checkpoint
+            else "remove it: it has no checkpoint"
         )
         raise RecipeError(
-            f"'{folder}' holds a run already, and a run never writes over another",
+            f"'{folder}' already holds a run, and runs never overwrite each other",
             where="run_dir",
-            next_step=f"{first}; or name another run_dir, or leave it out for a new folder under runs/",
+            next_step=f"{first}; or choose another run_dir, or leave it out for a new folder in runs/",
         )
 
 
 def is_run_folder(folder: Path) -> bool:
-    """Whether a folder is that of a run that has begun."""
+    """Return whether a folder holds a run that has started."""
     return (folder / RECIPE).is_file()
 
 
 def find_runs(folders: Sequence[Path]) -> list[Path]:
-    """The run folders among these and directly inside them, the oldest first.
+    """Return the run folders among `folders` and directly inside them, oldest first.
 
     Raises:
         DataError: one of them does not exist.
     """
-    found: set[Path] = set()
+    runs: set[Path] = set()
     for folder in folders:
         if not folder.is_dir():
             raise DataError(
-                f"there is no folder '{folder}'",
-                next_step="runs are under runs/ of the folder in which they were started",
+                f"the folder '{folder}' does not exist",
+                next_step="runs are in runs/ of the folder in which they were started",
             )
-        found |= {path.parent for path in (folder / RECIPE, *folder.glob(f"*/{RECIPE}")) if path.is_file()}
-    return sorted(found, key=lambda run: ((run / RECIPE).stat().st_mtime_ns, run.name))
+        runs |= {path.parent for path in (folder / RECIPE, *folder.glob(f"*/{RECIPE}")) if path.is_file()}
+    return sorted(runs, key=lambda run: ((run / RECIPE).stat().st_mtime_ns, run.name))
 
 
 def resolve_run_folder(folder: Path) -> Path:
-    """A run folder, also named by a checkpoint inside it.
+    """Return a run folder, given itself or a checkpoint inside it.
 
     Raises:
-        DataError: it is none; names the nearest that is.
+        DataError: it is no run folder; the message names the nearest one.
     """
     for candidate in (folder, folder.parent.parent):
         if is_run_folder(candidate):
             return candidate
     inside = [path.parent for path in folder.glob(f"*/{RECIPE}")] if folder.is_dir() else []
-    hint = f"did you mean {max(inside)}?" if inside else "`paceline runs` lists those under runs/"
-    raise DataError(f"'{folder}' is no run folder: it has no {RECIPE}", next_step=hint)
+    hint = f"did you mean {max(inside)}?" if inside else "`paceline runs` lists those in runs/"
+    raise DataError(f"'{folder}' is not a run folder: it has no {RECIPE}", next_step=hint)

@@ -1,12 +1,9 @@
-"""Read a run folder, whatever state it is in: under way, stopped, failed, resumed, cut short.
+"""Reads the folder of a run in any state: running, stopped, failed, resumed, or cut short by a crash.
 
-Invariant: reading never fails because of what a crash left behind. Lines that are no records are counted and
-said, steps that were done again after a resume are counted once, as they were done last.
-
-Whether a record that was read can be what a run has written: a crash or a bad disk may have changed it.
-
-Invariant: whatever the report computes with is there and of its kind; other fields may be missing or unknown,
-as in runs of an older or a newer version.
+Invariant: reading never fails because of what a crash or a bad disk left behind. Lines that are no valid
+records are counted and skipped, and of steps that were taken again after a resume the last ones count. A
+valid record has every field that the report computes with, with the right type; other fields may be missing
+or unknown, as in runs of an older or newer version.
 """
 
 from __future__ import annotations
@@ -23,9 +20,9 @@ from typing import Any, Literal
 
 from paceline.observe.metrics_schema import EVENT_SCHEMAS
 from paceline.observe.process_info import process_start_ticks
-from paceline.observe.sinks import rotated_files
+from paceline.observe.sinks import METRICS, rotated_files
 from paceline.observe.step_stats import PHASES
-from paceline.report.run_files import CERTIFICATE, METRICS, RECIPE, resolve_run_folder
+from paceline.report.run_files import CERTIFICATE, RECIPE, resolve_run_folder
 
 _MAX_COUNT = 2**53
 _MAX_TIME_SECONDS = 4e9  # seconds since the epoch
@@ -36,38 +33,26 @@ FieldCheck = Callable[[Any], bool]
 
 
 def is_valid_record(record: Mapping[str, Any]) -> bool:
-    """Whether the report can use a record."""
+    """Return whether the report can use a record."""
     event = record.get("event")
     if type(event) is not str or not all(_is_bounded(value) for value in record.values()):
         return False
-    common = _is_absent_or(record, "time", _is_timestamp) and _is_absent_or(record, "rank", _is_count)
-    return (
-        common
-        and all(kind(record.get(name)) for name, kind in _REQUIRED_FIELDS.get(event, {}).items())
-        and all(
-            _matches_schema(record[name], words)
-            for name, words in _schema_fields(event).items()
-            if name in record
-        )
-    )
+    if not (_is_absent_or(record, "time", _is_timestamp) and _is_absent_or(record, "rank", _is_count)):
+        return False
+    if not all(check(record.get(name)) for name, check in _REQUIRED_FIELDS.get(event, {}).items()):
+        return False
+    fields = EVENT_SCHEMAS[event].fields if event in EVENT_SCHEMAS else {}
+    return all(_matches_schema(record[name], text) for name, text in fields.items() if name in record)
 
 
-def is_valid_certificate(found: Mapping[str, Any]) -> bool:
-    """Whether the report can use a certificate."""
-    return (
-        type(found.get("conclusion")) is str
-        and bool(found["conclusion"].strip())
-        and _is_bounded(dict(found))
-    )
+def is_valid_certificate(certificate: Mapping[str, Any]) -> bool:
+    """Return whether the report can use a certificate."""
+    conclusion = certificate.get("conclusion")
+    return type(conclusion) is str and bool(conclusion.strip()) and _is_bounded(dict(certificate))
 
 
-def _schema_fields(event: str) -> Mapping[str, str]:
-    return EVENT_SCHEMAS[event].fields if event in EVENT_SCHEMAS else {}
-
-
-def _matches_schema(value: Any, words: str) -> bool:
-    """As the schema says it."""
-    kinds = {
+def _matches_schema(value: Any, field_text: str) -> bool:
+    checks = {
         "int": _is_count,
         "float": _is_float,
         "str": _is_text,
@@ -75,26 +60,24 @@ def _matches_schema(value: Any, words: str) -> bool:
         "table": _is_table,
         "list": _is_list,
     }
-    return kinds[words.partition(":")[0]](value)
+    return checks[field_text.partition(":")[0]](value)
 
 
 def _is_bounded(value: Any, depth: int = 6) -> bool:
-    """No number that cannot be computed with, no text without end, no nesting without end."""
+    """Return whether a value has no huge integer, no huge text and no deep nesting."""
     if depth == 0:
         return False
     if type(value) is dict:
         return all(_is_bounded(inside, depth - 1) for inside in value.values())
     if type(value) is list:
         return all(_is_bounded(inside, depth - 1) for inside in value)
-    return (
-        len(value) <= _MAX_TEXT_LENGTH
-        if type(value) is str
-        else type(value) is not int or abs(value) < _MAX_COUNT
-    )
+    if type(value) is str:
+        return len(value) <= _MAX_TEXT_LENGTH
+    return type(value) is not int or abs(value) < _MAX_COUNT
 
 
-def _is_absent_or(record: Mapping[str, Any], name: str, kind: FieldCheck) -> bool:
-    return name not in record or kind(record[name])
+def _is_absent_or(record: Mapping[str, Any], name: str, check: FieldCheck) -> bool:
+    return name not in record or check(record[name])
 
 
 def _is_count(value: Any) -> bool:
@@ -114,7 +97,6 @@ def _is_timestamp(value: Any) -> bool:
 
 
 def _is_float(value: Any) -> bool:
-    """A number, or the name of one that is not finite."""
     return _is_number(value) or value in _NON_FINITE_NAMES
 
 
@@ -147,14 +129,15 @@ def _is_phase_table(value: Any) -> bool:
 
 
 def _is_ledger(value: Any) -> bool:
-    kinds = {
+    checks = {
         "calls": _is_count,
         "payload_bytes": _is_amount,
         "sent_bytes": _is_amount,
         "hidden_fraction": _is_amount,
     }
     return _is_table(value) and all(
-        _is_table(row) and all(kind(row.get(name)) for name, kind in kinds.items()) for row in value.values()
+        _is_table(row) and all(check(row.get(name)) for name, check in checks.items())
+        for row in value.values()
     )
 
 
@@ -196,21 +179,21 @@ _STEP_FIELDS = (
     *("event", "step", "loss", "metrics", "num_samples", "grad_norm", "lr", "applied", "seconds"),
     "samples_per_second",
 )
-"""What is kept of a step: there may be a million."""
+"""The fields of a step that are kept in memory: a run may have a million steps."""
 RunStatus = Literal["new", "running", "finished", "stopped", "failed", "lost"]
 
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """What a folder says of a run.
+    """A run as its folder records it.
 
     Args:
-        folder: of the run.
+        folder: the run folder.
         recipe: plain values by key; empty if the file cannot be read.
-        records: all of them, in the order in which they were written; of steps what a report needs.
-        unreadable: number of lines that are no records.
-        certificate: of `paceline verify`; None if there is none.
-        running: whether the process that wrote last is still there; None: it is on another host.
+        records: all records in the order in which they were written; steps have only what a report needs.
+        unreadable: number of lines that are no valid records.
+        certificate: written by `paceline verify`; None if there is none.
+        running: whether the process that wrote last still runs; None if it is on another host.
     """
 
     folder: Path
@@ -226,7 +209,7 @@ class RecordedRun:
         return self.folder.resolve().name
 
     def of(self, event: str) -> list[MetricsRecord]:
-        """The records of one event."""
+        """Return the records of one event."""
         return [record for record in self.records if record.get("event") == event]
 
     @cached_property
@@ -236,17 +219,17 @@ class RecordedRun:
 
     @cached_property
     def start(self) -> MetricsRecord:
-        """The last of them; empty if there is none."""
+        """The record of the last start; empty if there is none."""
         return self.starts[-1] if self.starts else {}
 
     @cached_property
     def steps(self) -> list[MetricsRecord]:
-        """The steps that count, ascending."""
+        """The last record of each step, ascending."""
         return _latest_by_step(self.records, "step")
 
     @cached_property
     def evaluations(self) -> list[MetricsRecord]:
-        """The evaluations that count, ascending."""
+        """The last record of each evaluation, ascending by step."""
         return _latest_by_step(self.records, "evaluation")
 
     @cached_property
@@ -257,25 +240,25 @@ class RecordedRun:
 
     @cached_property
     def last_training_records(self) -> tuple[MetricsRecord, ...]:
-        """All records of the last start that made a step; a resume that had none to make changes nothing."""
+        """All records of the last start that took a step; a resume at the end of a run takes none."""
         begins = [i for i, record in enumerate(self.records) if record.get("event") == "run"]
         spans = [self.records[i:j] for i, j in pairwise([*begins, len(self.records)])]
-        made = [span for span in spans if any(record.get("event") in ("step", "ranks") for record in span)]
-        return made[-1] if made else self.last_start_records
+        training = [span for span in spans if any(r.get("event") in ("step", "ranks") for r in span)]
+        return training[-1] if training else self.last_start_records
 
     @property
     def end(self) -> MetricsRecord | None:
-        """How the last start ended; None if it does not say."""
+        """The end of the last start; None if there is no record of it."""
         return next((r for r in reversed(self.last_start_records) if r.get("event") == "end"), None)
 
     @property
     def error(self) -> MetricsRecord | None:
-        """What ended the last start, the cause; None if nothing did."""
+        """The error that ended the last start, the cause first; None if there was none."""
         return next((r for r in self.last_start_records if r.get("event") == "error"), None)
 
     @property
     def status(self) -> RunStatus:
-        """In one word. Lost: it neither ended nor said why, as after kill -9 or a power cut."""
+        """The state of the run; "lost" if its process is gone without a record, as after kill -9."""
         if self.error is not None:
             return "failed"
         if self.end is not None:
@@ -286,17 +269,17 @@ class RecordedRun:
 
     @property
     def ranks(self) -> int:
-        """Processes of the last start; 0: unknown."""
+        """Number of processes of the last start; 0 if unknown."""
         return int(self.start.get("ranks", 0))
 
     @property
     def tokens_per_sample(self) -> int:
-        """0 if the task has no tokens."""
+        """Tokens of a sample; 0 if the task has none."""
         return int(self.start.get("tokens_per_sample", 0))
 
     @property
     def done(self) -> int:
-        """Steps taken."""
+        """Number of steps taken."""
         ends = [r["step"] for r in self.of("end")]
         last = int(self.steps[-1]["step"]) + 1 if self.steps else int(self.start.get("step", 0))
         return max([last, *ends[-1:]]) if self.end is not None else last
@@ -322,22 +305,22 @@ def read_run(folder: Path) -> RecordedRun:
 
 
 def to_float(value: Any) -> float:
-    """A number of a record; those that are not finite are written as their names."""
+    """Return a number of a record; JSON has no NaN and no infinities, so records have them as strings."""
     return float(value)
 
 
 def _read_records(path: Path) -> tuple[list[MetricsRecord], int]:
-    found: list[MetricsRecord] = []
-    unreadable = 0
+    records: list[MetricsRecord] = []
+    num_unreadable = 0
     for file in [*rotated_files(path), path]:
         lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else []
         for line in filter(None, lines):
             record = _parse_record(line)
             if record is None:
-                unreadable += 1
+                num_unreadable += 1
             else:
-                found.append(record)
-    return found, unreadable
+                records.append(record)
+    return records, num_unreadable
 
 
 def _parse_record(line: str) -> MetricsRecord | None:
@@ -347,32 +330,29 @@ def _parse_record(line: str) -> MetricsRecord | None:
         return None
     if not isinstance(record, dict) or not is_valid_record(record):
         return None
-    return (
-        {key: record[key] for key in _STEP_FIELDS if key in record} if record["event"] == "step" else record
-    )
+    if record["event"] != "step":
+        return record
+    return {key: record[key] for key in _STEP_FIELDS if key in record}
 
 
 def _latest_by_step(records: tuple[MetricsRecord, ...], event: str) -> list[MetricsRecord]:
-    """Going back to a step undoes what was recorded from there on."""
-    found: list[MetricsRecord] = []
+    """Return the records that count: a resume or roll-back to a step undoes those from there on."""
+    latest: list[MetricsRecord] = []
     for record in records:
         if record.get("event") == "run":
-            first = record.get("step", 0) + (event == "evaluation")
-            found = [old for old in found if old["step"] < first]
+            # An evaluation counts the steps before it, so the one at the step of the checkpoint stays.
+            first_undone = record.get("step", 0) + (event == "evaluation")
+            latest = [earlier for earlier in latest if earlier["step"] < first_undone]
         elif record.get("event") == event:
-            found = (
-                found if not found or found[-1]["step"] < record["step"] else _records_before(found, record)
-            )
-            found.append(record)
-    return found
-
-
-def _records_before(found: list[MetricsRecord], record: MetricsRecord) -> list[MetricsRecord]:
-    return [old for old in found if old["step"] < record["step"]]
+            # Copying the list for every one of a million steps would take hours.
+            if latest and latest[-1]["step"] >= record["step"]:
+                latest = [earlier for earlier in latest if earlier["step"] < record["step"]]
+            latest.append(record)
+    return latest
 
 
 def _read_recipe(path: Path) -> MetricsRecord:
-    from paceline.recipe.toml_text import parse_toml  # the room of recipes imports pydantic
+    from paceline.recipe.toml_text import parse_toml  # paceline.recipe imports pydantic, which is slow
 
     try:
         return parse_toml(path.read_text(encoding="utf-8")) if path.is_file() else {}
@@ -382,15 +362,15 @@ def _read_recipe(path: Path) -> MetricsRecord:
 
 def _read_certificate(path: Path) -> MetricsRecord | None:
     try:
-        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+        certificate = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
     except (OSError, ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) and is_valid_certificate(found) else None
+    return certificate if isinstance(certificate, dict) and is_valid_certificate(certificate) else None
 
 
 def _is_running(start: MetricsRecord) -> bool | None:
-    """Whether the process of a start is there; None if only its own host could tell."""
+    """Return whether the process of a start still runs; None if it is on another host."""
     if start.get("host") != socket.gethostname():
         return None
-    begun = process_start_ticks(int(start.get("pid", 0)))
-    return begun != 0 and begun == start.get("process_start")
+    start_ticks = process_start_ticks(int(start.get("pid", 0)))
+    return start_ticks != 0 and start_ticks == start.get("process_start")

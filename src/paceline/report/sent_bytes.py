@@ -1,10 +1,8 @@
-"""Bytes that the rounds of a run have to send by the closed form, beside those that were counted.
+"""The bytes that the ranks of a run sent: counted, predicted by a closed form, and over the steps. Pure.
 
-The ledger counts what was really passed to each collective, on every rank. Here the same number follows from
-the model's size and the number of ranks: two sources, so that a difference means something. Where no form is
-known, none is given.
-
-Bytes that all ranks had sent after some number of steps, from what ranks report window by window.
+The ledger of a rank counts what it really passed to each collective. The prediction follows from the size of
+the model and the number of ranks alone, so a difference between the two means something. Strategies without a
+closed form have no prediction.
 """
 
 from __future__ import annotations
@@ -19,21 +17,21 @@ from paceline.errors import StrategyError
 from paceline.report.run_reader import RecordedRun, to_float
 
 if TYPE_CHECKING:
-    from paceline.recipe.registry.word_spec import SyncSpec
+    from paceline.recipe.registry import SyncSpec
     from paceline.recipe.strategy import Strategy
 
 
 @dataclass(frozen=True)
 class SentBytes:
-    """Bytes of one rank, over the steps since the run was started or resumed last.
+    """The bytes that one rank sent since the run was started or resumed last.
 
     Args:
-        rank: whose.
-        rounds: how many the numbers are of; a round is a step, or the steps between two agreements.
-        steps: in these rounds.
-        counted_bytes: by the ledger.
-        expected_bytes: by the closed form; None: no form is known for this strategy.
-        dense_bytes: what replicas would send that agree in every step, by the closed form.
+        rank: global rank.
+        rounds: number of rounds; a round is a step, or the steps between two synchronizations.
+        steps: number of steps in these rounds.
+        counted_bytes: from the ledger of the rank.
+        expected_bytes: from the closed form; None if this strategy has none.
+        dense_bytes: closed form of plain data parallelism for the same steps.
     """
 
     rank: int
@@ -45,14 +43,14 @@ class SentBytes:
 
     @property
     def agrees(self) -> bool | None:
-        """Whether both are the same to rounding; None: there is nothing to compare."""
+        """Whether both numbers are equal up to rounding; None without a closed form."""
         if self.expected_bytes is None:
             return None
         return abs(self.counted_bytes - self.expected_bytes) <= 1e-9 * max(1.0, self.expected_bytes)
 
 
 def compare_sent_bytes(run: RecordedRun) -> list[SentBytes]:
-    """What every rank sent in the steps of the last start; empty if that was not recorded."""
+    """Return the bytes of every rank since the last start, ascending by rank; empty without records."""
     counted: dict[int, tuple[int, float]] = {}
     steps = 0
     for record in run.last_training_records:
@@ -64,29 +62,35 @@ def compare_sent_bytes(run: RecordedRun) -> list[SentBytes]:
         return []
     dense = all_reduce_bytes(run, "gradient_bytes", "tally_bytes")
     strategy = str(run.start["strategy"])
+    # route=auto may have chosen a route of its own by the size of a buffer, which sends other bytes.
     by_size = any(
         record.get("event") == "route" and record["choice"] != "native"
         for record in run.last_training_records
     )
     known = has_closed_form(strategy) and not run.start["ordered"] and not by_size
-    each = dense + _ring_factor(run.ranks) * (_sync_spec(strategy).extra_tally_bytes or 0) if known else 0.0
+    round_bytes = (
+        dense + _ring_factor(run.ranks) * (_sync_spec(strategy).extra_tally_bytes or 0) if known else 0.0
+    )
     return [
-        SentBytes(rank, rounds, steps, num_bytes, rounds * each if known else None, steps * dense)
+        SentBytes(rank, rounds, steps, num_bytes, rounds * round_bytes if known else None, steps * dense)
         for rank, (rounds, num_bytes) in sorted(counted.items())
     ]
 
 
 def has_closed_form(strategy: str) -> bool:
-    """Whether replicas add up whole fp32 tensors and a tally once a round, and send nothing else."""
-    found = _parse_strategy(strategy)
-    if found is None:
+    """Return whether a round sends nothing but one all_reduce of whole fp32 gradients and of a tally."""
+    parsed = _parse_strategy(strategy)
+    if parsed is None:
         return False
-    whole = found.layout == "replicate" and found.lanes == 1 and not found.servers and found.form.exact
-    return whole and found.path.ring_bytes and found.rule.extra_tally_bytes is not None
+    plain = parsed.layout == "replicate" and parsed.lanes == 1 and not parsed.servers and parsed.form.exact
+    return plain and parsed.path.ring_bytes and parsed.rule.extra_tally_bytes is not None
 
 
 def all_reduce_bytes(run: RecordedRun, *sizes: str) -> float:
-    """Bytes that one rank sends to add up tensors of these sizes, once: 2 (P - 1) / P n.
+    """Return the bytes that one rank sends in a ring all_reduce of n bytes over P ranks: 2 (P - 1) / P n.
+
+    Args:
+        sizes: fields of the event "run" whose sum is n.
 
     Source: Thakur, Rabenseifner, Gropp 2005, Optimization of Collective Communication Operations in
         MPICH, section 4.
@@ -99,7 +103,7 @@ def _ring_factor(ranks: int) -> float:
 
 
 def _parse_strategy(strategy: str) -> Strategy | None:
-    """What a record says; None: a word that is not known here."""
+    """Parse the strategy of a record; None if it has words of a package that is not installed here."""
     from paceline.recipe.strategy import Strategy  # commands that only name a run folder do without
 
     try:
@@ -109,14 +113,17 @@ def _parse_strategy(strategy: str) -> Strategy | None:
 
 
 def _sync_spec(strategy: str) -> SyncSpec:
-    found = _parse_strategy(strategy)
-    assert found is not None
-    return found.rule
+    parsed = _parse_strategy(strategy)
+    assert parsed is not None
+    return parsed.rule
 
 
 def cumulative_sent_bytes(run: RecordedRun) -> Callable[[float], float]:
-    """Bytes by steps taken, as if they were sent evenly inside of a window; what a resumed run repeats counts
-    again."""
+    """Return a function from steps taken to the bytes that all ranks had sent by then.
+
+    Ranks report once per window of rounds; inside a window the bytes are interpolated. Steps that a resumed
+    run takes again count twice.
+    """
     windows: dict[int, float] = defaultdict(float)
     for record in run.of("ranks"):
         windows[int(record["step"]) + 1] += to_float(record["sent_bytes"])
@@ -125,11 +132,11 @@ def cumulative_sent_bytes(run: RecordedRun) -> Callable[[float], float]:
         ends.append(end)
         totals.append(totals[-1] + windows[end])
 
-    def sent(step: float) -> float:
-        at = bisect_left(ends, step)
-        if at == 0 or at == len(ends):
-            return totals[0 if at == 0 else -1]
-        share = (step - ends[at - 1]) / (ends[at] - ends[at - 1])
-        return totals[at - 1] + share * (totals[at] - totals[at - 1])
+    def interpolate(step: float) -> float:
+        window = bisect_left(ends, step)
+        if window == 0 or window == len(ends):
+            return totals[0 if window == 0 else -1]
+        fraction = (step - ends[window - 1]) / (ends[window] - ends[window - 1])
+        return totals[window - 1] + fraction * (totals[window] - totals[window - 1])
 
-    return sent
+    return interpolate

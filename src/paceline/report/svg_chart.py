@@ -1,8 +1,7 @@
-"""Curves: what is drawn of a series of numbers, and on which scale. Pure; knows no HTML.
+"""Charts as HTML: curves of a run in an SVG, with labels as text and values for the pointer. Pure.
 
-A chart as HTML: lines in an SVG that fills its box, labels beside it as text, values for the pointer.
-
-The SVG is stretched to the box and its strokes are not, so the same page is sharp on a phone and on a screen.
+The SVG is stretched to its box and its strokes are not, so the same page is sharp on a phone and on a screen.
+The labels lie beside the SVG as HTML text, because text in a stretched SVG would be distorted.
 """
 
 from __future__ import annotations
@@ -13,26 +12,26 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from paceline.report.html import Html, tag
-from paceline.report.run_facts import format_number
+from paceline.report.number_format import format_number
 
 ChartPoint = tuple[float, float]
 
 _MAX_BUCKETS = 400
-_SMOOTHING_FRACTION = 40  # the running mean is over this part of the points
+_SMOOTHING_FRACTION = 40  # the running mean is over one in this many points
 _LOGARITHMIC_FROM = 20.0
 _MARGIN = 0.06
 
 
 @dataclass(frozen=True)
 class ChartCurve:
-    """One series.
+    """One series of a chart.
 
     Args:
-        name: in the legend and under the pointer.
-        color: name of a colour of the page.
+        name: shown in the legend and at the pointer.
+        color: name of a CSS variable of the page.
         points: (step, value), ascending in step; values may be NaN.
-        style: "noisy": faint, with its running mean on top; "line"; "dots": few points, each marked.
-        run: which of the runs that a page shows it is of.
+        style: "noisy" (faint, with its running mean on top), "line", or "dots" (few points, each marked).
+        run: index of the run among those of the page.
     """
 
     name: str
@@ -44,11 +43,10 @@ class ChartCurve:
 
 @dataclass(frozen=True)
 class AxisScale:
-    """A linear or logarithmic map of a range to 0..1.
+    """A linear or logarithmic map from a range to 0..1.
 
     Args:
-        low, high: the range; low < high.
-        logarithmic: both are positive then.
+        low, high: the range, low < high; both positive if `logarithmic`.
     """
 
     low: float
@@ -56,7 +54,7 @@ class AxisScale:
     logarithmic: bool = False
 
     def __call__(self, value: float) -> float:
-        """Where a value is; outside of 0..1 for values outside of the range."""
+        """Return the position of a value; outside of 0..1 for values outside of the range."""
         if self.logarithmic:
             return (math.log(max(value, 1e-300)) - math.log(self.low)) / (
                 math.log(self.high) - math.log(self.low)
@@ -64,18 +62,18 @@ class AxisScale:
         return (value - self.low) / (self.high - self.low)
 
     def ticks(self, about: int = 5) -> list[float]:
-        """Round values inside the range."""
+        """Return round values inside the range, about as many as `about`."""
         if self.logarithmic:
-            found = _decades(self.low, self.high)
-            if len(found) >= 2:
-                return found
+            decades = _decades(self.low, self.high)
+            if len(decades) >= 2:
+                return decades
         return list(_round_steps(self.low, self.high, about))
 
 
 def fit_scale(
     values: Sequence[float], *, from_zero: bool = False, may_be_logarithmic: bool = False
 ) -> AxisScale:
-    """A range with a margin around all finite values."""
+    """Return a scale with a margin around all finite values."""
     finite = [value for value in values if math.isfinite(value)] or [0.0, 1.0]
     low, high = min(finite), max(finite)
     if may_be_logarithmic and low > 0 and high / low > _LOGARITHMIC_FROM:
@@ -88,22 +86,23 @@ def fit_scale(
 
 
 def downsample(points: Sequence[ChartPoint]) -> list[ChartPoint]:
-    """So few points that a screen can show them, with the lowest and the highest of each stretch."""
+    """Reduce points to what a screen can show: the lowest and the highest of each bucket."""
     size = math.ceil(len(points) / _MAX_BUCKETS)
     if size <= 1:
         return list(points)
-    found: list[ChartPoint] = []
+    kept: list[ChartPoint] = []
     for start in range(0, len(points), size):
         bucket = [p for p in points[start : start + size] if math.isfinite(p[1])]
         ends = {min(bucket, key=lambda p: p[1]), max(bucket, key=lambda p: p[1])} if bucket else set()
-        found += sorted(ends) or [points[start]]
-    return found
+        kept += sorted(ends) or [points[start]]
+    return kept
 
 
 def running_mean(points: Sequence[ChartPoint]) -> list[ChartPoint]:
-    """The running mean over the points around each; those that are not finite are left out."""
+    """Return the running mean, centred at each point; values that are not finite are left out."""
     finite = [p for p in points if math.isfinite(p[1])]
     half = len(finite) // _SMOOTHING_FRACTION // 2
+    # Differences of prefix sums: the window may have thousands of points.
     sums = [0.0]
     for _, value in finite:
         sums.append(sums[-1] + value)
@@ -116,16 +115,16 @@ def running_mean(points: Sequence[ChartPoint]) -> list[ChartPoint]:
 
 
 def finite_segments(points: Sequence[ChartPoint]) -> Iterator[list[ChartPoint]]:
-    """The points between those that are not finite."""
-    found: list[ChartPoint] = []
+    """Yield the runs of finite points; a line must not bridge a NaN."""
+    segment: list[ChartPoint] = []
     for point in points:
         if math.isfinite(point[1]):
-            found.append(point)
-        elif found:
-            yield found
-            found = []
-    if found:
-        yield found
+            segment.append(point)
+        elif segment:
+            yield segment
+            segment = []
+    if segment:
+        yield segment
 
 
 def _decades(low: float, high: float) -> list[float]:
@@ -142,9 +141,9 @@ def _round_steps(low: float, high: float, about: int) -> Iterator[float]:
         yield i * step
 
 
-_VIEWBOX_SIZE = 1000.0  # of the SVG's own coordinates
+_VIEWBOX_SIZE = 1000.0  # coordinates of the SVG
 _MAX_LARGE_DOTS = 24
-_CLEAR_FRACTION = 0.12  # of the width, that the word under the left end needs
+_CLEAR_FRACTION = 0.12  # the part of the width that the label at the left end needs
 
 
 def render_chart(
@@ -156,12 +155,14 @@ def render_chart(
     may_be_logarithmic: bool = False,
     marks: Sequence[tuple[float, str]] = (),
 ) -> Html:
-    """One chart over the steps.
+    """Render a chart over the steps; empty if no curve has points.
 
     Args:
         curves: those without points are left out.
-        unit: of the values, shown beside the title.
-        marks: (step, text) for vertical lines, such as where a run was resumed.
+        unit: unit of the values, shown beside the title.
+        from_zero: the vertical axis begins at zero.
+        may_be_logarithmic: the vertical axis is logarithmic if the values span a factor of 20.
+        marks: (step, text) of vertical lines, for example where the run was resumed.
     """
     curves = [curve for curve in curves if curve.points]
     if not curves:
@@ -191,27 +192,27 @@ def _render_svg(
 
 
 def _render_curve(curve: ChartCurve, across: AxisScale, up: AxisScale) -> list[Html]:
-    def place(points: Sequence[ChartPoint]) -> list[ChartPoint]:
+    def scale(points: Sequence[ChartPoint]) -> list[ChartPoint]:
         return [(across(x), up(y)) for x, y in points]
 
     style = f"--color: var(--{curve.color})"
     faint = "line faint" if curve.style == "noisy" else "line"
-    found = [
-        _render_path(place(part), faint, style=style) for part in finite_segments(downsample(curve.points))
+    paths = [
+        _render_path(scale(part), faint, style=style) for part in finite_segments(downsample(curve.points))
     ]
     if curve.style == "noisy":
-        found.append(_render_path(place(running_mean(curve.points)), "line", style=style))
+        paths.append(_render_path(scale(running_mean(curve.points)), "line", style=style))
     if curve.style == "dots" or len(curve.points) == 1:
         kind = "dot" if len(curve.points) <= _MAX_LARGE_DOTS else "dot small"
-        found += [_render_path([p, p], kind, style=style) for p in place(curve.points) if math.isfinite(p[1])]
-    return found
+        paths += [_render_path([p, p], kind, style=style) for p in scale(curve.points) if math.isfinite(p[1])]
+    return paths
 
 
 def _render_path(points: Sequence[ChartPoint], kind: str, text: str = "", style: str | None = None) -> Html:
-    """A line through points of the unit square, whose first coordinate goes right and second up."""
-    words = " L".join(f"{_VIEWBOX_SIZE * x:.1f} {_VIEWBOX_SIZE * (1 - y):.1f}" for x, y in points)
+    """Render a line through points of the unit square; x goes to the right, y upwards."""
+    coordinates = " L".join(f"{_VIEWBOX_SIZE * x:.1f} {_VIEWBOX_SIZE * (1 - y):.1f}" for x, y in points)
     title = tag("title", text) if text else ""
-    return tag("path", title, d=f"M{words}", class_=kind, style=style)
+    return tag("path", title, d=f"M{coordinates}", class_=kind, style=style)
 
 
 def _render_tick_labels(across: AxisScale, up: AxisScale) -> list[Html]:
@@ -221,14 +222,14 @@ def _render_tick_labels(across: AxisScale, up: AxisScale) -> list[Html]:
     ]
     steps = [x for x in across.ticks(4) if x == int(x)]
     xs = [tag("span", f"{x:,.0f}", class_="x", style=f"left: {100 * across(x):.2f}%") for x in steps]
-    free = all(across(x) > _CLEAR_FRACTION for x in steps)
-    return [*ys, *xs, tag("span", "steps", class_="x left")] if free else [*ys, *xs]
+    has_room = all(across(x) > _CLEAR_FRACTION for x in steps)
+    return [*ys, *xs, tag("span", "steps", class_="x left")] if has_room else [*ys, *xs]
 
 
 def _render_legend(curves: Sequence[ChartCurve]) -> Html:
     if len(curves) < 2:
         return Html("")
-    first = {c.color: c for c in reversed(curves)}  # dots in the colour of a line belong to it
+    first = {c.color: c for c in reversed(curves)}  # dots in the colour of a line are its evaluations
     keys = [
         tag("span", tag("i", style=f"background: var(--{c.color})"), c.name, data_color=c.color)
         for c in curves
@@ -238,8 +239,8 @@ def _render_legend(curves: Sequence[ChartCurve]) -> Html:
 
 
 def _encode_curves(curves: Sequence[ChartCurve], across: AxisScale, up: AxisScale) -> str:
-    """What the pointer reads: for every curve the places and the values as text."""
-    found = [
+    """Encode for page.js, per curve, positions in the box and values as text."""
+    encoded = [
         {
             "name": curve.name,
             "color": curve.color,
@@ -254,4 +255,4 @@ def _encode_curves(curves: Sequence[ChartCurve], across: AxisScale, up: AxisScal
         for curve in curves
         for points in [downsample(curve.points)]
     ]
-    return json.dumps(found, separators=(",", ":"))
+    return json.dumps(encoded, separators=(",", ":"))

@@ -309,7 +309,7 @@ class Session:
     @property
     def launcher_phase(self) -> str:
         """The phase that is reported to the launcher while this session trains; see `Cluster.enter_phase`."""
-        return TRAINING_FOR_SERVER if self.strategy.rule.needs_server else TRAINING
+        return TRAINING_FOR_SERVER if self.strategy.sync_spec.needs_server else TRAINING
 
     def add_callbacks(self, callbacks: Sequence[Callback]) -> None:
         """Register callbacks with `fit` and their state with checkpoints, before anything is restored."""

@@ -19,18 +19,17 @@ from torch import nn
 
 from paceline.job.cluster import Cluster
 from paceline.job.launcher_reports import LEAVING
-from paceline.observe.progress import ProgressSink
-from paceline.observe.sinks import JsonLinesSink, Sink, TextLogSink
+from paceline.observe.sinks import METRICS, Sink
 from paceline.report.html_page import write_report
-from paceline.report.run_files import LOG, METRICS, REPORT
+from paceline.report.run_files import REPORT
 from paceline.session import run_folder
 from paceline.session.arguments import RecipeLike, TaskLike, resolve_recipe, resolve_run
 from paceline.session.callback import Callback
 from paceline.session.fit_loop import Result, fit, fitting
 from paceline.session.joining import join
 from paceline.session.own_loop_steps import OwnLoop
-from paceline.session.run_records import run_record
 from paceline.session.session import Session, repeat_until_agreed
+from paceline.session.sink_setup import build_sinks
 from paceline.session.stop_signals import StopRequest, stop_on_notice, stop_on_signals
 
 
@@ -184,7 +183,7 @@ def _begin_run(
         folder = run_folder.prepare_folder(session, before, name or _function_name(task))
         used = None if source is None else run_folder.restore_run(session, source, warn)
         stop.setting_up = False
-        cluster.enter_phase(session.doing)
+        cluster.enter_phase(session.launcher_phase)
         yield _RunInProgress(session, folder, build_sinks(session, folder, talks, used), talks)
     cluster.enter_phase(LEAVING)  # a script may go on for as long as it likes
 
@@ -200,28 +199,3 @@ def write_report_page(run_dir: Path, warn: Callable[[str], None]) -> None:
         write_report(run_dir)
     except OSError as error:
         warn(f"the report cannot be written: {error}; free space, then `paceline report {run_dir}`")
-
-
-def build_sinks(
-    session: Session, run_dir: Path, console: Console | None, resumed_from: str | None = None
-) -> list[Sink]:
-    """Rank 0 writes metrics and a log, and shows progress where there is a console.
-
-    They begin with how the run began, and with the checkpoint if it goes on.
-    """
-    if not session.is_first:
-        return []
-    level, full = session.recipe.log.level, session.recipe.log.rotate_bytes
-    found: list[Sink] = [
-        JsonLinesSink(run_dir / METRICS, level=level, rotate_bytes=full),
-        TextLogSink(run_dir / LOG, level=level, rotate_bytes=full),
-    ]
-    if console is not None:
-        tokens = session.task.num_tokens_per_sample
-        in_epoch = session.work.steps_per_epoch
-        found.append(ProgressSink(console, session.state.step, session.num_steps, tokens, in_epoch))
-    for sink in found:
-        sink.event("run", run_record(session))
-        if resumed_from is not None:
-            sink.event("resume", {"step": session.state.step, "checkpoint": resumed_from})
-    return found

@@ -54,7 +54,7 @@ def test_a_run_or_a_checkpoint_in_it_has_a_recipe(tmp_path: Path) -> None:
     inside.mkdir(parents=True)
     assert find_recipe(run) == find_recipe(inside) == run / "recipe.toml"
     assert find_run(str(inside)) == inside
-    with pytest.raises(RecipeError, match="is no run folder"):
+    with pytest.raises(RecipeError, match="is not a run folder"):
         find_run(str(tmp_path))
 
 

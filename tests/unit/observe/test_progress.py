@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from paceline.observe import PHASES, ProgressSink, StepStats
+from paceline.observe import PHASES, StepStats
 from paceline.observe import progress as module
+from paceline.observe.progress import ProgressSink
 
 
 class Clock:

@@ -12,7 +12,7 @@ from paceline.report.rank_balance import describe_balance, find_imbalances, rank
 from tests.unit.report.runs import rank_record, start, steps, write
 
 END = ("end", {"step": 3, "stopped": False})
-EVEN = "Ranks are even: compute, memory and bytes sent are within 10 % of their means."
+EVEN = "The ranks are even: compute, memory and bytes sent are within 10 % of their means."
 
 
 def phases(forward: float, backward: float) -> dict[str, float]:
@@ -29,7 +29,7 @@ def hybrid(folder: Path, *changes: dict[str, object], strategy: str = "replicas=
 def test_compute_communication_idle_and_memory_are_in_one_table(tmp_path: Path) -> None:
     run = hybrid(tmp_path, {}, {"peak_bytes": 2.0**28 * 1.05}, {"waiting_seconds": 3.0}, {})
     shares = rank_loads(run)
-    assert [share.called for share in shares] == [
+    assert [share.label for share in shares] == [
         "rank 0 (replica 0, stage 0)",
         "rank 1 (replica 0, stage 1)",
         "rank 2 (replica 1, stage 0)",
@@ -41,7 +41,7 @@ def test_compute_communication_idle_and_memory_are_in_one_table(tmp_path: Path) 
     assert third.sent_bytes == pytest.approx(4080) and third.peak_bytes == 2**28
     assert list(describe_balance(shares)) == [EVEN]
     page = render_page([run])
-    assert "How even the ranks are" in page and EVEN in page and "rank 2 (replica 1, stage 0)" in page
+    assert "Balance of the ranks" in page and EVEN in page and "rank 2 (replica 1, stage 0)" in page
 
 
 @pytest.mark.capability("E5")
@@ -53,7 +53,7 @@ def test_compute_communication_idle_and_memory_are_in_one_table(tmp_path: Path) 
             "Compute is uneven: rank 1 (replica 0, stage 1) has 1.31 times the mean",
         ),
         ({"peak_bytes": 2.0**30}, "Memory is uneven: rank 1 (replica 0, stage 1) has"),
-        ({"sent_bytes": 9e6}, "Bytes sent is uneven: rank 1 (replica 0, stage 1) has"),
+        ({"sent_bytes": 9e6}, "Bytes sent are uneven: rank 1 (replica 0, stage 1) has"),
     ],
 )
 def test_what_is_more_than_a_tenth_apart_is_said_with_its_stage_and_what_to_do(
@@ -64,7 +64,7 @@ def test_what_is_more_than_a_tenth_apart_is_said_with_its_stage_and_what_to_do(
     assert line.startswith(said) and "; " in line
     assert line in summarize_run(run)
     if said.startswith("Compute"):
-        assert more[0].startswith("The round waits for rank 1 (replica 0, stage 1)")
+        assert more[0].startswith("Each round waits for rank 1 (replica 0, stage 1)")
 
 
 def test_the_axis_is_that_along_which_ranks_differ(tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_a_tenth_is_even_and_a_little_more_is_not(tmp_path: Path) -> None:
     """The twin: the same run, a few bytes apart."""
     for times, found in ((1.2, []), (1.24, ["memory"])):  # 1.2 / 1.1 and 1.24 / 1.12 of the mean
         run = hybrid(tmp_path / str(times), {}, {"peak_bytes": times * 2.0**28}, strategy="replicas=2")
-        assert [one.what for one in find_imbalances(rank_loads(run))] == found
+        assert [one.quantity for one in find_imbalances(rank_loads(run))] == found
 
 
 def test_one_process_has_no_balance(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def test_several_runs_are_compared_with_what_differs_in_their_recipes(tmp_path: 
     )
     page = render_page([small, large])
     assert "2 runs compared" in page and "batch.size" in page and "<td>32</td><td>64</td>" in page
-    assert "Their recipes are the same." in render_page([small, small])
+    assert "The recipes are identical." in render_page([small, small])
 
 
 def test_a_certificate_is_shown(tmp_path: Path) -> None:

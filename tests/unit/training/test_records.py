@@ -16,7 +16,8 @@ from paceline.report import read_run
 from paceline.session import fit
 from paceline.session.run_records import RankRecords
 from paceline.session.session import Session
-from paceline.session.train_rank import build_sinks, write_report_page
+from paceline.session.sink_setup import build_sinks
+from paceline.session.train_rank import write_report_page
 from paceline.testing.parity import build_test_session
 
 

@@ -23,7 +23,7 @@ from paceline.observe import PhaseTimer, StepPhase, StepStats, step_stats
 from paceline.session import Session, build, build_session
 from paceline.session.checkpointing import CheckpointSchedule
 from paceline.session.fit_loop import FitInProgress
-from paceline.session.train_rank import build_sinks
+from paceline.session.sink_setup import build_sinks
 
 STEPS = 20
 WARM_UP = 5

@@ -1,0 +1,65 @@
+"""The sinks of a run: builds those that `log.sinks` names, on rank 0, and sends them the first events."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from paceline.errors import RecipeError
+from paceline.observe.sinks import GuardedSink, Sink, SinkSite
+from paceline.recipe.registry.sink_specs import SinkSpec
+from paceline.recipe.registry import known_specs
+from paceline.session.run_records import run_record
+from paceline.session.session import Session
+
+
+def build_sinks(
+    session: Session, run_dir: Path, console: Console | None, resumed_from: str | None = None
+) -> list[Sink]:
+    """Build the sinks of the recipe on rank 0, and send them the events "run" and "resume".
+
+    Args:
+        run_dir: the folder of the run; it exists.
+        console: the terminal of rank 0; None if the run prints nothing.
+        resumed_from: the checkpoint with which the run goes on; None for a new run.
+    Returns:
+        The sinks in the order of `log.sinks`; none on other ranks.
+    Raises:
+        RecipeError: the module of a sink cannot be imported.
+    """
+    if not session.is_first:
+        return []
+    site = SinkSite(
+        run_dir=run_dir,
+        level=session.recipe.log.level,
+        rotate_bytes=session.recipe.log.rotate_bytes,
+        console=console,
+        first_step=session.state.step,
+        last_step=session.num_steps,
+        tokens_per_sample=session.task.num_tokens_per_sample,
+        steps_per_epoch=session.work.steps_per_epoch,
+    )
+    built = [_build_sink(text, site) for text in session.recipe.log.sinks]
+    sinks = [sink for sink in built if sink is not None]
+    for sink in sinks:
+        sink.event("run", run_record(session))
+        if resumed_from is not None:
+            sink.event("resume", {"step": session.state.step, "checkpoint": resumed_from})
+    return sinks
+
+
+def _build_sink(text: str, site: SinkSite) -> Sink | None:
+    word, _, argument = text.partition(":")
+    spec = known_specs(SinkSpec)[word]
+    try:
+        build: Any = spec.load()
+    except (ImportError, AttributeError) as error:
+        raise RecipeError(
+            f"the sink '{word}' cannot be loaded from {spec.build}: {error}",
+            where="log.sinks",
+            next_step="install what it needs, or remove it from log.sinks",
+        ) from error
+    sink: Sink | None = build(site, argument)
+    return sink if sink is None or spec.handles_errors else GuardedSink(word, sink, site.warn)

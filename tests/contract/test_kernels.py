@@ -19,7 +19,7 @@ from paceline.comm.codecs.codec_kernels import CodecKernels, find_kernels, load_
 from paceline.comm.codecs.fixed_point import FixedPointCodec
 from paceline.comm.codecs.int8_int4_int2 import BlockIntCodec
 from paceline.comm.codecs.sign import SignCodec
-from paceline.comm.codecs.top_k import TopKCodec, parse_keep_count
+from paceline.comm.codecs.top_k import TopKCodec, make_keep_count
 from paceline.comm.workspace import Workspace
 
 Make = Callable[[CodecKernels | None], Codec]
@@ -36,10 +36,10 @@ CODECS: dict[str, Make] = {
     "fixed:8": lambda kernels: FixedPointCodec(8, kernels),
     "fixed:14": lambda kernels: FixedPointCodec(14, kernels),
     "sign": SignCodec,
-    "topk:0.01": lambda kernels: TopKCodec(parse_keep_count("0.01"), kernels=kernels),
-    "topk:0.4": lambda kernels: TopKCodec(parse_keep_count("0.4"), kernels=kernels),
+    "topk:0.01": lambda kernels: TopKCodec(make_keep_count(0.01), kernels=kernels),
+    "topk:0.4": lambda kernels: TopKCodec(make_keep_count(0.4), kernels=kernels),
     "topk:7+int4": lambda kernels: TopKCodec(
-        parse_keep_count("7"), BlockIntCodec(4, kernels=kernels), kernels
+        make_keep_count(7), BlockIntCodec(4, kernels=kernels), kernels
     ),
 }
 LENGTHS = (1, 7, 255, 257, 1025, 65_536, 65_539, 150_001)
@@ -155,7 +155,7 @@ def test_a_file_that_was_damaged_is_compiled_again(tmp_path: Path) -> None:
 
 def test_without_a_compiler_or_in_a_folder_of_others_there_are_none(tmp_path: Path) -> None:
     assert load_kernels(tmp_path, compiler="no-such-compiler") is None
-    assert find_kernels(tmp_path, compiler="no-such-compiler") == "there is no C compiler (no-such-compiler)"
+    assert find_kernels(tmp_path, compiler="no-such-compiler") == "no C compiler (no-such-compiler) was found"
     assert "does not compile" in str(find_kernels(tmp_path, compiler="false"))
     tmp_path.chmod(0o777)
     assert load_kernels(tmp_path) is None

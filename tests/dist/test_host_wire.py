@@ -244,7 +244,7 @@ def test_a_late_and_a_lost_stage_are_named_and_leave_nothing() -> None:
         run_ranks(waiting, 2)
     assert caught.value.of(1).headline.startswith("was killed by SIGKILL")
     text = caught.value.of(0).details
-    assert "ranks [1] sent nothing within 0.5 s" in text
-    assert "ranks [1] took nothing within 0.5 s" in text
+    assert "ranks [1] sent no message within 0.5 s" in text
+    assert "ranks [1] read no message within 0.5 s" in text
     assert text.count("rank 1 is gone") >= 2
     assert "rank 0, shared memory of group 'pipeline' (0, 1), step 7" in text

@@ -40,7 +40,7 @@ def test_hosts_share_no_memory_and_say_so(lab) -> None:
         ["paceline", "verify", SUM, "-n", "2", "--steps", "1", "--strategy", "route=shared-memory"]
     )
     said = "\n".join(found.output["h0"])
-    assert found.exit_codes["h0"] == 2 and "its ranks run on several hosts" in said, said
+    assert found.exit_codes["h0"] == 2 and "its ranks are on several hosts" in said, said
     assert "choose route=auto" in said
 
 

@@ -253,9 +253,9 @@ def counted_on_every_holder(norm: GradientNorm) -> GradientNorm:
 class Forgetful(ScatterReducer):
     """Of several micro-batches it keeps the last."""
 
-    def _came(self, scatter: Any, row: Any) -> None:
+    def _on_complete(self, scatter: Any, row: Any) -> None:
         scatter.bucket.is_fresh = True
-        super()._came(scatter, row)
+        super()._on_complete(scatter, row)
 
 
 class Padded(ScatterReducer):
@@ -263,7 +263,7 @@ class Padded(ScatterReducer):
 
     def _over_replicas(self, bucket: Any) -> Handle:
         bucket.total[bucket.num_own_values :] = 1.0
-        return self._ways.replica.all_reduce(bucket.total, f"{bucket.number}.own")
+        return self._paths.replica.all_reduce(bucket.total, f"{bucket.number}.own")
 
 
 TWINS = {

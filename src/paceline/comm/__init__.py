@@ -1,7 +1,7 @@
-"""What moves between ranks, and what it costs.
+"""Communication between ranks, and what it costs.
 
-`collectives` sum over a group; `routes` say along which path and `codecs` in which form; `reduction` turns
-gradients into sums; `channel` carries messages.
+`collectives` sum over a group; a route (`routes`) is the path of the bytes and a codec (`codecs`) their
+encoding. `reduction` turns gradients into sums, and `channel` carries point-to-point messages.
 """
 
 from paceline.comm.codecs import Codec

@@ -1,11 +1,12 @@
-"""A line: one thread that takes the later hops of collectives while training goes on.
+"""A thread that runs the later hops of collectives while training goes on.
 
-Each hop waits for the one before it, so the caller can launch the first only. Every process group is used by
-one thread, and buffers pass through it in the order of their launch: so there is one order on every rank.
-Rounds of two buffers may take turns: while the bytes of one are under way, the other is coded. One rank may
-have run a buffer to its end when another begins the next one. So a buffer waits twice at most: whoever waits
-for the first round of the next one has then launched all rounds of this one, and nobody waits in a circle.
-Invariant: after an error, nothing that waits behind it is started before `clear_error`.
+Each hop waits for the one before it, so the caller can launch only the first. Every process group is used by
+one thread, and buffers pass through it in the order of their launch, so the order is the same on every rank.
+Rounds of two buffers may be interleaved: while the bytes of one are in flight, the other is encoded. One rank
+may have run a buffer to its end when another begins the next one. A buffer therefore waits at most twice: a
+rank that waits for the first round of the next buffer has then launched all rounds of this one, and there is
+no cycle of waits.
+Invariant: after an error, nothing that is queued behind it is started before `clear_error`.
 """
 
 from __future__ import annotations
@@ -21,31 +22,34 @@ from typing import Any
 from paceline.comm.handle import Handle
 from paceline.errors import CommunicationError
 
-NUM_SLOTS = 2  # of buffers that are under way at once
-_MAX_WAITS = 2  # of a buffer
+# Two buffers in flight hide the encoding of one behind the transfer of the other; more would only take
+# memory.
+NUM_SLOTS = 2
+# A buffer that waited a third time could be waited for by a rank that this one waits for.
+_MAX_WAITS = 2
 
 CommRounds = Generator[Handle, Any, Any]
-"""Yields what it waits for, is sent its result, and returns the whole's."""
+"""A generator that yields the handle it waits for, is sent its result, and returns the result of the whole."""
 
 
 @dataclass(eq=False)
 class _BufferTask:
-    """A buffer on its way.
+    """The rounds of one buffer in flight.
 
     Args:
-        places: that nobody else may have meanwhile.
-        waits_for: the end of the round that is under way.
-        num_waits: rounds that were launched.
+        slots: slots that no other buffer may use meanwhile.
+        waits_for: handle of the round that is in flight.
+        num_waits: number of rounds that were launched.
     """
 
     rounds: CommRounds
-    places: frozenset[int]
+    slots: frozenset[int]
     waits_for: Handle = field(default_factory=lambda: Handle.ready(None))
     num_waits: int = 0
     result: Future[Any] = field(default_factory=Future)
 
     def __enter__(self) -> None:
-        """Errors of what is done for this buffer go to whoever waits for it."""
+        """Route errors raised in the block to the handle of this buffer."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
         if error is not None:
@@ -54,57 +58,59 @@ class _BufferTask:
 
 
 class CommThread:
-    """Runs hops one after another, and rounds by turns.
+    """A thread that runs hops one after another, and interleaves rounds.
 
     Args:
-        name: of the thread.
-        count_seconds: is told how long a caller waited for the line.
+        name: name of the thread.
+        count_seconds: called with the operation and the seconds that a caller waited.
     """
 
     def __init__(self, name: str, count_seconds: Callable[[str, float], None]) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
         self._count_seconds = count_seconds
         self._broken: CommunicationError | None = None
-        self._places = itertools.cycle(range(NUM_SLOTS))
+        self._slots = itertools.cycle(range(NUM_SLOTS))
         self._num_submitted = self._num_begun = 0
-        self._under_way: deque[_BufferTask] = deque()  # of the thread: who has waited longest is first
+        # Used by the thread alone; the task that has waited longest is first.
+        self._in_flight: deque[_BufferTask] = deque()
 
     def submit(self, op: str, hops: Callable[[], Any]) -> Handle:
-        """Run hops in their turn, with nothing beside them; the handle returns what they return.
+        """Run hops in their turn, with nothing in between; the handle returns what they return.
 
         Each of their waits has a deadline.
         """
 
-        def whole() -> CommRounds:
+        def run_hops() -> CommRounds:
+            # An empty generator that only returns: hops have no round that another buffer could run beside.
             yield from ()
             return hops()
 
-        return self._queued(op, _BufferTask(whole(), frozenset(range(NUM_SLOTS))))
+        return self._enqueue(op, _BufferTask(run_hops(), frozenset(range(NUM_SLOTS))))
 
     def submit_rounds(self, op: str, rounds: Callable[[int], CommRounds]) -> Handle:
         """Run rounds in their turn; while one of them waits, those of the next buffer run.
 
-        So ranks may launch rounds of two buffers in different orders, and what they send has to say to which
-        of the two places it belongs. One thread submits.
+        Ranks may then launch rounds of two buffers in different orders, so messages have to say to which of
+        the two slots they belong. Only one thread may submit.
 
         Args:
-            rounds: is told its place, 0 or 1, the same on every rank; nobody else has it meanwhile. It
-                waits twice at most; the handle raises CommunicationError where it waits more often.
+            rounds: called with its slot, 0 or 1, which is the same on every rank and not shared meanwhile. It
+                may wait twice; the handle raises CommunicationError if it waits more often.
         """
-        place = next(self._places)
-        return self._queued(op, _BufferTask(rounds(place), frozenset({place})))
+        slot = next(self._slots)
+        return self._enqueue(op, _BufferTask(rounds(slot), frozenset({slot})))
 
     def clear_error(self) -> None:
-        """Forget that something broke."""
+        """Allow tasks to start again after an error."""
         self._broken = None
 
     def close(self) -> None:
-        """End the thread; what was launched has been waited for."""
+        """End the thread; everything that was launched has been waited for."""
         self._pool.shutdown()
 
-    def _queued(self, op: str, task: _BufferTask) -> Handle:
+    def _enqueue(self, op: str, task: _BufferTask) -> Handle:
         self._num_submitted += 1
-        self._pool.submit(self._turn, task)
+        self._pool.submit(self._begin_task, task)
 
         def resolve(deadline_seconds: float | None, exposed: bool) -> Any:
             began = time.perf_counter()
@@ -116,31 +122,34 @@ class CommThread:
 
         return Handle(resolve, task.result.done)
 
-    def _turn(self, task: _BufferTask) -> None:
-        """Begin a buffer once its place is free; go on with all where no other waits to begin."""
+    def _begin_task(self, task: _BufferTask) -> None:
+        """Begin a buffer once its slot is free; run all of them further while no other is waiting to
+        begin.
+        """
         self._num_begun += 1
-        while any(task.places & other.places for other in self._under_way):
-            self._go_on()
-        self._under_way.appendleft(task)
-        self._go_on()
-        while self._under_way and self._num_begun == self._num_submitted:
-            self._go_on()
+        while any(task.slots & other.slots for other in self._in_flight):
+            self._advance()
+        self._in_flight.appendleft(task)
+        self._advance()
+        while self._in_flight and self._num_begun == self._num_submitted:
+            self._advance()
 
-    def _go_on(self) -> None:
-        """Wait for the round that has been under way longest, and run what follows it up to its next wait."""
-        task = self._under_way.popleft()
+    def _advance(self) -> None:
+        """Wait for the round that has been in flight longest, and run its buffer up to the next wait."""
+        task = self._in_flight.popleft()
         with task:
             try:
-                found = task.waits_for.wait(exposed=False)
+                result = task.waits_for.wait(exposed=False)
+                # Wait first: the round in flight has to end before its buffer may be dropped.
                 if self._broken is not None:
                     raise self._broken
-                task.waits_for = task.rounds.send(found)
+                task.waits_for = task.rounds.send(result)
                 task.num_waits += 1
                 if task.num_waits > _MAX_WAITS:
                     raise _too_many_waits_error()
-                self._under_way.append(task)
-            except StopIteration as end:
-                task.result.set_result(end.value)
+                self._in_flight.append(task)
+            except StopIteration as stop:
+                task.result.set_result(stop.value)
             except CommunicationError as error:
                 self._broken = error
                 raise
@@ -148,16 +157,16 @@ class CommThread:
 
 def _too_many_waits_error() -> CommunicationError:
     return CommunicationError(
-        f"a sum by turns waits more than {_MAX_WAITS} times, so ranks could wait for each other in a circle",
-        next_step="this is a mistake of the collective, not of the recipe: submit it with nothing beside it",
+        f"interleaved rounds wait more than {_MAX_WAITS} times, so ranks could deadlock",
+        next_step="this is a bug of the collective, not of the recipe: it has to use submit, not submit_rounds",
     )
 
 
 def run_rounds(rounds: CommRounds) -> Any:
-    """Run rounds with nothing beside them; what they return."""
+    """Run rounds with nothing in between, and return what they return."""
     try:
         waits_for = next(rounds)
         while True:
             waits_for = rounds.send(waits_for.wait(exposed=False))
-    except StopIteration as end:
-        return end.value
+    except StopIteration as stop:
+        return stop.value

@@ -1,4 +1,9 @@
-"""Something under way: waiting for it has a deadline, and its failure names rank, operation and step."""
+"""Handles of asynchronous calls: a wait has a deadline, and a failure names the rank, the operation and the
+step.
+
+The result is computed by the first `wait`, on the thread that waits. Handles do not know the backend or the
+ledger: `paceline.comm.net` makes those that do.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +15,16 @@ from paceline.errors import CommunicationError
 
 
 class HandleResolver(Protocol):
-    """Makes the result, once; blocks."""
+    """A function that computes the result, once; it blocks."""
 
     def __call__(self, deadline_seconds: float | None, exposed: bool) -> Any: ...
 
 
 class Handle:
-    """A future: a collective under way and a function of its result. No other class is one.
+    """A future: the result of a call in flight, or a function of it. There is no other future class.
 
-    Do not touch the tensors of a collective between launch and `wait`. The result is made by the first wait,
-    on the thread that waits, and kept; a failure is raised again by every further wait.
+    Do not touch the tensors of a collective between launch and `wait`. The first wait computes the result on
+    the thread that waits and keeps it; further waits return it, or raise the same error again.
     """
 
     __slots__ = ("_error", "_poll", "_resolve", "_result")
@@ -32,7 +37,7 @@ class Handle:
 
     @classmethod
     def ready(cls, result: Any) -> Handle:
-        """A result that is there already."""
+        """Return a handle whose result is already known."""
         handle = cls.__new__(cls)
         handle._resolve, handle._result, handle._error = None, result, None
         handle._poll = _always_complete
@@ -43,7 +48,7 @@ class Handle:
 
         Args:
             deadline_seconds: the longest wait; the net's own if None.
-            exposed: training stands still meanwhile, so the ledger counts the wait.
+            exposed: training does not go on meanwhile, so the ledger counts the wait.
         Raises:
             DeadlineError: it took longer.
             CommunicationError: a peer is gone or the call failed; names the rank, operation and step.
@@ -51,7 +56,8 @@ class Handle:
         if self._error is not None:
             raise self._error
         if self._resolve is not None:
-            resolve, self._resolve, self._poll = self._resolve, None, _always_complete  # nor what these hold
+            # Drop both functions now: their closures hold tensors, which must be freed with the call.
+            resolve, self._resolve, self._poll = self._resolve, None, _always_complete
             try:
                 self._result = resolve(deadline_seconds, exposed)
             except Exception as error:
@@ -60,7 +66,7 @@ class Handle:
         return self._result
 
     def then(self, function: Callable[[Any], Any]) -> Handle:
-        """A handle of `function(result)`; the function runs on the thread that waits."""
+        """Return a handle of `function(result)`; the function runs on the thread that waits."""
 
         def resolve(deadline_seconds: float | None, exposed: bool) -> Any:
             return function(self.wait(deadline_seconds, exposed=exposed))
@@ -68,7 +74,9 @@ class Handle:
         return Handle(resolve, self.is_complete)
 
     def is_complete(self) -> bool:
-        """Whether `wait` would return at once, as far as that is known; a result that `wait` makes is not."""
+        """Return whether `wait` is known to return at once; a result that `wait` has to compute does not
+        count.
+        """
         return self._resolve is None or self._poll()
 
 
@@ -77,29 +85,31 @@ def _always_complete() -> bool:
 
 
 def join_handles(handles: Sequence[Handle]) -> Handle:
-    """A handle of several, which returns what the last one does; all have ended when one has failed."""
+    """Return a handle of several, with the result of the last; when one fails, the others are waited for all
+    the same.
+    """
     if len(handles) == 1:
         return handles[0]
 
     def resolve(deadline_seconds: float | None, exposed: bool) -> Any:
-        found, failed = None, None
+        result, error = None, None
         for handle in handles:
             try:
-                found = handle.wait(deadline_seconds, exposed=exposed)
-            except CommunicationError as error:
-                failed = failed or error
-        if failed is not None:
-            raise failed
-        return found
+                result = handle.wait(deadline_seconds, exposed=exposed)
+            except CommunicationError as failure:
+                error = error or failure
+        if error is not None:
+            raise error
+        return result
 
     return Handle(resolve, lambda: all(handle.is_complete() for handle in handles))
 
 
 def wait_ignoring_errors(handles: Iterable[Handle | None]) -> None:
-    """Wait for each with its own deadline; errors are ignored, as the step is dropped."""
+    """Wait for each handle, up to its own deadline, and ignore errors; for steps that are dropped."""
     for handle in handles:
         if handle is not None:
             with suppress(CommunicationError):
-                found = handle.wait()
-                if isinstance(found, Handle):
-                    found.wait()
+                result = handle.wait()
+                if isinstance(result, Handle):
+                    result.wait()

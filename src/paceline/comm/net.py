@@ -1,15 +1,13 @@
-"""What can be done with the tensors of several ranks: here, and by the backend.
+"""This rank's end of the network: every collective is counted, has a deadline, and names what failed.
 
-Rows that ranks send each other by Gloo, in both directions of a link at once.
+Invariant: a collective on a group of one rank is a copy and costs nothing, so callers need no special case
+for one process. Calls here use the native backend (NCCL or Gloo); which ranks reduce what is decided
+elsewhere.
 
-Gloo sends to a peer that has said that it receives. Its own all-to-all sends first: where a peer was earlier,
-all that it is sent goes before the word that this rank receives. So one direction waits for the other, and
-two ranks take twice as long as the link would. Here a rank says first what it receives.
-
-The net: this rank's end of every wire. Each collective is counted, has a deadline, and fails by name.
-
-Invariant: a collective on a group of one rank is a copy and costs nothing, so callers need no special
-case for one process. What goes through here is native (NCCL or Gloo); it does *not* decide who reduces what.
+Rows that ranks exchange on the CPU are sent in both directions of a link at once. Gloo sends to a peer only
+after that peer has announced a receive. Its own all-to-all sends first: where a peer was earlier, its whole
+message goes before the announcement of this rank's receive, so one direction waits for the other, and two
+ranks take twice as long as the link needs. Here a rank announces its receives first.
 """
 
 from __future__ import annotations
@@ -46,31 +44,31 @@ _BACKEND_REDUCE_OPS = {
 
 
 def backend_reduce_op(reduction: str, x: Tensor) -> Any:
-    """What the backend is asked for.
-
-    Raises:
-        CommunicationError: complex numbers travel as pairs of real ones, of which only sums are right.
-    """
+    """Return the reduction of the backend that carries `x`; Gloo computes complex sums as pairs of reals."""
     if x.is_complex() and reduction != "sum":
         raise CommunicationError(
-            f"a {reduction} of complex numbers over ranks is not known",
+            f"reduction {reduction!r} is not supported for complex numbers",
             next_step="gather them, or reduce their absolute values",
         )
     return _BACKEND_REDUCE_OPS[reduction]
 
 
-_EXCHANGE_TAG = (1 << 31) - 1  # no route counts as far; tags of exchanges are those below it
+# Routes count their calls upwards from 1 and never come near this; the tags of exchanges are just below it.
+_EXCHANGE_TAG = (1 << 31) - 1
 
 
 class RowExchange:
-    """What is under way, as the backend's own calls are; its end is seen where somebody waits for it."""
+    """An exchange of rows in flight, with the interface of the backend's own calls.
+
+    Gloo does not report the end of a send, so an exchange is complete only once it was waited for.
+    """
 
     def __init__(self, works: list[Any]) -> None:
         self._works = works
         self._callbacks: list[Callable[[Any], None]] = []
 
     def wait(self, timeout: timedelta) -> None:
-        """Block until all rows are here and those of this rank are on their way.
+        """Block until all rows have arrived and those of this rank are on their way.
 
         Raises:
             RuntimeError: it took longer, or a peer is gone.
@@ -78,29 +76,32 @@ class RowExchange:
         end = time.monotonic() + timeout.total_seconds()
         try:
             while self._works:
+                # Gloo treats a timeout of zero as none, so there is always a millisecond left.
                 left = timedelta(seconds=max(0.001, end - time.monotonic()))
                 self._works.pop().wait(left)
         finally:
-            for tell in self._callbacks:
-                tell(self)
+            for callback in self._callbacks:
+                callback(self)
 
     def get_future(self) -> RowExchange:
-        """Itself, as an end that can be waited for."""
+        """Return itself: it has the one method of a future that is used here."""
         return self
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        """Tell somebody of the end."""
+        """Call `callback` when the exchange has been waited for."""
         self._callbacks.append(callback)
 
     def is_completed(self) -> bool:
-        """Whether somebody has waited; Gloo does not say before."""
+        """Return whether the exchange has been waited for; Gloo does not report it earlier."""
         return not self._works
 
 
 def start_row_exchange(process_group: Any, rank: int, x: Tensor, out: Tensor, tag: int = 0) -> Any:
-    """Send row i of `x` [P, ...] to rank i, and fill row i of `out` with what that sent here.
+    """Send row i of `x` [P, ...] to rank i, and fill row i of `out` with what rank i sent here.
 
-    `tag`: of those that peers may launch in different orders; a backend without tags takes them as they come.
+    Args:
+        tag: of exchanges that peers may launch in different orders; a backend without tags takes them in
+            order.
     """
     if x.device.type != "cpu":
         return process_group.alltoall_base(out, x, [], [])
@@ -109,25 +110,28 @@ def start_row_exchange(process_group: Any, rank: int, x: Tensor, out: Tensor, ta
         return RowExchange([])
     size = len(x)
     others = [(rank + step) % size for step in range(1, size)]
+    # Receives come before sends: a peer may send as soon as they are announced (see the top of the file).
     works = [process_group.recv([out[source]], source, _EXCHANGE_TAG - tag) for source in reversed(others)]
     return RowExchange([*works, *(process_group.send([x[to]], to, _EXCHANGE_TAG - tag) for to in others)])
 
 
 def start_exchange_with_others(process_group: Any, rank: int, x: Tensor, out: Tensor) -> RowExchange:
-    """As `start_row_exchange` on the processor, without the own row: `out` has those of the others, in their order."""
+    """Do the same on the CPU without this rank's row: `out` [P - 1, ...] gets the rows of the others, by
+    rank.
+    """
     size = len(x)
     others = [(rank + step) % size for step in range(1, size)]
-    places = [out[other - (other > rank)] for other in others]
-    pairs = reversed([*zip(others, places, strict=True)])
-    works = [process_group.recv([place], source, _EXCHANGE_TAG) for source, place in pairs]
+    rows = [out[other - (other > rank)] for other in others]
+    pairs = reversed([*zip(others, rows, strict=True)])
+    works = [process_group.recv([row], source, _EXCHANGE_TAG) for source, row in pairs]
     return RowExchange([*works, *(process_group.send([x[to]], to, _EXCHANGE_TAG) for to in others)])
 
 
 def start_row_gather(process_group: Any, rank: int, x: Tensor, out: Tensor) -> Any:
-    """Fill row i of `out` [P, ...] with what rank i has in `x`.
+    """Fill row i of `out` [P, ...] with `x` of rank i.
 
-    Three ranks and more hand rows on around Gloo's ring: each receives from one and sends to another there,
-    and a slow link between racks is crossed by every row once.
+    Three ranks and more pass rows along Gloo's ring, where each receives from one rank and sends to another;
+    a slow link between racks then carries every row once.
     """
     if len(out) != 2 or x.device.type != "cpu":
         return process_group._allgather_base(out.view(-1), x.view(-1))
@@ -173,27 +177,31 @@ class Net:
         return self._in_place("reduce", x, group, lambda t, pg: pg.reduce(t, destination, op))
 
     def all_gather(self, x: Tensor, group: RankGroup, *, equal: bool = False) -> Handle:
-        """The handle returns a list of every rank's tensor; shapes may differ in the first dimension.
+        """Collect a list of every rank's tensor; shapes may differ in the first dimension.
 
         Wire: (P-1) times the largest tensor; unless shapes are `equal`, one more small all_gather.
         """
         if group.handle is None:
             return Handle.ready([x.clone()])
         lengths = [len(x)] * group.size if equal else self._lengths(x, group)
+        # The backend gathers equal sizes only, so rows are padded to the longest and cut again.
         padded = _pad_rows(x, max(lengths))
         out = padded.new_empty((group.size, *padded.shape))
         shape = x.shape[1:] if x.dim() else ()
 
         def unpack(out: Tensor) -> list[Tensor]:
-            parts = [out[i][: lengths[i] * _row_numel(x)].to(x.dtype) for i in range(group.size)]
+            tensors = [out[i][: lengths[i] * _row_numel(x)].to(x.dtype) for i in range(group.size)]
             if x.dim() == 0:
-                return [part.reshape(()) for part in parts]
-            return [part.reshape(n, *shape) for part, n in zip(parts, lengths, strict=True)]
+                return [tensor.reshape(()) for tensor in tensors]
+            return [tensor.reshape(n, *shape) for tensor, n in zip(tensors, lengths, strict=True)]
 
         return self.gather_rows(padded, out, group).then(unpack)
 
     def gather_rows(self, x: Tensor, out: Tensor, group: RankGroup) -> Handle:
-        """Fill row i of `out` [P, ...] with `x` of rank i, which may be that row; else as `exchange_rows`."""
+        """Fill row i of `out` [P, ...] with `x` of rank i, which may be that row; the handle returns `out`.
+
+        Both are contiguous, of a dtype that the backend carries.
+        """
         if group.handle is None:
             return Handle.ready(out.copy_(x.unsqueeze(0)))
         entry = self._launch("all_gather", x, group)
@@ -219,32 +227,40 @@ class Net:
             return Handle.ready(x.clone())
         source = _as_backend_dtype(x)
         entry = self._launch("reduce_scatter", source, group)
-        parts = torch.empty_like(source).view(group.size, x.shape[0] // group.size, *x.shape[1:])
-        rows = source.view(parts.shape)
+        received = torch.empty_like(source).view(group.size, x.shape[0] // group.size, *x.shape[1:])
+        rows = source.view(received.shape)
         work = self._call(
             "reduce_scatter",
             group,
-            lambda pg: start_row_exchange(pg, group.rank, _as_real(rows), _as_real(parts)),
+            lambda pg: start_row_exchange(pg, group.rank, _as_real(rows), _as_real(received)),
         )
         return handle_of_work(
-            "reduce_scatter", group, self, work, entry, lambda: LOCAL_REDUCTIONS[reduction](parts).to(x.dtype)
+            "reduce_scatter",
+            group,
+            self,
+            work,
+            entry,
+            lambda: LOCAL_REDUCTIONS[reduction](received).to(x.dtype),
         )
 
     def all_to_all(self, parts: Sequence[Tensor], group: RankGroup) -> Handle:
-        """Send `parts[i]` to rank i; the handle returns what each rank sent here. All parts are alike."""
+        """Send `parts[i]` to rank i; the handle returns a list of what each rank sent here. All have one
+        shape and dtype.
+        """
         if group.handle is None:
             return Handle.ready([part.clone() for part in parts])
-        source, kind = _as_backend_dtype(torch.stack(list(parts))), parts[0].dtype  # the parts may go
+        # Callers may change the parts after this returns, so the rows are copies.
+        source, dtype = _as_backend_dtype(torch.stack(list(parts))), parts[0].dtype
         arriving = self.exchange_rows(source, torch.empty_like(source), group)
-        return arriving.then(lambda out: list(out.to(kind)))
+        return arriving.then(lambda out: list(out.to(dtype)))
 
     def exchange_rows(self, x: Tensor, out: Tensor, group: RankGroup, tag: int = 0) -> Handle:
         """Send row i of `x` [P, ...] to rank i; the handle returns `out`, what each rank sent here.
 
-        Both are contiguous, of a type that the backend carries. Wire: (P-1)/P n bytes, 1 round.
+        Both are contiguous, of a dtype that the backend carries. Wire: (P-1)/P n bytes, 1 round.
 
         Args:
-            tag: 0 to 3; on the processor, ranks may launch those of different tags in different orders.
+            tag: 0 to 3; on the CPU, ranks may launch exchanges of different tags in different orders.
         """
         if group.handle is None:
             return Handle.ready(out.copy_(x))
@@ -259,7 +275,9 @@ class Net:
     # -- one rank has, or gets, all ---------------------------------------------------------------------
 
     def gather(self, x: Tensor, group: RankGroup, destination: int = 0) -> Handle:
-        """The handle returns a list of every rank's tensor on `destination`, an empty list elsewhere."""
+        """Collect a list of every rank's tensor on `destination`; the handle returns an empty list
+        elsewhere.
+        """
         if group.handle is None:
             return Handle.ready([x.clone()])
         source = _as_backend_dtype(x)
@@ -272,12 +290,14 @@ class Net:
                 [out] if out else [], [source], _with_root(dist.GatherOptions(), destination)
             ),
         )
-        return handle_of_work("gather", group, self, work, entry, lambda: [part.to(x.dtype) for part in out])
+        return handle_of_work(
+            "gather", group, self, work, entry, lambda: [tensor.to(x.dtype) for tensor in out]
+        )
 
     def scatter(
         self, parts: Sequence[Tensor] | None, like: Tensor, group: RankGroup, source: int = 0
     ) -> Handle:
-        """Give `parts[i]` of rank `source` to rank i; `like` tells the others shape and type."""
+        """Send `parts[i]` of rank `source` to rank i; `like` has the shape and dtype of a part."""
         if group.handle is None:
             return Handle.ready((parts or [like])[0].clone())
         out = torch.empty_like(_as_backend_dtype(like))
@@ -298,8 +318,9 @@ class Net:
         """Send a contiguous tensor to the group's rank `to`; do not change it before `wait`."""
         self._launch("send", x, group)
         work = self._call("send", group, lambda pg: pg.send([_as_real(_as_backend_dtype(x))], to, tag))
-        there = f"send to rank {group.ranks[to]}"
-        return handle_of_work(there, group, self, work, None, lambda: x)  # Gloo does not tell when it ends
+        # Gloo does not report the end of a send, so there is no row of the ledger to add seconds to.
+        label = f"send to rank {group.ranks[to]}"
+        return handle_of_work(label, group, self, work, None, lambda: x)  # Gloo does not tell when it ends
 
     def receive(self, x: Tensor, group: RankGroup, source: int, tag: int = 0) -> Handle:
         """Receive into a contiguous tensor from the group's rank `source`; the handle returns it."""
@@ -307,7 +328,7 @@ class Net:
         return handle_of_work(f"receive from rank {group.ranks[source]}", group, self, work, None, lambda: x)
 
     def barrier(self, group: RankGroup) -> None:
-        """Wait until all ranks of the group are here."""
+        """Wait until all ranks of the group have called this."""
         flag = torch.zeros(1, dtype=torch.uint8, device=group_device(group))
         self._in_place("barrier", flag, group, lambda t, pg: pg.allreduce([t])).wait()
 
@@ -316,12 +337,12 @@ class Net:
     def _in_place(self, op: str, x: Tensor, group: RankGroup, call: Callable[[Tensor, Any], Any]) -> Handle:
         if group.handle is None or (x.numel() == 0):
             return Handle.ready(x)
-        carried = _as_backend_dtype(x)
-        entry = self._launch(op, carried, group)
-        work = self._call(op, group, lambda pg: call(_as_real(carried), pg))
+        wire_x = _as_backend_dtype(x)
+        entry = self._launch(op, wire_x, group)
+        work = self._call(op, group, lambda pg: call(_as_real(wire_x), pg))
 
         def copy_back() -> Tensor:
-            return x if carried is x else x.copy_(carried)
+            return x if wire_x is x else x.copy_(wire_x)
 
         return handle_of_work(op, group, self, work, entry, copy_back)
 
@@ -344,18 +365,18 @@ class Net:
 
 
 def _as_backend_dtype(x: Tensor) -> Tensor:
-    """The same values in a contiguous tensor of a type that the backend carries; `x` itself if it is one."""
+    """Return the same values, contiguous, in a dtype that the backend carries; `x` itself if it is one."""
     wide = _WIDER_DTYPES.get(x.dtype)
     return (x if wide is None else x.to(wide)).contiguous()
 
 
 def _row_numel(x: Tensor) -> int:
-    """Number of elements per entry of the first dimension."""
+    """Return the number of elements per entry of the first dimension."""
     return prod(x.shape[1:])
 
 
 def _as_real(x: Tensor) -> Tensor:
-    """Complex values as pairs of real ones, in the same memory: Gloo knows no complex types."""
+    """View complex values as pairs of reals, in the same memory: Gloo has no complex dtypes."""
     return torch.view_as_real(x) if x.is_complex() else x
 
 
@@ -372,18 +393,18 @@ def _with_root(options: Any, root: int) -> Any:
 
 
 def group_device(group: RankGroup) -> torch.device:
-    """Where tensors lie that the group's ranks exchange: the processor, or this process's GPU."""
+    """Return the device of tensors that the group's ranks exchange: the CPU, or this process's GPU."""
     return torch.device("cpu") if group.groups is None else group.groups.device
 
 
 def handle_of_work(
     op: str, group: RankGroup, net: Net, work: Any, entry: LedgerEntry | None, finish: Callable[[], Any]
 ) -> Handle:
-    """The handle of a call of the backend.
+    """Return the handle of a call of the backend.
 
     Args:
         work: what the backend returned.
-        entry: the ledger's row that gets the seconds; None: nobody counts.
+        entry: the ledger's row that gets the seconds; None: they are not counted.
         finish: makes the result once the call is complete.
     """
     if entry is not None and net.times_calls:
@@ -409,7 +430,7 @@ def handle_of_work(
 def collective_error(
     op: str, group: RankGroup, net: Net, error: Exception, limit_seconds: float, *, late: bool = False
 ) -> CommunicationError:
-    """What to raise when a collective failed: a deadline, or a peer that is gone.
+    """Return the error of a collective that failed: a deadline, or a peer that is gone.
 
     Args:
         limit_seconds: the longest wait that was allowed.
@@ -429,12 +450,10 @@ def collective_error(
 
 
 def _ledger_callback(entry: LedgerEntry) -> Callable[[Any], None]:
-    """A callback that ends a call in the ledger.
+    """Return a callback that ends a call in the ledger."""
 
-    It runs on a thread of the backend and must not hold the process group: the last reference dropped
-    there would make the group wait for its own thread, which aborts the process.
-    """
-
+    # The callback runs on a thread of the backend and must not hold the process group: the last reference
+    # dropped there would make the group wait for its own thread, which aborts the process.
     def completed(_future: Any) -> None:
         entry.end_call()
 

@@ -82,36 +82,28 @@ class WatchedCollective:
 
     @property
     def group(self) -> RankGroup:
-        """See `Collective`."""
         return self._inner.group
 
     @property
     def feedback(self) -> ErrorFeedbackStore | None:
-        """See `Collective`."""
         return self._inner.feedback
 
     def buffer(self, num_values: int, like: Tensor, key: str) -> Tensor:
-        """See `Collective`."""
         return self._inner.buffer(num_values, like, key)
 
     def all_reduce(self, x: Tensor, key: str) -> Handle:
-        """See `Collective`."""
         return self._detector.watch(x, "all_reduce", self._inner.all_reduce(x, key))
 
     def reduce_scatter(self, x: Tensor, key: str, arriving: ReceiveBuffer = None) -> Handle:
-        """See `Collective`."""
         return self._detector.watch(x, "reduce_scatter", self._inner.reduce_scatter(x, key, arriving))
 
     def all_gather(self, x: Tensor, key: str, out: Tensor | None = None) -> Handle:
-        """See `Collective`."""
         return self._detector.watch(x, "all_gather", self._inner.all_gather(x, key, out))
 
     def broadcast(self, x: Tensor, key: str, source: int = 0) -> Handle:
-        """See `Collective`."""
         return self._detector.watch(x, "broadcast", self._inner.broadcast(x, key, source))
 
     def abort(self) -> None:
-        """See `Collective`."""
         self._inner.abort()
 
 

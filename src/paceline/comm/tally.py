@@ -1,14 +1,11 @@
 """The tally: everything small that all ranks must agree on in a step, in one float64 all_reduce.
 
-It carries the sum and count of the loss, metrics, which parameters had a gradient anywhere, the change of
-the buffers, and whether any rank was asked to stop. Sums of counts are exact in float64 up to 2**53.
+It carries the sum and count of the loss, metrics, which parameters had a gradient anywhere, the change of the
+buffers, and whether any rank was asked to stop. Sums of counts are exact in float64 up to 2**53. `ShardTally`
+has a row for each shard and adds the rows in the order of the shards, so its sums do not depend on which rank
+ran which shard.
 
 Invariant: after `agree`, every rank holds the same tally, so every decision taken from it is the same.
-
-The tally whose sums do not depend on who ran which shard: every shard has a row of its own.
-
-Ranks fill in the rows of their shards, and the other rows are zeros, so that nothing is rounded on the
-way; then everyone adds the rows in the order of the shards.
 """
 
 from __future__ import annotations
@@ -48,11 +45,12 @@ class StepTally:
     buffers: Tensor
 
     def used_names(self, slots: Sequence[TensorSlot]) -> set[str]:
-        """Names of the parameters that any rank has a gradient of."""
+        """Return the names of the parameters for which any rank has a gradient."""
         return {slot.name for slot, ranks in zip(slots, self.used, strict=True) if ranks > 0}
 
     def agree(self, net: Net, group: RankGroup, device: torch.device) -> PendingTally:
-        """Launch the sum over the group; `.wait()` returns the sum. Alone there is nothing to agree on."""
+        """Launch the sum over the group; `.wait()` returns it. One process on the CPU has nothing to sum."""
+        # On a GPU the sum moves through the device even alone, so that the step waits for it in one place.
         if group.size == 1 and device.type == "cpu":
             return PendingTally(self, None)
         head = [self.micro_batches, self.total, self.count, self.stops, *self.metrics.values(), *self.used]
@@ -64,18 +62,18 @@ class StepTally:
 
 @dataclass(frozen=True)
 class PendingTally:
-    """A tally under way; without a handle it is this rank's own."""
+    """A tally in flight; without a handle it is this rank's own."""
 
-    mine: StepTally
+    local: StepTally
     handle: Handle | None
 
     def wait(self) -> StepTally:
-        """The sum over all ranks."""
+        """Return the sum over all ranks."""
         if self.handle is None:
-            return self.mine
+            return self.local
         packed: Tensor = self.handle.wait().cpu()
-        names = list(self.mine.metrics)
-        num_head = 4 + len(names) + len(self.mine.used)
+        names = list(self.local.metrics)
+        num_head = 4 + len(names) + len(self.local.used)
         head = packed[:num_head].tolist()
         return StepTally(
             micro_batches=head[0],
@@ -89,23 +87,23 @@ class PendingTally:
 
 
 def tally_bytes(num_metrics: int, num_parameters: int, num_buffer_values: int) -> int:
-    """Payload of one tally, in bytes: the closed form that the ledger must show."""
+    """Return the payload of one tally, in bytes: the closed form that the ledger must show."""
     return 8 * (4 + num_metrics + num_parameters + num_buffer_values)
 
 
 @dataclass(frozen=True)
 class ShardTally:
-    """One rank's shards, before the agreement.
+    """The sums of one rank's shards, before the agreement.
 
     Args:
-        head: of this rank; its sums of loss, count, metrics and buffers are not used.
-        num_shards: of the step, over all ranks.
-        shards: of this rank, one for each row of what follows.
+        head: tally of this rank; its sums of loss, count, metrics and buffers are not used.
+        num_shards: number of shards of the step, over all ranks.
+        shards: shards of this rank, one for each row of the fields below.
         sums: loss, count and metrics, float64 [micro-batches, 2 + num_metrics]; no row on ranks that see no
             loss.
-        changes: of the buffers, by micro-batch, float64 [num_values] each.
+        changes: changes of the buffers, by micro-batch, float64 [num_values] each.
     Wire: 8 (micro-batches, stops, one for each parameter, and for each shard 2 + num_metrics + num_values)
-    bytes.
+        bytes.
     """
 
     head: StepTally
@@ -117,6 +115,7 @@ class ShardTally:
     def agree(self, net: Net, group: RankGroup, device: torch.device) -> PendingShardTally:
         """Launch the sum over the group; `.wait()` returns it."""
         width = 2 + len(self.head.metrics)
+        # Rows of other ranks' shards stay zero: the all_reduce adds zeros to each row, which rounds nothing.
         rows = torch.zeros(self.num_shards, width + self.head.buffers.numel(), dtype=torch.float64)
         for shard, sums in zip(self.shards, self.sums, strict=False):
             rows[shard, :width] = sums
@@ -131,17 +130,17 @@ class ShardTally:
 
 @dataclass(frozen=True)
 class PendingShardTally:
-    """A tally under way."""
+    """A tally of shards in flight."""
 
-    mine: ShardTally
+    local: ShardTally
     handle: Handle
 
     def wait(self) -> StepTally:
-        """The sum over all shards."""
+        """Return the sum over all shards."""
         packed: Tensor = self.handle.wait().cpu()
-        head, names = self.mine.head, list(self.mine.head.metrics)
+        head, names = self.local.head, list(self.local.head.metrics)
         num_numbers = 2 + len(head.used)
-        numbers, rows = packed[:num_numbers].tolist(), packed[num_numbers:].view(self.mine.num_shards, -1)
+        numbers, rows = packed[:num_numbers].tolist(), packed[num_numbers:].view(self.local.num_shards, -1)
         total = sum_shard_rows(rows)
         sums = total[: 2 + len(names)].tolist()
         return replace(
@@ -157,7 +156,8 @@ class PendingShardTally:
 
 
 def sum_shard_rows(rows: Tensor) -> Tensor:
-    """The sum of rows [shards, values], float64, in the order of the shards."""
+    """Return the sum of rows [shards, values], float64, in the order of the shards."""
+    # One addition after the other: `rows.sum(0)` may add in an order that depends on the number of threads.
     total = torch.zeros_like(rows[0])
     for row in rows:
         total += row
@@ -165,5 +165,19 @@ def sum_shard_rows(rows: Tensor) -> Tensor:
 
 
 def shard_tally_bytes(num_shards: int, num_metrics: int, num_parameters: int, num_buffer_values: int) -> int:
-    """Payload of one such tally, in bytes: the closed form that the ledger must show."""
+    """Return the payload of one tally of shards, in bytes: the closed form that the ledger must show."""
     return 8 * (2 + num_parameters + num_shards * (2 + num_metrics + num_buffer_values))
+
+
+def sum_tallies(tallies: Sequence[StepTally]) -> StepTally:
+    """Return the sum of the tallies of several steps or pushes, with the buffers of the first."""
+    first = tallies[0]
+    return StepTally(
+        micro_batches=sum(t.micro_batches for t in tallies),
+        total=sum(t.total for t in tallies),
+        count=sum(t.count for t in tallies),
+        metrics={name: sum(t.metrics[name] for t in tallies) for name in first.metrics},
+        stops=max(t.stops for t in tallies),
+        used=[sum(column) for column in zip(*(t.used for t in tallies), strict=True)],
+        buffers=first.buffers,
+    )

@@ -1,7 +1,8 @@
-"""Memory that every step takes again: the first one allocates it, the others find it.
+"""Memory that every step uses again: the first step allocates it, later ones find it.
 
-Invariant: what was taken by a name is good until that name is taken again. One thread uses a workspace. It
-does not free: it keeps the largest that was asked for by each name.
+Invariant: a tensor that was taken is valid until its name is taken again. One thread uses a workspace. Memory
+    is never
+freed: the largest tensor that was requested under each name stays.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ _CPU = torch.device("cpu")
 
 
 class Workspace:
-    """Tensors by name, type and device."""
+    """Tensors by name, dtype and device."""
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
+        self._tensors: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
 
     @property
     def num_bytes(self) -> int:
-        """Of all that it keeps."""
-        return sum(x.nbytes for x in self._kept.values())
+        """Bytes of all tensors."""
+        return sum(x.nbytes for x in self._tensors.values())
 
     def take(
         self,
@@ -35,25 +36,26 @@ class Workspace:
         *,
         room: int = 0,
     ) -> Tensor:
-        """A contiguous tensor [shape] whose values are anything.
+        """Return a contiguous tensor [shape] with undefined values.
 
         Args:
-            room: values that a later one of this name may have; memory that is made is for so many.
+            room: number of values that a later request of this name may have; new memory is made for so many.
         """
-        place, num_values = (name, dtype, device), prod(shape)
-        found = self._kept.get(place)
-        if found is None or found.numel() < num_values:
-            found = None
-            self._kept.pop(place, None)  # its memory may be that of the larger one
-            found = self._kept[place] = torch.empty(max(num_values, room), dtype=dtype, device=device)
-        return found[:num_values].view(*shape)
+        key, num_values = (name, dtype, device), prod(shape)
+        x = self._tensors.get(key)
+        if x is None or x.numel() < num_values:
+            x = None
+            # Free the old memory before the larger one is allocated, which may then reuse it.
+            self._tensors.pop(key, None)
+            x = self._tensors[key] = torch.empty(max(num_values, room), dtype=dtype, device=device)
+        return x[:num_values].view(*shape)
 
     def like(self, name: str, x: Tensor) -> Tensor:
-        """One of the shape, type and device of `x`, contiguous."""
+        """Return a contiguous tensor of the shape, dtype and device of `x`."""
         return self.take(name, x.shape, x.dtype, x.device)
 
     def copy(self, name: str, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """The values of `x`, contiguous, as another type; `x` itself where it is that already."""
+        """Return the values of `x`, contiguous, in another dtype; `x` itself if it already is."""
         if x.is_contiguous() and dtype in (None, x.dtype):
             return x
         return self.take(name, x.shape, dtype or x.dtype, x.device).copy_(x)

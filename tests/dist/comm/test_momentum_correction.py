@@ -167,7 +167,7 @@ def clipped_by_hand(limit: float) -> dict[str, Tensor]:
 def test_each_rank_clips_its_gradient_to_its_part_of_the_norm() -> None:
     def run(cluster: Cluster) -> tuple[dict[str, Tensor], list[str]]:
         recipe, said = clipped_job(f":{CLIP}"), list[str]()
-        lacks = "there is no C compiler (cc)" if cluster.global_rank else load_kernels() or "why"
+        lacks = "no C compiler (cc) was found" if cluster.global_rank else load_kernels() or "why"
         with patch.object(start_warnings, "find_kernels", lambda: lacks):
             session = build_session(recipe, make_task(recipe), cluster, torch.device("cpu"), warn=said.append)
         losses = [stats.loss for stats in session.rounds()]

@@ -139,12 +139,12 @@ def test_a_session_measures_once_chooses_alike_and_says_why(tmp_path: Path) -> N
     assert told == other[0] or other[3] == kinds
     assert [record["source"] for _, record in told[:2]] == ["measured", "measured before"]
     assert told[0][1]["choice"] == told[1][1]["choice"] and told[2][1]["source"].endswith("links-0.json")
-    assert said[0].startswith("route: ") and "as a sum of 65,536 bytes takes" in said[0]
+    assert said[0].startswith("route: ") and "a sum of 65,536 bytes takes" in said[0]
     assert all(f"{route} " in said[0] for route in ("native", "ring", "tree", "recursive-doubling"))
     name, buckets = told[-1]
     assert name == "buckets" and buckets["bucket_bytes"] == other[0][-1][1]["bucket_bytes"]
     assert buckets["source"].endswith("links-0.json")
-    assert said[-2].startswith(f"buckets: {buckets['bucket_bytes']:,} bytes, as ") and "no effect" in said[-1]
+    assert said[-2].startswith(f"buckets: {buckets['bucket_bytes']:,} bytes (") and "no effect" in said[-1]
     assert len(refused) == 2 and "has 2" in refused[1] and other[4][0] == refused[0]
 
 

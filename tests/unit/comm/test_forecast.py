@@ -80,7 +80,7 @@ def test_other_collectives_go_by_what_alpha_and_beta_of_the_sums_foretell() -> N
     assert found["broadcast"] == found["reduce_scatter"] == RouteChoice((), "native")  # 3 rounds, and 1
     said = explain_predicted_choices(known, found, "native")
     limit = found["all_gather"].limits[-1][0]
-    assert said.startswith("all_gather recursive-doubling up to ") and said.count("foretold") == 1
+    assert said.startswith("all_gather recursive-doubling up to ") and said.count("predicted for") == 1
     assert explain_route_times(known, limit, "all_gather") in said
     assert explain_predicted_choices(known, choose_routes(alike(0.0, 8e-8, 8)), "native") == ""
 

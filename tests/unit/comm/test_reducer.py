@@ -163,7 +163,7 @@ def test_a_parameter_that_was_never_announced_is_an_error_that_names_it() -> Non
     reducer.begin()
     for slot in list(members)[:0:-1]:
         reducer.ready(slot, torch.ones(2))
-    with pytest.raises(CommunicationError, match=r"\['0'\] were never called ready"):
+    with pytest.raises(CommunicationError, match=r"the gradients of \['0'\] were never announced"):
         reducer.close()
 
 

@@ -44,7 +44,6 @@ class GrpcChannel:
         )
 
     def send(self, to: int, message: ChannelMessage, deadline_seconds: float) -> None:
-        """See `MessageChannel`."""
         chunks = encode_message_chunks(message)
         self._room.put(to, chunks, deadline_seconds)
         self._ledger.count_call("send", "channel", sum(len(chunk) for chunk in chunks), 2)

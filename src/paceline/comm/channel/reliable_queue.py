@@ -413,7 +413,6 @@ class ReliableQueues:
             return self._box(rank).taken.place
 
     def begin(self, rank: int, number: int, num_bytes: int) -> int:
-        """See `Taken.begin`."""
         with self._changed:
             self._changed.notify_all()  # a call before it may wait for room
             return self._box(rank).taken.begin(number, num_bytes)

@@ -347,7 +347,6 @@ class SocketChannel:
         return not waits
 
     def last_activity(self, rank: int) -> float:
-        """See `MessageChannel`."""
         peer = self._peers.get(rank)
         return -math.inf if peer is None else max(peer.last_read_at, peer.outbox.last_progress_at)
 
@@ -359,7 +358,6 @@ class SocketChannel:
         return sum(peer.outbox.num_bytes for peer in self._peers.values())
 
     def drop(self, rank: int) -> None:
-        """See `MessageChannel`."""
         peer = self._peers.pop(rank, None)
         if peer is not None:
             self._selector.unregister(peer.socket)
@@ -368,7 +366,6 @@ class SocketChannel:
         self._lost = deque(error for error in self._lost if error.peer != rank)
 
     def close(self) -> None:
-        """See `MessageChannel`."""
         self._selector.close()
         for peer in self._peers.values():
             peer.socket.close()

@@ -1,4 +1,4 @@
-"""Codes of a few bits in bytes, without a gap.
+"""Codes of a few bits, packed into bytes without gaps.
 
 n codes of 1, 2 or 4 bits are cut into 8 / bits equal runs, which lie above each other in the bytes: each
 operation then reads and writes memory in order. Other widths are a sum of such planes and of whole bytes.
@@ -15,22 +15,22 @@ _PLANE_BITS = (8, 4, 2, 1)
 
 
 def plane_bits(bits: int) -> list[int]:
-    """The widths of the planes of a code, low bits first; pure."""
-    found = []
+    """Return the widths of the planes of a code, low bits first; pure."""
+    planes = []
     for plane in _PLANE_BITS:
         while bits >= plane:
-            found.append(plane)
+            planes.append(plane)
             bits -= plane
-    return found
+    return planes
 
 
 def packed_bytes(num_values: int, bits: int) -> int:
-    """Bytes of packed codes: each plane of p bits has ceil(n p / 8)."""
+    """Return the bytes of packed codes: each plane of p bits has ceil(n p / 8)."""
     return sum(-(-num_values * plane // 8) for plane in plane_bits(bits))
 
 
 def pack(codes: Tensor, bits: int, out: Tensor, workspace: Workspace) -> None:
-    """Write integers [n] in [0, 2**bits) into uint8 [packed_bytes]; int8 codes count modulo 2**bits."""
+    """Pack integers [n] in [0, 2**bits) into uint8 [packed_bytes]; int8 codes are taken modulo 2**bits."""
     start = shift = 0
     for plane in plane_bits(bits):
         width = packed_bytes(codes.numel(), plane)
@@ -42,7 +42,7 @@ def pack(codes: Tensor, bits: int, out: Tensor, workspace: Workspace) -> None:
 
 
 def unpack(payload: Tensor, num_values: int, bits: int, workspace: Workspace) -> Tensor:
-    """The inverse: uint8 [n], or int32 where codes have more than 8 bits; in the workspace, or a view."""
+    """Unpack to uint8 [n], or to int32 if codes have more than 8 bits; in the workspace, or a view."""
     if bits == 8:
         return payload[:num_values]
     dtype = torch.uint8 if bits < 8 else torch.int32
@@ -50,12 +50,12 @@ def unpack(payload: Tensor, num_values: int, bits: int, workspace: Workspace) ->
     start = shift = 0
     for plane in plane_bits(bits):
         width = packed_bytes(num_values, plane)
-        part = payload[start : start + width]
+        plane_payload = payload[start : start + width]
         if plane == bits:
-            _unpack_plane(part, plane, out)
+            _unpack_plane(plane_payload, plane, out)
         else:
             codes = workspace.take("unpack.plane", (num_values,), torch.uint8, payload.device)
-            _unpack_plane(part, plane, codes)
+            _unpack_plane(plane_payload, plane, codes)
             wide = workspace.take("unpack.wide", (num_values,), dtype, payload.device).copy_(codes)
             wide.bitwise_left_shift_(shift)
             (out.bitwise_or_ if shift else out.copy_)(wide)
@@ -64,7 +64,7 @@ def unpack(payload: Tensor, num_values: int, bits: int, workspace: Workspace) ->
 
 
 def _low_byte(codes: Tensor, workspace: Workspace) -> Tensor:
-    """Codes as uint8, modulo 256; a view where that does."""
+    """Return codes as uint8, modulo 256; a view if they have one byte."""
     if codes.dtype.itemsize == 1:
         return codes.view(torch.uint8)
     return workspace.take("pack.low", codes.shape, torch.uint8, codes.device).copy_(codes)
@@ -75,11 +75,12 @@ def _pack_plane(codes: Tensor, bits: int, out: Tensor, workspace: Workspace) -> 
         out.copy_(codes)
         return
     width, mask = out.numel(), (1 << bits) - 1
-    torch.bitwise_and(codes[:width], mask, out=out)  # what is negative has ones above
+    # Negative codes have ones above their lowest bits; the mask removes them.
+    torch.bitwise_and(codes[:width], mask, out=out)
     for run in range(1, 8 // bits):
-        part = codes[run * width : (run + 1) * width]
-        shifted = torch.bitwise_and(part, mask, out=workspace.like("pack.run", part))
-        out[: part.numel()].bitwise_or_(shifted.bitwise_left_shift_(bits * run))
+        codes_of_run = codes[run * width : (run + 1) * width]
+        shifted = torch.bitwise_and(codes_of_run, mask, out=workspace.like("pack.run", codes_of_run))
+        out[: codes_of_run.numel()].bitwise_or_(shifted.bitwise_left_shift_(bits * run))
 
 
 def _unpack_plane(payload: Tensor, bits: int, out: Tensor) -> None:
@@ -88,7 +89,7 @@ def _unpack_plane(payload: Tensor, bits: int, out: Tensor) -> None:
         return
     width = payload.numel()
     for run in range(8 // bits):
-        part = out[run * width : (run + 1) * width]
-        if part.numel():
-            torch.bitwise_right_shift(payload[: part.numel()], bits * run, out=part)
+        codes_of_run = out[run * width : (run + 1) * width]
+        if codes_of_run.numel():
+            torch.bitwise_right_shift(payload[: codes_of_run.numel()], bits * run, out=codes_of_run)
     out.bitwise_and_((1 << bits) - 1)

@@ -1,8 +1,8 @@
-"""Fewer bytes, and every bit comes back: bytes of equal weight together, then a general compressor.
+"""The lossless codec: a byte shuffle, then a general compressor.
 
-Neighbouring gradients have signs and exponents alike and mantissas that nothing predicts, so the bytes of a
-value are put apart, and each plane is compressed alone or left as it is, whichever is smaller. All of it goes
-from one piece of kept memory into another.
+Neighbouring gradients have similar signs and exponents and unpredictable mantissas, so the bytes of the
+values are put into planes by weight. Each plane is compressed alone, or left as it is if that is smaller. All
+memory is reused.
 """
 
 from __future__ import annotations
@@ -18,21 +18,24 @@ from paceline.comm.codecs.codec_protocol import Codec, CodecKeys
 from paceline.comm.workspace import Workspace
 from paceline.errors import CommunicationError, MissingExtraError
 
-_PLANE_HEADER = struct.Struct("<q")  # bytes of a plane; negative: it is as it was
+# Bytes of a plane; negative: the plane is not compressed.
+_PLANE_HEADER = struct.Struct("<q")
 _ZSTD_LEVEL = 1
-_MAX_RATIO = 0.98  # a plane that shrinks less travels as it is
-_PROBE_BYTES = 1 << 14  # a plane whose beginning does not shrink is not tried
+# A plane that shrinks less is sent as it is: it would cost time to decompress.
+_MAX_RATIO = 0.98
+# If the beginning of a plane does not shrink, the rest is not tried.
+_PROBE_BYTES = 1 << 14
 
 
 class LosslessCodec:
-    """A byte shuffle and zstandard, over values or over what another codec made of them.
+    """A codec of a byte shuffle and Zstandard, over values or over the bytes of another codec.
 
-    A row travels as its planes, each with its size before it. Rows are padded to the longest of a call.
+    A row is sent as its planes, each with its size before it. Rows are padded to the longest of a call.
 
     Args:
-        inner: codes the values first; None: they are taken as they are, in their own type.
-    Source: Masui et al. 2015, A compression scheme for radio data (bitshuffle); RFC 8878,
-    Zstandard Compression.
+        inner: codec that encodes the values first; None: they are taken as they are, in their own dtype.
+    Source: Masui et al. 2015, A compression scheme for radio data (bitshuffle); RFC 8878, Zstandard
+        Compression.
     """
 
     ragged, block = True, 0
@@ -43,13 +46,13 @@ class LosslessCodec:
         self._compressor, self._decompressor = _open_zstandard()
 
     def num_bytes(self, num_values: int) -> int:
-        """At most 4 n + 32 (of float32; 8 n + 64 of float64); c + 8 for c bytes of another codec."""
+        """Return at most 4 n + 32 (of float32; 8 n + 64 of float64); c + 8 for c bytes of another codec."""
         if self._inner is not None:
             return self._inner.num_bytes(num_values) + _PLANE_HEADER.size
         return 4 * (num_values + _PLANE_HEADER.size)
 
     def encode(self, x: Tensor, keys: CodecKeys, workspace: Workspace) -> Tensor:
-        """See `Codec`."""
+        """Compress each row plane by plane, and pad the rows to the longest."""
         if self._inner is None:
             raw, width = workspace.copy("lossless.values", x).view(torch.uint8), x.element_size()
         else:
@@ -64,7 +67,7 @@ class LosslessCodec:
         return out[:, :longest].to(x.device)
 
     def decode(self, payload: Tensor, out: Tensor, keys: CodecKeys, workspace: Workspace) -> None:
-        """See `Codec`.
+        """Decompress each row, and decode it with the inner codec if there is one.
 
         Raises:
             CommunicationError: a plane has other bytes than its values need.
@@ -75,15 +78,15 @@ class LosslessCodec:
         width = out.element_size() if self._inner is None else 1
         size = num_values * width if self._inner is None else self._inner.num_bytes(num_values)
         raw = workspace.take("lossless.raw", (rows, size), torch.uint8)
-        for row, found in zip(workspace.copy("lossless.read", payload.cpu()), raw, strict=True):
-            self._unpack(row.numpy().data, width, found, workspace)
+        for row, row_out in zip(workspace.copy("lossless.read", payload.cpu()), raw, strict=True):
+            self._unpack(row.numpy().data, width, row_out, workspace)
         if self._inner is not None:
             self._inner.decode(raw.to(out.device), out, keys, workspace)
         else:
             out.copy_(raw.view(out.dtype))
 
     def _pack(self, raw: Tensor, width: int, out: Tensor, workspace: Workspace) -> int:
-        """Write the planes of a row's bytes; how many bytes they are."""
+        """Write the planes of a row's bytes into `out`, and return their size in bytes."""
         plane = workspace.take("lossless.plane", (raw.numel() // width,), torch.uint8)
         room, end = out.numpy().data, 0
         for column in raw.view(-1, width).T:
@@ -92,43 +95,47 @@ class LosslessCodec:
 
     def _pack_plane(self, plane: memoryview, out: memoryview) -> int:
         body = out[_PLANE_HEADER.size :]
-        size = self._compressed(plane[:_PROBE_BYTES], body) and self._compressed(plane, body)
+        size = self._compress(plane[:_PROBE_BYTES], body) and self._compress(plane, body)
         if not size:
             body[: len(plane)] = plane
         _PLANE_HEADER.pack_into(out, 0, size or -len(plane))
         return _PLANE_HEADER.size + (size or len(plane))
 
-    def _compressed(self, plane: memoryview, out: memoryview) -> int:
-        """Compress into `out`; how many bytes that are, 0 where it is not worth it."""
-        most = ceil(_MAX_RATIO * len(plane))
-        size: int = self._compressor.stream_reader(plane, size=len(plane)).readinto(out[:most]) if most else 0
-        return size if size < most else 0
+    def _compress(self, plane: memoryview, out: memoryview) -> int:
+        """Compress into `out` and return the size in bytes; 0 if the plane shrinks too little."""
+        max_bytes = ceil(_MAX_RATIO * len(plane))
+        size: int = (
+            self._compressor.stream_reader(plane, size=len(plane)).readinto(out[:max_bytes])
+            if max_bytes
+            else 0
+        )
+        return size if size < max_bytes else 0
 
     def _unpack(self, row: memoryview, width: int, out: Tensor, workspace: Workspace) -> None:
-        """Write the bytes of a row's values."""
-        plane, place = workspace.take("lossless.plane", (out.numel() // width,), torch.uint8), 0
+        """Write the bytes of a row's values into `out`."""
+        plane, offset = workspace.take("lossless.plane", (out.numel() // width,), torch.uint8), 0
         for column in out.view(-1, width).T:
-            (size,) = _PLANE_HEADER.unpack_from(row, place)
-            part = row[place + _PLANE_HEADER.size :][: abs(size)]
-            place += _PLANE_HEADER.size + len(part)
-            self._unpack_plane(part, plane.numpy().data, is_packed=size > 0)
+            (size,) = _PLANE_HEADER.unpack_from(row, offset)
+            packed = row[offset + _PLANE_HEADER.size :][: abs(size)]
+            offset += _PLANE_HEADER.size + len(packed)
+            self._unpack_plane(packed, plane.numpy().data, is_packed=size > 0)
             column.copy_(plane)
 
-    def _unpack_plane(self, part: memoryview, out: memoryview, *, is_packed: bool) -> None:
-        size = len(part)
+    def _unpack_plane(self, packed: memoryview, out: memoryview, *, is_packed: bool) -> None:
+        size = len(packed)
         if is_packed:
-            size = self._decompressor.stream_reader(part).readinto(out)
+            size = self._decompressor.stream_reader(packed).readinto(out)
         elif size == len(out):
-            out[:] = part
+            out[:] = packed
         if size != len(out):
             raise CommunicationError(
-                f"a coded plane has {size} bytes where its values need {len(out)}",
+                f"an encoded plane has {size} bytes, but its values need {len(out)}",
                 next_step="every rank must sum the same buffers in the same order",
             )
 
 
 def _open_zstandard() -> tuple[Any, Any]:
-    """What compresses, and what is its inverse; each keeps its own memory."""
+    """Return a compressor and a decompressor; each keeps its own memory."""
     try:
         import zstandard
     except ImportError as error:
@@ -139,11 +146,11 @@ def _open_zstandard() -> tuple[Any, Any]:
     return zstandard.ZstdCompressor(level=_ZSTD_LEVEL), zstandard.ZstdDecompressor()
 
 
-def lossless(argument: str) -> Codec:
-    """The word `lossless`."""
+def lossless(argument: None) -> Codec:
+    """Build the codec of the word `lossless`."""
     return LosslessCodec()
 
 
 def compress_coded_bytes(earlier: Codec, lossless: Codec) -> Codec:
-    """`int8+lossless`: the bytes of another codec."""
+    """Build the codec of `int8+lossless`: the compressed bytes of another codec."""
     return LosslessCodec(earlier)

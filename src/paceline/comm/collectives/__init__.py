@@ -1,4 +1,4 @@
-"""Sums, gathers and broadcasts of one group, whatever the path and the form of what travels."""
+"""Sums, gathers and broadcasts of one group, for any route and any codec."""
 
 from paceline.comm.collectives.coded_collective import CodedCollective
 from paceline.comm.collectives.collective_protocol import (

@@ -1,7 +1,8 @@
-"""What a collective is: a group, the path on which values travel in it, and the form in which they do.
+"""The collective protocol: sums, gathers and broadcasts over one group, on some route and with some codec.
 
-A route makes one (`comm.routes`); where a route can, a codec (`comm.codecs`) changes what it sends.
-Invariant: what `wait` returns is equal on every rank that gets it.
+A route makes a collective (`comm.routes`); where a route allows it, a codec (`comm.codecs`) encodes what is
+sent.
+Invariant: the result of `wait` is equal on every rank that gets it.
 """
 
 from __future__ import annotations
@@ -18,36 +19,39 @@ from paceline.comm.net import Net
 from paceline.job.mesh import RankGroup
 
 ReceiveBuffer = Callable[[], Tensor] | None
-"""Gives memory for what arrives; None: a collective takes its own."""
+"""A function that returns memory for received values; None: a collective takes its own."""
 
 
 class ErrorFeedbackStore(Protocol):
-    """What coding has lost, by buffer, to be sent with the next values of the same buffer.
+    """The quantisation errors of a rank, by buffer, which are added to the next values of the same buffer.
 
-    A side is a place where values are coded: `sent` by their rank, `owned` by who adds them up. Other sides
-    are no losses: they are equal on all ranks (`factor`), and begin anew where the number of ranks changes.
+    A side is a place where values are encoded: `sent` by the rank that has them, `owned` by the rank that
+    sums them. Other sides are no errors: they are equal on all ranks (`factor`), and start again where the
+    number of ranks changes.
     """
 
     def describe(self, key: str, matrices: Sequence[MatrixSpan]) -> None:
-        """Where matrices lie in a buffer, before its first sum."""
+        """Set the positions of matrices in a buffer, before its first sum."""
 
     def commit(self, keys: Collection[str] | None = None) -> None:
-        """The present step has been applied: keep what it has lost of these buffers; None: of all."""
+        """Keep the errors of the present step for these buffers, as it was applied; None: for all."""
 
     def restore(self, key: str, places: Tensor) -> None:
-        """What was sent of some places of a buffer, bool [n], was dropped: what was lost there before, is."""
+        """Go back to the errors before this step at some positions of a buffer, bool [n]: what was sent there
+        was dropped.
+        """
 
     def residuals(self, key: str, num_values: int) -> Mapping[str, Tensor]:
-        """By side, what is lost of a buffer, as long as the buffer; zeros where another rank codes."""
+        """Return the errors of a buffer by side, as long as the buffer; zeros where another rank encodes."""
 
     def set_residuals(self, key: str, flats: Mapping[str, Tensor]) -> None:
-        """Go on from these; the inverse of `lost`."""
+        """Continue from these errors; the inverse of `residuals`."""
 
     def rescale(self, factor: float, keys: Collection[str]) -> None:
-        """Multiply what was lost of these buffers, between two steps."""
+        """Multiply the errors of these buffers, between two steps."""
 
     def clear(self, key: str) -> None:
-        """Nothing was lost of a buffer."""
+        """Set the errors of a buffer to zero."""
 
 
 class Collective(Protocol):
@@ -55,14 +59,16 @@ class Collective(Protocol):
 
     @property
     def group(self) -> RankGroup:
-        """Who takes part."""
+        """The ranks that take part."""
 
     @property
     def feedback(self) -> ErrorFeedbackStore | None:
-        """What coding has lost; None: nothing is coded."""
+        """The quantisation errors; None: nothing is encoded."""
 
     def buffer(self, num_values: int, like: Tensor, key: str) -> Tensor:
-        """Zeros [n] of the dtype and on the device of `like`, where sums of `key` cost least; collective."""
+        """Allocate zeros [n] with the dtype and device of `like`, where sums of `key` cost least;
+        collective.
+        """
 
     def all_reduce(self, x: Tensor, key: str) -> Handle:
         """Sum `x` [n] over the group, in place; the handle returns it."""
@@ -70,71 +76,72 @@ class Collective(Protocol):
     def reduce_scatter(self, x: Tensor, key: str, arriving: ReceiveBuffer = None) -> Handle:
         """Sum `x` [P, n]; the handle returns row `group.rank` of the sum, [n].
 
-        It may be that row of `x` itself, and is good until `x` changes or the next sum of `key`.
+        The result may be that row of `x` itself, and is valid until `x` changes or the next sum of `key`.
 
         Args:
-            arriving: gives memory [P - 1, n] for what others send, where the route can use it; all rows
-                of `x` may be changed then.
+            arriving: returns memory [P - 1, n] for received rows, where the route can use it; all rows of `x`
+                may be changed then.
         """
 
     def all_gather(self, x: Tensor, key: str, out: Tensor | None = None) -> Handle:
         """Collect `x` [n] of every rank; the handle returns [P, n]. Exact, whatever the codec.
 
         Args:
-            out: where it is collected, contiguous; `x` may be this rank's row of it. None: memory of its own.
+            out: where the rows are collected, contiguous; `x` may be this rank's row of it. None: new memory.
         """
 
     def broadcast(self, x: Tensor, key: str, source: int = 0) -> Handle:
         """Copy `x` of the group's rank `source` to all, in place; the handle returns `x`. Exact."""
 
     def abort(self) -> None:
-        """Forget the present step, whose handles have all ended; also what its coding has lost."""
+        """Drop the present step, whose handles have all ended, with its quantisation errors."""
 
 
 class AllToAllCollective(Collective, Protocol):
-    """A collective that also carries messages of equal size, which a codec needs."""
+    """A collective that also exchanges messages of equal size, which a codec needs."""
 
     @property
     def net(self) -> Net:
-        """This rank's end of the wires: says the step, and counts."""
+        """This rank's net, which knows the step and has the ledger."""
 
     def all_to_all(self, x: Tensor, key: str, out: Tensor, tag: int = 0) -> Handle:
-        """Send row i of `x` [P, n] to rank i; the handle returns what each rank sent here, in `out` [P, n].
+        """Send row i of `x` [P, n] to rank i; the handle returns `out` [P, n], what each rank sent here.
 
-        Both are contiguous. `tag`: 0 to 3, of those that ranks may launch in different orders.
+        Both are contiguous. `tag`: 0 to 3, of exchanges that ranks may launch in different orders.
         """
 
     def in_any_order(self, x: Tensor) -> bool:
-        """Whether ranks may launch exchanges of `x` that have different tags in different orders."""
+        """Return whether ranks may launch exchanges of `x` with different tags in different orders."""
 
 
 class CodingCollective(Collective, Protocol):
-    """A collective that codes, on a thread of its own."""
+    """A collective that encodes what it sends, on a thread of its own."""
 
     def chunks_in_flight(self, x: Tensor) -> tuple[int, int]:
         """How many values of a buffer `x` [n] are a stretch, and how many of these are under way."""
 
     def close(self) -> None:
-        """End the thread; what was launched has been waited for."""
+        """End the thread; everything that was launched has been waited for."""
 
 
 def wait_counter(ledger: ByteLedger, group_name: str, op: str | None = None) -> Callable[[str, float], None]:
-    """Return a function that adds the seconds that a caller waited to a row of the ledger.
+    """Return a function that adds the seconds of a wait to a row of the ledger.
 
     Args:
-        op: the operation of that row; None: the one that was submitted.
+        op: operation of the row; None: the one that was submitted.
     """
 
     def count(submitted_op: str, seconds: float) -> None:
         row = ledger.rows.get((op or submitted_op, group_name))
-        if row is not None:  # a sum of nothing has no row
+        # A sum over no values has no row.
+        if row is not None:
             row.exposed_seconds += seconds
 
     return count
 
 
 def pad_to_rows(x: Tensor, num_parts: int) -> Tensor:
-    """[n] as [P, ceil(n / P)], the end filled with zeros."""
+    """Return [n] as [P, ceil(n / P)], padded with zeros."""
     width = -(-x.numel() // num_parts)
     out = x.new_zeros(num_parts * width)
     out[: x.numel()] = x

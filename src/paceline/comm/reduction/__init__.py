@@ -1,4 +1,4 @@
-"""From gradients of this rank to sums of what it updates."""
+"""Reductions: from the gradients of this rank to the sums of the parameters that it updates."""
 
 from paceline.comm.reduction.bucket_buffers import PartBuffer, scatter_buffer_prefix
 from paceline.comm.reduction.bucket_reducer import (

@@ -1,6 +1,5 @@
-"""The norm of a whole gradient from the parts that ranks hold, each value counted once.
-
-Clips what one rank gives to a sum, before coding keeps most of it for later.
+"""Norms of a whole gradient from the parts that ranks hold, each value counted once, and a clip before
+encoding.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from paceline.state.slot import TensorSlot
 
 
 class SharedNorm:
-    """From the norms of this rank's share.
+    """The norm of all gradients, from the norms of this rank's share.
 
     Args:
         group: the ranks whose shares make one gradient.
@@ -29,24 +28,24 @@ class SharedNorm:
         self._group, self._net = group, net
 
     def __call__(self, grads: Gradients) -> float:
-        """Of the sums, not yet divided; collective over the group. Waits for the device."""
-        mine = joint_norm(grads.norms)
+        """Return the norm of the sums, not yet divided; collective over the group. Waits for the device."""
+        local = joint_norm(grads.norms)
         if self._group.size == 1:
-            return mine
+            return local
         device = grads.flats[0].device if grads.flats else torch.device("cpu")
-        total = torch.tensor(mine**2, dtype=torch.float64, device=device)
+        total = torch.tensor(local**2, dtype=torch.float64, device=device)
         return float(self._net.all_reduce(total, self._group).wait().sqrt())
 
 
 class CanonicalNorm:
-    """In one order of additions, which does not depend on buckets, ranks or threads.
+    """The norm with one order of additions, which does not depend on buckets, ranks or threads.
 
-    Each tensor is cut into the rows of its first dimension. A row's sum of squares is taken in float64 from
-    the row alone; all rows of all tensors are added in the order of the model. Ranks that hold other rows
-    fill in theirs, and zeros elsewhere, so that nothing is rounded on the way.
+    Each tensor is cut into the rows of its first dimension. A row's sum of squares is computed in float64
+    from the row alone; all rows of all tensors are added in the order of the model. Ranks that hold other
+    rows fill in theirs, and zeros elsewhere, so that nothing is rounded on the way.
 
     Args:
-        slots: of the whole model, in its order.
+        slots: slots of the whole model, in its order.
         counted: the parts that this rank counts; each is counted once in the group, and has whole rows.
         group: the ranks whose parts make one gradient.
     Wire: one all_reduce of 8 bytes for every row of every parameter; none in a group of one.
@@ -63,57 +62,63 @@ class CanonicalNorm:
             self._num_rows += slot.shape[0] if slot.shape else 1
 
     def __call__(self, grads: Gradients) -> float:
-        """See `SharedNorm`."""
+        """Return the norm of the sums, not yet divided; collective over the group. Waits for the device."""
         device = grads.flats[0].device if grads.flats else torch.device("cpu")
         squares = torch.zeros(self._num_rows, dtype=torch.float64, device=device)
         for slot in self._counted:
-            part = grads.tensors.get(slot)
-            if part is not None:
+            grad = grads.tensors.get(slot)
+            if grad is not None:
                 first = self._first[slot.name] + (slot.part[0][0] if slot.part else 0)
-                found = row_squares(part)
-                squares[first : first + len(found)] = found
+                sums = row_squares(grad)
+                squares[first : first + len(sums)] = sums
         return float(self._net.all_reduce(squares, self._group).wait().sum().sqrt())
 
 
 def local_norm(grads: Gradients) -> float:
-    """Of this rank's share alone, not yet divided. Waits for the device, and for nobody else."""
+    """Return the norm of this rank's share alone, not yet divided. Waits for the device, and for no other
+    rank.
+    """
     return joint_norm(grads.norms)
 
 
 def row_squares(x: Tensor) -> Tensor:
-    """Sums of squares of the rows of x [rows, ...], float64 [rows]; a scalar is one row.
+    """Return sums of squares of the rows of x [rows, ...], float64 [rows]; a scalar is one row.
 
-    Exactness: the bits of a row's sum depend on that row and on its width alone.
+    Exactness: the bits of a row's sum depend only on that row and its width.
     """
     x = torch.view_as_real(x.detach()) if x.is_complex() else x.detach()
     rows = x.reshape(x.shape[0], math.prod(x.shape[1:])) if x.dim() else x.reshape(1, 1)
+    # A kernel for rows of one value would be slower, and float64 squares are exact for float32 values.
     if rows.shape[1] == 1:
         return rows[:, 0].to(torch.float64).square()
     return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64).square()
 
 
 def joint_norm(norms: Sequence[Tensor]) -> float:
-    """Euclidean norm over all tensors together, from the norms of each; 0 for none. Waits for the device."""
+    """Return the Euclidean norm over all tensors together, from the norms of each; 0 for none. Waits for
+    the device.
+    """
     if not norms:
         return 0.0
     device = norms[0].device
-    there = [n if n.device == device else n.to(device) for n in norms]
-    return float(torch.linalg.vector_norm(torch.stack(there)))
+    on_one_device = [n if n.device == device else n.to(device) for n in norms]
+    return float(torch.linalg.vector_norm(torch.stack(on_one_device)))
 
 
 class LocalClip:
-    """Shortens this rank's gradient to 1/sqrt(N) of what the whole one may have, for N ranks.
+    """A reduction that clips this rank's gradient to 1/sqrt(N) of the limit of the whole one, for N ranks.
 
-    Nothing leaves before the norm of all of it is known, so nothing is sent while backward runs. A gradient
-    that is not finite is handed on as it is, so that the update step sees it.
+    Nothing is sent before the norm of all of it is known, so nothing is sent during backward. A gradient that
+    is not finite is passed on as it is, so that the update step sees it.
 
     Args:
-        inner: takes what is left of each gradient.
-        clip_norm: of the whole divided gradient.
-        num_ranks: N; each gives about an N-th of the items.
+        inner: takes the clipped gradients.
+        clip_norm: largest norm of the whole divided gradient.
+        num_ranks: N; each has about an N-th of the items.
         divides: the update step divides by the number of items.
     Source: Lin et al. 2018, Deep Gradient Compression, arXiv:1712.01887, section 3.2 (local gradient
-    clipping: were the gradients of N ranks independent, each would have 1/sqrt(N) of the norm of their sum).
+        clipping: were the
+    gradients of N ranks independent, each would have 1/sqrt(N) of the norm of their sum).
     """
 
     def __init__(self, inner: GradientReduction, clip_norm: float, num_ranks: int, *, divides: bool) -> None:
@@ -124,16 +129,13 @@ class LocalClip:
 
     @property
     def by_micro_batch(self) -> bool:
-        """See `GradientSink`."""
         return self._inner.by_micro_batch
 
     def begin(self, num_micro_batches: int | None = None) -> None:
-        """See `GradientReduction`."""
         self._held, self._divisor = {}, 1.0
         self._inner.begin(num_micro_batches)
 
     def micro_batch(self, shards: range, is_last: bool) -> None:
-        """See `GradientSink`."""
         self._inner.micro_batch(shards, is_last)
 
     def ready(self, slot: TensorSlot, grad: Tensor | None) -> None:
@@ -141,11 +143,11 @@ class LocalClip:
         self._held[slot] = grad
 
     def record_items(self, count: float, scale: float) -> None:
-        """What this rank has run in this step, before `close`: so many items, with losses times `scale`."""
+        """Set the number of items that this rank has run and the scale of their losses, before `close`."""
         self._divisor = scale * (max(1.0, count) * self._num_ranks if self._divides else 1.0)
 
     def close(self) -> None:
-        """Clip, and hand all of it on."""
+        """Clip the gradients, and pass all of them on."""
         factor = self._factor([grad for grad in self._held.values() if grad is not None])
         for slot, grad in self._held.items():
             self._inner.ready(slot, grad if grad is None or factor == 1.0 else grad * factor)
@@ -154,29 +156,24 @@ class LocalClip:
 
     def _factor(self, grads: Sequence[Tensor]) -> float:
         norm = joint_norm(torch._foreach_norm(list(grads))) / self._divisor if grads else 0.0
+        # `norm < inf` is false for NaN too: both pass through unchanged.
         return self._limit / norm if self._limit < norm < math.inf else 1.0
 
     def finish(self) -> Gradients:
-        """See `GradientReduction`."""
         return self._inner.finish()
 
     def commit(self, used: Collection[str] | None = None) -> None:
-        """See `GradientReduction`."""
         self._inner.commit(used)
 
     def abort(self) -> None:
-        """See `GradientReduction`."""
         self._held = {}
         self._inner.abort()
 
     def residuals(self) -> Sequence[tuple[str, TensorSlot, Tensor]]:
-        """See `GradientReduction`."""
         return self._inner.residuals()
 
     def set_residuals(self, found: Mapping[tuple[str, str], Tensor]) -> None:
-        """See `GradientReduction`."""
         self._inner.set_residuals(found)
 
     def rescale(self, factor: float) -> None:
-        """See `GradientReduction`."""
         self._inner.rescale(factor)

@@ -1,6 +1,5 @@
-"""Gradients by slot: as a layout hands them on, and as they come out of a reduction.
-
-Several reductions as one.
+"""Gradients by slot, the protocols of their reduction, and its two simplest forms: combined, and in one
+process.
 """
 
 from __future__ import annotations
@@ -17,16 +16,16 @@ from paceline.state.slot import TensorSlot
 
 @dataclass(frozen=True)
 class Gradients:
-    """Summed gradients of one step.
+    """The summed gradients of one step.
 
     Args:
-        tensors: by the part that this rank updates, in its shape and strides; None where nobody has one.
-        flats: the storage that `tensors` are views of: a scale over these covers everything.
-        norms: Euclidean norms, 0-d, that together are this rank's share of the norm of the whole: every
-            value of the whole gradient is in the norms of one rank of a replica.
-        scale: what the sums were multiplied with before backward.
-        coded: those of `norms` that are of sums which coding made, each with the storage that it is of. There
-            ranks may have sent, beside zeros, what coding had lost of tensors that nobody used.
+        tensors: by the part that this rank updates, in its shape and strides; None if no rank has a gradient.
+        flats: the storage that `tensors` are views of: scaling these covers everything.
+        norms: Euclidean norms, 0-d, that together are this rank's share of the norm of the whole: every value
+            of the whole gradient is in the norms of one rank of a replica.
+        scale: factor of the loss, and so of the sums.
+        coded: those of `norms` that are of encoded sums, each with its storage. There ranks may have sent
+            zeros and quantisation errors of tensors that no rank used.
     """
 
     tensors: Mapping[TensorSlot, Tensor | None]
@@ -36,16 +35,19 @@ class Gradients:
     coded: Sequence[tuple[Tensor, Tensor]] = ()
 
     def agreed(self, used: Collection[str], scale: float) -> Gradients:
-        """Without those that no rank used (their storage holds zeros then), and with their scale."""
-        kept = self.tensors
-        unused = [slot for slot in kept if slot.name not in used]
+        """Return them with their scale, and without those that no rank used (their storage holds zeros
+        then).
+        """
+        tensors = self.tensors
+        unused = [slot for slot in tensors if slot.name not in used]
         if unused:
-            self._clear([g for slot in unused if (g := kept[slot]) is not None])
-            kept = {slot: g if slot.name in used else None for slot, g in kept.items()}
-        return Gradients(kept, self.flats, self.norms, scale)
+            self._clear([g for slot in unused if (g := tensors[slot]) is not None])
+            tensors = {slot: g if slot.name in used else None for slot, g in tensors.items()}
+        return Gradients(tensors, self.flats, self.norms, scale)
 
     def _clear(self, unused: list[Tensor]) -> None:
-        """Take out what coding has filled in."""
+        """Zero gradients that only carry quantisation errors, and correct the norms."""
+        # Without a codec the storage of unused slots holds zeros already.
         if self.coded and unused:
             torch._foreach_zero_(unused)
             for norm, flat in self.coded:
@@ -53,66 +55,70 @@ class Gradients:
 
 
 class GradientSink(Protocol):
-    """What a layout feeds during backward: it takes each gradient as soon as it is complete on this rank."""
+    """The receiver of gradients during backward: it takes each gradient as soon as it is complete on this
+    rank.
+    """
 
     @property
     def by_micro_batch(self) -> bool:
-        """Whether it takes each micro-batch's gradients apart; if not, their sum over those of this rank."""
+        """Whether it takes the gradients of each micro-batch apart; if not, their sum over those of this
+        rank.
+        """
 
     def micro_batch(self, shards: range, is_last: bool) -> None:
-        """By micro-batch only: what is ready from here on is the sum over these shards, the last or not."""
+        """Start a micro-batch, if `by_micro_batch`: gradients from here on are sums over these shards, the
+        last or not.
+        """
 
     def ready(self, slot: TensorSlot, grad: Tensor | None) -> None:
-        """The gradient of what this rank computes with is complete here; may launch communication."""
+        """Take the gradient of a slot, which is complete here; may launch communication."""
 
 
 class GradientReduction(GradientSink, Protocol):
-    """What a rule empties after backward."""
+    """A gradient sink that a sync rule finishes after backward."""
 
     def begin(self, num_micro_batches: int | None = None) -> None:
-        """Open a step: nothing is ready.
+        """Open a step: no gradient is ready.
 
         Args:
-            num_micro_batches: how many this rank will run, the same kind of answer on every rank; None: it
-                is not known beforehand.
+            num_micro_batches: how many this rank will run; either all ranks know it or none. None: unknown.
         """
 
     def close(self) -> None:
-        """All micro-batches of this rank have run: launch what is not on its way yet.
+        """Launch everything that is not in flight yet: all micro-batches of this rank have run.
 
-        Whatever is communicated after it comes in the same order on every rank, also on one without a
-        micro-batch.
+        Communication after it comes in the same order on every rank, also on one without a micro-batch.
         """
 
     def finish(self) -> Gradients:
         """Wait for the sums."""
 
     def commit(self, used: Collection[str] | None = None) -> None:
-        """The sums have been applied: the step cannot be aborted any more.
+        """Keep the state of the step, which has been applied and cannot be aborted any more.
 
         Args:
-            used: names of what was applied; None: all. Sums of others were dropped: what coding had lost of
-                these is lost still.
+            used: names of the slots that were applied; None: all. Sums of others were dropped: their
+                quantisation errors stay as they were.
         """
 
     def abort(self) -> None:
-        """Drop a step that is not committed: afterwards all is as it was before `begin`."""
+        """Drop a step that is not committed; everything is as it was before `begin`."""
 
     def residuals(self) -> Sequence[tuple[str, TensorSlot, Tensor]]:
-        """What coding has lost: (which side's, slot, values in its shape)."""
+        """Return the quantisation errors: (side, slot, values in its shape)."""
 
     def set_residuals(self, found: Mapping[tuple[str, str], Tensor]) -> None:
-        """Go on from these, by (side, name of the slot); what is missing is zero."""
+        """Continue from these errors, by (side, name of the slot); missing ones are zero."""
 
     def rescale(self, factor: float) -> None:
-        """Gradients are multiples of something else from here on: so is what coding has lost, in place."""
+        """Multiply the errors in place: gradients are multiples of something else from here on."""
 
 
 class CombinedReduction:
     """Several reductions as one: slots that are summed over different ranks.
 
     Args:
-        by_slot: which one takes which slot.
+        by_slot: the reduction of each slot.
         all_of_them: in the order in which they finish, equal on every rank.
     """
 
@@ -123,58 +129,53 @@ class CombinedReduction:
         self.by_micro_batch = all_of_them[0].by_micro_batch
 
     def begin(self, num_micro_batches: int | None = None) -> None:
-        """See `GradientReduction`."""
-        for one in self._all:
-            one.begin(num_micro_batches)
+        for reduction in self._all:
+            reduction.begin(num_micro_batches)
 
     def micro_batch(self, shards: range, is_last: bool) -> None:
-        """See `GradientReduction`."""
-        for one in self._all:
-            one.micro_batch(shards, is_last)
+        for reduction in self._all:
+            reduction.micro_batch(shards, is_last)
 
     def ready(self, slot: TensorSlot, grad: Tensor | None) -> None:
-        """See `GradientReduction`."""
         self._by_slot[slot].ready(slot, grad)
 
     def close(self) -> None:
-        """See `GradientReduction`."""
-        for one in self._all:
-            one.close()
+        for reduction in self._all:
+            reduction.close()
 
     def finish(self) -> Gradients:
-        """See `GradientReduction`."""
-        found = [one.finish() for one in self._all]
-        tensors = {slot: g for one in found for slot, g in one.tensors.items()}
-        flats, norms = [x for one in found for x in one.flats], [x for one in found for x in one.norms]
-        return Gradients(tensors, flats, norms, coded=[pair for one in found for pair in one.coded])
+        summed = [reduction.finish() for reduction in self._all]
+        tensors = {slot: g for reduction in summed for slot, g in reduction.tensors.items()}
+        flats, norms = (
+            [x for reduction in summed for x in reduction.flats],
+            [x for reduction in summed for x in reduction.norms],
+        )
+        return Gradients(
+            tensors, flats, norms, coded=[pair for reduction in summed for pair in reduction.coded]
+        )
 
     def commit(self, used: Collection[str] | None = None) -> None:
-        """See `GradientReduction`."""
-        for one in self._all:
-            one.commit(used)
+        for reduction in self._all:
+            reduction.commit(used)
 
     def abort(self) -> None:
-        """See `GradientReduction`."""
-        for one in self._all:
-            one.abort()
+        for reduction in self._all:
+            reduction.abort()
 
     def residuals(self) -> Sequence[tuple[str, TensorSlot, Tensor]]:
-        """See `GradientReduction`."""
-        return [found for one in self._all for found in one.residuals()]
+        return [residual for reduction in self._all for residual in reduction.residuals()]
 
     def set_residuals(self, found: Mapping[tuple[str, str], Tensor]) -> None:
-        """See `GradientReduction`."""
-        for one in self._all:
-            one.set_residuals(found)
+        for reduction in self._all:
+            reduction.set_residuals(found)
 
     def rescale(self, factor: float) -> None:
-        """See `GradientReduction`."""
-        for one in self._all:
-            one.rescale(factor)
+        for reduction in self._all:
+            reduction.rescale(factor)
 
 
 class LocalReducer:
-    """A group of one: the gradients are the sums, and nothing is copied.
+    """The reduction of a group of one: the gradients are the sums, and nothing is copied.
 
     Args:
         counts: see `BucketReducer`.
@@ -187,37 +188,37 @@ class LocalReducer:
         self._counts = counts
 
     def begin(self, num_micro_batches: int | None = None) -> None:
-        """Forget the last step."""
+        """Drop the references of the last step."""
         self._grads = dict.fromkeys(self._grads)
 
     def micro_batch(self, shards: range, is_last: bool) -> None:
-        """Not called, as `by_micro_batch` is false."""
+        """Never called, as `by_micro_batch` is false."""
 
     def ready(self, slot: TensorSlot, grad: Tensor | None) -> None:
         """Keep a reference."""
         self._grads[slot] = grad
 
     def close(self) -> None:
-        """Nothing was launched."""
+        """Do nothing: there is no communication."""
 
     def finish(self) -> Gradients:
-        """Return what there is."""
+        """Return the gradients, with the norm of each."""
         flats = [grad for grad in self._grads.values() if grad is not None]
         return Gradients(self._grads, flats, torch._foreach_norm(flats) if flats and self._counts else [])
 
     def commit(self, used: Collection[str] | None = None) -> None:
-        """Nothing is kept between steps."""
+        """Do nothing: no state is kept between steps."""
 
     def abort(self) -> None:
         """Drop the references."""
         self.begin()
 
     def residuals(self) -> Sequence[tuple[str, TensorSlot, Tensor]]:
-        """Nothing is coded."""
+        """Return none: nothing is encoded."""
         return ()
 
     def set_residuals(self, found: Mapping[tuple[str, str], Tensor]) -> None:
-        """Does nothing: there is no codec."""
+        """Do nothing: nothing is encoded."""
 
     def rescale(self, factor: float) -> None:
-        """Nothing is coded."""
+        """Do nothing: nothing is encoded."""

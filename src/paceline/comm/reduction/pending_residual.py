@@ -1,9 +1,9 @@
-"""What coding had lost, where nobody codes gradients any more: it is added to the next one, once.
+"""Quantisation errors of earlier steps after gradients stop being encoded, or change their unit.
 
-What gradients are multiples of: the scale of an fp16 loss, and the size of a batch, as a mean is a sum of
-more or of fewer samples.
-
-Invariant: what coding has lost of earlier steps counts in the update of a step as it would have in its own.
+A pending residual is added to a later gradient, once. Gradients are multiples of the scale of an fp16 loss,
+and, as a mean is a sum of more or fewer samples, of the size of a batch; a unit keeps the errors in
+proportion.
+Invariant: errors of earlier steps count in the update of a step as they would have in their own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NOT_RESIDUALS = ("factor", "velocity")
 
 
 def sum_residuals(found: Mapping[tuple[str, str], Tensor]) -> dict[str, Tensor]:
-    """By the slot's name, the sum of what was lost on all sides; factors and velocities are no loss."""
+    """Return the sum over all sides by name of the slot; factors and velocities are no errors."""
     sums: dict[str, Tensor] = {}
     for (side, name), value in sorted(found.items(), key=lambda entry: entry[0]):
         if not side.endswith(_NOT_RESIDUALS):
@@ -29,17 +29,17 @@ def sum_residuals(found: Mapping[tuple[str, str], Tensor]) -> dict[str, Tensor]:
 
 
 class PendingResidual:
-    """What all ranks had lost, as every replica has it that trains alone.
+    """The errors of all ranks, held by every replica that trains alone.
 
-    Each adds all of it, as its part of the mean of all, to the first of its gradients that is applied. So the
-    mean of how they move, whatever the weights are, has moved by it once. Who has not paid when the first
-    mean comes of replicas that have, has not to.
+    Each adds all of them, as its part of the mean over all, to the first of its gradients that is applied.
+    Whatever the weights are, the mean of the updates then contains them once. A replica that has not applied
+    them when the first mean arrives from replicas that have, need not.
 
     Args:
-        tensors: what this rank updates, by slot.
+        tensors: the tensors that this rank updates, by slot.
         counted: those of them that it counts in a norm.
-        items: of how many items it is a sum, beside others, where updates are of means; None: of sums.
-        others: other replicas have taken it over, too.
+        items: number of items of which the residual is a sum, if updates are of means; None: of sums.
+        others: other replicas have the residual, too.
     """
 
     def __init__(
@@ -50,69 +50,71 @@ class PendingResidual:
         *,
         others: bool = True,
     ) -> None:
-        self._tensors, self._counted, self._items, self._others = tensors, counted, items, others
-        self._owed: dict[TensorSlot, Tensor] = {}
+        self._tensors, self._counted, self._items, self._has_others = tensors, counted, items, others
+        self._pending: dict[TensorSlot, Tensor] = {}
         self._applied_here, self._in_mean = set[TensorSlot](), set[TensorSlot]()
 
     @property
     def names(self) -> Collection[str]:
-        """Of the slots that have a gradient in this step, whether they are used or not."""
+        """Names of the slots that have a gradient in this step, whether they are used or not."""
         return [slot.name for slot in self._due]
 
     @property
     def _due(self) -> list[TensorSlot]:
-        return [slot for slot in self._owed if slot not in self._applied_here]
+        return [slot for slot in self._pending if slot not in self._applied_here]
 
     def add_to(self, grads: Gradients, count: float) -> Gradients:
-        """Sums of a step, of so many items, and what is owed."""
+        """Return sums of a step over `count` items with the pending residual."""
         if not self._due:
             return grads
         tensors, factor = dict(grads.tensors), grads.scale
         factor *= 1.0 if self._items is None else count / self._items
         for slot in self._due:
-            grad, owed = tensors.get(slot), self._owed[slot] * factor
-            tensors[slot] = owed if grad is None else grad + owed
-        there = {slot: grad for slot, grad in tensors.items() if grad is not None}
-        counted = [grad for slot, grad in there.items() if slot in self._counted]
+            grad, residual = tensors.get(slot), self._pending[slot] * factor
+            tensors[slot] = residual if grad is None else grad + residual
+        present = {slot: grad for slot, grad in tensors.items() if grad is not None}
+        counted = [grad for slot, grad in present.items() if slot in self._counted]
         norms = torch._foreach_norm(counted) if counted else []
-        return Gradients(tensors, [*there.values()], norms, grads.scale)
+        return Gradients(tensors, [*present.values()], norms, grads.scale)
 
     def mark_applied(self) -> None:
-        """An update has been made of what was `add_to`."""
-        if not self._others:
-            self._owed = {}
-        self._applied_here.update(self._owed)
+        """Record that an update was made of gradients from `add_to`."""
+        if not self._has_others:
+            self._pending = {}
+        self._applied_here.update(self._pending)
 
     def settle_mean(self, slots: Collection[TensorSlot], *, is_applied: bool, mixing: float = 0.0) -> None:
-        """A mean of how these have moved has come.
+        """Update the residual after a mean over the replicas has arrived for these slots.
 
         Args:
-            is_applied: it is of replicas that have made an update; else nobody had when it left.
-            mixing: the share of what this replica has that stays, beside the mean.
+            is_applied: the mean is of replicas that have made an update; else none had when they sent.
+            mixing: the share of this replica's own values that stays beside the mean.
         """
-        for slot in {*slots} & {*self._owed}:
+        for slot in {*slots} & {*self._pending}:
             if is_applied:
                 self._in_mean.add(slot)
-            here, there = (
+            applied_here, in_mean = (
                 slot in self._applied_here,
                 slot in self._in_mean,
             )  # whether this replica has it, and all
-            left = 1.0 - mixing * here - (1.0 - mixing) * there
+            # The mean replaces a share of 1 - mixing of this replica's values, and with it that share of the
+            # residual.
+            left = 1.0 - mixing * applied_here - (1.0 - mixing) * in_mean
             self._applied_here.discard(slot)
             if left:
-                self._owed[slot] = self._owed[slot] * left
+                self._pending[slot] = self._pending[slot] * left
             else:
-                del self._owed[slot]
+                del self._pending[slot]
 
     def residuals(self) -> Sequence[tuple[str, TensorSlot, Tensor]]:
-        """What is owed, unscaled; alike on all replicas where they have met."""
-        return [("sent", slot, owed) for slot, owed in self._owed.items()]
+        """Return the residual, unscaled; equal on all replicas after they have exchanged a mean."""
+        return [("sent", slot, residual) for slot, residual in self._pending.items()]
 
     def set_residuals(self, found: Mapping[tuple[str, str], Tensor]) -> None:
-        """Owe the sum of all sides, unscaled."""
+        """Replace the residual by the sum of all sides, unscaled."""
         sums = sum_residuals(found)
         self._applied_here, self._in_mean = set(), set()
-        self._owed = {
+        self._pending = {
             slot: torch.empty_like(p).copy_(sums[slot.name]).detach()
             for slot, p in self._tensors.items()
             if slot.name in sums
@@ -120,13 +122,13 @@ class PendingResidual:
 
 
 class GradientUnit:
-    """Of the present step; what coding has lost follows.
+    """The unit of the gradients of the present step; quantisation errors follow it.
 
     Args:
-        rescale: multiplies what coding has lost; see `GradientReduction`.
-        scale: what gradients of the first step are multiplied with; equal on all ranks, as all that follows.
-        items: how many items they are a sum of.
-        divides: an update is of their mean; or else of their sum, whatever their number.
+        rescale: multiplies the errors; see `GradientReduction`.
+        scale: factor of the gradients of the first step; equal on all ranks, as everything below.
+        items: number of items of which they are a sum.
+        divides: an update is of their mean; else of their sum, whatever their number.
     """
 
     def __init__(
@@ -136,13 +138,15 @@ class GradientUnit:
         self.scale, self.items = scale, items
 
     def follow(self, scale: float, items: float) -> None:
-        """Before a step begins: what its gradients are multiples of. Powers of two change no digit."""
+        """Set the unit of the next step, and rescale the errors. Powers of two change no digit."""
         factor = scale / self.scale * (items / self.items if self._divides else 1.0)
         if factor != 1.0:
             self._rescale(factor)
         self.scale, self.items = scale, items
 
     def resume(self, scale: float, items: float | None) -> float:
-        """What was lost, and comes next, is a multiple of these (None: of as many items as now), as it is."""
+        """Set the unit of errors that will be loaded, as they are (None: of as many items as now); return
+        their factor.
+        """
         self.scale, self.items = scale, self.items if items is None else items
         return 1.0

@@ -1,14 +1,13 @@
-"""How many scatters every rank has launched: ranks that gather in backward tell each other beside gathers.
+"""The schedule of scatters of gradients: their paths, a window of a few in flight, and a count of those
+launched.
 
-Such a rank may not wait for any scatter: another one may launch it only after a gather that both take part
-in. What all have launched comes in any case.
+A window scatters whole buckets, a few at a time, through memory that stays: rows from other ranks are added
+to this rank's row of the bucket, in place. However many buckets there are, their sums take as much memory as
+the few in flight.
 
-Scatters of whole buckets, a few at a time, through memory that stays.
-
-What comes of other ranks is added to the own row of a bucket, in its place. So however many buckets there
-are, their sums take as much memory as the few that are under way.
-
-On which paths gradients go that leave with every micro-batch.
+Ranks that gather parameters in backward must not wait for any scatter: another rank may launch it only after
+a gather in which both take part. They report the number of their launches beside gathers; a scatter that
+every rank has launched ends in any case.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ from paceline.job.mesh import RankGroup
 
 @dataclass
 class ScatterProgress:
-    """Scatters of one reduction in this step.
+    """The scatters of one reduction in this step.
 
     Args:
-        launch_zeros: launches zeros up to so many; for a rank that has no more micro-batches.
-        launched_here: that this rank has launched.
-        launched_everywhere: that every rank had launched when it told last.
+        launch_zeros: launches zeros up to a number of scatters; for a rank that has no more micro-batches.
+        launched_here: number that this rank has launched.
+        launched_everywhere: number that every rank had launched when it reported last.
     """
 
     launch_zeros: Callable[[int], None]
@@ -43,7 +42,7 @@ class ScatterProgress:
 
 
 class ScatterPacer:
-    """Counts of all reductions of a rank, in an order that is equal on all ranks.
+    """The launch counts of all reductions of a rank, in an order that is equal on all ranks.
 
     Args:
         unconfirmed_bytes: see the function.
@@ -54,109 +53,114 @@ class ScatterPacer:
         self._all: list[ScatterProgress] = []
 
     def join(self, launch_zeros: Callable[[int], None]) -> ScatterProgress:
-        """Another reduction; see `ScatterProgress`."""
+        """Add a reduction, and return its progress."""
         self._all.append(ScatterProgress(launch_zeros))
         return self._all[-1]
 
     def launch_counts(self) -> list[float]:
-        """What this rank has launched, as numbers of which a max over ranks is to be heard."""
-        here = [float(one.launched_here) for one in self._all]
-        return here + [-number for number in here]
+        """Return the counts of this rank, as numbers of which the maximum over ranks has to be computed."""
+        counts = [float(progress.launched_here) for progress in self._all]
+        # The maximum of negated counts is the minimum: one all_reduce gives both.
+        return counts + [-number for number in counts]
 
-    def update_counts(self, most: Sequence[float], *, is_idle: bool) -> None:
-        """The largest of each number on any rank.
+    def update_counts(self, maxima: Sequence[float], *, is_idle: bool) -> None:
+        """Set the counts from the maximum of each number over the ranks.
 
         Args:
-            is_idle: this rank takes part for others, and launches zeros as far as the first of them is.
+            is_idle: this rank only takes part for others, and launches zeros up to the most that any rank has
+                launched.
         """
-        for one, launched in zip(self._all, most[len(self._all) :], strict=True):
-            one.launched_everywhere = int(-launched)
-        for one, launched in zip(self._all, most[: len(self._all)] if is_idle else (), strict=False):
-            one.launch_zeros(int(launched))
+        for progress, launched in zip(self._all, maxima[len(self._all) :], strict=True):
+            progress.launched_everywhere = int(-launched)
+        for progress, launched in zip(self._all, maxima[: len(self._all)] if is_idle else (), strict=False):
+            progress.launch_zeros(int(launched))
 
 
 def unconfirmed_bytes(blocks: Sequence[int], rest: int) -> int:
-    """Bytes of gradients that a rank completes while it does not know whether others have launched them.
+    """Return the bytes of gradients that a rank completes before it knows whether others have launched them.
 
-    It tells before the backward of a block and hears after it; a rank that has no micro-batch launches zeros
-    once it has heard. So these are the gradients of three blocks, and of what lies in none. Ranks that use
-    blocks in different orders, or leave some out, know less.
+    A rank reports before the backward of a block and gets the counts after it; a rank without a micro-batch
+    launches zeros once it has the counts. So these are the gradients of three blocks, and of parameters in no
+    block. Ranks that use blocks in different orders, or leave some out, know less.
 
     Args:
-        blocks: bytes of each, in their order.
-        rest: of what lies in no block.
+        blocks: bytes of each block, in order.
+        rest: bytes of parameters in no block.
     """
     return rest + max(sum(blocks[first : first + 3]) for first in range(len(blocks)))
 
 
 def max_unconfirmed_buckets(sizes: Sequence[int], unconfirmed_bytes: int) -> int:
-    """Of buckets of these sizes, in a row, the most that so many bytes lie in; at least two."""
-    found = 2
+    """Return the most buckets of these sizes, in a row, that lie in `unconfirmed_bytes`; at least two."""
+    max_count = 2
     for first in range(len(sizes)):
         inside, count = 0, 1
         for size in sizes[first + 1 :]:
             if inside >= unconfirmed_bytes:
                 break
             inside, count = inside + size, count + 1
-        found = max(found, count)
-    return found
+        max_count = max(max_count, count)
+    return max_count
 
 
 class ScatterWindow:
-    """Those of all reductions of a rank.
+    """The scatters in flight of all reductions of a rank.
 
-    Invariant: buckets are scattered in one order on every rank. A rank waits for a scatter that it has
+    Invariant: buckets are scattered in one order on every rank. A rank waits only for a scatter that it has
     launched itself, so every other rank has come as far, or will without this one.
 
     Args:
-        memory: in which others' rows come; what it is used for else begins when all scatters have ended.
+        memory: memory for the rows of other ranks; other uses of it begin when all scatters have ended.
     """
 
     def __init__(self, memory: Workspace) -> None:
         self._memory, self._num_expected = memory, 0
-        self._under_way: dict[int, Handle] = {}  # by turn, as they were launched
+        # By turn, in the order in which they were launched.
+        self._in_flight: dict[int, Handle] = {}
 
     def expect(self, num_values: int, like: Tensor, shard: Collective) -> None:
-        """There will be a bucket of so many values, whenever it is full: no memory has to grow in a step."""
+        """Allocate memory for a bucket of `num_values`, so that none has to grow in a step."""
         self._num_expected += 1
         size = shard.group.size - 1, num_values // shard.group.size
         for turn in range(min(MAX_IN_FLIGHT, self._num_expected)):
             self._memory.take(transfer_buffer_name(turn), size, like.dtype, like.device)
 
     def scatter(self, shard: Collective, rows: Tensor, key: str) -> Handle:
-        """Sum `rows` [P, n]; the handle returns the own row of the sum, which is that of `rows`."""
-        if len(self._under_way) == MAX_IN_FLIGHT:
-            next(iter(self._under_way.values())).wait()
-        turn = next(turn for turn in range(MAX_IN_FLIGHT) if turn not in self._under_way)
+        """Sum `rows` [P, n]; the handle returns this rank's row of the sum, which is that of `rows`."""
+        # Dictionaries keep their order: the first is the oldest.
+        if len(self._in_flight) == MAX_IN_FLIGHT:
+            next(iter(self._in_flight.values())).wait()
+        turn = next(turn for turn in range(MAX_IN_FLIGHT) if turn not in self._in_flight)
         size = len(rows) - 1, rows.shape[1]
         arriving = partial(self._memory.take, transfer_buffer_name(turn), size, rows.dtype, rows.device)
-        came = partial(self._came, turn, rows[shard.group.rank])
-        self._under_way[turn] = handle = shard.reduce_scatter(rows, key, arriving).then(came)
+        finish_turn = partial(self._finish_turn, turn, rows[shard.group.rank])
+        self._in_flight[turn] = handle = shard.reduce_scatter(rows, key, arriving).then(finish_turn)
         return handle
 
-    def _came(self, turn: int, own: Tensor, found: Tensor) -> Tensor:
-        """The memory of a turn is free once its row lies in its bucket; after an abort it is free already."""
-        self._under_way.pop(turn, None)
-        return own if found.data_ptr() == own.data_ptr() else own.copy_(found.view(-1))
+    def _finish_turn(self, turn: int, row: Tensor, summed: Tensor) -> Tensor:
+        """Copy the sum into this rank's row of the bucket, and free the memory of the turn."""
+        # After an abort the turn is free already.
+        self._in_flight.pop(turn, None)
+        return row if summed.data_ptr() == row.data_ptr() else row.copy_(summed.view(-1))
 
     def abort(self) -> None:
-        """What was launched has ended, or is about to be waited for."""
-        self._under_way.clear()
+        """Forget the scatters, which have ended or are about to be waited for."""
+        self._in_flight.clear()
 
 
 @dataclass(frozen=True)
 class ScatterPaths:
-    """On which paths gradients go.
+    """The collectives that carry gradients which leave with every micro-batch.
 
     Args:
         shard: scatters them; exact, on a process group of its own.
         replica: sums parts over the ranks that update the same; exact.
-        group: the ranks of `shard`, by another process group, over which they agree.
-        pace: what every rank has launched, where ranks wait for each other's parameters in backward; a rank
-            waits for no other scatters there. One that has run all its micro-batches gathers before it
-            scatters zeros, and one without a gradient here gathers the next parameters before it scatters
-            the bucket. None: a rank may wait for any scatter.
-        memory: of buckets that stay; see `BlockPool`.
+        group: the ranks of `shard`, with another process group, over which they agree.
+        pace: launches of every rank, where ranks wait for each other's parameters in backward; a rank waits
+            for no other scatters there. One that has run all its micro-batches gathers before it scatters
+            zeros, and one without a gradient here gathers the next parameters before it scatters the bucket.
+            None: a rank may wait for any scatter.
+        memory: memory of buckets that stay; see `BlockPool`.
     """
 
     shard: Collective

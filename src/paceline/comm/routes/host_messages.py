@@ -1,19 +1,17 @@
-"""Buffers that one rank writes and another reads, a message in each.
+"""Messages between two ranks of a host, in buffers that both have mapped; a signal says which buffer.
 
-They are made when messages need them, as large as these are; where only smaller ones are free, a larger one
-takes the place of the largest. Invariant: a buffer is not written again before its message was taken. There
-are as many as messages were on the way at a time, so none waits for its reader.
+A rank writes into buffers of its own, which its reader maps when it first gets a message there. There are as
+many as messages are in flight at a time, so a sender may wait for other ranks meanwhile. An acknowledgement
+is sent with the next message the other way, if that comes soon: a signal of its own would wake a rank that
+waits for something else.
 
-Messages between two ranks of a host: they lie in buffers that both have mapped, and a signal says where.
+Buffers are allocated when messages need them, as large as these are; if only smaller ones are free, a larger
+one replaces the largest of these.
 
-A rank writes into buffers of its own, which its reader maps when it first hears of them. There are as many as
-messages are on the way at a time, so a message needs its sender no more: that may wait for others meanwhile.
-That a message was taken is said with the next one the other way, where that comes soon: a word of its own
-would wake a rank that waits for something else.
-
-Invariant: a reader is lent a buffer until it says that the message is taken, so nothing that it keeps may lie
-there. No rank waits here before it has said what it has taken. Every wait has the deadline of the net, and
-ends at once if the other rank is gone. The memory has no name, so it is gone when the last rank is.
+Invariants: a reader may use a buffer only until it acknowledges the message, and must keep nothing that lies
+there; a buffer is not written again before. No rank waits here before it has acknowledged what it has read.
+Every wait has the deadline of the net, and ends at once if the other rank is gone. The memory has no name, so
+it is freed with the last process that has mapped it.
 """
 
 from __future__ import annotations
@@ -36,12 +34,12 @@ from paceline.job.mesh import RankGroup
 
 
 class MessageBuffer(NamedTuple):
-    """One that a message is written into.
+    """A buffer for one message.
 
     Args:
-        number: counted from 0.
+        number: number of the buffer, counted from 0.
         memory: uint8 [n], of which the message takes the beginning.
-        file: of memory that the reader has not mapped yet; None: it has.
+        file: open file of memory that the reader has not mapped yet; None: it has.
     """
 
     number: int
@@ -50,17 +48,19 @@ class MessageBuffer(NamedTuple):
 
 
 class MessageBuffers:
-    """What this rank writes for one other, who takes messages in their order."""
+    """The buffers of this rank for messages to one other rank, which reads them in order."""
 
     def __init__(self) -> None:
         self._memory: list[Tensor] = []
-        self._in_flight_buffers: deque[int] = deque()  # the oldest message first
+        # The buffer of the oldest message first.
+        self._in_flight_buffers: deque[int] = deque()
 
     @contextmanager
     def lend(self, num_bytes: int) -> Iterator[MessageBuffer]:
-        """A free buffer, from now on that of a message on the way: the smallest that is large enough, or new.
+        """Yield a free buffer, which is then that of a message in flight: the smallest that is large enough,
+        or a new one.
 
-        After an error the message was never there.
+        After an error the message counts as not sent.
 
         Raises:
             CommunicationError: the machine has no memory left.
@@ -77,29 +77,37 @@ class MessageBuffers:
             if is_sent:
                 self._in_flight_buffers.append(number)
             else:
-                self._drop(number)  # its reader may not know it
+                # The reader may not have got the file, so it cannot use the buffer.
+                self._drop(number)
 
     def has_free(self, num_bytes: int) -> bool:
-        """Whether a message of so many bytes needs no new buffer."""
+        """Return whether a message of `num_bytes` needs no new buffer."""
         return self._size(self._choose(num_bytes)) >= num_bytes
 
     def free_oldest(self) -> None:
-        """The reader has taken the oldest message."""
+        """Free the buffer of the oldest message, which the reader has acknowledged."""
         self._in_flight_buffers.popleft()
 
     def _choose(self, num_bytes: int) -> int:
-        """The smallest free one that is large enough; else the largest that is free; else a new one."""
+        """Return the smallest free buffer that is large enough; else the largest free one; else a new
+        number.
+        """
         free = {*range(len(self._memory))} - {*self._in_flight_buffers}
-        enough = [number for number in free if self._size(number) >= num_bytes]
-        return min(enough, key=self._size) if enough else max(free, key=self._size, default=len(self._memory))
+        large_enough = [number for number in free if self._size(number) >= num_bytes]
+        return (
+            min(large_enough, key=self._size)
+            if large_enough
+            else max(free, key=self._size, default=len(self._memory))
+        )
 
     def _size(self, number: int) -> int:
         return self._memory[number].numel() if number < len(self._memory) else 0
 
     def _make(self, number: int, num_bytes: int) -> int:
-        """Reserve memory for a buffer, new or in place of a smaller one; its open file."""
+        """Allocate memory for a buffer, new or in place of a smaller one, and return its open file."""
         size = round_up_to_pages(num_bytes)
-        self._drop(number)  # before there is more
+        # Free the smaller memory before the larger is allocated.
+        self._drop(number)
         file = allocate_shared_memory(size, "paceline-messages")
         self._memory[number] = map_shared_tensor(file, size, torch.uint8)
         return file
@@ -109,30 +117,32 @@ class MessageBuffers:
 
 
 def round_up_to_pages(num_bytes: int) -> int:
-    """Bytes of a buffer for a message of so many."""
+    """Return the bytes of a buffer for a message of `num_bytes`."""
     return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 _MESSAGE_WRITTEN, _MESSAGE_READ = 0, 1
 _MAX_UNACKNOWLEDGED = 2
-"""Messages that were taken, when it is said at the latest; a sender counts them as on the way."""
+"""Number of messages after which they are acknowledged at the latest; for the sender they are in flight."""
 
 ReadResult = TypeVar("ReadResult")
 
 
 class _PeerTraffic:
-    """From this rank to another, and back; messages of each way are numbered from 0."""
+    """The messages between this rank and another one; those of each direction are numbered from 0."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.buffers = MessageBuffers()
-        self.sent = self.freed = self.forgotten = 0  # the first messages were taken, or nobody waits for them
-        self.theirs: dict[int, Tensor] = {}
-        self.read = self.told = 0  # the first messages were read, and that was said
+        # The first `freed` messages were acknowledged; nothing waits for the first `forgotten`.
+        self.sent = self.freed = self.forgotten = 0
+        self.remote_buffers: dict[int, Tensor] = {}
+        # The first `read` messages were read, and the first `acknowledged` of them acknowledged.
+        self.read = self.acknowledged = 0
 
     @property
     def waiting(self) -> int:
-        """Messages that the other rank has not taken."""
+        """Number of messages that the other rank has not acknowledged."""
         return self.sent - max(self.freed, self.forgotten)
 
 
@@ -142,119 +152,129 @@ class HostMessenger:
     Args:
         links: connects them, for nothing else; `close` closes it.
     Attributes:
-        places: in the group, of those that this one sends to and hears.
+        places: ranks of the group with which this one exchanges messages.
     Wire: nothing. The ledger counts each message as one that is sent.
-    Memory: for each rank that this one sends to, as many buffers as messages to it are on the way at a time.
+    Memory: for each rank that this one sends to, as many buffers as messages to it are in flight at a time.
     """
 
     def __init__(self, net: Net, group: RankGroup, links: HostLinks) -> None:
         self._net, self._group, self._links = net, group, links
-        self._ways = {
-            place: _PeerTraffic(rank) for place, rank in enumerate(group.ranks) if rank in links.ranks
+        self._traffic = {
+            group_rank: _PeerTraffic(rank)
+            for group_rank, rank in enumerate(group.ranks)
+            if rank in links.ranks
         }
-        self.places = frozenset(self._ways)
+        self.places = frozenset(self._traffic)
 
     def send(self, to: int, num_bytes: int, write: Callable[[Tensor], None]) -> None:
-        """Send a message to a place in the group.
+        """Send a message to a rank of the group.
 
         Args:
             write: fills memory, uint8 [n] with n >= num_bytes, and does not keep it.
         Raises:
             CommunicationError: that rank is gone, or there is no memory left.
-            DeadlineError: it has not heard of many messages before.
+            DeadlineError: it does not read the signals of earlier messages.
         """
-        way = self._ways[to]
+        traffic = self._traffic[to]
         self._net.ledger.count_call("send", self._group.name, num_bytes, self._group.size)
-        self._free(way, num_bytes)
-        with way.buffers.lend(num_bytes) as (number, memory, file):
+        self._free(traffic, num_bytes)
+        with traffic.buffers.lend(num_bytes) as (number, memory, file):
             write(memory)
             label = f"{number} {memory.numel()} {int(file is not None)}"
-            self._tell(way, [HostSignal(_MESSAGE_WRITTEN, way.sent, label)], file)
-        way.sent += 1
+            self._send_signals(traffic, [HostSignal(_MESSAGE_WRITTEN, traffic.sent, label)], file)
+        traffic.sent += 1
 
     def take(self, source: int, read: Callable[[Tensor], ReadResult]) -> ReadResult:
-        """Wait for the next message of a place in the group.
+        """Wait for the next message of a rank of the group.
 
         Args:
-            read: is lent memory, uint8 [n], that the message begins; what it returns lies elsewhere.
+            read: called with memory, uint8 [n], that begins with the message; its result must not lie there.
         Raises:
             CommunicationError: that rank is gone; DeadlineError: it sends nothing.
         """
-        way = self._ways[source]
-        label = self._links.poll_signal(way.rank, _MESSAGE_WRITTEN, way.read)
+        traffic = self._traffic[source]
+        # Acknowledge only before a real wait: a message that is already here needs no extra signal.
+        label = self._links.poll_signal(traffic.rank, _MESSAGE_WRITTEN, traffic.read)
         if label is None:
             self.acknowledge_read()
-            label = self._links.wait_for_rank(way.rank, _MESSAGE_WRITTEN, way.read, "sent nothing")
+            label = self._links.wait_for_rank(traffic.rank, _MESSAGE_WRITTEN, traffic.read, "sent no message")
         number, size, is_new = map(int, label.split())
         if is_new:
-            self._map(way, number, size)
-        found = read(way.theirs[number])
-        way.read += 1
-        if way.read - way.told == _MAX_UNACKNOWLEDGED:
-            self._tell(way)
-        return found
+            self._map(traffic, number, size)
+        result = read(traffic.remote_buffers[number])
+        traffic.read += 1
+        if traffic.read - traffic.acknowledged == _MAX_UNACKNOWLEDGED:
+            self._send_signals(traffic)
+        return result
 
     def acknowledge_read(self) -> None:
-        """Say what was taken, before a wait for something else."""
-        for way in self._ways.values():
-            if way.told < way.read:
-                self._tell(way)
+        """Acknowledge all messages that were read, before a wait for something else."""
+        for traffic in self._traffic.values():
+            if traffic.acknowledged < traffic.read:
+                self._send_signals(traffic)
 
     def flush(self, most: int = 0) -> None:
-        """Wait until the others have taken what was sent, all but `most`; say what was taken here.
+        """Wait until the others have acknowledged all messages but `most`; acknowledge those that were read
+        here.
 
         Raises:
-            CommunicationError: one of them is gone; DeadlineError: it takes nothing.
+            CommunicationError: one of them is gone; DeadlineError: it reads nothing.
         """
-        ways = self._ways.values()
-        if not most or sum(way.waiting for way in ways) > most:
+        all_traffic = self._traffic.values()
+        if not most or sum(traffic.waiting for traffic in all_traffic) > most:
             self.acknowledge_read()
-        while sum(way.waiting for way in ways) > most:
-            way = max(ways, key=lambda way: way.waiting)
-            self._links.wait_for_rank(way.rank, _MESSAGE_READ, way.freed, "took nothing")
-            self._release_oldest(way)
+        while sum(traffic.waiting for traffic in all_traffic) > most:
+            traffic = max(all_traffic, key=lambda traffic: traffic.waiting)
+            self._links.wait_for_rank(traffic.rank, _MESSAGE_READ, traffic.freed, "read no message")
+            self._release_oldest(traffic)
 
     def abort(self) -> None:
-        """Nobody waits for what was written; its buffers stay until it is taken."""
-        for way in self._ways.values():
-            way.forgotten = way.sent
-            if way.told < way.read:
-                with suppress(CommunicationError):  # it may be gone by now
-                    self._tell(way)
+        """Stop waiting for messages that were sent; their buffers stay until they are acknowledged."""
+        for traffic in self._traffic.values():
+            traffic.forgotten = traffic.sent
+            if traffic.acknowledged < traffic.read:
+                # The rank may be gone by now.
+                with suppress(CommunicationError):
+                    self._send_signals(traffic)
 
     def close(self) -> None:
-        """Leave the others, and let go of all memory."""
+        """Close the links, and free all memory."""
         self._links.close()
-        self._ways.clear()
+        self._traffic.clear()
 
-    def _tell(self, way: _PeerTraffic, signals: Sequence[HostSignal] = (), file: int | None = None) -> None:
-        """Say what was taken, and more."""
-        taken = [HostSignal(_MESSAGE_READ, number, "") for number in range(way.told, way.read)]
-        self._links.signal_rank(way.rank, [*taken, *signals], file)
-        way.told = way.read
+    def _send_signals(
+        self, traffic: _PeerTraffic, signals: Sequence[HostSignal] = (), file: int | None = None
+    ) -> None:
+        """Send acknowledgements, and further signals."""
+        acknowledgements = [
+            HostSignal(_MESSAGE_READ, number, "") for number in range(traffic.acknowledged, traffic.read)
+        ]
+        self._links.signal_rank(traffic.rank, [*acknowledgements, *signals], file)
+        traffic.acknowledged = traffic.read
 
-    def _free(self, way: _PeerTraffic, num_bytes: int) -> None:
-        """Use again what was taken by now, if a message needs it."""
-        if way.buffers.has_free(num_bytes):
+    def _free(self, traffic: _PeerTraffic, num_bytes: int) -> None:
+        """Free acknowledged buffers if a message needs one."""
+        if traffic.buffers.has_free(num_bytes):
             return
-        self._process_acknowledgements(way)  # what was said with other messages
-        if not way.buffers.has_free(num_bytes):
+        # First those that arrived with other messages: they cost no system call.
+        self._process_acknowledgements(traffic)
+        if not traffic.buffers.has_free(num_bytes):
             self._links.read_pending()
-            self._process_acknowledgements(way)
+            self._process_acknowledgements(traffic)
 
-    def _process_acknowledgements(self, way: _PeerTraffic) -> None:
-        while self._links.pop_signal(way.rank, _MESSAGE_READ, way.freed):
-            self._release_oldest(way)
+    def _process_acknowledgements(self, traffic: _PeerTraffic) -> None:
+        while self._links.pop_signal(traffic.rank, _MESSAGE_READ, traffic.freed):
+            self._release_oldest(traffic)
 
-    def _release_oldest(self, way: _PeerTraffic) -> None:
-        way.buffers.free_oldest()
-        way.freed += 1
+    def _release_oldest(self, traffic: _PeerTraffic) -> None:
+        traffic.buffers.free_oldest()
+        traffic.freed += 1
 
-    def _map(self, way: _PeerTraffic, number: int, size: int) -> None:
-        """Know a new buffer of another rank."""
-        way.theirs.pop(number, None)
-        file = self._links.pop_file(way.rank)
+    def _map(self, traffic: _PeerTraffic, number: int, size: int) -> None:
+        """Map a new buffer of another rank."""
+        traffic.remote_buffers.pop(number, None)
+        file = self._links.pop_file(traffic.rank)
         try:
-            way.theirs[number] = map_shared_tensor(file, size, torch.uint8)
+            traffic.remote_buffers[number] = map_shared_tensor(file, size, torch.uint8)
         finally:
             os.close(file)

@@ -1,14 +1,8 @@
-"""Messages of one collective between ranks of a group, or of a part of it.
+"""Collectives that are made of messages between ranks, one after another on a thread beside training.
 
-What a route that sends messages is: the hops of each collective on one rank, and what they cost.
-
-The hops block, and work on contiguous tensors. The costs are closed forms, written without the hops, so that
-what the ledger counts can be held against them.
-
-A collective whose route is made of messages, one after another on a thread beside training.
-
-The ledger counts every message; beside them stands what the closed form says, and `ByteLedger.require_forms`
-holds the one against the other.
+A `MessageRoute` is the algorithm of a collective: its sends and receives on one rank, which block and work on
+contiguous tensors, and their cost. The costs are closed forms, written without looking at the sends, so that
+`ByteLedger.require_expected_bytes` can compare them with the bytes that the ledger has counted.
 """
 
 from __future__ import annotations
@@ -33,47 +27,50 @@ from paceline.job.mesh import RankGroup, duplicate_group
 
 @dataclass(frozen=True)
 class RouteMessenger:
-    """What a rank sends and receives by.
+    """The sends and receives of one rank in one collective.
 
     Args:
-        tag: of the collective; its messages do not meet those of another.
-        places: of the ranks that take part, in the group.
-        rank: this rank's place among these.
-        workspace: of the thread that sends and receives.
+        tag: tag of the collective; its messages are not mixed up with those of another.
+        group_ranks: the ranks that take part, as ranks of the group.
+        rank: this rank's index in them.
+        workspace: memory of the thread that sends and receives.
     """
 
     net: Net
     group: RankGroup
     tag: int
-    places: Sequence[int]
+    group_ranks: Sequence[int]
     rank: int
     workspace: Workspace
 
     @property
     def size(self) -> int:
-        """How many take part."""
-        return len(self.places)
+        """Number of ranks that take part."""
+        return len(self.group_ranks)
 
     def among(self, ranks: Sequence[int]) -> RouteMessenger:
-        """The same among some of these ranks, of which this is one."""
-        return replace(self, places=[self.places[rank] for rank in ranks], rank=list(ranks).index(self.rank))
+        """Return a messenger among some of these ranks, of which this is one."""
+        return replace(
+            self, group_ranks=[self.group_ranks[rank] for rank in ranks], rank=list(ranks).index(self.rank)
+        )
 
     def send(self, to: int, x: Tensor) -> None:
-        """Send; what is empty is not sent."""
+        """Send, and wait until the memory may be changed; empty tensors are not sent."""
         if x.numel():
-            self.net.send(x, self.group, self.places[to], self.tag).wait(exposed=False)
+            self.net.send(x, self.group, self.group_ranks[to], self.tag).wait(exposed=False)
 
     def receive(self, source: int, out: Tensor) -> Tensor:
-        """Wait for what a rank sends, and fill `out` with it."""
+        """Wait for a message of a rank, and fill `out` with it."""
         if out.numel():
-            self.net.receive(out, self.group, self.places[source], self.tag).wait(exposed=False)
+            self.net.receive(out, self.group, self.group_ranks[source], self.tag).wait(exposed=False)
         return out
 
     def exchange(self, to: int, x: Tensor, source: int, out: Tensor) -> Tensor:
-        """Send to one rank while another's message arrives."""
+        """Send to one rank while the message of another arrives in `out`."""
+        # The receive is launched first, so that the peer can send while this rank does.
         arriving = None
         if out.numel():
-            arriving = self.net.receive(out, self.group, self.places[source], self.tag)
+            arriving = self.net.receive(out, self.group, self.group_ranks[source], self.tag)
         self.send(to, x)
         if arriving is not None:
             arriving.wait(exposed=False)
@@ -81,8 +78,8 @@ class RouteMessenger:
 
 
 class MessageCost(NamedTuple):
-    """What one rank sends in a collective, in values, and how many rounds of messages the slowest rank
-    waits for.
+    """The number of values that one rank sends in a collective, and the rounds of messages that the
+    slowest rank waits for.
     """
 
     num_values: int
@@ -90,157 +87,167 @@ class MessageCost(NamedTuple):
 
 
 class MessageRoute(Protocol):
-    """The collectives of a route. `n` counts values: of `x`, of a row of `rows`, of what is broadcast."""
+    """The collectives of a route. `n` counts values: of `x`, of a row of `rows`, or of what is broadcast."""
 
-    def all_reduce(self, mail: RouteMessenger, x: Tensor) -> Tensor:
+    def all_reduce(self, messenger: RouteMessenger, x: Tensor) -> Tensor:
         """Sum `x` [n] in place."""
 
-    def reduce_scatter(self, mail: RouteMessenger, rows: Tensor) -> Tensor:
-        """The sum of row `mail.rank` of `rows` [P, n], in its place; the others may be changed."""
+    def reduce_scatter(self, messenger: RouteMessenger, rows: Tensor) -> Tensor:
+        """Sum row `messenger.rank` of `rows` [P, n] in place and return it; the other rows may be changed."""
 
-    def all_gather(self, mail: RouteMessenger, rows: Tensor) -> Tensor:
+    def all_gather(self, messenger: RouteMessenger, rows: Tensor) -> Tensor:
         """Fill in the rows of the other ranks, [P, n], in place."""
 
-    def broadcast(self, mail: RouteMessenger, x: Tensor, source: int) -> Tensor:
+    def broadcast(self, messenger: RouteMessenger, x: Tensor, source: int) -> Tensor:
         """Copy `x` [n] of `source`, in place."""
 
     def cost(self, op: str, size: int, rank: int, n: int, source: int = 0) -> MessageCost:
-        """The closed form of a collective by its name."""
+        """Return the closed form of a collective."""
 
 
-def pairwise_all_to_all(mail: RouteMessenger, rows: Tensor, out: Tensor) -> Tensor:
-    """Send row i of `rows` [P, n] to rank i; what each rank sent here, in `out` [P, n]. P - 1 rounds, (P-1) n
-    values.
+def pairwise_all_to_all(messenger: RouteMessenger, rows: Tensor, out: Tensor) -> Tensor:
+    """Send row i of `rows` [P, n] to rank i, and fill `out` [P, n] with what each rank sent here.
+
+    Wire: P - 1 rounds, (P-1) n values.
     """
-    out[mail.rank] = rows[mail.rank]
-    for step in range(1, mail.size):
-        to, source = (mail.rank + step) % mail.size, (mail.rank - step) % mail.size
-        mail.exchange(to, rows[to], source, out[source])
+    out[messenger.rank] = rows[messenger.rank]
+    for step in range(1, messenger.size):
+        to, source = (messenger.rank + step) % messenger.size, (messenger.rank - step) % messenger.size
+        messenger.exchange(to, rows[to], source, out[source])
     return out
 
 
-def part_slice(n: int, size: int, place: int) -> slice:
-    """Which of n values are part `place` of `size`; parts differ by one value at most."""
-    return slice(n * place // size, n * (place + 1) // size)
+def part_slice(n: int, size: int, index: int) -> slice:
+    """Return the slice of part `index` of n values in `size` parts, which differ by one value at most."""
+    return slice(n * index // size, n * (index + 1) // size)
 
 
-def part_length(n: int, size: int, place: int) -> int:
-    """How many that are."""
-    part = part_slice(n, size, place)
+def part_length(n: int, size: int, index: int) -> int:
+    """Return the number of values of that part."""
+    part = part_slice(n, size, index)
     return int(part.stop) - int(part.start)
 
 
 class MessageCollective:
-    """Values travel as they are, along the hops of a route.
+    """A collective that sends values as they are, along a message route.
 
     Args:
         group: with a process group of its own: its messages must not mix with others.
-        hops: the route.
-    Wire: `hops.cost`.
-    Exactness: that of rounding; sums are added in an order of the route, with equal bits on every rank and in
+        route: the algorithm.
+    Wire: `route.cost`.
+    Exactness: that of rounding; the order of a sum depends on the route, with equal bits on every rank and in
         every run.
     """
 
     feedback = None
 
-    def __init__(self, net: Net, group: RankGroup, hops: MessageRoute) -> None:
-        self.net, self.group, self._hops = net, group, hops
-        self._line = CommThread(f"{group.name}-messages", wait_counter(net.ledger, group.name, "send"))
+    def __init__(self, net: Net, group: RankGroup, route: MessageRoute) -> None:
+        self.net, self.group, self._route = net, group, route
+        self._thread = CommThread(f"{group.name}-messages", wait_counter(net.ledger, group.name, "send"))
+        # The number of the call is the tag of its messages: ranks call collectives in the same order.
         self._calls = itertools.count(1)
-        self._workspace = Workspace()  # of the thread of the line
+        # Only the thread uses it.
+        self._workspace = Workspace()
 
-    def with_route(self, hops: MessageRoute) -> MessageCollective:
-        """Another route on the same process group and thread; closing one closes both."""
+    def with_route(self, route: MessageRoute) -> MessageCollective:
+        """Return a collective with another route on the same process group and thread; closing one closes
+        both.
+        """
         twin = copy(self)
-        twin._hops = hops
+        twin._route = route
         return twin
 
     def buffer(self, num_values: int, like: Tensor, key: str) -> Tensor:
-        """See `Collective`."""
         return like.new_zeros(num_values)
 
     def all_reduce(self, x: Tensor, key: str) -> Handle:
-        """See `Collective`."""
         flat = x.reshape(-1).contiguous()
         handle = self._submit(
-            "all_reduce", flat, flat.numel(), lambda mail: self._hops.all_reduce(mail, flat)
+            "all_reduce", flat, flat.numel(), lambda messenger: self._route.all_reduce(messenger, flat)
         )
         return handle.then(
             lambda total: x if total.data_ptr() == x.data_ptr() else x.copy_(total.view(x.shape))
         )
 
     def reduce_scatter(self, x: Tensor, key: str, arriving: ReceiveBuffer = None) -> Handle:
-        """See `Collective`."""
-        rank, stays = self.group.rank, arriving is None or not x.is_contiguous()
-        rows = x.clone(memory_format=torch.contiguous_format) if stays else x
+        """Sum rows; `x` is copied first unless the caller gives its memory away with `arriving`."""
+        rank, is_copied = self.group.rank, arriving is None or not x.is_contiguous()
+        rows = x.clone(memory_format=torch.contiguous_format) if is_copied else x
         if self.group.size == 1 or rows.numel() == 0:
             return Handle.ready(rows[rank])
         handle = self._submit(
-            "reduce_scatter", rows, rows[0].numel(), lambda mail: self._hops.reduce_scatter(mail, rows)
+            "reduce_scatter",
+            rows,
+            rows[0].numel(),
+            lambda messenger: self._route.reduce_scatter(messenger, rows),
         )
-        return handle.then(torch.clone) if stays else handle
+        return handle.then(torch.clone) if is_copied else handle
 
     def all_gather(self, x: Tensor, key: str, out: Tensor | None = None) -> Handle:
-        """See `Collective`."""
         rows = x.new_empty(self.group.size, *x.shape) if out is None else out
         rows[self.group.rank] = x
-        return self._submit("all_gather", rows, x.numel(), lambda mail: self._hops.all_gather(mail, rows))
+        return self._submit(
+            "all_gather", rows, x.numel(), lambda messenger: self._route.all_gather(messenger, rows)
+        )
 
     def broadcast(self, x: Tensor, key: str, source: int = 0) -> Handle:
-        """See `Collective`."""
         flat = x.reshape(-1).contiguous()
         handle = self._submit(
-            "broadcast", flat, flat.numel(), lambda mail: self._hops.broadcast(mail, flat, source), source
+            "broadcast",
+            flat,
+            flat.numel(),
+            lambda messenger: self._route.broadcast(messenger, flat, source),
+            source,
         )
         return handle.then(
-            lambda found: x if found.data_ptr() == x.data_ptr() else x.copy_(found.view(x.shape))
+            lambda copied: x if copied.data_ptr() == x.data_ptr() else x.copy_(copied.view(x.shape))
         )
 
     def in_any_order(self, x: Tensor) -> bool:
-        """See `AllToAllCollective`: messages are counted by calls."""
+        """Return False: messages are matched by the number of the call."""
         return False
 
     def all_to_all(self, x: Tensor, key: str, out: Tensor, tag: int = 0) -> Handle:
-        """See `AllToAllCollective`; every rank writes to every other."""
+        """Send a row to every other rank, in P - 1 rounds."""
         if self.group.size == 1 or x.numel() == 0:
             return Handle.ready(out.copy_(x))
         self._expect((self.group.size - 1) * x[0].numel() * x.element_size())
-        return self._line.submit(
-            "all_to_all", self._with_messenger(lambda mail: pairwise_all_to_all(mail, x, out))
+        return self._thread.submit(
+            "all_to_all", self._with_messenger(lambda messenger: pairwise_all_to_all(messenger, x, out))
         )
 
     def abort(self) -> None:
-        """See `Collective`."""
-        self._line.clear_error()
+        self._thread.clear_error()
 
     def close(self) -> None:
-        """End the thread; what was launched has been waited for."""
-        self._line.close()
+        """End the thread; everything that was launched has been waited for."""
+        self._thread.close()
 
     def _submit(
-        self, op: str, x: Tensor, n: int, hops: Callable[[RouteMessenger], Tensor], source: int = 0
+        self, op: str, x: Tensor, n: int, route: Callable[[RouteMessenger], Tensor], source: int = 0
     ) -> Handle:
         if self.group.size == 1 or x.numel() == 0:
             return Handle.ready(x)
-        sent = self._hops.cost(op, self.group.size, self.group.rank, n, source)
+        sent = self._route.cost(op, self.group.size, self.group.rank, n, source)
         self._expect(sent.num_values * x.element_size())
-        return self._line.submit(op, self._with_messenger(hops))
+        return self._thread.submit(op, self._with_messenger(route))
 
     def _expect(self, num_bytes: int) -> None:
         self.net.ledger.expect("send", self.group.name, num_bytes)
 
-    def _with_messenger(self, hops: Callable[[RouteMessenger], Tensor]) -> Callable[[], Tensor]:
+    def _with_messenger(self, route: Callable[[RouteMessenger], Tensor]) -> Callable[[], Tensor]:
         group = self.group
-        mail = RouteMessenger(
+        messenger = RouteMessenger(
             self.net, group, next(self._calls), range(group.size), group.rank, self._workspace
         )
-        return lambda: hops(mail)
+        return lambda: route(messenger)
 
 
 def build_message_route(
     group: RankGroup, context: RouteContext, word: str, route: MessageRoute
 ) -> Collective:
+    """Build the collective of a message route, on a process group of its own."""
     require_cpu(context, word, "NCCL has rings and trees of its own")
-    found = MessageCollective(context.net, duplicate_group(group, word), route)
-    context.close_callbacks.append(found.close)
-    return context.apply_codec(found)
+    collective = MessageCollective(context.net, duplicate_group(group, word), route)
+    context.close_callbacks.append(collective.close)
+    return context.apply_codec(collective)

@@ -1,7 +1,4 @@
-"""Rows of all ranks, summed by whoever owns them, through memory of the caller: nothing is allocated.
-
-The native route: the collectives of the backend, NCCL or Gloo.
-"""
+"""The native route: the collectives of the backend, NCCL or Gloo."""
 
 from __future__ import annotations
 
@@ -16,10 +13,11 @@ from paceline.job.mesh import RankGroup
 
 
 def scatter_rows(net: Net, x: Tensor, arriving: Tensor, group: RankGroup) -> Handle:
-    """Sum `x` [P, n] over the group; the handle returns row `group.rank` of the sum, in `arriving`.
+    """Sum `x` [P, n] over the group in memory of the caller; the handle returns row `group.rank`, in
+    `arriving`.
 
     Args:
-        arriving: [P - 1, n], for what the others send.
+        arriving: [P - 1, n], memory for the rows of the others.
     Exactness: rows are added in the order of the ranks.
     Wire: (P-1)/P of the bytes of `x`, 1 round.
     """
@@ -30,6 +28,7 @@ def scatter_rows(net: Net, x: Tensor, arriving: Tensor, group: RankGroup) -> Han
         raise collective_error("reduce_scatter", group, net, error, net.deadline_seconds) from error
 
     def total() -> Tensor:
+        # The order of the ranks, whichever this rank is: every owner adds in the same order.
         rows = [*arriving[: group.rank], x[group.rank], *arriving[group.rank :]]
         torch.add(rows[0], rows[1], out=arriving[0])
         for row in rows[2:]:
@@ -40,7 +39,7 @@ def scatter_rows(net: Net, x: Tensor, arriving: Tensor, group: RankGroup) -> Han
 
 
 class NativeCollective:
-    """Values travel as they are.
+    """A collective that sends values as they are, with the calls of the backend.
 
     Wire: all_reduce 2 (P-1)/P n bytes, reduce_scatter (P-1)/P n, all_gather (P-1) n for n bytes of a rank.
     """
@@ -51,46 +50,42 @@ class NativeCollective:
         self.net, self.group = net, group
 
     def buffer(self, num_values: int, like: Tensor, key: str) -> Tensor:
-        """See `Collective`."""
         return like.new_zeros(num_values)
 
     def all_reduce(self, x: Tensor, key: str) -> Handle:
-        """See `Collective`."""
         return self.net.all_reduce(x, self.group)
 
     def reduce_scatter(self, x: Tensor, key: str, arriving: ReceiveBuffer = None) -> Handle:
-        """See `Collective`."""
         if arriving is None or x.device.type != "cpu" or not self._can_add_rows(x) or self.group.size == 1:
             return self.net.reduce_scatter(x, self.group).then(lambda row: row.view(-1))
         return scatter_rows(self.net, x, arriving(), self.group)
 
     def _can_add_rows(self, x: Tensor) -> bool:
-        """Whether row after row can be added: sums of three halves would be rounded twice."""
+        """Return whether rows can be added one by one: sums of three half-precision rows would be rounded
+        twice.
+        """
         halves = x.dtype in (torch.float16, torch.bfloat16)
         return not (x.is_complex() or (halves and self.group.size > 2))
 
     def all_gather(self, x: Tensor, key: str, out: Tensor | None = None) -> Handle:
-        """See `Collective`."""
         if out is None:
             return self.net.all_gather(x, self.group, equal=True).then(torch.stack)
         return self.net.gather_rows(x, out, self.group)
 
     def broadcast(self, x: Tensor, key: str, source: int = 0) -> Handle:
-        """See `Collective`."""
         return self.net.broadcast(x, self.group, source)
 
     def all_to_all(self, x: Tensor, key: str, out: Tensor, tag: int = 0) -> Handle:
-        """See `AllToAllCollective`."""
         return self.net.exchange_rows(x, out, self.group, tag)
 
     def in_any_order(self, x: Tensor) -> bool:
-        """See `AllToAllCollective`: Gloo's messages have tags, collectives of NCCL have none."""
+        """Return whether exchanges have tags: messages of Gloo do, collectives of NCCL do not."""
         return x.device.type == "cpu"
 
     def abort(self) -> None:
-        """See `Collective`; nothing is kept between steps."""
+        """Do nothing: no state is kept between steps."""
 
 
 def build_native(group: RankGroup, context: RouteContext) -> Collective:
-    """The collectives of the backend."""
+    """Build the collectives of the backend."""
     return context.apply_codec(NativeCollective(context.net, group))

@@ -1,8 +1,8 @@
-"""Recursive doubling: in round k a rank meets the one whose number differs in bit k.
+"""The recursive doubling route: in round k a rank exchanges with the one whose number differs in bit k.
 
-An all_reduce takes log2 P rounds with the whole buffer, so it is for small ones. What is scattered or
-gathered is halved or doubled in every round. Where P is no power of two, each rank above the largest one
-hands its part to a partner first, and gets its result last.
+An all_reduce takes log2 P rounds with the whole buffer, so it is for small ones. Rows that are scattered or
+gathered are halved or doubled in every round. If P is no power of two, each rank above the largest one sends
+its values to a partner first, and gets its result last.
 Source: Thakur, Rabenseifner, Gropp 2005, Optimization of Collective Communication Operations in MPICH,
 sections 4.1, 4.3 and 4.5 (recursive doubling, recursive halving, other numbers of processes).
 """
@@ -21,93 +21,100 @@ from paceline.job.mesh import RankGroup
 
 
 class RecursiveDoublingRoute:
-    """log2 P n values in log2 P rounds for an all_reduce; two rounds more where P is no power of two."""
+    """Recursive doubling: log2 P n values in log2 P rounds for an all_reduce; two rounds more if P is no
+    power of two.
+    """
 
-    def all_reduce(self, mail: RouteMessenger, x: Tensor) -> Tensor:
-        """See `MessageRoute`."""
-        core = power_of_two_below(mail.size)
-        if mail.rank >= core:
-            mail.send(mail.rank - core, x)
-            return mail.receive(mail.rank - core, x)
-        arrived = mail.workspace.like("arrived", x)
-        extra = mail.rank + core
-        if extra < mail.size:
-            x += mail.receive(extra, arrived)
+    def all_reduce(self, messenger: RouteMessenger, x: Tensor) -> Tensor:
+        """Exchange and add the whole buffer with one partner in every round."""
+        core = power_of_two_below(messenger.size)
+        if messenger.rank >= core:
+            messenger.send(messenger.rank - core, x)
+            return messenger.receive(messenger.rank - core, x)
+        arrived = messenger.workspace.like("arrived", x)
+        extra = messenger.rank + core
+        if extra < messenger.size:
+            x += messenger.receive(extra, arrived)
         for bit in _powers_of_two(core):
-            x += mail.exchange(mail.rank ^ bit, x, mail.rank ^ bit, arrived)
-        if extra < mail.size:
-            mail.send(extra, x)
+            x += messenger.exchange(messenger.rank ^ bit, x, messenger.rank ^ bit, arrived)
+        if extra < messenger.size:
+            messenger.send(extra, x)
         return x
 
-    def reduce_scatter(self, mail: RouteMessenger, rows: Tensor) -> Tensor:
-        """See `MessageRoute`: the half that the other one wants leaves in every round."""
-        core, extra = power_of_two_below(mail.size), mail.rank + power_of_two_below(mail.size)
-        if mail.rank >= core:
-            mail.send(mail.rank - core, rows)
-            return mail.receive(mail.rank - core, rows[mail.rank])
-        if extra < mail.size:
-            rows += mail.receive(extra, mail.workspace.like("arrived", rows))
+    def reduce_scatter(self, messenger: RouteMessenger, rows: Tensor) -> Tensor:
+        """Send the half that the partner needs in every round (recursive halving)."""
+        core, extra = power_of_two_below(messenger.size), messenger.rank + power_of_two_below(messenger.size)
+        if messenger.rank >= core:
+            messenger.send(messenger.rank - core, rows)
+            return messenger.receive(messenger.rank - core, rows[messenger.rank])
+        if extra < messenger.size:
+            rows += messenger.receive(extra, messenger.workspace.like("arrived", rows))
         for bit in reversed(_powers_of_two(core)):
-            partner = mail.rank ^ bit
-            keep, give = (
-                _with_extra_ranks(_block(rank, bit), core, mail.size) for rank in (mail.rank, partner)
+            partner = messenger.rank ^ bit
+            keep, leaving = (
+                _with_extra_ranks(_block(rank, bit), core, messenger.size)
+                for rank in (messenger.rank, partner)
             )
-            arrived = _row_buffer(mail, "arrived", rows, len(keep))
-            mail.exchange(partner, _contiguous_rows(mail, rows, give), partner, arrived)
+            arrived = _row_buffer(messenger, "arrived", rows, len(keep))
+            messenger.exchange(partner, _contiguous_rows(messenger, rows, leaving), partner, arrived)
             for row, other in zip(keep, arrived, strict=True):
                 rows[row] += other
-        if extra < mail.size:
-            mail.send(extra, rows[extra])
-        return rows[mail.rank]
+        if extra < messenger.size:
+            messenger.send(extra, rows[extra])
+        return rows[messenger.rank]
 
-    def all_gather(self, mail: RouteMessenger, rows: Tensor) -> Tensor:
-        """See `MessageRoute`: what is known doubles in every round."""
-        core, extra = power_of_two_below(mail.size), mail.rank + power_of_two_below(mail.size)
-        if mail.rank >= core:
-            mail.send(mail.rank - core, rows[mail.rank])
-            return mail.receive(mail.rank - core, rows)
-        if extra < mail.size:
-            mail.receive(extra, rows[extra])
+    def all_gather(self, messenger: RouteMessenger, rows: Tensor) -> Tensor:
+        """Exchange all known rows with the partner; they double in every round."""
+        core, extra = power_of_two_below(messenger.size), messenger.rank + power_of_two_below(messenger.size)
+        if messenger.rank >= core:
+            messenger.send(messenger.rank - core, rows[messenger.rank])
+            return messenger.receive(messenger.rank - core, rows)
+        if extra < messenger.size:
+            messenger.receive(extra, rows[extra])
         for bit in _powers_of_two(core):
-            partner = mail.rank ^ bit
-            mine, others = (
-                _with_extra_ranks(_block(rank, bit), core, mail.size) for rank in (mail.rank, partner)
+            partner = messenger.rank ^ bit
+            known_rows, new_rows = (
+                _with_extra_ranks(_block(rank, bit), core, messenger.size)
+                for rank in (messenger.rank, partner)
             )
-            arrived = _row_buffer(mail, "arrived", rows, len(others))
-            mail.exchange(partner, _contiguous_rows(mail, rows, mine), partner, arrived)
-            for row, other in zip(others, arrived, strict=True):
+            arrived = _row_buffer(messenger, "arrived", rows, len(new_rows))
+            messenger.exchange(partner, _contiguous_rows(messenger, rows, known_rows), partner, arrived)
+            for row, other in zip(new_rows, arrived, strict=True):
                 rows[row].copy_(other)
-        if extra < mail.size:
-            mail.send(extra, rows)
+        if extra < messenger.size:
+            messenger.send(extra, rows)
         return rows
 
-    def broadcast(self, mail: RouteMessenger, x: Tensor, source: int) -> Tensor:
-        """See `MessageRoute`: who has it gives it to one more in every round."""
-        place = (mail.rank - source) % mail.size
-        for bit in _powers_of_two(1 << (mail.size - 1).bit_length()):
-            if place < bit and place + bit < mail.size:
-                mail.send((mail.rank + bit) % mail.size, x)
-            elif bit <= place < 2 * bit:
-                mail.receive((mail.rank - bit) % mail.size, x)
+    def broadcast(self, messenger: RouteMessenger, x: Tensor, source: int) -> Tensor:
+        """Send to one more rank in every round."""
+        index = (messenger.rank - source) % messenger.size
+        for bit in _powers_of_two(1 << (messenger.size - 1).bit_length()):
+            if index < bit and index + bit < messenger.size:
+                messenger.send((messenger.rank + bit) % messenger.size, x)
+            elif bit <= index < 2 * bit:
+                messenger.receive((messenger.rank - bit) % messenger.size, x)
         return x
 
     def cost(self, op: str, size: int, rank: int, n: int, source: int = 0) -> MessageCost:
-        """See `MessageRoute`."""
+        """Return the closed form, for ranks of the core, ranks outside it, and ranks that have one as a
+        partner.
+        """
         core = power_of_two_below(size)
         rounds = core.bit_length() - 1
         outside = 2 if core < size else 0
         has_extra = rank + core < size
         if op == "broadcast":
-            place = (rank - source) % size
+            index = (rank - source) % size
             bits = _powers_of_two(1 << (size - 1).bit_length())
             return MessageCost(
-                n * sum(place < bit and place + bit < size for bit in bits), (size - 1).bit_length()
+                n * sum(index < bit and index + bit < size for bit in bits), (size - 1).bit_length()
             )
         if op == "all_reduce":
             sent = 1 if rank >= core else rounds + has_extra
         elif rank >= core:
             sent = size if op == "reduce_scatter" else 1
-        elif op == "reduce_scatter":  # all rows but its own, and that of its extra rank
+        # All rows but its own; the row of its extra rank is sent in the last round instead.
+        elif op == "reduce_scatter":
             sent = size - 1 - has_extra + has_extra
         else:
             known = [len(_with_extra_ranks(_block(rank, bit), core, size)) for bit in _powers_of_two(core)]
@@ -115,39 +122,39 @@ class RecursiveDoublingRoute:
         return MessageCost(sent * n, rounds + outside)
 
 
-def _row_buffer(mail: RouteMessenger, name: str, rows: Tensor, count: int) -> Tensor:
-    """Memory for so many rows."""
-    return mail.workspace.take(name, (count, *rows.shape[1:]), rows.dtype, rows.device)
+def _row_buffer(messenger: RouteMessenger, name: str, rows: Tensor, count: int) -> Tensor:
+    """Return memory for `count` rows."""
+    return messenger.workspace.take(name, (count, *rows.shape[1:]), rows.dtype, rows.device)
 
 
-def _contiguous_rows(mail: RouteMessenger, rows: Tensor, places: Sequence[int]) -> Tensor:
-    """Some rows as one piece of memory: where they lie, if they follow each other."""
-    first, count = places[0], len(places)
-    if [*places] == [*range(first, first + count)]:
+def _contiguous_rows(messenger: RouteMessenger, rows: Tensor, indices: Sequence[int]) -> Tensor:
+    """Return some rows as one piece of memory: a view if they follow each other."""
+    first, count = indices[0], len(indices)
+    if [*indices] == [*range(first, first + count)]:
         return rows[first : first + count]
-    return torch.stack([rows[place] for place in places], out=_row_buffer(mail, "leaving", rows, count))
+    return torch.stack([rows[index] for index in indices], out=_row_buffer(messenger, "leaving", rows, count))
 
 
 def power_of_two_below(size: int) -> int:
-    """The largest power of two that is not above the number of ranks."""
+    """Return the largest power of two that is not above the number of ranks."""
     return 1 << (size.bit_length() - 1)
 
 
 def _powers_of_two(core: int) -> list[int]:
-    """1, 2, 4, ... below a power of two."""
+    """Return 1, 2, 4, ... below a power of two."""
     return [1 << k for k in range(core.bit_length() - 1)]
 
 
 def _block(rank: int, bit: int) -> range:
-    """The ranks that differ from this one in bits below `bit`."""
+    """Return the ranks that differ from this one only in bits below `bit`."""
     return range(rank // bit * bit, rank // bit * bit + bit)
 
 
 def _with_extra_ranks(ranks: Sequence[int], core: int, size: int) -> list[int]:
-    """The rows of some ranks and of those outside whom they stand for."""
+    """Return the rows of some ranks, and of the ranks outside the core that have one of them as a partner."""
     return [*ranks, *(rank + core for rank in ranks if rank + core < size)]
 
 
 def build_recursive_doubling(group: RankGroup, context: RouteContext) -> Collective:
-    """Messages between ranks whose numbers differ in one bit."""
+    """Build the collective that exchanges messages between ranks whose numbers differ in one bit."""
     return build_message_route(group, context, "recursive-doubling", RecursiveDoublingRoute())

@@ -1,4 +1,4 @@
-"""The ring: every rank sends to the next one, so that all links carry equally much.
+"""The ring route: every rank sends to the next one, so all links carry equally much.
 
 Source: Patarasuk and Yuan 2009, Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations, J.
 Parallel Distrib. Comput. 69, section 3.
@@ -21,36 +21,35 @@ from paceline.job.mesh import RankGroup
 
 
 class RingRoute:
-    """2 (P-1)/P n values and 2 (P-1) rounds for an all_reduce, on average over the ranks."""
+    """A ring: 2 (P-1)/P n values and 2 (P-1) rounds for an all_reduce, on average over the ranks."""
 
-    def all_reduce(self, mail: RouteMessenger, x: Tensor) -> Tensor:
-        """See `MessageRoute`."""
-        parts = [x[part_slice(x.numel(), mail.size, place)] for place in range(mail.size)]
-        ring_reduce_scatter(mail, parts)
-        ring_all_gather(mail, parts)
+    def all_reduce(self, messenger: RouteMessenger, x: Tensor) -> Tensor:
+        parts = [x[part_slice(x.numel(), messenger.size, index)] for index in range(messenger.size)]
+        ring_reduce_scatter(messenger, parts)
+        ring_all_gather(messenger, parts)
         return x
 
-    def reduce_scatter(self, mail: RouteMessenger, rows: Tensor) -> Tensor:
-        """See `MessageRoute`."""
-        ring_reduce_scatter(mail, list(rows))
-        return rows[mail.rank]
+    def reduce_scatter(self, messenger: RouteMessenger, rows: Tensor) -> Tensor:
+        ring_reduce_scatter(messenger, list(rows))
+        return rows[messenger.rank]
 
-    def all_gather(self, mail: RouteMessenger, rows: Tensor) -> Tensor:
-        """See `MessageRoute`."""
-        ring_all_gather(mail, list(rows))
+    def all_gather(self, messenger: RouteMessenger, rows: Tensor) -> Tensor:
+        ring_all_gather(messenger, list(rows))
         return rows
 
-    def broadcast(self, mail: RouteMessenger, x: Tensor, source: int) -> Tensor:
-        """See `MessageRoute`: every rank passes it on."""
-        place = (mail.rank - source) % mail.size
-        if place:
-            mail.receive((mail.rank - 1) % mail.size, x)
-        if place < mail.size - 1:
-            mail.send((mail.rank + 1) % mail.size, x)
+    def broadcast(self, messenger: RouteMessenger, x: Tensor, source: int) -> Tensor:
+        """Receive from the rank before, and pass it on to the next."""
+        index = (messenger.rank - source) % messenger.size
+        if index:
+            messenger.receive((messenger.rank - 1) % messenger.size, x)
+        if index < messenger.size - 1:
+            messenger.send((messenger.rank + 1) % messenger.size, x)
         return x
 
     def cost(self, op: str, size: int, rank: int, n: int, source: int = 0) -> MessageCost:
-        """See `MessageRoute`."""
+        """Return the closed form; an all_reduce sends every part but those of this rank and of the next
+        one, twice.
+        """
         after = (rank + 1) % size
         if op == "all_reduce":
             return MessageCost(
@@ -61,25 +60,29 @@ class RingRoute:
         return MessageCost((size - 1) * n, size - 1)
 
 
-def ring_reduce_scatter(mail: RouteMessenger, parts: list[Tensor]) -> None:
-    """Part i of rank i becomes the sum over all ranks; the others' contents are sums of some."""
-    before, after = (mail.rank - 1) % mail.size, (mail.rank + 1) % mail.size
-    most = max(part.numel() for part in parts)
-    arrived = mail.workspace.take("arrived", (most,), parts[0].dtype, parts[0].device)
-    for step in range(1, mail.size):
-        mine = parts[(mail.rank - step - 1) % mail.size]
-        out = arrived[: mine.numel()].view_as(mine)
-        mine += mail.exchange(after, parts[(mail.rank - step) % mail.size], before, out)
+def ring_reduce_scatter(messenger: RouteMessenger, parts: list[Tensor]) -> None:
+    """Sum part i on rank i, in place; the other parts hold partial sums afterwards."""
+    before, after = (messenger.rank - 1) % messenger.size, (messenger.rank + 1) % messenger.size
+    max_values = max(part.numel() for part in parts)
+    # One buffer for the largest part is enough: each message is added before the next arrives.
+    arrived = messenger.workspace.take("arrived", (max_values,), parts[0].dtype, parts[0].device)
+    for step in range(1, messenger.size):
+        local_part = parts[(messenger.rank - step - 1) % messenger.size]
+        out = arrived[: local_part.numel()].view_as(local_part)
+        local_part += messenger.exchange(after, parts[(messenger.rank - step) % messenger.size], before, out)
 
 
-def ring_all_gather(mail: RouteMessenger, parts: list[Tensor]) -> None:
-    """Every rank gets part i from rank i."""
-    before, after = (mail.rank - 1) % mail.size, (mail.rank + 1) % mail.size
-    for step in range(mail.size - 1):
-        mine, others = (mail.rank - step) % mail.size, (mail.rank - step - 1) % mail.size
-        mail.exchange(after, parts[mine], before, parts[others])
+def ring_all_gather(messenger: RouteMessenger, parts: list[Tensor]) -> None:
+    """Copy part i of rank i to every rank."""
+    before, after = (messenger.rank - 1) % messenger.size, (messenger.rank + 1) % messenger.size
+    for step in range(messenger.size - 1):
+        sent_index, received_index = (
+            (messenger.rank - step) % messenger.size,
+            (messenger.rank - step - 1) % messenger.size,
+        )
+        messenger.exchange(after, parts[sent_index], before, parts[received_index])
 
 
 def build_ring(group: RankGroup, context: RouteContext) -> Collective:
-    """Messages round a ring."""
+    """Build the collective that sends messages along a ring."""
     return build_message_route(group, context, "ring", RingRoute())

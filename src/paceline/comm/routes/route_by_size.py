@@ -1,19 +1,17 @@
-"""What each collective waits for by each route: rounds that follow each other, and bytes that do. Pure.
+"""The choice of a route by the size of a buffer: costs of routes, forecasts of their time, and the
+collective.
 
-Closed forms, written without the hops; a test runs the hops on clocks that count rounds and bytes, and they
-must agree (tests/unit/comm/test_longest_way.py). A link carries one message each way at a time.
+The costs and the forecast are pure. Costs are closed forms of the bytes and rounds that follow each other,
+written without looking at the messages; a test runs the messages on clocks that count rounds and bytes, and
+both must agree (tests/unit/comm/test_longest_way.py). A link carries one message each way at a time.
 
-How long a collective takes by each route, and which route is best for a size. Pure.
-
-Sums were measured: between two sizes a time is that of the straight line, so that there alpha and beta are
-their own, and beyond the largest one it is that of the line through the last few. A larger buffer takes no
-less time, so sizes of which the larger took less have one time, the median of theirs. A byte of a route that
-was given up costs at least what it costs the first one, which is tried throughout. Of the other collectives
-only the closed forms are known (`critical_path_cost`), with the alpha and beta of the sums of each route: there a
-route has to promise more before it takes the place of the first.
-Invariant: equal times give equal choices, so ranks that know the same choose the same.
-
-Every collective by the route that is best for its size.
+Sums were measured: between two sizes the time is interpolated, and beyond the largest one it follows the line
+through the last few. A larger buffer takes no less time, so sizes of which the larger took less get one time,
+their median. A byte of a route that was not measured on large buffers costs at least what it costs the first
+one, which is always measured. Of the other collectives only the closed forms are known
+(`critical_path_cost`), with alpha and beta of the sums of each route: there a route has to promise more
+before it replaces the first.
+Invariant: equal measurements give equal choices, so ranks that have the same ones choose the same.
 """
 
 from __future__ import annotations
@@ -36,18 +34,18 @@ from paceline.job.mesh import RankGroup
 
 ROUTED_OPS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 PathCost = Callable[[int, int, int], CollectiveCost]
-"""Of the bytes that a rank passes in, the number of ranks, and those of each host."""
+"""A closed form of the bytes that a rank passes in, the number of ranks, and the ranks of each host."""
 
 
 def critical_path_cost(
     route: str, num_bytes: int, world: int, ranks_per_host: int = 1, op: str = "all_reduce"
 ) -> CollectiveCost:
-    """What a collective waits for, one after another.
+    """Return the bytes and rounds of a collective that follow each other.
 
     Args:
-        num_bytes: what each rank passes in: [n] of an all_reduce, an all_gather and a broadcast, [P, n] of a
-            reduce_scatter.
-    Sources: those of the routes. Of the hierarchical route it is what a host's link carries.
+        num_bytes: bytes that each rank passes in: [n] of an all_reduce, an all_gather and a broadcast, [P, n]
+            of a reduce_scatter.
+    Sources: those of the routes. Of the hierarchical route it is what the link of a host carries.
     """
     if world == 1:
         return CollectiveCost(0.0, 0.0, 0)
@@ -59,7 +57,7 @@ def _symmetric_cost(num_bytes: float, rounds: int) -> CollectiveCost:
 
 
 def _tree_depth(world: int) -> int:
-    """Rounds in which one rank reaches all."""
+    """Return the rounds in which one rank reaches all."""
     return (world - 1).bit_length()
 
 
@@ -82,13 +80,15 @@ def _doubling_all_reduce(num_bytes: int, world: int, _: int) -> CollectiveCost:
 def _grid_all_reduce(num_bytes: int, world: int, _: int) -> CollectiveCost:
     width = num_grid_columns(world)
     height = world // width
-    moved = 2 * (width - 1) / width * num_bytes + 2 * (height - 1) / height * num_bytes / width
-    return _symmetric_cost(moved, 2 * (width - 1) + 2 * (height - 1))
+    num_moved_bytes = 2 * (width - 1) / width * num_bytes + 2 * (height - 1) / height * num_bytes / width
+    return _symmetric_cost(num_moved_bytes, 2 * (width - 1) + 2 * (height - 1))
 
 
-def _hierarchical_all_reduce(num_bytes: int, world: int, here: int) -> CollectiveCost:
-    between = hierarchical_cost(num_bytes, world // here, here)[1]
-    return CollectiveCost(here * between.sent_bytes, here * between.received_bytes, between.rounds)
+def _hierarchical_all_reduce(num_bytes: int, world: int, ranks_per_host: int) -> CollectiveCost:
+    between = hierarchical_cost(num_bytes, world // ranks_per_host, ranks_per_host)[1]
+    return CollectiveCost(
+        ranks_per_host * between.sent_bytes, ranks_per_host * between.received_bytes, between.rounds
+    )
 
 
 # -- reduce_scatter: `num_bytes` of P rows ----------------------------------------------------------------
@@ -112,8 +112,8 @@ def _grid_reduce_scatter(num_bytes: int, world: int, _: int) -> CollectiveCost:
     return _grid_rows_cost(num_bytes / world, world)
 
 
-def _hierarchical_reduce_scatter(num_bytes: int, world: int, here: int) -> CollectiveCost:
-    nodes = world // here
+def _hierarchical_reduce_scatter(num_bytes: int, world: int, ranks_per_host: int) -> CollectiveCost:
+    nodes = world // ranks_per_host
     return _symmetric_cost((nodes - 1) / nodes * num_bytes, 1)
 
 
@@ -139,9 +139,9 @@ def _grid_all_gather(num_bytes: int, world: int, _: int) -> CollectiveCost:
     return _grid_rows_cost(num_bytes, world)
 
 
-def _hierarchical_all_gather(num_bytes: int, world: int, here: int) -> CollectiveCost:
-    nodes = world // here
-    return _symmetric_cost((nodes - 1) * here * num_bytes, nodes - 1)
+def _hierarchical_all_gather(num_bytes: int, world: int, ranks_per_host: int) -> CollectiveCost:
+    nodes = world // ranks_per_host
+    return _symmetric_cost((nodes - 1) * ranks_per_host * num_bytes, nodes - 1)
 
 
 # -- broadcast, from rank 0 -------------------------------------------------------------------------------
@@ -167,7 +167,7 @@ def _doubling_rounds(world: int) -> int:
 
 
 def _doubled_rows(world: int) -> int:
-    """Rows that the core of a doubling exchanges, with those of the ranks outside."""
+    """Return the rows that the core of recursive doubling exchanges, with those of the ranks outside it."""
     core = power_of_two_below(world)
     bits = [1 << k for k in range(core.bit_length() - 1)]
     return sum(bit + min(bit, world - core) for bit in bits)
@@ -215,21 +215,22 @@ _PATH_COSTS: Mapping[str, Mapping[str, PathCost]] = {
 }
 
 MEASURED_GAIN = 1.05
-"""A route takes the place of the first one where its sums are this many times as fast."""
+"""A route replaces the first one if its sums are this many times as fast."""
 PREDICTED_GAIN = 1.5
-"""The same of collectives that were not measured; alpha-beta is often a third off (G13)."""
+"""The same for collectives that were not measured; alpha-beta is often off by a third (G13)."""
 CHOICE_SIZES = tuple(1 << k for k in range(8, 28))
-"""Bytes at which the best route is looked for; from 256 bytes to 128 MiB."""
-_NUM_SLOPE_SAMPLES = 3  # sizes, of which a larger one is told
+"""Sizes for which the best route is searched; from 256 bytes to 128 MiB."""
+# Largest sizes, from which the time of a larger one is extrapolated.
+_NUM_SLOPE_SAMPLES = 3
 
 
 class RouteForecast(NamedTuple):
-    """What was measured of the routes of one group.
+    """Measurements of the routes of one group.
 
     Args:
         world: number of its ranks.
-        ranks_per_host: of these.
-        lines: by route; its points count the longest way.
+        ranks_per_host: number of ranks on each host.
+        lines: fitted model by route; its points count the critical path.
     """
 
     world: int
@@ -237,46 +238,52 @@ class RouteForecast(NamedTuple):
     lines: Mapping[str, LinkModel]
 
     def seconds(self, route: str, num_bytes: int, op: str = "all_reduce") -> float:
-        """How long a collective of so many bytes of a rank takes by a route."""
-        way = critical_path_cost(route, num_bytes, self.world, self.ranks_per_host, op)
-        line = self.lines[route]
-        if len(line.points) < 2 or op != "all_reduce":
-            return line.seconds(way)
-        points = isotonic_samples(line.points)
-        if way.sent_bytes > points[-1].sent_bytes:
+        """Return the time that a collective of `num_bytes` of a rank takes on a route."""
+        cost = critical_path_cost(route, num_bytes, self.world, self.ranks_per_host, op)
+        model = self.lines[route]
+        if len(model.points) < 2 or op != "all_reduce":
+            return model.seconds(cost)
+        points = isotonic_samples(model.points)
+        if cost.sent_bytes > points[-1].sent_bytes:
             slope = max(_last_slope(points), self._slope_of_first_route(len(points)))
-            return points[-1].seconds + slope * (way.sent_bytes - points[-1].sent_bytes)
-        if way.sent_bytes <= points[0].sent_bytes:
+            return points[-1].seconds + slope * (cost.sent_bytes - points[-1].sent_bytes)
+        if cost.sent_bytes <= points[0].sent_bytes:
             return points[0].seconds
-        return _interpolate(points, way.sent_bytes)
+        return _interpolate(points, cost.sent_bytes)
 
     def _slope_of_first_route(self, num_tried: int) -> float:
-        """Seconds of a byte of the first route on sizes that another was not tried on; 0: there are none."""
+        """Return seconds per byte of the first route on sizes for which another was not measured; 0 if
+        there are none.
+        """
         points = isotonic_samples(next(iter(self.lines.values())).points)[num_tried - 1 :]
         return _slope(points[0], points[-1]) if len(points) > 1 else 0.0
 
     def best(self, num_bytes: int, op: str = "all_reduce") -> str:
-        """The route of a size: the first one, unless another is `MEASURED_GAIN` times as fast, or `PREDICTED_GAIN`.
+        """Return the route for a size: the first one, unless another is `MEASURED_GAIN` (or `PREDICTED_GAIN`)
+        times as fast.
 
-        A route that was given up on smaller buffers is not looked at: nothing is known of it there.
+        A route that was not measured on buffers of this size is not considered: nothing is known of it there.
         """
         first, *others = self.lines
         known = [first, *(route for route in others if self._was_measured(route, num_bytes, op))]
-        found = min(known, key=lambda route: self.seconds(route, num_bytes, op))
+        fastest = min(known, key=lambda route: self.seconds(route, num_bytes, op))
         gain = MEASURED_GAIN if op == "all_reduce" else PREDICTED_GAIN
-        gains = self.seconds(first, num_bytes, op) >= gain * self.seconds(found, num_bytes, op)
-        return found if gains else first
+        is_worth_it = self.seconds(first, num_bytes, op) >= gain * self.seconds(fastest, num_bytes, op)
+        return fastest if is_worth_it else first
 
     def _was_measured(self, route: str, num_bytes: int, op: str) -> bool:
-        """On a buffer as large, or on the largest that any route was tried on."""
-        most = max(len(line.points) for line in self.lines.values())
+        """Return whether a route was measured on a buffer as large, or on the largest that any route was
+        measured on.
+        """
+        max_num_points = max(len(line.points) for line in self.lines.values())
         points = self.lines[route].points
-        way = critical_path_cost(route, num_bytes, self.world, self.ranks_per_host, op)
-        return len(points) == most or way.sent_bytes <= max(point.sent_bytes for point in points)
+        cost = critical_path_cost(route, num_bytes, self.world, self.ranks_per_host, op)
+        return len(points) == max_num_points or cost.sent_bytes <= max(point.sent_bytes for point in points)
 
 
 def isotonic_samples(points: Sequence[LinkSample]) -> list[LinkSample]:
-    """By bytes, with times that do not fall: runs of sizes that do have one time, the lower median of theirs.
+    """Return samples by bytes, with times that do not fall: runs that do get one time, the lower median of
+    theirs.
 
     Source: Barlow, Bartholomew, Bremner, Brunk 1972, Statistical Inference under Order Restrictions, section
     1.2 (pool adjacent violators), with medians, which one disturbed time does not move.
@@ -301,70 +308,72 @@ def _slope(low: LinkSample, high: LinkSample) -> float:
 
 
 def _last_slope(points: Sequence[LinkSample]) -> float:
-    """Seconds of a byte on the largest buffers; three of them, as of two a noisy one may make bytes free."""
+    """Return seconds per byte on the largest buffers."""
+    # Three of them: with two, a noisy one may make bytes free.
     return fit_link_model(points[-_NUM_SLOPE_SAMPLES:]).beta_seconds_per_byte
 
 
 class RouteChoice(NamedTuple):
-    """Which route a collective goes by.
+    """The choice of a route by size.
 
     Args:
-        limits: the most bytes, and the route of what is not larger; ascending.
-        above: the route of what is larger than all of these.
+        limits: the largest size, and the route of sizes that are not larger; ascending.
+        above: the route of sizes that are larger than all of these.
     """
 
     limits: tuple[tuple[int, str], ...]
     above: str
 
     def route(self, num_bytes: int) -> str:
-        """Of so many bytes of a rank."""
-        return next((route for most, route in self.limits if num_bytes <= most), self.above)
+        """Return the route of a buffer of `num_bytes`."""
+        return next((route for limit, route in self.limits if num_bytes <= limit), self.above)
 
     @property
     def routes(self) -> list[str]:
-        """All that are used."""
+        """All routes that are used."""
         return list(dict.fromkeys([*(route for _, route in self.limits), self.above]))
 
     def __str__(self) -> str:
-        parts = [f"{route} up to {_format_bytes(most)}" for most, route in self.limits]
-        return ", ".join([*parts, f"{self.above} above" if parts else self.above])
+        texts = [f"{route} up to {_format_bytes(limit)}" for limit, route in self.limits]
+        return ", ".join([*texts, f"{self.above} above" if texts else self.above])
 
 
 def choose_route(
     forecast: RouteForecast, sizes: Sequence[int] = CHOICE_SIZES, op: str = "all_reduce"
 ) -> RouteChoice:
-    """The best route of every size, as limits between them."""
+    """Return the best route of every size, as limits between them."""
     best = [(size, forecast.best(size, op)) for size in sorted(sizes)]
     limits = tuple((size, route) for (size, route), (_, after) in pairwise(best) if route != after)
     return RouteChoice(limits, best[-1][1])
 
 
 def choose_routes(forecast: RouteForecast) -> dict[str, RouteChoice]:
-    """By collective, sums first."""
+    """Return the choice for each collective, sums first."""
     return {op: choose_route(forecast, op=op) for op in ROUTED_OPS}
 
 
 def explain_route_times(forecast: RouteForecast, num_bytes: int, op: str = "all_reduce") -> str:
-    """What is expected of a size by every route, the best one first."""
+    """Return a text with the expected time of a size on every route, the best one first."""
     times = sorted((forecast.seconds(route, num_bytes, op), route) for route in forecast.lines)
     return ", ".join(f"{route} {seconds * 1e3:.3g} ms" for seconds, route in times)
 
 
 def explain_predicted_choices(forecast: RouteForecast, choices: Mapping[str, RouteChoice], first: str) -> str:
-    """The collectives that were not measured and go by another route than the first, each with its reason;
-    empty where none does.
+    """Return a text with the collectives that were not measured and use another route than the first; empty
+    if none does.
 
-    The reason is the largest size for which a limit was found, where the routes are nearest to each other.
+    Each has the times that were decisive: those of the largest size with a limit, where the routes are
+    nearest to each other.
     """
-    found = []
+    texts = []
     for op, choice in choices.items():
         if op == "all_reduce" or choice.routes == [first]:
             continue
         size = choice.limits[-1][0] if choice.limits else CHOICE_SIZES[-1]
-        found.append(
-            f"{op} {choice}, foretold of {_format_bytes(size)}: {explain_route_times(forecast, size, op)}"
+        texts.append(
+            f"{op} {choice}, predicted for {_format_bytes(size)}: {explain_route_times(forecast, size, op)}"
         )
-    return "; ".join(found)
+    return "; ".join(texts)
 
 
 def _format_bytes(num_bytes: int) -> str:
@@ -375,13 +384,14 @@ def _format_bytes(num_bytes: int) -> str:
 
 
 class SizeRoutedCollective:
-    """Several paths of one group; operation and size of a buffer say which one it takes.
+    """A collective that chooses one of several routes by operation and size.
 
     Args:
-        paths: by route, each on process groups of its own. The first carries what has no choice.
-        choices: by operation, equal on every rank.
-    Wire: that of the path.
-    Exactness: that of rounding, as each path; equal bits on every rank.
+        paths: collectives by route, each on process groups of its own. The first is used for operations
+            without a choice.
+        choices: choices by operation, equal on every rank.
+    Wire: that of the route.
+    Exactness: that of rounding, as each route; equal bits on every rank.
     Source: Thakur, Rabenseifner, Gropp 2005, Optimization of Collective Communication Operations in MPICH,
         section 6 (algorithms by message size).
     """
@@ -394,31 +404,24 @@ class SizeRoutedCollective:
 
     @property
     def group(self) -> RankGroup:
-        """See `Collective`."""
         return self._first.group
 
     def buffer(self, num_values: int, like: Tensor, key: str) -> Tensor:
-        """See `Collective`."""
         return self._first.buffer(num_values, like, key)
 
     def all_reduce(self, x: Tensor, key: str) -> Handle:
-        """See `Collective`."""
         return self._path("all_reduce", x).all_reduce(x, key)
 
     def reduce_scatter(self, x: Tensor, key: str, arriving: ReceiveBuffer = None) -> Handle:
-        """See `Collective`."""
         return self._path("reduce_scatter", x).reduce_scatter(x, key, arriving)
 
     def all_gather(self, x: Tensor, key: str, out: Tensor | None = None) -> Handle:
-        """See `Collective`."""
         return self._path("all_gather", x).all_gather(x, key, out)
 
     def broadcast(self, x: Tensor, key: str, source: int = 0) -> Handle:
-        """See `Collective`."""
         return self._path("broadcast", x).broadcast(x, key, source)
 
     def abort(self) -> None:
-        """See `Collective`."""
         for path in self._paths.values():
             path.abort()
 

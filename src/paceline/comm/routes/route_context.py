@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RouteContext:
-    """Where a collective is made.
+    """The context in which a collective is built.
 
     Args:
         world: all ranks.
-        device: where gradients lie.
-        warn: is told of a route that is another one here.
-        close_callbacks: what a session calls when it is closed.
-        apply_codec: puts a codec on a path; the path itself where values travel as they are.
-        is_coded: whether it does.
-        is_ordered: sums have one order, so nothing is left to what is measured.
-        record: is told of what was chosen, for the run folder.
-        largest_bytes: of a buffer of gradients.
-        link_profile: a file that says what links are like; None: they are measured.
-        route_forecasts: what was measured before, by ranks.
+        device: device of the gradients.
+        warn: called with a text if the route is another one than was requested.
+        close_callbacks: called when the session is closed; constructors append to it.
+        apply_codec: puts a codec on a route; returns the route itself if values are sent as they are.
+        is_coded: whether there is a codec.
+        is_ordered: sums have one order, so no choice may depend on measurements.
+        record: called with a name and what was chosen, for the run folder.
+        largest_bytes: bytes of the largest buffer of gradients.
+        link_profile: a file with a profile of the links; None: they are measured.
+        route_forecasts: earlier measurements, by ranks.
     """
 
     cluster: Cluster
@@ -52,8 +52,13 @@ class RouteContext:
 
 
 def require_cpu(context: RouteContext, word: str, instead: str) -> None:
+    """Raise an error if gradients are on a GPU, for which this route is not built.
+
+    Raises:
+        StrategyError: the device is not the CPU.
+    """
     if context.device.type != "cpu":
         raise StrategyError(
-            f"route={word} is built for processors, and this rank trains on {context.device.type}",
-            next_step=f"leave it out: {instead}",
+            f"route={word} needs a CPU, but this rank trains on {context.device.type}",
+            next_step=f"remove it: {instead}",
         )

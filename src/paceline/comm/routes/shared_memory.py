@@ -1,10 +1,9 @@
-"""Memory without a name that ranks of one host have mapped: it is gone when the last of them is.
-
-The route through memory: ranks of one host add up their buffers where they lie, and nothing is sent.
+"""The shared memory route: ranks of one host add up their buffers where they lie, and nothing is sent.
 
 A buffer is memory that every rank of the group has mapped. Each rank adds one slice of all buffers, in the
 order of the ranks, and writes the sum into all of them. Invariant: between launch and the end of `wait` a
-rank's buffer belongs to the group. The memory has no name, so it is gone when the last rank is.
+rank's buffer belongs to the group. The memory has no name, so it is freed with the last process that has
+mapped it.
 """
 
 from __future__ import annotations
@@ -29,10 +28,11 @@ from paceline.job.mesh import RankGroup
 
 
 def allocate_shared_memory(num_bytes: int, name: str) -> int:
-    """An open file of so many zeroed bytes, which nobody else has; the caller closes it.
+    """Return an open file of `num_bytes` zeroed bytes of memory that no other process has; the caller closes
+    it.
 
     Args:
-        name: seen among the open files and maps of a process, and nowhere else.
+        name: shown among the open files and maps of a process, and nowhere else.
     Raises:
         CommunicationError: the machine has no such memory left.
     """
@@ -43,7 +43,7 @@ def allocate_shared_memory(num_bytes: int, name: str) -> int:
             os.posix_fallocate(file, 0, num_bytes)
         except OSError as error:
             raise CommunicationError(
-                f"there are no {num_bytes} bytes of shared memory: {error}",
+                f"cannot allocate {num_bytes} bytes of shared memory: {error}",
                 next_step="free memory, or choose route=native",
             ) from error
         cleanup.pop_all()
@@ -51,22 +51,24 @@ def allocate_shared_memory(num_bytes: int, name: str) -> int:
 
 
 def map_shared_tensor(file: int, num_values: int, dtype: torch.dtype) -> Tensor:
-    """The memory of an open file as a tensor [n]; the file need not stay open."""
+    """Map the memory of an open file as a tensor [n]; the file need not stay open."""
     path = f"/proc/self/fd/{file}"
     return torch.from_file(path, shared=True, size=max(1, num_values), dtype=dtype)[:num_values]
 
 
 _FILLED, _SUMMED = 0, 1
-_CACHE_LINE_VALUES = 64  # slices end at these multiples, so that no cache line is written by two ranks
-CHUNK_VALUES = 1 << 16  # what was added is still in the cache when it is written to the others
+# Slices end at these multiples, so that no cache line is written by two ranks.
+_CACHE_LINE_VALUES = 64
+# Values that were added are still in the cache when they are written to the others.
+CHUNK_VALUES = 1 << 16
 
 
 WireCalls = Sequence[tuple[str, RankGroup, int]]
-"""Operation, group and bytes, of what a sum would cost on a wire."""
+"""Operation, group and bytes of each collective that a sum replaces, for the ledger."""
 
 
 class SharedMemoryCollective:
-    """Sums over the ranks of one host, in processor memory.
+    """A collective over the ranks of one host, in CPU memory.
 
     Args:
         links: connects the group; `close` closes it.
@@ -82,65 +84,66 @@ class SharedMemoryCollective:
     def __init__(self, net: Net, group: RankGroup, links: HostLinks) -> None:
         self.net, self.group = net, group
         self._links = links
-        self._parts: dict[str, list[Tensor]] = {}
+        self._buffers: dict[str, list[Tensor]] = {}
         self._num_sums = 0
         self._workspace = Workspace()
 
     def buffer(self, num_values: int, like: Tensor, key: str) -> Tensor:
-        """See `Collective`; collective. Sums of this very tensor copy nothing."""
-        self._parts[key] = self._map(num_values, like.dtype)
-        return self._parts[key][self.group.rank]
+        """Allocate zeros [n] that all ranks have mapped; collective. Sums of this very tensor copy
+        nothing.
+        """
+        self._buffers[key] = self._map(num_values, like.dtype)
+        return self._buffers[key][self.group.rank]
 
     def all_reduce(self, x: Tensor, key: str) -> Handle:
-        """See `Collective`; the sum is made in `wait`, by the thread that waits."""
-        parts = self._parts_of(x, key)
-        mine = parts[self.group.rank]
-        in_place = x.data_ptr() == mine.data_ptr()
+        """Launch a sum, which `wait` computes on the thread that waits."""
+        buffers = self._buffers_of(x, key)
+        local = buffers[self.group.rank]
+        in_place = x.data_ptr() == local.data_ptr()
         if not in_place:
-            mine.copy_(x.reshape(-1))
+            local.copy_(x.reshape(-1))
 
         def add() -> None:
-            sum_slice_in_all(parts, self.group.rank)
+            sum_slice_in_all(buffers, self.group.rank)
 
         calls = [("all_reduce", self.group, x.numel() * x.element_size())]
-        return self._launch(calls, key, add, lambda: x if in_place else x.copy_(mine.view_as(x)))
+        return self._launch(calls, key, add, lambda: x if in_place else x.copy_(local.view_as(x)))
 
     def reduce_scatter(self, x: Tensor, key: str, arriving: ReceiveBuffer = None) -> Handle:
-        """See `Collective`; the result lies in this rank's buffer, whose own row nobody else reads."""
-        parts, place = self._parts_of(x, key), self.group.rank
-        if x.data_ptr() != parts[place].data_ptr():
-            parts[place].copy_(x.reshape(-1))
-        rows = [part.view_as(x)[place] for part in parts]
+        """Sum rows; the result lies in this rank's buffer, whose own row no other rank reads."""
+        buffers, rank = self._buffers_of(x, key), self.group.rank
+        if x.data_ptr() != buffers[rank].data_ptr():
+            buffers[rank].copy_(x.reshape(-1))
+        rows = [buffer.view_as(x)[rank] for buffer in buffers]
         scratch = self._workspace.take("slice", (CHUNK_VALUES,), x.dtype)
 
         def add() -> None:
-            sum_into_row([row.reshape(-1) for row in rows], place, scratch)
+            sum_into_row([row.reshape(-1) for row in rows], rank, scratch)
 
         calls = [("reduce_scatter", self.group, x.numel() * x.element_size())]
-        return self._launch(calls, key, add, lambda: rows[place])
+        return self._launch(calls, key, add, lambda: rows[rank])
 
     def all_gather(self, x: Tensor, key: str, out: Tensor | None = None) -> Handle:
-        """See `Collective`; every rank copies the others' values from where they lie."""
-        parts = self._parts_of(x, key)
-        mine = parts[self.group.rank]
-        if x.data_ptr() != mine.data_ptr():
-            mine.copy_(x.reshape(-1))
+        """Copy the values of all ranks from where they lie."""
+        buffers = self._buffers_of(x, key)
+        local = buffers[self.group.rank]
+        if x.data_ptr() != local.data_ptr():
+            local.copy_(x.reshape(-1))
         rows = torch.empty(self.group.size, x.numel(), dtype=x.dtype) if out is None else out
 
         def collect() -> None:
-            for row, part in zip(rows, parts, strict=True):
-                row.copy_(part)
+            for row, buffer in zip(rows, buffers, strict=True):
+                row.copy_(buffer)
 
         calls = [("all_gather", self.group, x.numel() * x.element_size())]
         return self._launch(calls, key, collect, lambda: rows.view(self.group.size, *x.shape))
 
     def broadcast(self, x: Tensor, key: str, source: int = 0) -> Handle:
-        """See `Collective`."""
-        parts = self._parts_of(x, key)
+        buffers = self._buffers_of(x, key)
         if self.group.rank == source:
-            parts[source].copy_(x.reshape(-1))
+            buffers[source].copy_(x.reshape(-1))
         calls = [("broadcast", self.group, x.numel() * x.element_size())]
-        return self._launch(calls, key, lambda: x.copy_(parts[source].view_as(x)), lambda: x)
+        return self._launch(calls, key, lambda: x.copy_(buffers[source].view_as(x)), lambda: x)
 
     def combine(
         self, keys: Sequence[str], calls: WireCalls, add: Callable[[Sequence[Sequence[Tensor]]], None]
@@ -148,18 +151,18 @@ class SharedMemoryCollective:
         """Let every rank change its share of all ranks' buffers, once all are filled.
 
         Args:
-            keys: of buffers made by `buffer`.
-            calls: what this would cost on a wire, for the ledger.
-            add: is given the buffers by key and rank; no two ranks may touch the same values.
+            keys: keys of buffers made by `buffer`.
+            calls: collectives that this replaces, for the ledger.
+            add: called with the buffers by key and rank; no two ranks may touch the same values.
         """
-        parts = [self._parts[key] for key in keys]
-        return self._launch(calls, keys[0], lambda: add(parts), lambda: parts[0][self.group.rank])
+        buffers = [self._buffers[key] for key in keys]
+        return self._launch(calls, keys[0], lambda: add(buffers), lambda: buffers[0][self.group.rank])
 
     def abort(self) -> None:
-        """See `Collective`; nothing is kept between steps."""
+        """Do nothing: no state is kept between steps."""
 
     def close(self) -> None:
-        """Leave the other ranks; buffers stay readable."""
+        """Close the links to the other ranks; buffers stay readable."""
         self._links.close()
 
     def _launch(
@@ -170,6 +173,7 @@ class SharedMemoryCollective:
         label = f"buffer '{key}' of {calls[0][2]} bytes"
         filled, summed = (HostSignal(phase, self._num_sums, label) for phase in (_FILLED, _SUMMED))
         self._num_sums += 1
+        # Sent at the launch and not in `wait`: the others may start as soon as all buffers are filled.
         self._links.broadcast_signal(filled)
 
         def finish(deadline_seconds: float | None, exposed: bool) -> Tensor:
@@ -180,6 +184,7 @@ class SharedMemoryCollective:
                 self._links.wait_for_all(filled)
                 add()
                 self._links.broadcast_signal(summed)
+                # No rank may touch its buffer before all have written their slices into it.
                 self._links.wait_for_all(summed)
             finally:
                 for entry in entries:
@@ -189,29 +194,29 @@ class SharedMemoryCollective:
 
         return Handle(finish)
 
-    def _parts_of(self, x: Tensor, key: str) -> list[Tensor]:
-        parts = self._parts.get(key)
-        if parts is None or parts[0].numel() < x.numel() or parts[0].dtype != x.dtype:
-            parts = self._parts[key] = self._map(x.numel(), x.dtype)
-        return parts if parts[0].numel() == x.numel() else [part[: x.numel()] for part in parts]
+    def _buffers_of(self, x: Tensor, key: str) -> list[Tensor]:
+        buffers = self._buffers.get(key)
+        if buffers is None or buffers[0].numel() < x.numel() or buffers[0].dtype != x.dtype:
+            buffers = self._buffers[key] = self._map(x.numel(), x.dtype)
+        return buffers if buffers[0].numel() == x.numel() else [buffer[: x.numel()] for buffer in buffers]
 
     def allocate_shared_once(self, num_values: int, like: Tensor) -> Tensor:
-        """Zeros [n] that lie once, and that every rank of the group has mapped; collective."""
+        """Allocate zeros [n] that exist once, and that every rank of the group has mapped; collective."""
         shares = [num_values if rank == 0 else 0 for rank in range(self.group.size)]
         return self._map(shares[self.group.rank], like.dtype, shares)[0]
 
     def _map(self, num_values: int, dtype: torch.dtype, shares: Sequence[int] | None = None) -> list[Tensor]:
-        """Memory of every rank of the group, by place in the group; this rank's is zeroed.
+        """Map memory of every rank of the group, and return it by group rank; this rank's is zeroed.
 
         Args:
-            num_values: of this rank.
-            shares: of every rank; as many on each if None.
+            num_values: values of this rank.
+            shares: values of every rank; as many on each if None.
         """
         num_bytes = max(1, num_values) * dtype.itemsize
-        mine = allocate_shared_memory(num_bytes, "paceline-sums")
-        files = {self.group.ranks[self.group.rank]: mine}
+        local_file = allocate_shared_memory(num_bytes, "paceline-sums")
+        files = {self.group.ranks[self.group.rank]: local_file}
         try:
-            files |= self._links.share(mine)
+            files |= self._links.share(local_file)
             sizes = shares or [num_values] * self.group.size
             return [self._view(files[r], n, dtype) for r, n in zip(self.group.ranks, sizes, strict=True)]
         finally:
@@ -228,30 +233,30 @@ class SharedMemoryCollective:
         return map_shared_tensor(file, num_values, dtype)
 
 
-def sum_into_row(rows: Sequence[Tensor], place: int, scratch: Tensor) -> None:
-    """Replace row number `place`, [n] each, by the sum of all, added in their order.
+def sum_into_row(rows: Sequence[Tensor], index: int, scratch: Tensor) -> None:
+    """Replace row `index`, [n] each, by the sum of all rows, added in their order.
 
     Args:
-        scratch: as much as is added at a time [m].
+        scratch: memory for the values that are added at a time [m].
     """
     for start in range(0, rows[0].numel(), scratch.numel()):
         first, *others = (row[start : start + scratch.numel()] for row in rows)
         total = scratch[: first.numel()].copy_(first)
         for other in others:
             total.add_(other)
-        rows[place][start : start + scratch.numel()].copy_(total)
+        rows[index][start : start + scratch.numel()].copy_(total)
 
 
-def sum_slice_in_all(parts: Sequence[Tensor], place: int) -> None:
-    """Replace slice number `place` of every part, [n] each, by the sum of that slice over all parts.
+def sum_slice_in_all(buffers: Sequence[Tensor], index: int) -> None:
+    """Replace slice `index` of every buffer, [n] each, by the sum of that slice over all buffers.
 
-    If every rank does this with its own place, all parts end as the sum.
+    If every rank does this with its own index, all buffers end as the sum.
     """
-    num_values = parts[0].numel()
-    width = -(-num_values // (len(parts) * _CACHE_LINE_VALUES)) * _CACHE_LINE_VALUES
-    begin, end = min(place * width, num_values), min((place + 1) * width, num_values)
+    num_values = buffers[0].numel()
+    width = -(-num_values // (len(buffers) * _CACHE_LINE_VALUES)) * _CACHE_LINE_VALUES
+    begin, end = min(index * width, num_values), min((index + 1) * width, num_values)
     for start in range(begin, end, CHUNK_VALUES):
-        total, *others = (part[start : min(start + CHUNK_VALUES, end)] for part in parts)
+        total, *others = (buffer[start : min(start + CHUNK_VALUES, end)] for buffer in buffers)
         for other in others:
             total.add_(other)
         for other in others:
@@ -259,35 +264,37 @@ def sum_slice_in_all(parts: Sequence[Tensor], place: int) -> None:
 
 
 def build_shared_memory(group: RankGroup, context: RouteContext) -> Collective:
-    """The memory of one host.
+    """Build sums in the memory of one host.
 
     Raises:
-        StrategyError: the group has none in common.
+        StrategyError: the ranks of the group share none.
     """
-    found = shared_or_native(group, context)
-    if isinstance(found, NativeCollective):
-        why = (
-            "this job computes on GPUs" if context.device.type != "cpu" else "its ranks run on several hosts"
-        )
+    path = shared_or_native(group, context)
+    if isinstance(path, NativeCollective):
+        why = "the job uses GPUs" if context.device.type != "cpu" else "its ranks are on several hosts"
         raise StrategyError(
             f"route=shared-memory cannot sum over group '{group.name}' {group.ranks}: {why}",
-            next_step="choose route=auto, which takes memory where it can, or route=native",
+            next_step="choose route=auto, which uses shared memory where possible, or route=native",
         )
-    return found
+    return path
 
 
 def shared_or_native(group: RankGroup, context: RouteContext) -> Collective:
-    """Memory where all ranks of the group are on one host, and nothing is coded."""
+    """Build sums in shared memory if all ranks of the group are on one host and there is no codec; else
+    native ones.
+    """
     if context.is_coded:
         return build_native(group, context)
     return host_memory_or_none(group, context) or NativeCollective(context.net, group)
 
 
 def host_memory_or_none(group: RankGroup, context: RouteContext) -> SharedMemoryCollective | None:
-    """The memory of the host on which all ranks of a group run; None: they run on several, or on GPUs."""
+    """Return sums in the memory of the host of a group; None if its ranks are on several hosts, or on
+    GPUs.
+    """
     links = connect_single_host_group(group, context.net) if context.device.type == "cpu" else None
     if links is None:
         return None
-    found = SharedMemoryCollective(context.net, group, links)
-    context.close_callbacks.append(found.close)
-    return found
+    path = SharedMemoryCollective(context.net, group, links)
+    context.close_callbacks.append(path.close)
+    return path

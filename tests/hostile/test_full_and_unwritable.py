@@ -70,7 +70,7 @@ def test_a_log_that_is_never_written_ends_nothing_and_its_loss_is_told(tmp_path:
     assert (
         len(said) == 2
         and "No such file" in said[0]
-        and said[1] == "3 lines of log.txt could not be written and are lost"
+        and said[1] == "lost 3 lines of log.txt that could not be written"
     )
 
 

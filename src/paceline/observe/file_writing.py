@@ -72,7 +72,8 @@ class LineAppender:
         self._write_pending()
         num_lost = self._num_lost_lines + len(self._pending)
         if num_lost:
-            self._warn(f"{num_lost} lines of {self._path.name} could not be written and are lost")
+            lines = "1 line" if num_lost == 1 else f"{num_lost} lines"
+            self._warn(f"lost {lines} of {self._path.name} that could not be written")
         self._close_file()
 
     def _write_pending(self) -> None:

@@ -82,8 +82,8 @@ def has_closed_form(strategy: str) -> bool:
     parsed = _parse_strategy(strategy)
     if parsed is None:
         return False
-    plain = parsed.layout == "replicate" and parsed.lanes == 1 and not parsed.servers and parsed.form.exact
-    return plain and parsed.path.ring_bytes and parsed.rule.extra_tally_bytes is not None
+    plain = parsed.layout == "replicate" and parsed.lanes == 1 and not parsed.servers and parsed.codec_spec.exact
+    return plain and parsed.route_spec.ring_bytes and parsed.sync_spec.extra_tally_bytes is not None
 
 
 def all_reduce_bytes(run: RecordedRun, *sizes: str) -> float:
@@ -115,7 +115,7 @@ def _parse_strategy(strategy: str) -> Strategy | None:
 def _sync_spec(strategy: str) -> SyncSpec:
     parsed = _parse_strategy(strategy)
     assert parsed is not None
-    return parsed.rule
+    return parsed.sync_spec
 
 
 def cumulative_sent_bytes(run: RecordedRun) -> Callable[[float], float]:

@@ -1,6 +1,7 @@
-"""What runs under different settings have in common: the axes of a sweep, its rows, and what they show.
+"""Studies of several runs: sweeps over recipe keys, comparisons of strategies, and comparisons of codecs.
 
-Pure: folders are read, nothing is started; the command `paceline sweep` does that. Imports no torch.
+Sweeps and comparisons only read run folders, without torch; `paceline sweep` and `paceline compare` start the
+runs. `codec_report` trains by itself and imports torch.
 """
 
 from paceline.studies.critical_batch import CriticalBatch, find_critical_batch

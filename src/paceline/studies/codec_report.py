@@ -1,7 +1,7 @@
-"""What codecs do to one task: bytes, losses over seeds, and a step at three bandwidths.
+"""The comparison of codecs on one task: bytes, losses over seeds, and the time of a step at three bandwidths.
 
-Every codec trains the recipe with every seed in the same processes, on the native route. Ratio and losses are
-measured; the time of a step at a bandwidth is computed from what was measured, as `codec=auto` does.
+Every codec trains the recipe with every seed in the same processes, on the native route. Ratios and losses
+are measured; the time of a step at a bandwidth is computed from measurements, as `codec=auto` does.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ from paceline.tuning.codec_choice import CodecMeasurements, measure_codecs
 
 CODECS = ("bf16", "int8", "topk:0.01", "topk:0.01+int4")
 BANDWIDTHS = (1e9, 1e8, 1e7)
-_LAST = 0.1  # of the steps: their mean loss, where nothing is held out
+_LAST_FRACTION = 0.1  # without held-out data, the loss is the mean over this part of the steps
 
 
 @dataclass(frozen=True)
 class CodecComparison:
-    """One codec on one task.
+    """The results of one codec.
 
     Args:
-        ratio: bytes of fp32 for one byte of it, of all that is sent in training.
-        losses: one for each seed: of held-out samples, else the mean of the last tenth of the steps.
-        gap: of the mean loss, relative to that of fp32; 0.01 is 1 % worse.
-        step_seconds: by bandwidth, what a step is expected to take.
-        break_even: bits per second below which it pays.
+        codec: its word, with argument.
+        ratio: bytes that fp32 sent in training divided by those of this codec.
+        losses: held-out loss for each seed; without held-out data, the mean of the last tenth of the steps.
+        gap: difference of the mean loss to that of fp32, relative to it; 0.01 is 1 % worse.
+        step_seconds: expected time of a step at each of `BANDWIDTHS`.
+        break_even: bits per second below which the codec pays off.
     """
 
     codec: str
@@ -54,7 +55,7 @@ class CodecComparison:
         return statistics.stdev(self.losses) if len(self.losses) > 1 else 0.0
 
     def record(self) -> dict[str, Any]:
-        """As plain values."""
+        """Return the results as plain values."""
         return {**asdict(self), "spread": self.spread, "bandwidths": BANDWIDTHS}
 
 
@@ -65,46 +66,50 @@ def report_codecs(
     seeds: Sequence[int],
     *,
     base_dir: Path | None = None,
-    say: Callable[[str], object] = lambda text: None,
+    log: Callable[[str], object] = lambda text: None,
 ) -> list[CodecComparison]:
-    """Train and compare; collective, equal on every rank.
+    """Train with every codec and seed, and compare; collective, equal on every rank.
 
     Args:
-        cluster: connected, two ranks or more.
-        say: is told of every run that has ended.
+        cluster: connected, with at least two ranks.
+        codecs: words of codecs; fp32 is added as the reference.
+        log: receives a line when a codec is done.
     """
     words, trained = ["fp32", *codecs], dict[str, list[tuple[float, float]]]()
     for codec in words:
-        own = recipe.replace(strategy=Strategy(replicas=cluster.world_size, route="native", codec=codec))
-        trained[codec] = [_train(own.replace(seed=seed), cluster, base_dir) for seed in seeds]
-        say(f"{codec}: losses {', '.join(f'{loss:.4f}' for loss, _ in trained[codec])}")
+        coded_recipe = recipe.replace(
+            strategy=Strategy(replicas=cluster.world_size, route="native", codec=codec)
+        )
+        trained[codec] = [_train(coded_recipe.replace(seed=seed), cluster, base_dir) for seed in seeds]
+        log(f"{codec}: losses {', '.join(f'{loss:.4f}' for loss, _ in trained[codec])}")
     return compare_codecs(trained, _measure(recipe, cluster, codecs, base_dir))
 
 
 def compare_codecs(
-    trained: dict[str, list[tuple[float, float]]], found: CodecMeasurements
+    trained: dict[str, list[tuple[float, float]]], measured: CodecMeasurements
 ) -> list[CodecComparison]:
-    """Each codec beside fp32; pure.
+    """Compare codecs with fp32; pure.
 
     Args:
-        trained: by codec and seed, the loss and the bytes that a rank sent.
+        trained: loss and bytes that a rank sent, by codec, one pair for each seed.
+        measured: times of the codecs and of the links.
     """
-    plain, codings = trained["fp32"], {one.codec: one for one in found.codings}
-    dense = statistics.fmean(loss for loss, _ in plain)
+    plain, codings = trained["fp32"], {cost.codec: cost for cost in measured.costs}
+    plain_loss = statistics.fmean(loss for loss, _ in plain)
     rows = []
     for codec, runs in trained.items():
         losses = tuple(loss for loss, _ in runs)
         ratio = sum(sent for _, sent in plain) / sum(sent for _, sent in runs)
-        times = (found._replace(bits_per_second=bits).seconds(codings[codec]) for bits in BANDWIDTHS)
-        gap = statistics.fmean(losses) / dense - 1
+        times = (measured._replace(bits_per_second=bits).seconds(codings[codec]) for bits in BANDWIDTHS)
+        gap = statistics.fmean(losses) / plain_loss - 1
         rows.append(
-            CodecComparison(codec, ratio, losses, gap, tuple(times), found.break_even(codings[codec]))
+            CodecComparison(codec, ratio, losses, gap, tuple(times), measured.break_even(codings[codec]))
         )
     return rows
 
 
 def _train(recipe: Recipe, cluster: Cluster, base_dir: Path | None) -> tuple[float, float]:
-    """Loss, and bytes that a rank sent in its steps, the mean of all."""
+    """Return the loss, and the bytes that a rank sent in the steps, averaged over ranks."""
     torch.manual_seed(recipe.seed)
     task = build_task(recipe, None, base_dir)
     session = build_session(recipe, task, cluster, torch.device("cpu"))
@@ -113,7 +118,7 @@ def _train(recipe: Recipe, cluster: Cluster, base_dir: Path | None) -> tuple[flo
     sent = session.sum(session.net.ledger.total().sent_bytes - before) / cluster.world_size
     held_out = evaluate(session)
     session.close()
-    last = losses[-max(1, int(_LAST * len(losses))) :]
+    last = losses[-max(1, int(_LAST_FRACTION * len(losses))) :]
     return (statistics.fmean(last) if held_out is None else held_out.loss), sent
 
 
@@ -125,15 +130,15 @@ def _measure(
     compute = "fp32" if recipe.precision.compute == "auto" else recipe.precision.compute
     recipe = recipe.replace(strategy=strategy, precision=recipe.precision.replace(compute=compute))
     task = build_task(recipe, None, base_dir)
-    found = measure_codecs(
+    measured = measure_codecs(
         recipe, strategy, task, cluster, mesh.replica, Net(recipe.runtime.deadline_seconds)
     )
     mesh.give_back()
-    return found
+    return measured
 
 
 def render_codec_table(rows: Sequence[CodecComparison]) -> Iterator[str]:
-    """The table for people."""
+    """Yield the lines of a table."""
     bandwidths = "".join(f"{f'ms at {bits / 1e6:.0f} Mbit/s':>20}" for bits in BANDWIDTHS)
     yield f"{'codec':<18}{'ratio':>8}{'loss':>10}{'spread':>10}{'gap':>9}{bandwidths}{'pays below':>16}"
     for row in rows:

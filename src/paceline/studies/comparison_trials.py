@@ -1,13 +1,10 @@
-"""The strategies of a comparison, read from a file. Pure.
+"""The trials of a strategy comparison: the file of strategies, the numbers of one run, and recovery after a
+kill.
 
-The file is TOML: `name = "strategy"`, or `name = { strategy = "...", set = ["optimizer.lr=2e-3"] }` where a
-strategy needs other settings than the recipe's. The first is what the speeds of the others are put beside.
+The file is TOML: `name = "strategy"`, or `name = { strategy = "...", set = ["optimizer.lr=2e-3"] }` for a
+strategy that needs other settings than the recipe's. Speeds are shown relative to the first strategy.
 
-What one run of a comparison has measured: numbers by name, and its course. Pure; reads no file.
-
-Every number comes from a record of the run. What a run does not say has no entry, and nothing stands for it.
-
-What it took to go on after a worker was killed.
+Invariant: every number comes from records of the run; a number without a record is left out, not estimated.
 """
 
 from __future__ import annotations
@@ -25,7 +22,7 @@ from paceline.recipe.toml_text import parse_toml
 from paceline.report.rank_balance import RankTimes, rank_times
 from paceline.report.run_reader import RecordedRun, to_float
 from paceline.report.sent_bytes import cumulative_sent_bytes
-from paceline.studies.sweep_summary import EvaluationPoint, MetricTarget
+from paceline.studies.sweep_summary import EvaluationPoint, MetricTarget, evaluation_points
 
 _EXAMPLE = 'for example every-step = "replicas=2"'
 _MAX_NAME_LENGTH = 40
@@ -33,10 +30,10 @@ _MAX_NAME_LENGTH = 40
 
 @dataclass(frozen=True)
 class ComparisonEntry:
-    """One strategy.
+    """A strategy of a comparison.
 
     Args:
-        name: in the table, and of its folders.
+        name: its name in tables and folders.
         strategy: as `--strategy` takes it.
         settings: as `--set` takes them.
     """
@@ -47,20 +44,20 @@ class ComparisonEntry:
 
 
 def parse_comparison_entries(text: str, where: str) -> list[ComparisonEntry]:
-    """Read a file of strategies.
+    """Parse a file of strategies.
 
     Args:
-        where: its name, for errors.
+        where: name of the file, for errors.
     Raises:
-        RecipeError: it is no TOML, holds no strategy, or one of them is not written as it has to be.
+        RecipeError: the text is no TOML, has no strategy, or one of them has another form.
     """
     try:
-        found = parse_toml(text)
+        tables = parse_toml(text)
     except ValueError as error:
         raise RecipeError(f"the strategies cannot be read: {error}", where=where) from error
-    if not found:
-        raise RecipeError("there is no strategy", where=where, next_step=_EXAMPLE)
-    return [_parse_entry(name, value, where) for name, value in found.items()]
+    if not tables:
+        raise RecipeError("the file has no strategy", where=where, next_step=_EXAMPLE)
+    return [_parse_entry(name, value, where) for name, value in tables.items()]
 
 
 def _parse_entry(name: str, value: Any, where: str) -> ComparisonEntry:
@@ -68,13 +65,13 @@ def _parse_entry(name: str, value: Any, where: str) -> ComparisonEntry:
         {"strategy": value} if type(value) is str else _require_table(name, value, where)
     )
     strategy, settings = table.get("strategy"), table.get("set", [])
-    texts = type(settings) is list and {type(one) for one in settings} <= {str}
+    are_strings = type(settings) is list and {type(setting) for setting in settings} <= {str}
     problems = {
-        "its name is no name of a folder": re.fullmatch(r"\w[\w.:+-]*", name) is None,
-        f"its name has more than {_MAX_NAME_LENGTH} letters": len(name) > _MAX_NAME_LENGTH,
+        "its name is not usable as a folder name": re.fullmatch(r"\w[\w.:+-]*", name) is None,
+        f"its name has more than {_MAX_NAME_LENGTH} characters": len(name) > _MAX_NAME_LENGTH,
         "it has no strategy": type(strategy) is not str or not strategy.strip(),
-        "set is no list of texts": not texts,
-        "a key of it is unknown": not set(table) <= {"strategy", "set"},
+        "set is not a list of strings": not are_strings,
+        "it has an unknown key": not set(table) <= {"strategy", "set"},
     }
     for problem, holds in problems.items():
         if holds:
@@ -85,16 +82,18 @@ def _parse_entry(name: str, value: Any, where: str) -> ComparisonEntry:
 def _require_table(name: str, value: Any, where: str) -> Mapping[str, Any]:
     if isinstance(value, dict):
         return value
-    raise RecipeError(f"the strategy '{name}' is neither a text nor a table", where=where, next_step=_EXAMPLE)
+    raise RecipeError(
+        f"the strategy '{name}' is neither a string nor a table", where=where, next_step=_EXAMPLE
+    )
 
 
 @dataclass(frozen=True)
 class EvaluationCost:
-    """One evaluation, and what had been spent before it.
+    """An evaluation with the costs before it.
 
     Args:
-        seconds: in steps, on rank 0.
-        sent_bytes: of all ranks; inside a window of rounds, which ranks report at once, as if evenly sent.
+        seconds: wall time of the steps on rank 0.
+        sent_bytes: bytes of all ranks, interpolated inside a window of rounds.
     """
 
     point: EvaluationPoint
@@ -104,12 +103,12 @@ class EvaluationCost:
 
 @dataclass(frozen=True)
 class TrialMeasurements:
-    """One run.
+    """The measurements of one run of a comparison.
 
     Args:
-        numbers: by name, see `measure_trial`.
-        moments: its evaluations in order.
-        roles: processes that computed gradients, and that did not.
+        numbers: measurements with the names of `measure_trial`.
+        moments: the evaluations, in order.
+        roles: number of processes that computed gradients, and of those that did not.
     """
 
     numbers: Mapping[str, float]
@@ -123,21 +122,22 @@ class TrialMeasurements:
         return min((loss for loss in losses if isfinite(loss)), default=float("inf"))
 
     def to_target(self, target: MetricTarget) -> dict[str, float]:
-        """What it took to reach a target: `NAME to target`; empty if it was not reached."""
-        found = next((moment for moment in self.moments if target.met(moment.point)), None)
-        if found is None:
+        """Return the costs to reach a target, named `NAME to target`; empty if it was not reached."""
+        first = next((moment for moment in self.moments if target.met(moment.point)), None)
+        if first is None:
             return {}
-        spent = {"samples": float(found.point.samples), "s": found.seconds, "bytes": found.sent_bytes}
-        return {f"{name} to target": value for name, value in spent.items()}
+        costs = {"samples": float(first.point.samples), "s": first.seconds, "bytes": first.sent_bytes}
+        return {f"{name} to target": value for name, value in costs.items()}
 
 
 def measure_trial(run: RecordedRun) -> TrialMeasurements:
-    """Take the numbers from the records of a whole run.
+    """Return the measurements of a complete run.
 
-    Names: `steps`, `samples/s` and `s a step` (all but the first round),
-    `idle` (share of the time in which ranks that compute gradients neither did that, nor read, nor updated),
-    `bytes a sample` (all ranks), `calls a step` (of rank 0 to others), `steps a round`, `staleness` (mean of
-    rounds) and `oldest` (in updates), `memory` (bytes of the largest process), `final NAME`.
+    The numbers are `steps`, `samples/s` and `s a step` (without the first round), `idle` (fraction of the
+    time in which ranks that compute gradients neither did so, nor read data, nor updated), `bytes a sample`
+    (of all ranks), `calls a step` (collectives and messages of rank 0), `steps a round`, `staleness` (mean
+    over rounds) and `oldest` (in updates), `memory` (bytes of the largest process), and `final NAME` of the
+    last evaluation.
     """
     ranks = rank_times(run)
     compute = [rank for rank in ranks if rank.parts["forward"] > 0]
@@ -168,28 +168,28 @@ def _speed_numbers(run: RecordedRun) -> dict[str, float]:
 def _cost_numbers(
     run: RecordedRun, ranks: Sequence[RankTimes], compute: Sequence[RankTimes]
 ) -> dict[str, float]:
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     seconds = sum(rank.seconds for rank in compute)
     if seconds > 0:
-        found["idle"] = sum((rank.communication + rank.share("other")) * rank.seconds for rank in compute)
-        found["idle"] /= seconds
+        numbers["idle"] = sum((rank.communication + rank.share("other")) * rank.seconds for rank in compute)
+        numbers["idle"] /= seconds
     samples = sum(to_float(step["num_samples"]) for step in run.steps)
     if ranks:
-        found["bytes a sample"] = sum(to_float(r["sent_bytes"]) for r in run.of("ranks")) / samples
-        found["memory"] = max(rank.peak_bytes for rank in ranks)
-    books = run.of("communication")
-    if books:
-        calls = sum(row["calls"] for row in books[-1]["rows"].values())
-        found["calls a step"] = calls / (int(run.steps[-1]["step"]) + 1)
-    return found
+        numbers["bytes a sample"] = sum(to_float(r["sent_bytes"]) for r in run.of("ranks")) / samples
+        numbers["memory"] = max(rank.peak_bytes for rank in ranks)
+    ledgers = run.of("communication")
+    if ledgers:
+        calls = sum(row["calls"] for row in ledgers[-1]["rows"].values())
+        numbers["calls a step"] = calls / (int(run.steps[-1]["step"]) + 1)
+    return numbers
 
 
 def _staleness_numbers(run: RecordedRun) -> dict[str, float]:
-    """A rule whose gradients can be old says how old they were; one that says nothing has none."""
+    """Return the staleness that the sync rule reported; rules without stale gradients report none."""
     means = [to_float(s["metrics"]["staleness"]) for s in run.steps if "staleness" in s["metrics"]]
-    most = [to_float(s["metrics"]["staleness_max"]) for s in run.steps if "staleness_max" in s["metrics"]]
-    found = {"staleness": sum(means) / len(means)} if means else {}
-    return found | ({"oldest": max(most)} if most else {})
+    largest = [to_float(s["metrics"]["staleness_max"]) for s in run.steps if "staleness_max" in s["metrics"]]
+    numbers = {"staleness": sum(means) / len(means)} if means else {}
+    return numbers | ({"oldest": max(largest)} if largest else {})
 
 
 def _final_numbers(run: RecordedRun) -> dict[str, float]:
@@ -201,22 +201,12 @@ def _final_numbers(run: RecordedRun) -> dict[str, float]:
 
 
 def _evaluation_costs(run: RecordedRun) -> list[EvaluationCost]:
-    sent = cumulative_sent_bytes(run)
-    found = []
-    for record in run.evaluations:
-        step = int(record["step"])
-        before = [s for s in run.steps if int(s["step"]) < step]
-        samples = sum(int(s["num_samples"]) for s in before)
-        values = {"loss": to_float(record["loss"])}
-        values |= {name: to_float(value) for name, value in record["metrics"].items()}
-        found.append(
-            EvaluationCost(
-                EvaluationPoint(step, samples, values),
-                sum(to_float(s["seconds"]) for s in before),
-                sent(step),
-            )
-        )
-    return found
+    sent_bytes = cumulative_sent_bytes(run)
+    costs = []
+    for point in evaluation_points(run):
+        seconds = sum(to_float(step["seconds"]) for step in run.steps if int(step["step"]) < point.step)
+        costs.append(EvaluationCost(point, seconds, sent_bytes(point.step)))
+    return costs
 
 
 RECOVERY_FILE = "recovery.json"
@@ -224,25 +214,25 @@ RECOVERY_FILE = "recovery.json"
 
 @dataclass(frozen=True)
 class KillRecovery:
-    """One kill.
+    """The recovery of a job after a worker was killed.
 
     Args:
-        how: "goes on": the job took no notice; "resumed": it ended, and was started again from its newest
-            checkpoint; "lost": it ended, and no checkpoint was there.
-        seconds: from the kill to the first step beyond those that were done at the kill; None: it was lost.
-        steps_again: steps that were done a second time.
+        how: "goes on" if the job did not end; "resumed" if it ended and was started again from its newest
+            checkpoint; "lost" if it ended without a checkpoint.
+        seconds: from the kill to the first step that had not been taken at the kill; None if it was lost.
+        steps_again: number of steps that were taken a second time.
     """
 
     how: Literal["goes on", "resumed", "lost"]
     seconds: float | None
     steps_again: int
 
-    def keep(self, folder: Path) -> None:
-        """Write it into a folder."""
+    def save(self, folder: Path) -> None:
+        """Write it to `recovery.json` in a folder."""
         (folder / RECOVERY_FILE).write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
 
 
 def read_recovery(folder: Path) -> KillRecovery | None:
-    """The inverse of `KillRecovery.keep`; None: nothing was measured there."""
+    """Read the `recovery.json` of a folder; None if there is none."""
     path = folder / RECOVERY_FILE
     return KillRecovery(**json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None

@@ -1,4 +1,4 @@
-"""The batch size beyond which larger batches save few steps.
+"""The critical batch size, beyond which larger batches save few steps. Pure.
 
 Source: McCandlish et al. 2018, An Empirical Model of Large-Batch Training, arXiv:1812.06162, section 2: the
 steps S and the samples E = S B that reach a target obey (S / S_min - 1) (E / E_min - 1) = 1, so that
@@ -19,10 +19,10 @@ class CriticalBatch:
     """A fit of S = S_min (1 + B_crit / B).
 
     Args:
-        batch: B_crit; None: steps fall as 1 / B as far as was measured, so it is beyond the largest batch.
+        batch: B_crit; None if steps fall as 1 / B for all measured batches, so that B_crit exceeds them.
         fewest_steps: S_min.
-        savings: (batch, next batch, steps of the first / steps of the second); a value of the ratio of
-            the batches would be perfect scaling.
+        savings: (batch, next batch, steps with the first / steps with the second); with perfect scaling
+            the last is the ratio of the batches.
     """
 
     batch: float | None
@@ -31,24 +31,28 @@ class CriticalBatch:
 
 
 def find_critical_batch(steps: Mapping[int, float]) -> CriticalBatch | None:
-    """Least squares of S against 1 / B, in relative errors.
+    """Fit S over 1 / B by least squares of relative errors.
 
     Args:
-        steps: to the target, by batch size.
+        steps: number of steps to the target, by batch size.
     Returns:
-        None with fewer than three batch sizes: nothing could contradict the fit.
+        None with fewer than three batch sizes: two points fit any line.
     """
     if len(steps) < _MIN_BATCH_SIZES:
         return None
     batches = sorted(steps)
     savings = tuple((a, b, steps[a] / steps[b]) for a, b in itertools.pairwise(batches))
     intercept, slope = _fit_line([(1 / b, steps[b], steps[b] ** -2) for b in batches])
-    found = slope / intercept if intercept > 0 and slope > 0 else None
-    return CriticalBatch(0.0 if slope <= 0 else found, max(0.0, intercept), savings)
+    # A line that does not rise means that larger batches save nothing; one through the origin saves all.
+    if slope <= 0:
+        batch: float | None = 0.0
+    else:
+        batch = slope / intercept if intercept > 0 else None
+    return CriticalBatch(batch, max(0.0, intercept), savings)
 
 
 def _fit_line(points: list[tuple[float, float, float]]) -> tuple[float, float]:
-    """Intercept and slope of y over x, by weighted least squares of (x, y, weight)."""
+    """Return intercept and slope of y over x, by weighted least squares of (x, y, weight)."""
     total = sum(w for _, _, w in points)
     x_mean = sum(w * x for x, _, w in points) / total
     y_mean = sum(w * y for _, y, w in points) / total

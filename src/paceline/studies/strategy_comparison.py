@@ -1,8 +1,6 @@
-"""Strategies side by side: what every one measured over its seeds, and the nine rows of each. Pure.
+"""The comparison of strategies: the numbers of each over its seeds, its properties, and tables of both. Pure.
 
-Invariant: every cell is a number that was measured, or says that it was not; nothing is taken from prose.
-
-A comparison as tables of text.
+Invariant: every cell of a table is a number that was measured, or "not measured".
 """
 
 from __future__ import annotations
@@ -12,21 +10,24 @@ from dataclasses import asdict, dataclass
 from math import isfinite
 from typing import Any
 
+from paceline.report.number_format import format_bytes
 from paceline.studies.comparison_trials import KillRecovery, TrialMeasurements
 from paceline.studies.sweep_summary import MeanAndDeviation, MetricTarget
 
 
 @dataclass(frozen=True)
 class StrategyResult:
-    """One strategy.
+    """The results of one strategy.
 
     Args:
-        strategy: in full.
-        planned: runs that were wanted.
-        numbers: over the runs that are complete; a number that not every one of them has is left out.
-        recovery: of those runs in which a worker was killed.
-        goes_with: further terms that it accepts, of those in `tried`.
-        failed: why runs are not complete.
+        strategy: the full text of the strategy.
+        planned, runs: number of planned and of complete runs.
+        roles: number of processes that computed gradients, and of those that did not.
+        numbers: mean and deviation over the complete runs; a number that a run lacks is left out.
+        recovery: one for each run in which a worker was killed.
+        goes_with: the terms of `tried` that the strategy can be combined with.
+        tried: terms of strategy strings.
+        failed: the reasons of runs that are not complete.
     """
 
     name: str
@@ -42,16 +43,16 @@ class StrategyResult:
 
     @property
     def recovery_seconds(self) -> MeanAndDeviation | None:
-        """Of the kills after which it went on; None: of none."""
-        return MeanAndDeviation.of([one.seconds for one in self.recovery if one.seconds is not None])
+        """Seconds of the recoveries that succeeded; None if none did."""
+        return MeanAndDeviation.of([kill.seconds for kill in self.recovery if kill.seconds is not None])
 
 
 @dataclass(frozen=True)
 class StrategyComparison:
-    """All of them.
+    """The results of all strategies.
 
     Args:
-        target: what "to target" means; None: no run was evaluated.
+        target: the target of the numbers "to target"; None if no run was evaluated.
         rows: in the order of the file.
     """
 
@@ -59,7 +60,7 @@ class StrategyComparison:
     rows: Sequence[StrategyResult]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, the nine rows among them."""
+        """Return the comparison as plain values, with the properties of each strategy."""
         base = self.rows[0].numbers.get("samples/s") if self.rows else None
         return {
             "target": str(self.target) if self.target is not None else None,
@@ -69,7 +70,7 @@ class StrategyComparison:
 
 @dataclass(frozen=True)
 class StrategyTrials:
-    """What there is of one strategy before it is put together; see `StrategyResult`."""
+    """The runs of one strategy; the other fields are those of `StrategyResult`."""
 
     name: str
     strategy: str
@@ -82,36 +83,38 @@ class StrategyTrials:
 
 
 def compare_strategies(
-    tried: Sequence[StrategyTrials], target: MetricTarget | None = None
+    strategies: Sequence[StrategyTrials], target: MetricTarget | None = None
 ) -> StrategyComparison:
-    """Put runs together.
+    """Compare strategies by the means over their runs.
 
     Args:
-        target: None: the evaluation loss that every complete run has reached at some time.
+        target: None for the lowest evaluation loss that every complete run reached.
     """
-    best = [trial.best_loss for one in tried for trial in one.trials if isfinite(trial.best_loss)]
+    trials = [trial for strategy in strategies for trial in strategy.trials]
+    best = [trial.best_loss for trial in trials if isfinite(trial.best_loss)]
     if target is None and best:
         target = MetricTarget("loss", max(best), upward=False)
-    return StrategyComparison(target, [_strategy_result(one, target) for one in tried])
+    return StrategyComparison(target, [_strategy_result(strategy, target) for strategy in strategies])
 
 
-def _strategy_result(one: StrategyTrials, target: MetricTarget | None) -> StrategyResult:
-    each = [
-        {**trial.numbers, **(trial.to_target(target) if target is not None else {})} for trial in one.trials
+def _strategy_result(strategy: StrategyTrials, target: MetricTarget | None) -> StrategyResult:
+    numbers = [
+        {**trial.numbers, **(trial.to_target(target) if target is not None else {})}
+        for trial in strategy.trials
     ]
-    names = [name for name in each[0] if all(name in other for other in each)] if each else []
-    spreads = {name: MeanAndDeviation.of([other[name] for other in each]) for name in names}
+    names = [name for name in numbers[0] if all(name in of_run for of_run in numbers)] if numbers else []
+    means = {name: MeanAndDeviation.of([of_run[name] for of_run in numbers]) for name in names}
     return StrategyResult(
-        name=one.name,
-        strategy=one.strategy,
-        planned=one.planned,
-        runs=len(one.trials),
-        roles=one.trials[0].roles if one.trials else (0, 0),
-        numbers={name: spread for name, spread in spreads.items() if spread is not None},
-        recovery=one.recovery,
-        goes_with=one.goes_with,
-        tried=one.tried,
-        failed=one.failed,
+        name=strategy.name,
+        strategy=strategy.strategy,
+        planned=strategy.planned,
+        runs=len(strategy.trials),
+        roles=strategy.trials[0].roles if strategy.trials else (0, 0),
+        numbers={name: mean for name, mean in means.items() if mean is not None},
+        recovery=strategy.recovery,
+        goes_with=strategy.goes_with,
+        tried=strategy.tried,
+        failed=strategy.failed,
     )
 
 
@@ -119,61 +122,51 @@ NOT_MEASURED = "not measured"
 
 
 def property_rows(row: StrategyResult, base: MeanAndDeviation | None) -> dict[str, str]:
-    """Replication, roles and so on, as measured.
+    """Return nine properties of a strategy as text, from replication to status.
 
     Args:
-        base: samples a second of the first strategy.
+        base: samples per second of the first strategy.
     """
-    numbers = row.numbers
 
-    def say(name: str, form: str) -> str:
-        return form.format(numbers[name].mean) if name in numbers else NOT_MEASURED
+    def format_mean(name: str, template: str) -> str:
+        return template.format(row.numbers[name].mean) if name in row.numbers else NOT_MEASURED
 
-    speed = numbers.get("samples/s")
+    speed, memory = row.numbers.get("samples/s"), row.numbers.get("memory")
     return {
-        "replication": _memory_text(numbers.get("memory")),
+        "replication": f"{memory.mean / 2**20:.0f} MiB in the largest process" if memory else NOT_MEASURED,
         "roles": f"{row.roles[0]} compute, {row.roles[1]} serve" if row.runs else NOT_MEASURED,
-        "communication": say("bytes a sample", "{:,.0f} bytes a sample"),
+        "communication": format_mean("bytes a sample", "{:,.0f} bytes per sample"),
         "scalability": f"{speed.mean / base.mean:.2f} x the first" if speed and base else NOT_MEASURED,
         "flexibility": f"{len(row.goes_with)} of {len(row.tried)}: {', '.join(row.goes_with) or 'none'}",
-        "complexity": say("calls a step", "{:.1f} messages or collectives a step of rank 0"),
+        "complexity": format_mean("calls a step", "{:.1f} messages or collectives per step of rank 0"),
         "synchrony": _synchrony_text(row),
         "fault tolerance": _recovery_text(row),
         "status": f"{row.runs} of {row.planned} runs complete",
     }
 
 
-def _memory_text(found: MeanAndDeviation | None) -> str:
-    return NOT_MEASURED if found is None else f"{found.mean / 2**20:.0f} MiB in the largest process"
-
-
 def _synchrony_text(row: StrategyResult) -> str:
-    stale, oldest = row.numbers.get("staleness"), row.numbers.get("oldest")
-    if stale is None:
-        every = row.numbers.get("steps a round")
-        return f"all agree every {every.mean:.3g} steps" if every else NOT_MEASURED
-    return f"{stale.mean:.2f} updates old" + (f", the oldest {oldest.mean:.0f}" if oldest else "")
+    staleness, oldest = row.numbers.get("staleness"), row.numbers.get("oldest")
+    if staleness is None:
+        num_steps = row.numbers.get("steps a round")
+        return f"replicas agree every {num_steps.mean:.3g} steps" if num_steps else NOT_MEASURED
+    return f"{staleness.mean:.2f} updates old" + (f", the oldest {oldest.mean:.0f}" if oldest else "")
 
 
 def _recovery_text(row: StrategyResult) -> str:
     if not row.recovery:
         return NOT_MEASURED
-    first, seconds = row.recovery[0], row.recovery_seconds
-    took = f" after {seconds.mean:.1f} s" if seconds else ""
-    again = sum(one.steps_again for one in row.recovery) / len(row.recovery)
-    return f"{first.how}{took}, {again:.0f} steps again"
+    seconds = row.recovery_seconds
+    delay = f" after {seconds.mean:.1f} s" if seconds else ""
+    repeated = sum(kill.steps_again for kill in row.recovery) / len(row.recovery)
+    return f"{row.recovery[0].how}{delay}, {repeated:.0f} steps repeated"
 
 
 TableColumn = tuple[str, str, Callable[[float], str]]
 
 
-def _format_bytes(value: float) -> str:
-    units = ("B", "kB", "MB", "GB", "TB")
-    for unit in units:
-        if abs(value) < 1000 or unit == units[-1]:
-            break
-        value /= 1000
-    return f"{value:.3g} {unit}"
+def _decimal_bytes(value: float) -> str:
+    return format_bytes(value, decimal=True)
 
 
 def _number_format(digits: int) -> Callable[[float], str]:
@@ -184,94 +177,94 @@ _COST_COLUMNS: tuple[TableColumn, ...] = (
     ("samples/s", "samples/s", _number_format(3)),
     ("s a step", "ms a step", lambda value: f"{1000 * value:.3g}"),
     ("idle", "idle", lambda value: f"{100 * value:.0f} %"),
-    ("bytes a sample", "bytes/sample", _format_bytes),
+    ("bytes a sample", "bytes/sample", _decimal_bytes),
     ("staleness", "staleness", _number_format(2)),
     ("oldest", "oldest", _number_format(3)),
-    ("memory", "memory", _format_bytes),
+    ("memory", "memory", _decimal_bytes),
 )
 _TARGET_COLUMNS: tuple[TableColumn, ...] = (
     ("samples to target", "samples to target", _number_format(3)),
     ("s to target", "seconds", _number_format(3)),
-    ("bytes to target", "bytes", _format_bytes),
+    ("bytes to target", "bytes", _decimal_bytes),
 )
 
 
-def render_results_table(found: StrategyComparison) -> tuple[list[str], list[list[str]]]:
-    """Head and rows: what held-out samples say at the end, and what the target took."""
-    finals = dict.fromkeys(name for row in found.rows for name in row.numbers if name.startswith("final "))
+def render_results_table(comparison: StrategyComparison) -> tuple[list[str], list[list[str]]]:
+    """Return header and rows of the results: the last evaluation, and the costs to reach the target."""
+    finals = dict.fromkeys(
+        name for row in comparison.rows for name in row.numbers if name.startswith("final ")
+    )
     columns = [(name, name.removeprefix("final "), _number_format(4)) for name in finals]
-    return _render_table(found, [*columns, *(_TARGET_COLUMNS if found.target is not None else ())])
+    return _render_table(comparison, [*columns, *(_TARGET_COLUMNS if comparison.target is not None else ())])
 
 
-def render_costs_table(found: StrategyComparison) -> tuple[list[str], list[list[str]]]:
-    """Head and rows: speed, idle share, bytes, staleness, memory, and recovery after a kill."""
-    head, rows = _render_table(found, _COST_COLUMNS)
-    return [*head, "after a kill"], [
-        [*cells, _format_recovery(row)] for cells, row in zip(rows, found.rows, strict=True)
+def render_costs_table(comparison: StrategyComparison) -> tuple[list[str], list[list[str]]]:
+    """Return header and rows of the costs: speed, idle time, bytes, staleness, memory and recovery."""
+    header, rows = _render_table(comparison, _COST_COLUMNS)
+    return [*header, "after a kill"], [
+        [*cells, _format_recovery(row)] for cells, row in zip(rows, comparison.rows, strict=True)
     ]
 
 
-def render_properties_table(found: StrategyComparison) -> tuple[list[str], list[list[str]]]:
-    """Head and rows: the nine rows, one strategy a line."""
-    base = found.rows[0].numbers.get("samples/s") if found.rows else None
-    each = [property_rows(row, base) for row in found.rows]
-    head = ["strategy", *(each[0] if each else ())]
-    return head, [[row.name, *cells.values()] for row, cells in zip(found.rows, each, strict=True)]
+def render_properties_table(comparison: StrategyComparison) -> tuple[list[str], list[list[str]]]:
+    """Return header and rows of the properties, one strategy per row."""
+    base = comparison.rows[0].numbers.get("samples/s") if comparison.rows else None
+    properties = [property_rows(row, base) for row in comparison.rows]
+    header = ["strategy", *(properties[0] if properties else ())]
+    rows = zip(comparison.rows, properties, strict=True)
+    return header, [[row.name, *cells.values()] for row, cells in rows]
 
 
-def render_comparison(found: StrategyComparison) -> list[str]:
-    """For a terminal: what was learned, what it cost, and what failed; means, ± over the seeds."""
+def render_comparison(comparison: StrategyComparison) -> list[str]:
+    """Return the lines of the results, the costs and the failed runs, for a terminal."""
     lines = [
-        *_align_columns(*render_results_table(found)),
-        *_render_notes(found),
+        *_align_columns(*render_results_table(comparison)),
+        _render_note(comparison),
         "",
-        *_align_columns(*render_costs_table(found)),
+        *_align_columns(*render_costs_table(comparison)),
     ]
-    for row in found.rows:
-        lines += [f"failed: {row.name}: {why}" for why in row.failed]
+    for row in comparison.rows:
+        lines += [f"failed: {row.name}: {reason}" for reason in row.failed]
     return lines
 
 
-def _render_notes(found: StrategyComparison) -> list[str]:
-    runs = sorted({row.runs for row in found.rows})
-    counts = " or ".join(map(str, runs))
-    about = f"means of {counts} run{'s' if runs != [1] else ''} each, ± their standard deviation"
-    if found.target is None:
-        return [about]
-    return [f"{about}; target: {found.target}, looked at whenever a run was evaluated"]
+def _render_note(comparison: StrategyComparison) -> str:
+    counts = sorted({row.runs for row in comparison.rows})
+    runs = f"{' or '.join(map(str, counts))} run{'s' if counts != [1] else ''}"
+    target = f"; target: {comparison.target}, checked at every evaluation" if comparison.target else ""
+    return f"means of {runs} each, ± standard deviation{target}"
 
 
 def _render_table(
-    found: StrategyComparison, columns: Sequence[TableColumn]
+    comparison: StrategyComparison, columns: Sequence[TableColumn]
 ) -> tuple[list[str], list[list[str]]]:
-    shown = [column for column in columns if any(column[0] in row.numbers for row in found.rows)]
+    shown = [column for column in columns if any(column[0] in row.numbers for row in comparison.rows)]
     rows = [
-        [row.name, *(_format_mean(row.numbers.get(name), say) for name, _, say in shown)]
-        for row in found.rows
+        [row.name, *(_format_mean(row.numbers.get(name), format_value) for name, _, format_value in shown)]
+        for row in comparison.rows
     ]
     return ["strategy", *(title for _, title, _ in shown)], rows
 
 
-def _format_mean(found: MeanAndDeviation | None, say: Callable[[float], str]) -> str:
-    if found is None:
+def _format_mean(value: MeanAndDeviation | None, format_value: Callable[[float], str]) -> str:
+    if value is None:
         return "-"
-    return say(found.mean) + (f" ±{say(found.deviation)}" if found.deviation else "")
+    return format_value(value.mean) + (f" ±{format_value(value.deviation)}" if value.deviation else "")
 
 
 def _format_recovery(row: StrategyResult) -> str:
     if not row.recovery:
         return "-"
-    seconds, again = row.recovery_seconds, max(one.steps_again for one in row.recovery)
-    took = "" if seconds is None else " " + _format_mean(seconds, lambda value: f"{value:.1f}") + " s"
-    return f"{row.recovery[0].how}{took}" + (f", {again} steps again" if again else "")
+    seconds, repeated = row.recovery_seconds, max(kill.steps_again for kill in row.recovery)
+    delay = "" if seconds is None else " " + _format_mean(seconds, lambda value: f"{value:.1f}") + " s"
+    return f"{row.recovery[0].how}{delay}" + (f", {repeated} steps repeated" if repeated else "")
 
 
-def _align_columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    lines = [head, *rows]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
-    return [
-        "  ".join(
-            [line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))]
-        )
-        for line in lines
-    ]
+def _align_columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    lines = [header, *rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+    aligned = []
+    for name, *cells in lines:
+        numbers = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
+        aligned.append("  ".join([name.ljust(widths[0]), *numbers]))
+    return aligned

@@ -1,6 +1,6 @@
-"""The axes of a sweep, and the cells that they span. Pure.
+"""The axes of a sweep and the cells of its grid. Pure.
 
-Invariant: a cell is overrides of a recipe, as `--set` takes them; what suits a key is decided by the recipe.
+A cell is a set of overrides of the recipe, as `--set` takes them; the recipe validates their values.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _KEY_ALIASES = {"batch": "batch.size"}
 
 @dataclass(frozen=True)
 class SweepAxis:
-    """A word, and the values that it takes, as written."""
+    """An axis of a sweep: a word of `--over` and its values, as written."""
 
     word: str
     values: tuple[str, ...]
@@ -29,32 +29,32 @@ class SweepCell:
     """One run of a sweep.
 
     Args:
-        values: by the word of the axis.
+        values: one value by the word of each axis.
     """
 
     values: Mapping[str, str]
 
     @property
     def label(self) -> str:
-        """For people."""
+        """The values as text, for tables and messages."""
         return " ".join(f"{word}={value}" for word, value in self.values.items())
 
     @property
     def folder(self) -> str:
-        """Its name inside the folder of the sweep."""
+        """The name of its folder inside the folder of the sweep."""
         return re.sub(r"[^A-Za-z0-9=.+-]+", "_", "_".join(f"{w}={v}" for w, v in self.values.items()))
 
     @property
     def overrides(self) -> list[str]:
-        """What it changes in the recipe; accumulation is left to `accumulation`."""
+        """The overrides of the recipe, without `accumulation`, which depends on the number of replicas."""
         return [f"{recipe_key(word)}={value}" for word, value in self.values.items() if word != ACCUMULATION]
 
     @property
     def accumulation(self) -> int | None:
-        """Forward and backward passes of each replica in a step, if that is an axis.
+        """Micro-batches of each replica per step; None if that is no axis.
 
         Raises:
-            RecipeError: it is no positive number.
+            RecipeError: it is not a positive integer.
         """
         value = self.values.get(ACCUMULATION)
         if value is not None and not (value.isdecimal() and int(value) > 0):
@@ -63,7 +63,7 @@ class SweepCell:
 
 
 def recipe_key(word: str) -> str:
-    """The recipe's key that an axis changes: `batch` is batch.size, `replicas` strategy.replicas."""
+    """Return the recipe key of an axis: `batch` is batch.size, `replicas` is strategy.replicas."""
     from paceline.recipe.strategy import Strategy
 
     return f"strategy.{word}" if word in Strategy.model_fields else _KEY_ALIASES.get(word, word)
@@ -73,13 +73,13 @@ def parse_axis(text: str) -> SweepAxis:
     """Read `WORD=VALUE,VALUE,...`; a comma inside brackets or quotes belongs to its value.
 
     Raises:
-        RecipeError: there is no value, or one stands twice.
+        RecipeError: there is no value, or the same value twice.
     """
-    word, _, rest = text.partition("=")
-    values = tuple(part.strip() for part in re.findall(r"(?:\[[^]]*\]|\"[^\"]*\"|[^,])+", rest))
+    word, _, values_text = text.partition("=")
+    values = tuple(part.strip() for part in re.findall(r"(?:\[[^]]*\]|\"[^\"]*\"|[^,])+", values_text))
     if not word.strip() or not values or not all(values) or len(set(values)) < len(values):
         raise RecipeError(
-            f"expected WORD=VALUE,VALUE,..., each value once, found {text!r}",
+            f"expected WORD=VALUE,VALUE,... with different values, found {text!r}",
             where="--over",
             next_step='for example --over "batch=32,64,128" --over "replicas=1,2" --over "seed=1,2,3"',
         )
@@ -87,15 +87,15 @@ def parse_axis(text: str) -> SweepAxis:
 
 
 def build_cells(axes: Sequence[SweepAxis]) -> list[SweepCell]:
-    """Every combination; the last axis changes fastest.
+    """Return every combination of values; the last axis changes fastest.
 
     Raises:
-        RecipeError: an axis stands twice.
+        RecipeError: two axes change the same key.
     """
     words = [axis.word for axis in axes]
     if len(set(map(recipe_key, words))) < len(words):
         raise RecipeError(
-            "an axis stands twice", where="--over", next_step="give all its values in one --over"
+            "two axes change the same key", where="--over", next_step="give all its values in one --over"
         )
-    spanned = itertools.product(*(axis.values for axis in axes))
-    return [SweepCell(dict(zip(words, values, strict=True))) for values in spanned]
+    grid = itertools.product(*(axis.values for axis in axes))
+    return [SweepCell(dict(zip(words, values, strict=True))) for values in grid]

@@ -1,13 +1,10 @@
-"""What a run measured, from its metrics.jsonl.
+"""The summary of a sweep: measurements of each run, rows over seeds, and a table for the terminal. Pure.
 
-The rows of a sweep: cells that differ only in the seed are one row, with their spread.
-
-A sweep as text.
+Cells that differ only in the seed are one row, with the mean and the standard deviation of each number.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -17,16 +14,17 @@ from statistics import fmean, median, stdev
 from typing import Any
 
 from paceline.errors import DataError, RecipeError
+from paceline.report.run_reader import RecordedRun, read_run, to_float
 from paceline.studies.critical_batch import CriticalBatch, find_critical_batch
 from paceline.studies.sweep_cells import SweepCell
 
 
 @dataclass(frozen=True)
 class EvaluationPoint:
-    """One evaluation.
+    """One evaluation of a run.
 
     Args:
-        step, samples: taken before it, since the beginning of the run.
+        step, samples: number of steps and samples before it, since the beginning of the run.
         values: `loss` and the metrics.
     """
 
@@ -37,7 +35,7 @@ class EvaluationPoint:
 
 @dataclass(frozen=True)
 class MetricTarget:
-    """A value of an evaluation that is to be reached."""
+    """A target value of an evaluation; `upward` if larger values are better."""
 
     name: str
     value: float
@@ -45,38 +43,38 @@ class MetricTarget:
 
     @classmethod
     def parse(cls, text: str) -> MetricTarget:
-        """Read `loss<=0.3` or `accuracy>=0.95`.
+        """Parse a text such as `loss<=0.3` or `accuracy>=0.95`.
 
         Raises:
-            RecipeError: it is neither.
+            RecipeError: the text has another form.
         """
-        found = re.fullmatch(r"\s*(\w+)\s*(<=|>=)\s*([-+.\deE]+)\s*", text)
-        if found is None:
+        match = re.fullmatch(r"\s*(\w+)\s*(<=|>=)\s*([-+.\deE]+)\s*", text)
+        if match is None:
             raise RecipeError(
                 f"expected NAME<=VALUE or NAME>=VALUE, found {text!r}",
                 where="--target",
                 next_step='for example --target "accuracy>=0.95", or leave it out',
             )
-        return cls(found[1], float(found[3]), found[2] == ">=")
+        return cls(match[1], float(match[3]), match[2] == ">=")
 
     def __str__(self) -> str:
         return f"{self.name} {'>=' if self.upward else '<='} {self.value:.4g}"
 
     def met(self, point: EvaluationPoint) -> bool:
-        """Has it been reached there?"""
+        """Return whether an evaluation reaches the target."""
         value = point.values.get(self.name, float("nan"))
         return value >= self.value if self.upward else value <= self.value
 
 
 @dataclass(frozen=True)
 class RunMeasurements:
-    """One run.
+    """The measurements of one run.
 
     Args:
-        steps, num_samples: taken.
-        samples_per_second: the median over all steps but the first.
-        seconds: in steps, on rank 0.
-        points: its evaluations in order.
+        steps, num_samples: number of steps and samples.
+        samples_per_second: median over all steps but the first.
+        seconds: wall time of the steps on rank 0.
+        points: the evaluations, in order.
     """
 
     steps: int
@@ -92,40 +90,41 @@ class RunMeasurements:
         return min((loss for loss in losses if isfinite(loss)), default=float("inf"))
 
     def first(self, target: MetricTarget) -> EvaluationPoint | None:
-        """The first evaluation that meets a target."""
+        """Return the first evaluation that meets a target; None if none does."""
         return next((point for point in self.points if target.met(point)), None)
 
 
 def read_measurements(run_dir: Path) -> RunMeasurements:
-    """Read what a run wrote; of steps that were done again after a crash the last counts.
+    """Read the measurements of a run; of steps that were taken again after a resume the last ones count.
 
     Raises:
-        DataError: there is nothing to read.
+        DataError: the folder holds no run, or the run has no steps.
     """
-    path = run_dir / "metrics.jsonl"
-    try:
-        records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    except (OSError, ValueError) as error:
-        raise DataError(f"cannot read the measurements of a run: {error}", where=str(path)) from error
-    steps = {int(r["step"]): r for r in records if r["event"] == "step"}
+    run = read_run(run_dir)
+    steps = run.steps
     if not steps:
-        raise DataError("the run has no steps", where=str(path))
-    taken = [steps[i] for i in sorted(steps)]
-    points = {int(r["step"]): _evaluation_point(r, steps) for r in records if r["event"] == "evaluation"}
+        raise DataError("the run has no steps", where=str(run.folder))
     return RunMeasurements(
-        steps=len(taken),
-        num_samples=sum(int(r["num_samples"]) for r in taken),
-        samples_per_second=median(float(r["samples_per_second"]) for r in taken[1:] or taken),
-        seconds=sum(float(r["seconds"]) for r in taken),
-        points=tuple(points[step] for step in sorted(points)),
+        steps=len(steps),
+        num_samples=sum(int(step["num_samples"]) for step in steps),
+        # The first step also pays for allocations and compilation.
+        samples_per_second=median(to_float(step["samples_per_second"]) for step in steps[1:] or steps),
+        seconds=sum(to_float(step["seconds"]) for step in steps),
+        points=tuple(evaluation_points(run)),
     )
 
 
-def _evaluation_point(record: Mapping[str, Any], steps: Mapping[int, Mapping[str, Any]]) -> EvaluationPoint:
-    step = int(record["step"])
-    samples = sum(int(r["num_samples"]) for i, r in steps.items() if i < step)
-    values = {"loss": record["loss"], **record["metrics"]}
-    return EvaluationPoint(step, samples, {name: float(value) for name, value in values.items()})
+def evaluation_points(run: RecordedRun) -> list[EvaluationPoint]:
+    """Return the evaluations of a run that count, in order."""
+    points = []
+    for record in run.evaluations:
+        step = int(record["step"])
+        samples = sum(int(taken["num_samples"]) for taken in run.steps if int(taken["step"]) < step)
+        values = {"loss": record["loss"], **record["metrics"]}
+        points.append(
+            EvaluationPoint(step, samples, {name: to_float(value) for name, value in values.items()})
+        )
+    return points
 
 
 _SEED_AXIS = "seed"
@@ -133,26 +132,26 @@ _SEED_AXIS = "seed"
 
 @dataclass(frozen=True)
 class MeanAndDeviation:
-    """A mean over runs, and their sample standard deviation; 0 for a single run."""
+    """A mean over runs and the sample standard deviation, which is 0 for a single run."""
 
     mean: float
     deviation: float
 
     @classmethod
     def of(cls, values: Sequence[float]) -> MeanAndDeviation | None:
-        """None without values."""
+        """Return the mean and deviation of values; None without values."""
         return cls(fmean(values), stdev(values) if len(values) > 1 else 0.0) if values else None
 
 
 @dataclass(frozen=True)
 class SweepRow:
-    """Cells that differ only in the seed.
+    """A row of a sweep: the cells that differ only in the seed.
 
     Args:
-        values: of the axes, but for the seed.
-        runs: complete ones.
-        numbers: what was measured, by name: `steps`, `samples/s`, `final loss`, `final NAME`,
-            `steps to target`, `samples to target`. A number that not every run has is left out.
+        values: values of the axes other than the seed.
+        runs: number of complete runs.
+        numbers: measurements by name: `steps`, `seconds`, `samples/s`, `final loss`, `final NAME`,
+            `steps to target`, `samples to target`. A number that a run lacks is left out.
     """
 
     values: Mapping[str, str]
@@ -162,13 +161,14 @@ class SweepRow:
 
 @dataclass(frozen=True)
 class SweepSummary:
-    """All of a sweep.
+    """The results of a sweep.
 
     Args:
-        target: what "to target" means.
+        target: the target of the numbers "to target"; None if there were no evaluations.
         rows: in the order of the cells.
-        critical: by the values of the other axes, where at least three batch sizes reached the target.
-        failed: why cells have no result, by label.
+        critical: critical batches by the values of the other axes, where at least three batch sizes reached
+            the target.
+        failed: the reason of each cell without a result, by label.
     """
 
     target: MetricTarget | None
@@ -177,11 +177,11 @@ class SweepSummary:
     failed: Mapping[str, str]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return the summary as plain values."""
         return {
             "target": str(self.target) if self.target is not None else None,
             "rows": [asdict(row) for row in self.rows],
-            "critical_batch": [{"values": dict(values), **asdict(found)} for values, found in self.critical],
+            "critical_batch": [{"values": dict(values), **asdict(batch)} for values, batch in self.critical],
             "failed": dict(self.failed),
         }
 
@@ -191,12 +191,12 @@ def summarize_sweep(
     failed: Mapping[str, str],
     target: MetricTarget | None = None,
 ) -> SweepSummary:
-    """Put cells together.
+    """Summarize the cells of a sweep.
 
     Args:
-        done: complete cells.
-        failed: why others are not, by label.
-        target: None: the evaluation loss that every complete cell has reached at some time.
+        done: complete cells with their measurements.
+        failed: the reasons of the other cells, by label.
+        target: None for the lowest evaluation loss that every complete cell reached.
     """
     best = [run.best_loss for _, run in done if isfinite(run.best_loss)]
     if target is None and best:
@@ -212,21 +212,21 @@ def summarize_sweep(
 def _mean_numbers(
     runs: Sequence[RunMeasurements], target: MetricTarget | None
 ) -> dict[str, MeanAndDeviation]:
-    each = [_run_numbers(run, target) for run in runs]
-    names = [name for name in each[0] if all(name in one for one in each)]
-    found = {name: MeanAndDeviation.of([one[name] for one in each]) for name in names}
-    return {name: spread for name, spread in found.items() if spread is not None}
+    numbers = [_run_numbers(run, target) for run in runs]
+    names = [name for name in numbers[0] if all(name in of_run for of_run in numbers)]
+    means = {name: MeanAndDeviation.of([of_run[name] for of_run in numbers]) for name in names}
+    return {name: mean for name, mean in means.items() if mean is not None}
 
 
 def _run_numbers(run: RunMeasurements, target: MetricTarget | None) -> dict[str, float]:
-    found = {"steps": float(run.steps), "seconds": run.seconds, "samples/s": run.samples_per_second}
+    numbers = {"steps": float(run.steps), "seconds": run.seconds, "samples/s": run.samples_per_second}
     if run.points:
         last = run.points[-1].values.items()
-        found |= {f"final {name}": value for name, value in last if isfinite(value)}
+        numbers |= {f"final {name}": value for name, value in last if isfinite(value)}
     reached = run.first(target) if target is not None else None
     if reached is not None:
-        found |= {"steps to target": float(reached.step), "samples to target": float(reached.samples)}
-    return found
+        numbers |= {"steps to target": float(reached.step), "samples to target": float(reached.samples)}
+    return numbers
 
 
 def _critical_batches(rows: Sequence[SweepRow]) -> list[tuple[Mapping[str, str], CriticalBatch]]:
@@ -236,12 +236,12 @@ def _critical_batches(rows: Sequence[SweepRow]) -> list[tuple[Mapping[str, str],
         if batch.isdecimal() and reached is not None:
             others = tuple((word, value) for word, value in row.values.items() if word != "batch")
             groups.setdefault(others, {})[int(batch)] = reached.mean
-    found = [(dict(others), find_critical_batch(steps)) for others, steps in groups.items()]
-    return [(values, critical) for values, critical in found if critical is not None]
+    fits = [(dict(others), find_critical_batch(steps)) for others, steps in groups.items()]
+    return [(values, critical) for values, critical in fits if critical is not None]
 
 
 def render_table(summary: SweepSummary) -> list[str]:
-    """The rows in columns, then what they show, then what failed."""
+    """Return the lines of a table: the rows, the target, the critical batches, and the failed cells."""
     rows = summary.rows
     words = list(rows[0].values) if rows else []
     names = list(dict.fromkeys(name for row in rows for name in row.numbers))
@@ -250,10 +250,10 @@ def render_table(summary: SweepSummary) -> list[str]:
     widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))] if rows else []
     lines = ["  ".join(text.rjust(w) for text, w in zip(line, widths, strict=True)) for line in cells if rows]
     if summary.target is not None:
-        lines.append(f"target: {summary.target}, looked at whenever a run was evaluated")
-    for values, found in summary.critical:
-        lines += _describe_critical_batch(values, found)
-    return lines + [f"failed: {label}: {why}" for label, why in summary.failed.items()]
+        lines.append(f"target: {summary.target}, checked at every evaluation")
+    for values, batch in summary.critical:
+        lines += _describe_critical_batch(values, batch)
+    return lines + [f"failed: {label}: {reason}" for label, reason in summary.failed.items()]
 
 
 def _render_row(row: SweepRow, words: list[str], names: list[str], runs: bool) -> list[str]:
@@ -261,20 +261,26 @@ def _render_row(row: SweepRow, words: list[str], names: list[str], runs: bool) -
     return [*(row.values[word] for word in words), *([str(row.runs)] if runs else []), *numbers]
 
 
-def _format_mean(found: MeanAndDeviation | None, name: str) -> str:
-    if found is None:
+def _format_mean(value: MeanAndDeviation | None, name: str) -> str:
+    if value is None:
         return "-"
-    whole = name == "steps" or "to target" in name or abs(found.mean) >= 1000
-    spell = "{:.0f}".format if whole else "{:.4g}".format
-    spread = f" ±{found.deviation:.0f}" if whole else f" ±{found.deviation:.2g}"
-    return spell(found.mean) + (spread if found.deviation else "")
+    is_whole = name == "steps" or "to target" in name or abs(value.mean) >= 1000
+    mean, deviation = (
+        (f"{value.mean:.0f}", f"{value.deviation:.0f}")
+        if is_whole
+        else (f"{value.mean:.4g}", f"{value.deviation:.2g}")
+    )
+    return f"{mean} ±{deviation}" if value.deviation else mean
 
 
-def _describe_critical_batch(values: Mapping[str, str], found: CriticalBatch) -> list[str]:
-    where = " ".join(f"{word}={value}" for word, value in values.items())
-    saved = ", ".join(f"{a} to {b}: {ratio:.2f} of {b / a:.2g}" for a, b, ratio in found.savings)
-    lines = [f"steps saved by larger batches{' with ' + where if where else ''}: {saved}"]
-    if found.batch is None:
-        return [*lines, "  critical batch: beyond the largest one; steps fall as fast as the batch grows"]
-    low = f"fewest steps {found.fewest_steps:.0f}"
-    return [*lines, f"  critical batch: about {found.batch:.0f} samples ({low}); beyond it returns diminish"]
+def _describe_critical_batch(values: Mapping[str, str], fit: CriticalBatch) -> list[str]:
+    others = " ".join(f"{word}={value}" for word, value in values.items())
+    saved = ", ".join(f"{a} to {b}: {ratio:.2f} of {b / a:.2g}" for a, b, ratio in fit.savings)
+    lines = [f"steps saved by larger batches{' with ' + others if others else ''}: {saved}"]
+    if fit.batch is None:
+        return [
+            *lines,
+            "  critical batch: larger than all of these; steps still fall in proportion to the batch",
+        ]
+    fewest = f"at least {fit.fewest_steps:.0f} steps with any batch"
+    return [*lines, f"  critical batch: about {fit.batch:.0f} samples; larger ones save little ({fewest})"]

@@ -85,5 +85,5 @@ def test_runs_are_found_and_others_are_named_with_the_next_step(tmp_path: Path) 
     assert resolve_run_folder(first / "checkpoints" / "step-00000001") == first
     with pytest.raises(DataError, match=r"did you mean .*one"):
         resolve_run_folder(tmp_path / "runs")
-    with pytest.raises(DataError, match="there is no folder"):
+    with pytest.raises(DataError, match="does not exist"):
         find_runs([tmp_path / "nothing"])

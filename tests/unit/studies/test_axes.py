@@ -33,7 +33,7 @@ def test_what_is_no_axis_is_refused(text: str) -> None:
 
 
 def test_an_axis_stands_once_under_any_name() -> None:
-    with pytest.raises(RecipeError, match="stands twice"):
+    with pytest.raises(RecipeError, match="two axes change the same key"):
         build_cells([parse_axis("batch=1"), parse_axis("batch.size=2")])
     with pytest.raises(RecipeError, match="accumulation: expected"):
         build_cells([parse_axis("accumulation=none")])[0].accumulation

@@ -93,7 +93,7 @@ def test_seeds_are_a_row_and_what_failed_is_said(tmp_path: Path) -> None:
     assert "0.3 ±0.14" in text[1] and "failed: stale: exit code 1" in text
     assert render_results_table(found)[1][2][1:] == ["-"] * (len(render_results_table(found)[0]) - 1)
     assert (
-        render_costs_table(found)[1][0][-1] == "resumed 7.5 s, 3 steps again"
+        render_costs_table(found)[1][0][-1] == "resumed 7.5 s, 3 steps repeated"
         and render_costs_table(found)[1][1][-1] == "-"
     )
 
@@ -102,8 +102,8 @@ def test_no_cell_of_the_nine_rows_is_prose(tmp_path: Path) -> None:
     found = two(tmp_path)
     exact, stale, never = (property_rows(row, found.rows[0].numbers["samples/s"]) for row in found.rows)
     assert len(exact) == 9 and render_properties_table(found)[0][1:] == [*exact]
-    assert exact["fault tolerance"] == "resumed after 7.5 s, 3 steps again"
-    assert exact["synchrony"] == "all agree every 1 steps"
+    assert exact["fault tolerance"] == "resumed after 7.5 s, 3 steps repeated"
+    assert exact["synchrony"] == "replicas agree every 1 steps"
     assert stale["synchrony"] == "2.00 updates old, the oldest 3"
     assert stale["scalability"] == "1.00 x the first" and stale["fault tolerance"] == NOT_MEASURED
     assert {never[name] for name in ("replication", "roles", "scalability", "synchrony")} == {NOT_MEASURED}
@@ -125,7 +125,7 @@ def test_the_page_has_every_run_in_the_colour_of_its_strategy(tmp_path: Path) ->
 def test_a_kill_is_kept(tmp_path: Path) -> None:
     assert read_recovery(tmp_path) is None
     for found in (KillRecovery("goes on", 0.25, 0), KillRecovery("lost", None, 0)):
-        found.keep(tmp_path)
+        found.save(tmp_path)
         assert read_recovery(tmp_path) == found
 
 
@@ -142,11 +142,11 @@ def test_strategies_are_read_in_their_order() -> None:
     [
         ("", "no strategy"),
         ("a = ", "cannot be read"),
-        ("a = 1", "neither a text nor a table"),
-        ('"../a" = "ddp"', "no name of a folder"),
+        ("a = 1", "neither a string nor a table"),
+        ('"../a" = "ddp"', "not usable as a folder name"),
         ("a = { set = [] }", "has no strategy"),
-        ('a = { strategy = "ddp", set = "x" }', "no list of texts"),
-        ('a = { strategy = "ddp", lr = 1 }', "a key of it is unknown"),
+        ('a = { strategy = "ddp", set = "x" }', "not a list of strings"),
+        ('a = { strategy = "ddp", lr = 1 }', "it has an unknown key"),
     ],
 )
 def test_a_file_that_is_wrong_is_refused(text: str, what: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -20,6 +20,7 @@ from paceline.studies import (
     summarize_sweep,
 )
 from paceline.studies.sweep_summary import EvaluationPoint
+from tests.unit.report.runs import evaluation, start, steps, write
 
 pytestmark = pytest.mark.capability("A14")
 
@@ -121,16 +122,30 @@ def test_a_plot_says_what_it_shows_and_is_as_wide_as_its_words() -> None:
 
 
 def test_steps_that_were_done_again_count_once(tmp_path: Path) -> None:
-    step = {"event": "step", "num_samples": 8, "samples_per_second": 10.0, "seconds": 0.8}
-    records = [{**step, "step": i} for i in (0, 1, 1, 2)]
-    records.append({"event": "evaluation", "step": 3, "loss": "nan", "metrics": {"accuracy": 0.5}})
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
-    found = read_measurements(tmp_path)
-    assert (found.steps, found.num_samples, found.points[0].samples) == (3, 24, 24)
+    """Also where the earlier ones are in a file that was full, and a crash cut a line short."""
+    folder = tmp_path / "run"
+    found_run = write(
+        folder,
+        ("run", start()),
+        *steps(0, 2),
+        ("run", start(step=1)),
+        *steps(1, 3),
+        ("evaluation", {**evaluation(3, math.nan)[1], "metrics": {"accuracy": 0.5}}),
+    )
+    assert len(found_run.of("step")) == 4
+    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / "metrics.0001.jsonl").write_text("".join(lines[:2]))
+    (folder / "metrics.jsonl").write_text("".join([*lines[2:], lines[-1][:20]]))
+    found = read_measurements(folder)
+    samples = found_run.steps[0]["num_samples"]
+    assert (found.steps, found.num_samples, found.points[0].samples) == (3, 3 * samples, 3 * samples)
     assert found.points[0].values["accuracy"] == 0.5
     assert not MetricTarget("loss", 1.0, upward=False).met(found.points[0])
-    (tmp_path / "metrics.jsonl").write_text("")
+
+
+def test_a_folder_without_steps_has_no_measurements(tmp_path: Path) -> None:
+    write(tmp_path, ("run", start()))
     with pytest.raises(DataError, match="no steps"):
         read_measurements(tmp_path)
-    with pytest.raises(DataError, match="cannot read"):
+    with pytest.raises(DataError, match="is not a run folder"):
         read_measurements(tmp_path / "nowhere")

@@ -111,4 +111,4 @@ def test_a_failure_is_written_where_there_is_a_run_and_nowhere_else(
     (tmp_path / "log.txt").unlink()
     (tmp_path / "log.txt").mkdir()
     record_failure(tmp_path, outcome)
-    assert "the failure cannot be recorded" in capsys.readouterr().out
+    assert "cannot record the failure" in capsys.readouterr().out

@@ -52,7 +52,7 @@ def slowed(cluster: Cluster, steps: int = STEPS, deal: Any = None) -> tuple[Traj
     data.seconds = 0.01 if cluster.global_rank == 1 else 0.002
     session = build_test_session(cluster, recipe, lambda: replace(task, data=data))
     if deal is not None:
-        session.rule._deal = deal
+        session.rule._assign_shares = deal
     losses = []
     for stats in session.rounds():
         losses.append(stats.loss)

@@ -216,7 +216,7 @@ class Leaving(Wrapped):
 class Forgetful(AsynchronousUpdates):
     """The fault: what a lost worker worked on is not handed out again."""
 
-    def lose(self, worker: int, ticket: Any) -> None:
+    def drop_worker(self, worker: int, ticket: Any) -> None:
         return
 
 

@@ -92,7 +92,7 @@ def test_the_rule_is_chosen_once_alike_on_all_ranks_and_is_the_run_that_was_aske
         assert rank["off"] == [0.0, 0.0]
         assert sync["exchange_seconds"] > 0.1 and sync["step_seconds"]["every-step"] > 0.1
         (line,) = rank["lines"]
-        assert line == f"sync: diloco:4, as {sync['reason']}; sync=RULE in the strategy chooses another"
+        assert line == f"sync: diloco:4 ({sync['reason']}). Set sync=RULE in the strategy to choose another rule."
 
 
 def goes_asynchronous(cluster: Cluster) -> dict[str, Any]:

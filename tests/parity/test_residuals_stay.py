@@ -11,7 +11,7 @@ from torch import Tensor
 
 from paceline.comm import CodedCollective, Collective, NativeCollective, Net, StepTally
 from paceline.comm.codecs.int8_int4_int2 import BlockIntCodec
-from paceline.comm.codecs.top_k import TopKCodec, parse_keep_count
+from paceline.comm.codecs.top_k import TopKCodec, make_keep_count
 from paceline.comm.collectives.error_feedback import ErrorFeedbackBuffers
 from paceline.comm.collectives.power_sgd import PowerSGDCollective
 from paceline.comm.reduction import (
@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.capability("H4")]
 A, B = TensorSlot("a", (8, 6), ((0, 8), (0, 6))), TensorSlot("b", (7, 9), ((0, 7), (0, 9)))
 CODERS: dict[str, Callable[[Collective], Any]] = {
     "int4": lambda path: CodedCollective(path, BlockIntCodec(4)),
-    "topk": lambda path: CodedCollective(path, TopKCodec(parse_keep_count("0.2"))),
+    "topk": lambda path: CodedCollective(path, TopKCodec(make_keep_count(0.2))),
     "lowrank": lambda path: PowerSGDCollective(path, 1),
 }
 

@@ -27,8 +27,8 @@ DIGITS = {
 
 def to_whoever_asks(policy: BoundedStaleness, worker: int) -> int | None:
     """The next part in order, as before parts had workers."""
-    part = min({*range(policy._num_workers)} - policy._dealt)
-    policy._dealt.add(part)
+    part = min({*range(policy._num_workers)} - policy._handed_out)
+    policy._handed_out.add(part)
     return part
 
 

@@ -117,13 +117,13 @@ def test_without_the_delay_it_would_be_something_else() -> None:
     def hasty(cluster: Cluster) -> tuple[float, float]:
         from paceline.sync import streaming_diloco
 
-        travel = streaming_diloco.StreamingDiLoCo._travel
+        travel = streaming_diloco.StreamingDiLoCo._exchange_fragments
 
         def at_once(self: Any, *given: Any, **named: Any) -> None:
             self.streaming = self.streaming._replace(delay=0)
             travel(self, *given, **named)
 
-        streaming_diloco.StreamingDiLoCo._travel = at_once
+        streaming_diloco.StreamingDiLoCo._exchange_fragments = at_once
         return by_hand(cluster, OUTER, 14)
 
     assert all(off > 1e-4 for off, _ in run_ranks(hasty, 2))

@@ -100,9 +100,9 @@ def test_the_rows_of_a_gradient_and_back() -> None:
     grad[[4, 7]] = torch.tensor([[1.0, 0.0, float("nan")], [0.0, -2.0, 0.0]])
     slots = {TensorSlot.whole("a", grad): grad, TensorSlot.whole("b", grad[:2]): grad[:2].clone()}
     traffic = SparseRowTransfer()
-    sent = traffic.push(slots, (0, 0))
+    sent = traffic.encode_push(slots, (0, 0))
     assert [x.shape[0] for x in sent] == [2, 2, 2]
-    first, second = traffic.pushed(sent, slots, (0, 0))
+    first, second = traffic.decode_push(sent, slots, (0, 0))
     assert torch.equal(first.nan_to_num(9.0), grad.nan_to_num(9.0)) and torch.equal(second, grad[:2])
 
 
@@ -111,9 +111,9 @@ def test_half_of_the_rows_or_more_travel_whole(rows: int) -> None:
     grad = torch.zeros(1000, 2)
     grad[:rows] = 1.0
     slots: dict[TensorSlot, Tensor] = {TensorSlot.whole("a", grad): grad}
-    numbers, values = SparseRowTransfer().push(slots, (0, 0))
+    numbers, values = SparseRowTransfer().encode_push(slots, (0, 0))
     assert (len(numbers), len(values)) == ((rows, rows) if rows < 500 else (0, 1000))
-    assert torch.equal(SparseRowTransfer().pushed([numbers, values], slots, (0, 0))[0], grad)
+    assert torch.equal(SparseRowTransfer().decode_push([numbers, values], slots, (0, 0))[0], grad)
 
 
 def test_a_matrix_that_changes_whole_is_compared_now_and_then_and_no_change_is_missed() -> None:
@@ -132,7 +132,7 @@ def test_a_matrix_that_changes_whole_is_compared_now_and_then_and_no_change_is_m
         if version % 3:
             p[rows] += 1.0
         if version % 4:  # the worker does not ask in every version
-            sent = traffic.ticket(1, [p], version)
+            sent = traffic.encode_parameters(1, [p], version)
             sizes.append(len(sent[1]))
             kept = sent[1].clone()
             end.take(sent, [theirs], 1, version)
@@ -141,6 +141,6 @@ def test_a_matrix_that_changes_whole_is_compared_now_and_then_and_no_change_is_m
             assert torch.equal(sent[1], kept)
     assert min(sizes) <= 8 and max(sizes) == 400
     assert traffic.lasts
-    before = traffic.ticket(2, [p], 90)[1]
+    before = traffic.encode_parameters(2, [p], 90)[1]
     p.zero_()
     assert bool(before.any()), "a ticket changed with the parameters"

@@ -40,7 +40,7 @@ def script(named: int, rank: int = 2, cause: str = "compute") -> None:
 
 def _push(self: Any, worker: int, push: Any) -> Any:
     if push.ticket.step in RECOVERS:
-        self._hear = lambda worker, seconds: {"seconds": 0.1, "usual": 0.1}
+        self._observe_seconds = lambda worker, seconds: {"seconds": 0.1, "usual": 0.1}
     return PUSH(self, worker, push)
 
 

@@ -1,4 +1,7 @@
-"""When replicas agree, and how the agreed gradient becomes an update."""
+"""Sync rules: when the ranks of a run agree on gradients or parameters, and how they update from them.
+
+Each rule lies in the file of its algorithm, with its constructor; parameter servers are in `sync/server`.
+"""
 
 from paceline.sync.diloco import DiLoCo
 from paceline.sync.every_step import EveryStep, gradient_scale

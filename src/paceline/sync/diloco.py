@@ -1,17 +1,20 @@
-"""Local SGD and DiLoCo: replicas train alone for H steps, then agree on where they went.
+"""Local SGD and DiLoCo: replicas train alone for H steps, then agree on their parameters.
 
-A round: every replica takes H steps of its own with its own optimizer. What it moved, weighted by the items
-that it trained on, is summed over the replicas, and an outer optimizer takes that mean as its gradient. A
-replica may be spread over ranks (shards, stages, tensors, positions): each rank sums what it updates with
-those that update the same part in the other replicas, and keeps the outer momentum of that part.
-Buffers move by the mean of what they moved on the replicas, weighted by micro-batches as in every-step.
-With outer SGD of rate 1 the replicas are averaged; for H = 1 and inner SGD without a clip that is exactly
-every-step.
+In a round each replica takes H steps with its own optimizer. The parameter deltas, weighted by the items that
+each replica trained on, are summed over the replicas, and an outer optimizer takes their mean as its
+gradient.
+A replica can be spread over ranks (shards, stages, tensor parts, positions): each rank sums what it updates
+with the ranks that update the same part in the other replicas, and keeps the outer momentum of that part.
+Buffers move by the mean of their changes on the replicas, weighted by micro-batches as in every-step.
 
-Invariant: after a round all replicas hold equal parameters and buffers. The inner optimizers stay apart, and
-all of them are state (`inner`).
+Local SGD is DiLoCo with an outer SGD of rate 1, which averages the replicas. With H = 1 and inner SGD without
+a clip that is exactly every-step.
+
+Invariant: after a round all replicas hold equal parameters and buffers. The inner optimizers stay different,
+and all of them are state (`inner`).
 Source: Stich 2019, Local SGD Converges Fast, arXiv:1805.09767, Algorithm 1; Douillard et al. 2023, DiLoCo,
 arXiv:2311.08105, Algorithm 1 (inner AdamW, outer Nesterov).
+Refusals: `paceline.recipe.registry.sync_specs`.
 """
 
 from __future__ import annotations
@@ -51,16 +54,19 @@ from paceline.sync.update import UpdateStep
 
 
 class DiLoCo(ExtraState):
-    """H steps alone, then one agreement.
+    """The rule of H local steps and one agreement.
 
     Args:
         inner: the step of one replica.
-        num_local_steps: H; the last round of a run may be shorter.
-        outer: what the agreement does.
-        reducer: makes what sums movements over the replicas.
-        told: see `LocalRoundLoop`.
-    Wire: every H steps one all_reduce of what a rank updates, and one of the tally, over the ranks that hold
-        the same, of every replica one; inside a replica that of a step, and what follows an update.
+        num_local_steps: H; the last round of a run can be shorter.
+        outer: the outer optimizer and the collectives around it.
+        reducer: builds the reduction of parameter deltas over the replicas, given the anchors.
+        runner: this rank's part of the model.
+        replicas, net, phases: as for `LocalRoundLoop`.
+    Wire: every H steps one all_reduce of the parameters that a rank updates, and one of the tally, over the
+    ranks
+        that hold the same part of each replica. Inside a replica: the traffic of a step, and a gather after
+        H.
     """
 
     def __init__(
@@ -79,44 +85,46 @@ class DiLoCo(ExtraState):
         self._loop = LocalRoundLoop(inner, replicas=replicas, net=net, phases=phases)
         anchors = copy_anchors(runner)
         self.reducer = reducer(anchors)
-        self._movement = ParameterDelta(anchors, runner, outer, self.reducer)
-        self.movements = [self._movement]
+        self._delta = ParameterDelta(anchors, runner, outer, self.reducer)
+        self.deltas = [self._delta]
 
     def rounds(self, feed: TrainingFeed, runner: ModelRunner, update_step: UpdateStep) -> Iterator[StepStats]:
-        """See `Rule`: a round is H steps."""
         return self._loop.rounds(
             feed, runner, update_step, begin=self._begin, step=_take_step, meet=self._agree
         )
 
     def abort(self) -> None:
-        """See `Rule`."""
         self.inner.abort()
         self.reducer.abort()
 
     def _begin(self, feed: TrainingFeed, step: int) -> int:
-        self._movement.begin()
+        self._delta.begin()
         return min(step + self._num_local_steps, feed.num_steps)
 
-    def _agree(self, stretch: LocalRound, runner: ModelRunner) -> tuple[StepTally, Mapping[str, float]]:
-        """Sum the movements, step from the anchors, and go on from there."""
-        tally, told = self._loop.agree(stretch, runner, skipped=stretch.skipped)
-        self._movement.leave(stretch.count, tally.count)
-        self._movement.arrive(tally)
-        self._movement.mix(0.0)
-        return tally, told
+    def _agree(self, local_round: LocalRound, runner: ModelRunner) -> tuple[StepTally, Mapping[str, float]]:
+        """Sum the deltas, step from the anchors, and continue from there; collective."""
+        tally, sums = self._loop.agree(local_round, runner, skipped=local_round.skipped)
+        # The weights are known only after the tally, so the sum cannot start earlier.
+        self._delta.start_sum(local_round.count, tally.count)
+        self._delta.finish_sum(tally)
+        self._delta.mix(0.0)
+        return tally, sums
 
     def pieces(self) -> list[TensorPiece]:
-        """Momentum of the outer optimizer, by parameter."""
-        return self._movement.pieces()
+        """Return the momentum of the outer optimizer, by parameter."""
+        return self._delta.pieces()
 
     def wanted(self, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, SlotIndex]:
-        """See `ExtraState`."""
-        return self._movement.wanted(shapes)
+        return self._delta.wanted(shapes)
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """The inverse of `pieces`; a round that was under way is forgotten."""
+        """Load what `pieces` returned, and forget a round that was in progress."""
         self._loop.forget()
-        self._movement.load(tensors)
+        self._delta.load(tensors)
+
+
+def _take_step(local_round: LocalRound, take: TakeStep) -> None:
+    take()
 
 
 def plan_memory(query: MemoryQuery) -> RuleMemory:
@@ -127,7 +135,7 @@ def plan_memory(query: MemoryQuery) -> RuleMemory:
     """
     own, strategy = query.sizes.updates, query.recipe.strategy
     parts = [one.updates for one in query.held.values() if one.updates is not None]
-    momentum = own if strategy.rule.word == "diloco" and query.recipe.outer.momentum else 0
+    momentum = own if strategy.sync_spec.has_outer_optimizer and query.recipe.outer.momentum else 0
     return RuleMemory(
         state=own + momentum,
         wire=own if strategy.degrees["replica"] > 1 else 0,
@@ -135,19 +143,15 @@ def plan_memory(query: MemoryQuery) -> RuleMemory:
     )
 
 
-def _take_step(stretch: LocalRound, take: TakeStep) -> None:
-    take()
-
-
 def build_local_sgd(context: SessionContext, layout: ModelLayout, state: TrainState) -> SyncRule:
     """Build the rule in which replicas train alone for H steps, then average their parameters."""
-    schedule = FragmentSchedule(int(context.recipe.strategy.rule_argument))
+    schedule = FragmentSchedule(context.recipe.strategy.sync_word.argument)
     return _build_local_rounds(context, layout, state, OuterOptimizer(), schedule)
 
 
 def build_diloco(context: SessionContext, layout: ModelLayout, state: TrainState) -> SyncRule:
     """Build DiLoCo, or streaming DiLoCo if the recipe cuts the parameters into fragments."""
-    outer, num_steps = context.recipe.outer, int(context.recipe.strategy.rule_argument)
+    outer, num_steps = context.recipe.outer, context.recipe.strategy.sync_word.argument
     schedule = FragmentSchedule(num_steps, outer.fragments, outer.delay_steps, outer.mixing)
     return _build_local_rounds(context, layout, state, OuterOptimizer(outer.lr, outer.momentum), schedule)
 
@@ -187,9 +191,10 @@ def _build_local_rounds(
             net=net,
             phases=phases,
         )
+    # A checkpoint of a coded rule can hold errors of deltas: a rule without a codec applies them at once.
     state.extra_states["moved"] = DeltaResidualFlush(sharded_model)
     if residual is not None and mesh.replica.size > 1:
         residuals = ResidualState(rule.reducer, sharded_model.updates, mesh.replica)
-        state.extra_states["moved"] = DeltaResidualState(residuals, rule.movements)
+        state.extra_states["moved"] = DeltaResidualState(residuals, rule.deltas)
     state.extra_states["outer"] = rule
     return stop_when_recovered(context, rule)

@@ -1,7 +1,11 @@
-"""Every-step: all replicas average their gradients in every step, and make the same update.
+"""Every-step: all replicas average their gradients in every step and make the same update.
 
-This is *the* training step. A step is: run this rank's micro-batches, agree on the tally, take the summed
-gradients, update. Invariant: after each step all replicas hold equal parameters and buffers.
+This is *the* training step; every other rule runs it inside a replica or on a worker. A step runs this rank's
+micro-batches, agrees on the tally, takes the summed gradients and updates.
+
+Invariant: after each step all replicas hold equal parameters and buffers.
+Not done here: summing (`paceline.comm.reduction`) and dividing (`paceline.sync.update`).
+Source: Chen et al. 2016, Revisiting Distributed Synchronous SGD, arXiv:1604.00981, section 2.1.
 """
 
 from __future__ import annotations
@@ -9,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from paceline.comm.codecs.strategy_codec import local_clip_norm
 from paceline.comm.net import Net
 from paceline.comm.reduction.gradient_norm import LocalClip
 from paceline.comm.reduction.gradients import GradientReduction, Gradients
@@ -36,21 +39,19 @@ class EveryStep:
     """The synchronous rule.
 
     Args:
-        group: the ranks that take a step together: all replicas, with all that each is spread over.
+        group: the ranks that take a step together: all replicas with all ranks of each.
         net: this rank's collectives.
         reducer: sums gradients over the replicas.
         phases: measures the seconds of each phase.
-        items_per_sample: about how many items the loss counts in a sample. The loss is divided by the
-            power of two below a step's items before backward, which is exact, so that most of the
-            division costs nothing; the update step divides by the rest.
-        stop_requested: whether this rank was asked to stop; all ranks learn of it in the same step.
-        by_shard: add up losses and buffers in the order of the shards, whoever ran them.
-        on_scale: is told, before a step, what its losses will be multiplied with, and of about how many items
-            its gradient is a sum.
-        on_run: is told what this rank has run and the scale of its losses, before the reduction is closed.
-        pending_residual: what coding had lost under another rule.
-    Wire: one all_reduce a bucket and one for the tally.
-    Source: Chen et al. 2016, Revisiting Distributed Synchronous SGD, arXiv:1604.00981, section 2.1.
+        items_per_sample: about how many items the loss counts per sample. Before backward the loss is divided
+            by the largest power of two below the items of a step. That is exact and keeps the sums of fp16
+            gradients small; the update step divides by the rest.
+        stop_requested: returns whether this rank was asked to stop; all ranks learn it in the same step.
+        by_shard: add losses and buffers in the order of the shards, whichever rank ran them.
+        on_scale: called before a step with the factor of its losses and the approximate number of its items.
+        on_run: called with this rank's loss sums and their factor before the reduction is closed.
+        pending_residual: quantisation error of another rule, added to the next gradient.
+    Wire: one all_reduce per bucket and one for the tally.
     """
 
     def __init__(
@@ -74,7 +75,6 @@ class EveryStep:
         self._on_scale = on_scale
 
     def rounds(self, feed: TrainingFeed, runner: ModelRunner, update_step: UpdateStep) -> Iterator[StepStats]:
-        """See `Rule`: a round is a step."""
         state = update_step.state
         with feed.from_step(state.step) as stream:
             while state.step < feed.num_steps:
@@ -87,7 +87,6 @@ class EveryStep:
                 )
 
     def abort(self) -> None:
-        """See `Rule`."""
         self.reducer.abort()
 
     def step(
@@ -97,29 +96,33 @@ class EveryStep:
         runner: ModelRunner,
         update_step: UpdateStep,
     ) -> tuple[StepTally, UpdateResult]:
-        """One step: micro-batches, agreement, update.
+        """Take one step: run micro-batches, agree, update.
 
         Args:
-            work: which micro-batches this rank runs in a step.
+            work: assigns this rank its micro-batches of a step.
             stream: loads exactly those micro-batches, in any order.
             runner: this rank's part of the model.
             update_step: applies the update to the state.
+        Returns:
+            The sums over all ranks, and what the update did.
         """
         self.phases.begin("data")
         self._net.step = update_step.state.step
         count = work.num_micro_batches(update_step.state.step)
-        scale = self.follow(work, update_step.state)
+        scale = self.begin_scale(work, update_step.state)
         self.reducer.begin(count)
-        taken = ShardRecordingStream(stream)
-        sums = runner.run(taken, count, self.reducer, scale)
-        return self.agree(sums, runner, update_step, scale, taken.shards, work.shards)
+        recorder = ShardRecordingStream(stream)
+        sums = runner.run(recorder, count, self.reducer, scale)
+        return self.agree(sums, runner, update_step, scale, recorder.shards, work.shards)
 
-    def follow(self, work: MicroBatchWork, state: TrainState) -> float:
-        """What the losses of the state's step are to be multiplied with, before its reduction begins."""
-        scale = gradient_scale(work, state, self.items_per_sample)
+    def begin_scale(self, work: MicroBatchWork, state: TrainState) -> float:
+        """Return the factor of the losses of the state's step, and pass it to `on_scale`. Call it before
+        backward.
+        """
+        factor = gradient_scale(work, state, self.items_per_sample)
         if self._on_scale is not None:
-            self._on_scale(scale, work.num_samples(state.step) * self.items_per_sample)
-        return scale
+            self._on_scale(factor, work.num_samples(state.step) * self.items_per_sample)
+        return factor
 
     def agree(
         self,
@@ -130,25 +133,27 @@ class EveryStep:
         shards: Sequence[int],
         num_shards: int,
     ) -> tuple[StepTally, UpdateResult]:
-        """What on_scale on this rank's micro-batches: agreement, and an update.
+        """Sum what this rank's micro-batches have produced over all ranks, and update.
 
         Args:
-            sums: of the micro-batches, whose gradients the reducer has.
-            scale: what their losses were multiplied with.
-            shards: of this rank, in the order in which they were run.
-            num_shards: of the step, over all ranks.
+            sums: loss sums of the micro-batches; the reducer holds their gradients.
+            scale: the factor of their losses.
+            shards: the shards that this rank ran, in that order.
+            num_shards: shards of the step on all ranks.
         """
         self.phases.begin("communication")
         if self._on_run is not None:
             self._on_run(sums, scale)
         self.reducer.close()
-        tallied = self._tally(sums, runner, num_shards, shards)
-        agreement = tallied.agree(self._net, self._group, runner.sharded_model.device)
+        local_tally = self._tally(sums, runner, num_shards, shards)
+        # The tally travels while the reducer waits for its last buckets.
+        agreement = local_tally.agree(self._net, self._group, runner.sharded_model.device)
         grads, tally = self.reducer.finish(), agreement.wait()
         self.phases.begin("optimizer")
         runner.buffers.end_step(tally.buffers, tally.micro_batches)
         used = tally.used_names(runner.sharded_model.slots)
         update = self._apply(update_step, grads.agreed(used, scale), tally)
+        # A codec adopts the error of this step only if the update counted; otherwise it keeps the last one.
         if update.applied:
             self.reducer.commit(used)
         else:
@@ -156,7 +161,7 @@ class EveryStep:
         return tally, update
 
     def _apply(self, update_step: UpdateStep, grads: Gradients, tally: StepTally) -> UpdateResult:
-        """Make the update of these, and of what is pending_residual beside."""
+        """Update with the gradients, plus the pending error of another rule."""
         if self.pending_residual is None:
             return update_step.apply(grads, tally)
         update = update_step.apply(self.pending_residual.add_to(grads, tally.count), tally)
@@ -169,6 +174,7 @@ class EveryStep:
     ) -> StepTally | ShardTally:
         total, count, metrics = sums.read()
         used, changes = runner.used, runner.buffers.changes_of(shards)
+        # A pending error moves a parameter even if no rank has a gradient for it in this step.
         if self.pending_residual is not None:
             used = {*used, *self.pending_residual.names}
         tally = StepTally(
@@ -178,7 +184,7 @@ class EveryStep:
             metrics=metrics,
             stops=float(self._stop_requested()),
             used=[float(slot.name in used) for slot in runner.sharded_model.slots],
-            buffers=runner.buffers.added(changes),
+            buffers=runner.buffers.sum_changes(changes),
         )
         if not self._by_shard:
             return tally
@@ -186,12 +192,12 @@ class EveryStep:
 
 
 def plan_memory(query: MemoryQuery) -> RuleMemory:
-    """Return no bytes: the rule allocates nothing of its own."""
+    """Return the memory of the rule, which keeps nothing of its own."""
     return RuleMemory()
 
 
 class ShardRecordingStream(Iterator[LoadedBatch]):
-    """A stream that knows which shards were taken from it, in their order."""
+    """A stream of micro-batches that records the shard of each."""
 
     def __init__(self, stream: Iterator[LoadedBatch]) -> None:
         self._stream = stream
@@ -204,12 +210,12 @@ class ShardRecordingStream(Iterator[LoadedBatch]):
 
 
 def gradient_scale(work: MicroBatchWork, state: TrainState, items_per_sample: int) -> float:
-    """What losses are multiplied with before backward in the state's step."""
+    """Return the factor that losses of the state's step are multiplied with before backward."""
     return state.scale.value / power_of_two_below(work.num_samples(state.step) * items_per_sample)
 
 
 def power_of_two_below(number: int) -> float:
-    """The largest power of two that is not above a number of at least 1."""
+    """Return the largest power of two that is at most `number`, which is at least 1."""
     return float(2 ** (number.bit_length() - 1))
 
 
@@ -220,9 +226,9 @@ def build_every_step_rule(context: SessionContext, layout: ModelLayout, state: T
     state.extra_states["moved"] = DeltaResidualFlush(sharded_model)
     rule: SyncRule = step
     num_run: Callable[[int], int] = partial(even_share_micro_batches, context.shards, replicas)
-    if context.recipe.strategy.balance == "speed" and context.mesh.replica.size > 1:
+    if context.recipe.strategy.balances_by_speed and context.mesh.replica.size > 1:
         rule = balanced = build_balanced_rule(step, context)
-        num_run = balanced.ran
+        num_run = balanced.num_micro_batches_run
     factor = context.recipe.health.straggler_factor
     if factor is not None and replicas.size > 1:
         rule = StragglerDetection(rule, num_run, factor, group=replicas, net=context.net, note=context.note)
@@ -266,7 +272,7 @@ def _build_clipped_step(
     on_scale: Callable[[float, float], None] | None = None,
 ) -> EveryStep:
     """Build the step of all ranks; each clips its own gradient first if the codec asks for it."""
-    clip_norm, world = local_clip_norm(context.recipe.strategy), context.mesh.world
+    clip_norm, world = context.recipe.strategy.clip_norm, context.mesh.world
     if clip_norm is None or world.size == 1:
         return build_every_step(context, reducer, world, on_scale=on_scale)
     clip = LocalClip(reducer, clip_norm, world.size, divides=context.recipe.batch.reduction == "mean")

@@ -269,7 +269,7 @@ class GossipSGD:
         self.push_sum.halve()
         fields: dict[str, Any] = {"clock": clock, "weight": self.push_sum.weight}
         if self._notices is not None:
-            fields |= self._notices.say()
+            fields |= self._notices.message_fields()
         self._channel.send(
             self._replicas.ranks[other],
             ChannelMessage("half", fields, self.push_sum.sums),
@@ -304,7 +304,7 @@ class GossipSGD:
             self._come[message.sender] = int(message.fields["step"])
             return
         if self._notices is not None:
-            self._notices.hear(self._replicas.ranks.index(message.sender), message.fields)
+            self._notices.receive_fields(self._replicas.ranks.index(message.sender), message.fields)
         self._add(message)
 
     def _add(self, message: ChannelMessage) -> None:
@@ -337,7 +337,7 @@ class GossipSGD:
 
 def build_gossip(context: SessionContext, layout: ModelLayout, state: TrainState) -> SyncRule:
     """Replicas give halves of what they have to each other, in pairs."""
-    sharded_model, bound = layout.runner.sharded_model, int(context.recipe.strategy.rule_argument)
+    sharded_model, bound = layout.runner.sharded_model, context.recipe.strategy.sync_word.argument
     notices, shares = _build_speed_notices(context, bound) if balances_by_speed(context) else (None, None)
     channel = connect_first_ranks(context, context.mesh.world.size)
     context.close_callbacks.append(channel.close)

@@ -300,7 +300,7 @@ def install_guard(
 def _group_with_equal_sums(mesh: Mesh, strategy: Strategy) -> RankGroup | None:
     """The ranks that see the same sums in a step: all, those of a replica, or nobody."""
     groups = {"world": mesh.world, "replica": mesh.inside}
-    return groups.get(strategy.rule.agrees)
+    return groups.get(strategy.sync_spec.agrees)
 
 
 def check_health_supported(health: HealthRecipe, strategy: Strategy) -> None:
@@ -310,7 +310,7 @@ def check_health_supported(health: HealthRecipe, strategy: Strategy) -> None:
         StrategyError: the strategy cannot do what the health section asks for.
     """
     together = [word for word in health.answers if word in ("roll-back", "lower-rate")]
-    if together and strategy.rule.agrees != "world":
+    if together and strategy.sync_spec.agrees != "world":
         raise StrategyError(
             f'health: "{together[0]}" needs sync=every-step, and the strategy is {strategy}',
             next_step='choose "stop" or "skip"',

@@ -240,6 +240,8 @@ def build_hogwild(context: SessionContext, layout: ModelLayout, state: TrainStat
         StrategyError: the ranks have no memory in common.
     """
     world, sharded_model = context.mesh.world, layout.runner.sharded_model
+    bound = context.recipe.strategy.sync_word.argument
+    bound = context.recipe.strategy.sync_word.argument
     num_ones = _tally_size(max(p.numel() for p in sharded_model.computes.values()))
     if world.size == 1:
         shared_counters = _build_board(0, 1, num_ones, lambda n, dtype: torch.zeros(n, dtype=dtype))
@@ -250,7 +252,7 @@ def build_hogwild(context: SessionContext, layout: ModelLayout, state: TrainStat
     return Hogwild(
         build_replica_step(context, sharded_model, state),
         shared_counters,
-        float(context.recipe.strategy.rule_argument or "inf"),
+        math.inf if bound is None else bound,
         stop_requested=context.rule_inputs.stop_requested,
         shares=_build_shares(context),
         replicas=meeting_ranks(context),
@@ -263,7 +265,7 @@ def _build_shares(context: SessionContext) -> EvenAssignment | None:
     """By speed, as ranks write it down in memory; None: they stay."""
     if not balances_by_speed(context):
         return None
-    bound, size = int(context.recipe.strategy.rule_argument), context.mesh.world.size
+    bound, size = context.recipe.strategy.sync_word.argument, context.mesh.world.size
     rows = num_window_rows(bound, SPEED_WINDOW_STEPS)
     words = _zeros(_shared_memory(context), rows * size, torch.int64).view(rows, size)
     return build_speed_assignment(context, SharedMemorySpeeds(words, context.mesh.world.rank), lag=bound)

@@ -1,23 +1,21 @@
-"""What replicas that train alone do not have in common between two rounds: optimizers, and how far they are.
+"""Rounds of replicas that train alone between two agreements.
 
-A replica without samples makes no update, an expert is used by some replicas only, and a rule that keeps
-numbers of its own (a distance, a counter) has others on each.
+A round is a number of steps that a replica takes by itself, with all ranks that it is spread over. The rules
+of this kind (local SGD, DiLoCo, gossip, Hogwild!) differ in where a round ends, in what they do before and
+after a step, and in how the replicas meet: three functions that they pass to `LocalRoundLoop`. Each replica
+has
+an optimizer, a loss scale and a number of updates of its own, because a replica without samples makes no
+update and an expert is used by some replicas only; `ReplicaOptimizerState` keeps them in checkpoints.
 
-Replicas that train alone for a while and then meet: the round, as all rules of this kind have it.
-
-A round is a stretch of steps that a replica takes by itself, with all ranks that it is spread over. Rules
-differ in where it ends, in what they do beside a step, and in how they meet: three functions that they hand
-in.
-
-Invariant: a round that an error has interrupted goes on with the step in which it was left. After a round all
-ranks have the same tally, and buffers that have moved by the mean of what they moved on the ranks, weighted
-by micro-batches as in every-step.
+Invariant: a round that an error interrupted continues with the interrupted step. After a round all ranks have
+the same tally, and buffers that have moved by the mean of their changes on all ranks, weighted by
+micro-batches as in every-step.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,7 +24,7 @@ from torch import Tensor
 
 from paceline.comm.net import Net
 from paceline.comm.reduction.pending_residual import PendingResidual
-from paceline.comm.tally import StepTally
+from paceline.comm.tally import StepTally, sum_tallies
 from paceline.data.work import BatchStream, MicroBatchWork, TrainingFeed
 from paceline.job.mesh import RankGroup
 from paceline.observe.step_stats import LOCAL_PHASES, PhaseTimer, StepStats
@@ -47,27 +45,28 @@ _VALUES_NAME = "values"
 
 
 class ReplicaOptimizerState(ExtraState):
-    """The optimizer, the loss scale and the number of updates of every replica, under names of its own.
+    """Optimizer, loss scale and number of updates of every replica, each under its own names.
 
-    Under another number of replicas each goes on from what the first one had.
+    If a checkpoint has another number of replicas, each replica continues from the state of the first one.
 
     Args:
-        replica: one rank of each.
-        inside: the ranks of this one: each has tensors and a text of what it updates.
+        replica: the ranks that hold the same part, one of each replica.
+        inside: the ranks of this replica: each saves its tensors, and a text with the numbers of its
+            parameters.
     """
 
     def __init__(self, state: TrainState, replica: RankGroup, inside: RankGroup) -> None:
-        self._state, self._mine = state, f"{replica.rank} of {replica.size}"
+        self._state, self._prefix = state, f"{replica.rank} of {replica.size}"
         self._text = f"{_VALUES_NAME}/{inside.rank}" if inside.rank else _VALUES_NAME
 
     def pieces(self) -> list[TensorPiece]:
-        """What this rank has of its replica: its tensors, and one text with the rest."""
+        """Return this rank's tensors of its replica, and one text with everything else."""
         text = torch.frombuffer(bytearray(json.dumps(self._values()), "utf-8"), dtype=torch.uint8)
-        found = [TensorPiece(TensorSlot.whole(self._text, text), text)]
+        pieces = [TensorPiece(TensorSlot.whole(self._text, text), text)]
         for piece in self._state.optimizer_pieces():
             name = piece.slot.name.removeprefix(_OPTIMIZER_PREFIX)
-            found.append(TensorPiece(replace(piece.slot, name=f"tensors/{name}"), piece.tensor))
-        return [TensorPiece(p.slot.on(_REPLICA_AXIS), p.tensor).under(self._mine) for p in found]
+            pieces.append(TensorPiece(replace(piece.slot, name=f"tensors/{name}"), piece.tensor))
+        return [TensorPiece(p.slot.on(_REPLICA_AXIS), p.tensor).under(self._prefix) for p in pieces]
 
     def _values(self) -> dict[str, Any]:
         scale = self._state.scale
@@ -79,80 +78,96 @@ class ReplicaOptimizerState(ExtraState):
         }
 
     def wanted(self, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, SlotIndex]:
-        """What this replica had, if there are as many replicas as then; of texts all that its ranks had."""
-        prefix = f"{self._mine}/tensors/"
-        own = {f"{_OPTIMIZER_PREFIX}{name}": shape for name, shape in strip_prefix(shapes, prefix).items()}
-        found = {name.replace(_OPTIMIZER_PREFIX, prefix, 1): i for name, i in self._state.kept.wanted(own)}
-        return found | {name: () for name in shapes if self._is_text(name)}
+        """Return what this replica saved, if there are as many replicas as then; of the texts those of all
+        its ranks.
+        """
+        prefix = f"{self._prefix}/tensors/"
+        optimizer_shapes = {
+            f"{_OPTIMIZER_PREFIX}{name}": shape for name, shape in strip_prefix(shapes, prefix).items()
+        }
+        wanted = {
+            name.replace(_OPTIMIZER_PREFIX, prefix, 1): i
+            for name, i in self._state.kept.wanted(optimizer_shapes)
+        }
+        return wanted | {name: () for name in shapes if self._is_text(name)}
 
     def _is_text(self, name: str) -> bool:
-        text = f"{self._mine}/{_VALUES_NAME}"
+        text = f"{self._prefix}/{_VALUES_NAME}"
         return name == text or name.startswith(f"{text}/")
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """See `ExtraState`."""
         texts = [json.loads(bytes(t.tolist())) for name, t in tensors.items() if self._is_text(name)]
         if not texts:
             return
-        values, prefix, state = texts[0], f"{self._mine}/tensors/", self._state
-        own = {f"{_OPTIMIZER_PREFIX}{name}": value for name, value in strip_prefix(tensors, prefix).items()}
-        state.kept.take(own, {name: value for text in texts for name, value in text["optimizer"].items()})
+        values, prefix, state = texts[0], f"{self._prefix}/tensors/", self._state
+        optimizer_tensors = {
+            f"{_OPTIMIZER_PREFIX}{name}": value for name, value in strip_prefix(tensors, prefix).items()
+        }
+        state.kept.take(
+            optimizer_tensors, {name: value for text in texts for name, value in text["optimizer"].items()}
+        )
         state.groups.restore(values["groups"])
         state.updates = values["updates"]
         state.scale = replace(state.scale, **values["scale"])
 
 
 TakeStep = Callable[[], UpdateResult]
-"""Takes a step of this replica."""
+"""Takes one step of this replica and returns what its update did."""
 
 
 @dataclass
 class LocalRound:
-    """A round under way.
+    """A round in progress.
 
     Args:
         first: its first step.
         end: the step before which it ends.
-        buffers: what it started from.
-        taken: its steps so far.
-        whole: about how many items each of them had on all replicas, whether they were applied or not.
-        is_agreed: all ranks end it there, whatever they are asked from now on.
+        buffers: copies of the buffers at its start.
+        results: tally and update of each step so far.
+        num_items: about how many items each of these steps had on all replicas, applied or not.
+        is_agreed: all ranks have agreed on `end`, so later stop requests do not change it.
     """
 
     first: int
     end: int
     buffers: list[Tensor]
-    taken: list[tuple[StepTally, UpdateResult]] = field(default_factory=list)
-    whole: list[float] = field(default_factory=list)
+    results: list[tuple[StepTally, UpdateResult]] = field(default_factory=list)
+    num_items: list[float] = field(default_factory=list)
     is_agreed: bool = False
 
     @property
     def step(self) -> int:
-        """The one that comes next."""
-        return self.first + len(self.taken)
+        """The next step."""
+        return self.first + len(self.results)
 
     @property
     def count(self) -> float:
-        """Items that its updates were made of."""
-        return sum(tally.count for tally, _ in self.taken)
+        """The items of all steps that were applied."""
+        return sum(tally.count for tally, _ in self.results)
 
     @property
     def skipped(self) -> float:
-        """Steps that were not applied."""
-        return float(sum(not update.applied for _, update in self.taken))
+        """The number of steps that were not applied."""
+        return float(sum(not update.applied for _, update in self.results))
 
     def end_with(self, steps: Iterable[int]) -> None:
-        """End it where the rank is that has come farthest, of all ranks; one step is taken at least."""
+        """End the round where the most advanced rank is; every rank takes at least one step.
+
+        Args:
+            steps: the next step of each rank.
+        """
         self.end, self.is_agreed = max(self.first + 1, *steps), True
 
 
 class LocalRoundLoop:
-    """What the rules share.
+    """The loop that all rules with local rounds share.
 
     Args:
         inner: the step of one replica.
-        replicas: the ranks that hold what this one holds, of every replica one.
-        shares: which part of a batch this rank runs.
+        replicas: the ranks that hold the same part as this one, one of each replica.
+        net: this rank's collectives.
+        phases: measures the seconds of each phase.
+        shares: assigns this rank its part of each batch; None: equal parts that stay.
     """
 
     def __init__(
@@ -166,7 +181,7 @@ class LocalRoundLoop:
     ) -> None:
         self.inner, self._replicas, self._net, self._phases = inner, replicas, net, phases
         self.shares = shares or EvenAssignment()
-        self._stretch: LocalRound | None = None
+        self._round: LocalRound | None = None
 
     def rounds(
         self,
@@ -178,75 +193,83 @@ class LocalRoundLoop:
         step: Callable[[LocalRound, TakeStep], None],
         meet: Callable[[LocalRound, ModelRunner], tuple[StepTally, Mapping[str, float]]],
     ) -> Iterator[StepStats]:
-        """See `Rule`.
+        """Train to the end of the run and yield a record of each round, as `SyncRule.rounds`.
 
         Args:
-            begin: begins a round with a step; says before which it ends.
-            step: takes the next one, or finds that the round ends.
-            meet: ends a round on all ranks; returns what they have done, and what is told beside the metrics.
+            feed: work and loader of this rank.
+            runner: this rank's part of the model.
+            update_step: applies updates to the state of this replica.
+            begin: prepares a round that begins with a step, and returns the step before which it ends.
+            step: takes the next step, or finds that the round ends.
+            meet: ends a round on all ranks; returns the tally of all, and metrics of the rule.
         """
         state, update_step = update_step.state, self.shares.weighted(update_step)
-        with ReopenedStream(feed) as reading:
+        with ReopenedStream(feed) as streams:
             while state.step < feed.num_steps:
                 self._phases.take()
-                if self._stretch is None:
-                    self._stretch = LocalRound(state.step, begin(feed, state.step), runner.buffers.values())
-                stretch = self._stretch
-                take = self._taking(stretch, reading, runner, update_step)
-                while state.step < stretch.end:
-                    step(stretch, take)
+                # After an error the round is still there: `rounds` is called again and continues it.
+                if self._round is None:
+                    self._round = LocalRound(state.step, begin(feed, state.step), runner.buffers.values())
+                local_round = self._round
+                take = self._bind_step(local_round, streams, runner, update_step)
+                while state.step < local_round.end:
+                    step(local_round, take)
                 self._phases.begin("communication")
-                tally, told = meet(stretch, runner)
-                self._stretch = None
-                steps, update = range(stretch.first, stretch.end), stretch.taken[-1][1]
+                tally, rule_metrics = meet(local_round, runner)
+                self._round = None
+                steps, update = range(local_round.first, local_round.end), local_round.results[-1][1]
                 stats = step_stats(steps, feed.work, state, tally, update, self._phases, self._net)
-                yield replace(stats, metrics={**stats.metrics, **told})
+                yield replace(stats, metrics={**stats.metrics, **rule_metrics})
 
     def agree(
-        self, stretch: LocalRound, runner: ModelRunner, **own: float
+        self, local_round: LocalRound, runner: ModelRunner, **rule_sums: float
     ) -> tuple[StepTally, Mapping[str, float]]:
-        """The sums over all replicas, and buffers that are equal; collective.
+        """Sum the tallies over all replicas and make the buffers equal; collective.
 
         Args:
-            own: sums of the rule.
+            local_round: the round that ends.
+            runner: this rank's part of the model.
+            own: numbers of the rule that are summed with the tally.
         Returns:
-            Those of the task, and those of the rule.
+            The tally of the task, and the sums of the rule.
         """
-        mine = sum_tallies([tally for tally, _ in stretch.taken])
-        own |= self.shares.sums()
-        change = runner.buffers.weighted_change_since(stretch.buffers, mine.micro_batches)
-        both = {**mine.metrics, **{f"{_RULE_PREFIX}{name}": value for name, value in own.items()}}
-        told = replace(mine, buffers=change, metrics=both)
-        tally = told.agree(self._net, self._replicas, runner.sharded_model.device).wait()
-        runner.buffers.reset(stretch.buffers)
+        round_tally = sum_tallies([tally for tally, _ in local_round.results])
+        rule_sums |= self.shares.round_sums()
+        change = runner.buffers.weighted_change_since(local_round.buffers, round_tally.micro_batches)
+        metrics_and_sums = {
+            **round_tally.metrics,
+            **{f"{_RULE_PREFIX}{name}": value for name, value in rule_sums.items()},
+        }
+        local_tally = replace(round_tally, buffers=change, metrics=metrics_and_sums)
+        tally = local_tally.agree(self._net, self._replicas, runner.sharded_model.device).wait()
+        # All ranks move the buffers of the start by the same mean change, so they end up with equal bits.
+        runner.buffers.reset(local_round.buffers)
         runner.buffers.end_step(tally.buffers, tally.micro_batches)
         if (residual := self.inner.pending_residual) is not None:
             residual.settle_mean(runner.sharded_model.updates, is_applied=tally.count > 0)
-        metrics = {name: tally.metrics[name] for name in mine.metrics}
-        sums = {name: tally.metrics[f"{_RULE_PREFIX}{name}"] for name in own}
-        self.shares.settle(stretch.end, sums)
+        metrics = {name: tally.metrics[name] for name in round_tally.metrics}
+        sums = {name: tally.metrics[f"{_RULE_PREFIX}{name}"] for name in rule_sums}
+        self.shares.end_round(local_round.end, sums)
         return replace(tally, metrics=metrics), sums
 
     def forget(self) -> None:
-        """Another state is loaded: a round that was under way is over."""
-        self._stretch = None
+        """Drop a round that was in progress, because another state was loaded."""
+        self._round = None
 
-    def _taking(
-        self, stretch: LocalRound, reading: ReopenedStream, runner: ModelRunner, update_step: UpdateStep
+    def _bind_step(
+        self, local_round: LocalRound, streams: ReopenedStream, runner: ModelRunner, update_step: UpdateStep
     ) -> TakeStep:
         state = update_step.state
 
         def take() -> UpdateResult:
-            work = self.shares.deal(reading.feed.work, state.step)
-            taken, before = (
-                SampleCountingStream(reading.stream(work, state.step)),
-                self._phases.spent(*LOCAL_PHASES),
-            )
-            tally, update = self.inner.step(work, taken, runner, update_step)
-            stretch.taken.append((_weigh_if_applied(tally, update), update))
-            stretch.whole.append(float(work.num_samples(state.step) * self.inner.items_per_sample))
-            seconds = self._phases.spent(*LOCAL_PHASES) - before
-            self.shares.ran(seconds, taken.samples, applied=update.applied)
+            work = self.shares.assign(streams.feed.work, state.step)
+            counter = SampleCountingStream(streams.stream(work, state.step))
+            seconds_before = self._phases.spent(*LOCAL_PHASES)
+            tally, update = self.inner.step(work, counter, runner, update_step)
+            local_round.results.append((_zero_if_skipped(tally, update), update))
+            local_round.num_items.append(float(work.num_samples(state.step) * self.inner.items_per_sample))
+            seconds = self._phases.spent(*LOCAL_PHASES) - seconds_before
+            self.shares.record_run(seconds, counter.samples, applied=update.applied)
             state.step += 1
             return update
 
@@ -254,7 +277,7 @@ class LocalRoundLoop:
 
 
 class ReopenedStream:
-    """The stream of what this rank has to do, opened anew where that changes."""
+    """The stream of this rank's batches, reopened whenever its assignment changes."""
 
     def __init__(self, feed: TrainingFeed) -> None:
         self.feed = feed
@@ -269,7 +292,7 @@ class ReopenedStream:
             self._stream.close()
 
     def stream(self, work: MicroBatchWork, step: int) -> BatchStream:
-        """From a step on, which is the next one."""
+        """Return the stream of `work`, positioned at `step`, which is the next step of the caller."""
         if self._stream is None or work is not self._work:
             self.__exit__()
             self._work, self._stream = work, replace(self.feed, work=work).from_step(step)
@@ -279,25 +302,11 @@ class ReopenedStream:
 _RULE_PREFIX = "rule/"
 
 
-def _weigh_if_applied(tally: StepTally, update: UpdateResult) -> StepTally:
-    """A step that was not applied moved nothing: its items have no weight."""
+def _zero_if_skipped(tally: StepTally, update: UpdateResult) -> StepTally:
+    """Return zero weight for a skipped update: its items have not moved the parameters."""
     if update.applied:
         return tally
     return replace(tally, total=0.0, count=0.0, metrics=dict.fromkeys(tally.metrics, 0.0))
-
-
-def sum_tallies(tallies: Sequence[StepTally]) -> StepTally:
-    """The sum over steps; the change of the buffers is left to the caller."""
-    first = tallies[0]
-    return StepTally(
-        micro_batches=sum(t.micro_batches for t in tallies),
-        total=sum(t.total for t in tallies),
-        count=sum(t.count for t in tallies),
-        metrics={name: sum(t.metrics[name] for t in tallies) for name in first.metrics},
-        stops=max(t.stops for t in tallies),
-        used=[sum(column) for column in zip(*(t.used for t in tallies), strict=True)],
-        buffers=first.buffers,
-    )
 
 
 def build_replica_step(

@@ -1,4 +1,7 @@
-"""The outer optimizer: where all replicas were when they met last, and what it makes of how they moved.
+"""The outer optimizer of DiLoCo, and the parameter deltas that it steps on.
+
+A delta is the difference between the parameters at the start of a round, the anchors, and those of a replica
+at its end. The outer optimizer takes the mean delta as its gradient and steps from the anchors.
 
 Source: Douillard et al. 2023, DiLoCo, arXiv:2311.08105, Algorithm 1.
 """
@@ -20,27 +23,27 @@ from paceline.sync.update import GradientNorm, UpdateStep, update_parts
 
 
 class ConstantRate:
-    """The schedule of an outer optimizer."""
+    """The rate schedule of an outer optimizer, which keeps its rate."""
 
     def apply(self, optimizer: torch.optim.Optimizer, update: int) -> float:
-        """Change nothing."""
+        """Return 1 and change nothing."""
         return 1.0
 
 
 @dataclass(frozen=True)
 class OuterOptimizer:
-    """What is done with the mean movement of a round.
+    """Settings of the outer optimizer.
 
     Args:
-        lr: 1 without momentum is plain averaging.
-        momentum: Nesterov's.
+        lr: 1 without momentum averages the replicas.
+        momentum: Nesterov momentum.
     """
 
     lr: float = 1.0
     momentum: float = 0.0
 
     def optimizer(self, anchors: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """SGD over the parameters that the replicas started a round from; a rank may have none of them."""
+        """Build SGD over the anchors; a rank can have none of them."""
         return torch.optim.SGD(
             [{"params": [*anchors]}],
             lr=self.lr,
@@ -52,13 +55,14 @@ class OuterOptimizer:
 
 @dataclass(frozen=True)
 class OuterStep:
-    """What an agreement does.
+    """The outer optimizer, with the collectives before and after its step.
 
     Args:
-        outer: what is done with their mean movement.
-        norm: of the movement of a whole replica; collective over its ranks.
-        bring: brings what a rank computes with up to date once what it updates has changed; collective over
-            the ranks of its replica.
+        outer: settings of the optimizer.
+        norm: the norm of the delta of a whole replica; collective over its ranks.
+        bring: updates what a rank computes with after what it updates has changed; collective over the ranks
+            of
+            its replica.
     """
 
     outer: OuterOptimizer
@@ -67,18 +71,20 @@ class OuterStep:
 
 
 def copy_anchors(runner: ModelRunner) -> dict[TensorSlot, nn.Parameter]:
-    """What a rank updates, as it is now; copies, by slot."""
+    """Return copies of what a rank updates, by slot."""
     return {slot: nn.Parameter(p.detach().clone()) for slot, p in runner.sharded_model.updates.items()}
 
 
 class ParameterDelta:
-    """Some tensors that have moved from where all were: of each the part that this rank updates.
+    """The change of some parameters in a round: of each the part that this rank updates.
 
     Args:
-        anchors: where all were, by slot; there may be none.
-        reducer: sums movements over the replicas; its coding and residuals are those of any reducer.
+        anchors: copies of the parameters at the start of a round, by slot; can be empty.
+        runner: this rank's part of the model.
+        step: the outer optimizer and its collectives.
+        reducer: sums deltas over the replicas; it codes them and keeps the quantisation error.
     Attributes:
-        share: what a value of their mean moves a parameter by, at once.
+        share: how far a parameter moves at once for a unit of the mean delta.
     """
 
     def __init__(
@@ -88,7 +94,7 @@ class ParameterDelta:
         step: OuterStep,
         reducer: GradientReduction,
     ) -> None:
-        self.anchors, self.reducer, self._whole = anchors, reducer, 1.0
+        self.anchors, self.reducer, self._total_items = anchors, reducer, 1.0
         outer, self._bring = step.outer, step.bring
         self.share = outer.lr * (1.0 + outer.momentum)
         self._updates: list[Tensor] = [runner.sharded_model.updates[slot] for slot in anchors]
@@ -97,52 +103,54 @@ class ParameterDelta:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """All are at the same place."""
+        """Copy the parameters to the anchors; all replicas hold the same here."""
         if self._updates:
             torch._foreach_copy_([*self.anchors.values()], self._updates)
 
     @torch.no_grad()
-    def leave(self, count: float, whole: float) -> None:
-        """Launch the sum of what has moved; collective.
+    def start_sum(self, count: float, total_items: float) -> None:
+        """Start the sum of the deltas; collective.
 
         Args:
-            count: its weight: items of this replica.
-            whole: about the sum of all weights, equal on all ranks. So what coding loses is a part of a mean,
-                however many items a round has.
+            count: the weight of this replica: its items.
+            total_items: about the sum of all weights, equal on all ranks. Dividing by it before coding makes
+                the
+                quantisation error a part of a mean, independent of the number of items in a round.
         """
-        self._whole = whole or 1.0
+        self._total_items = total_items or 1.0
         self.reducer.begin()
-        for (slot, anchor), mine in reversed([*zip(self.anchors.items(), self._updates, strict=True)]):
-            self.reducer.ready(slot, (anchor - mine) * (count / self._whole))
+        for (slot, anchor), parameter in reversed([*zip(self.anchors.items(), self._updates, strict=True)]):
+            self.reducer.ready(slot, (anchor - parameter) * (count / self._total_items))
         self.reducer.close()
 
     @torch.no_grad()
-    def arrive(self, tally: StepTally) -> None:
-        """Step from where all were; collective.
+    def finish_sum(self, tally: StepTally) -> None:
+        """Finish the sum and step from the anchors; collective.
 
         Args:
-            tally: with the items of all.
+            tally: with the items of all replicas.
         """
-        tally = replace(tally, count=tally.count / self._whole)
+        tally = replace(tally, count=tally.count / self._total_items)
         if self._step.apply(self.reducer.finish(), tally).applied:
             self.reducer.commit()
-        else:  # nobody has moved: what was sent of earlier losses has gone nowhere
+        else:
+            # No replica had items, so the mean was not applied: the codec keeps its previous error.
             self.reducer.abort()
 
     @torch.no_grad()
     def mix(self, mixing: float) -> None:
-        """Go on from there, with this share of what this rank has; collective over its replica."""
-        theirs: list[Tensor] = [*self.anchors.values()]
-        if theirs and mixing:
+        """Move the parameters to the anchors, keeping the share `mixing` of their own values; collective."""
+        anchors: list[Tensor] = [*self.anchors.values()]
+        if anchors and mixing:
             torch._foreach_mul_(self._updates, mixing)
-            torch._foreach_add_(self._updates, theirs, alpha=1.0 - mixing)
-        elif theirs:
-            torch._foreach_copy_(self._updates, theirs)
+            torch._foreach_add_(self._updates, anchors, alpha=1.0 - mixing)
+        elif anchors:
+            torch._foreach_copy_(self._updates, anchors)
         if self._bring is not None:
             self._bring()
 
     def pieces(self) -> list[TensorPiece]:
-        """Momentum, by parameter: the part that this rank updates."""
+        """Return the momentum of what this rank updates, by parameter."""
         states = self._step.state.optimizer.state
         return [
             TensorPiece(replace(slot, name=f"{_MOMENTUM_PREFIX}{slot.name}"), buffer)
@@ -151,17 +159,17 @@ class ParameterDelta:
         ]
 
     def wanted(self, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, SlotIndex]:
-        """The same part of what was saved."""
+        """Return this rank's part of the momentum that was saved."""
         parts = {f"{_MOMENTUM_PREFIX}{slot.name}": slot.index for slot in self.anchors}
         return {name: index for name, index in parts.items() if name in shapes}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """The inverse of `pieces`."""
+        """Load what `pieces` returned."""
         states = self._step.state.optimizer.state
         states.clear()
         for slot, anchor in self.anchors.items():
-            if (found := tensors.get(f"{_MOMENTUM_PREFIX}{slot.name}")) is not None:
-                states[anchor] = {"momentum_buffer": torch.empty_like(anchor).copy_(found).detach()}
+            if (momentum := tensors.get(f"{_MOMENTUM_PREFIX}{slot.name}")) is not None:
+                states[anchor] = {"momentum_buffer": torch.empty_like(anchor).copy_(momentum).detach()}
 
 
 _MOMENTUM_PREFIX = "momentum/"

@@ -14,7 +14,7 @@ Constructor of PipeDream.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -175,7 +175,7 @@ def build_pipedream(context: SessionContext, layout: ModelLayout, state: TrainSt
     if reasons or not isinstance(runner, PipelineRunner):
         raise _unsupported_error(reasons)
     net, phases = context.net, context.phases
-    build_flow = _FLOWS[recipe.strategy.rule_argument]
+    build_flow = TwoBufferFlow if recipe.strategy.sync_word.argument else WeightStashFlow
     flow = build_flow(runner, net, phases, context.rule_inputs.items_per_sample)
     return PipeDream(
         runner, flow, context.mesh.world, net, phases, stop_requested=context.rule_inputs.stop_requested
@@ -190,7 +190,3 @@ def _unsupported_error(reasons: Sequence[str]) -> StrategyError:
         f"pipedream does not go with {'; '.join(reasons)}",
         next_step="leave it out, or choose sync=every-step",
     )
-
-
-_FLOWS: Mapping[str, Callable[..., PipeDreamFlow]] = {"": WeightStashFlow, "2bw": TwoBufferFlow}
-"""The flow of each argument of `sync=pipedream`."""

@@ -1,14 +1,12 @@
-"""What coding has lost, as state: one row for each rank that codes.
+"""The quantisation error of a codec as state, with one row for each rank that codes.
 
-Of gradients it is saved beside what they were multiplied with, so that a rule that multiplies them with
-something else, or with nothing, goes on from the same loss.
+Errors of gradients are saved with the factor that the gradients had, so that a rule with another factor, or
+with none, continues from the same error. Errors of parameter deltas (local SGD, DiLoCo) are no gradients: a
+rule that sums gradients cannot send them, and moves the parameters by them once when it takes over.
 
-Source: Seide et al. 2014; what is lost must be sent later, so a checkpoint that forgets it changes the run.
-
-What coding has lost of how replicas moved between two meetings, as state.
-
-It is no gradient: a rule that sums gradients cannot send it, and moves the parameters by it when it begins,
-as the outer optimizer would have.
+Invariant: a codec sends later what it has not sent, so a checkpoint keeps all of it; nothing is dropped or
+sent twice when the rule or the number of ranks changes.
+Source: Seide et al. 2014, 1-Bit Stochastic Gradient Descent (error feedback).
 """
 
 from __future__ import annotations
@@ -29,74 +27,75 @@ if TYPE_CHECKING:
     from paceline.sync.outer_optimizer import ParameterDelta
 
 SCALE, ITEMS = "scale", "items"
-"""Kept beside them: what they are multiples of, and of how many items the gradients were sums."""
+"""Names of the tensors with the factor of the gradients and the number of items that they were sums of."""
 
 
 class ResidualSource(Protocol):
-    """Knows what coding has lost; see `GradientReduction`."""
+    """An object that keeps the quantisation error of a codec, such as a `GradientReduction`."""
 
     def residuals(self) -> Sequence[tuple[str, TensorSlot, Tensor]]:
-        """What coding has lost: (which side's, slot, values in its shape)."""
+        """Return the errors, each with its side, its slot, and the values in the shape of the slot."""
 
     def set_residuals(self, found: Mapping[tuple[str, str], Tensor]) -> None:
-        """Go on from these."""
+        """Continue from these errors, by side and name of the slot."""
 
 
 class ResidualUnit(Protocol):
-    """What gradients, or movements, and what coding has lost of them, are multiples of."""
+    """The unit of gradients and of their errors: a factor and a number of items."""
 
     @property
     def scale(self) -> float:
-        """What they are multiplied with."""
+        """Return the factor of the gradients."""
 
     @property
     def items(self) -> float | None:
-        """Of how many items they are sums; None: that does not matter."""
+        """Return the number of items that the gradients are sums of; None: updates use sums, so it is not
+        needed.
+        """
 
     def resume(self, scale: float, items: float | None) -> float:
-        """With what to multiply what was lost of these."""
+        """Return the factor that brings saved errors, with their scale and items, into this unit."""
 
 
 @dataclass(frozen=True)
 class FixedUnit:
-    """A unit that stays."""
+    """A unit that does not change in a run."""
 
     scale: float = 1.0
     items: float | None = None
 
     def resume(self, scale: float, items: float | None) -> float:
-        """See `ResidualUnit`."""
         of_items = 1.0 if self.items is None or items is None else self.items / items
         return self.scale / scale * of_items
 
 
 _UNSCALED = FixedUnit()
 RESIDUAL_KEEPERS = ("residual", "moved")
-"""The keepers of what coding has lost: of gradients, and of movements."""
+"""Words of the extra states with the errors of gradients, and of parameter deltas."""
 
 
 def orphaned_residuals(names: Collection[str], extra_states: Collection[str]) -> Sequence[str]:
-    """Names of what coding had lost in a state that no keeper goes on from: it would never be sent.
+    """Return the names of saved errors that no extra state loads: they would never be sent.
 
     Args:
-        names: of all tensors of the state.
-        extra_states: the words of those who are here.
+        names: all tensors of a state.
+        extra_states: words of the extra states of the session.
     """
-    gone = tuple(f"{word}/" for word in RESIDUAL_KEEPERS if word not in extra_states)
-    return sorted(name for name in names if gone and name.startswith(gone))
+    prefixes = tuple(f"{word}/" for word in RESIDUAL_KEEPERS if word not in extra_states)
+    return sorted(name for name in names if prefixes and name.startswith(prefixes))
 
 
 class ResidualState(ExtraState):
-    """The residuals of one reducer.
+    """The errors of one reduction.
 
     Args:
         reducer: codes what it sends.
         slots: what this rank computes with.
-        group: the ranks that code; one: all have the same row.
-        first: the one of them that takes what the others had, where their number has changed.
-            Ranks before it send nothing.
-        left: those that are not lost; empty: nobody is. What the others have not sent is lost with them.
-        unit: what these values are multiples of; equal on all ranks.
+        group: the ranks that code; with one rank all ranks have the same row.
+        first: the first rank of the group that sends. It adopts the errors of the others if a checkpoint has
+            another number of ranks.
+        left: returns the ranks that are not lost; empty: all. The errors of lost ranks are lost with them.
+        unit: the unit of the values; equal on all ranks.
     """
 
     def __init__(
@@ -111,62 +110,66 @@ class ResidualState(ExtraState):
         self._reducer, self._group, self._first, self._left = reducer, group, first, left
         self._unit = unit
         self._slots = {slot.name: slot for slot in slots}
-        self._same_num_ranks: dict[str, bool] = {}  # by name, whether as many ranks code as when it was saved
+        self._same_num_ranks: dict[str, bool] = {}  # by name: as many ranks code as when it was saved
 
     def pieces(self) -> list[TensorPiece]:
-        """This rank's row of each, of as many as there are ranks left."""
+        """Return this rank's row of each tensor, which has a row for each rank that is left."""
         group = self._group
         left = [rank for rank in group.ranks if rank in (self._left() or group.ranks)]
-        place = left.index(group.ranks[group.rank])
-        found = []
+        row = left.index(group.ranks[group.rank])
+        pieces = []
         for side, slot, value in self._reducer.residuals():
-            shape, part = (len(left), *slot.shape), ((place, place + 1), *slot.part)
+            shape, part = (len(left), *slot.shape), ((row, row + 1), *slot.part)
             axes = slot.axes | ({"replica"} if len(left) > 1 else set())
-            found.append(
+            pieces.append(
                 TensorPiece(TensorSlot(f"{side}/{slot.name}", shape, part, axes), value.unsqueeze(0))
             )
-        if found:
+        if pieces:
             unit = self._unit
-            found.append(_scalar_piece(SCALE, unit.scale))
-            found += [] if unit.items is None else [_scalar_piece(ITEMS, unit.items)]
-        return found
+            pieces.append(_scalar_piece(SCALE, unit.scale))
+            pieces += [] if unit.items is None else [_scalar_piece(ITEMS, unit.items)]
+        return pieces
 
     def wanted(self, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, SlotIndex]:
-        """This rank's rows; the first that sends takes those of ranks that do not send any more.
+        """Return this rank's rows. The first sender also takes the rows of ranks that send no more.
 
-        Where the number of ranks has changed those are all.
+        If the number of ranks has changed, it takes all rows.
         """
-        mine, first = self._group.rank, self._first
-        own = slice(mine if mine > first else 0, mine + 1 if mine >= first else 0)
-        found: dict[str, SlotIndex] = {word: () for word in (SCALE, ITEMS) if word in shapes}
+        rank, first = self._group.rank, self._first
+        own_rows = slice(rank if rank > first else 0, rank + 1 if rank >= first else 0)
+        wanted: dict[str, SlotIndex] = {word: () for word in (SCALE, ITEMS) if word in shapes}
         for full, (rows, *_) in shapes.items():
             side, _, name = full.partition("/")
-            if name not in self._slots:  # another rank's
+            if name not in self._slots:  # belongs to another rank
                 continue
             self._same_num_ranks[full] = rows == self._group.size
             if self._same_num_ranks[full]:
-                found[full] = (own, *self._slots[name].index)
-            elif not side.endswith("factor"):  # factors are no loss: they are found anew
-                found[full] = (slice(0, rows if mine == first else 0), *self._slots[name].index)
-        return found
+                wanted[full] = (own_rows, *self._slots[name].index)
+            elif not side.endswith("factor"):  # low-rank factors are no error: they are computed again
+                wanted[full] = (slice(0, rows if rank == first else 0), *self._slots[name].index)
+        return wanted
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Go on from these rows; the first rank sends the sum of what others had."""
-        found: dict[tuple[str, str], Tensor] = {}
+        """Load these rows; the first rank adopts the sum of the others' rows."""
+        residuals: dict[tuple[str, str], Tensor] = {}
         for full, rows in tensors.items():
             side, _, name = full.partition("/")
             if not name:
                 continue
             value = rows[0] if len(rows) == 1 else rows.sum(0)
-            into = side
+            target_side = side
+            # Sides belong to ranks (sent, received): a sum over other ranks is an error of what this rank
+            # sends.
             if not self._same_num_ranks[full]:
-                into = "velocity" if side.endswith("velocity") else "sent"
-            found[into, name] = value + found[into, name] if (into, name) in found else value
+                target_side = "velocity" if side.endswith("velocity") else "sent"
+            residuals[target_side, name] = (
+                value + residuals[target_side, name] if (target_side, name) in residuals else value
+            )
         scale = float(tensors[SCALE]) if SCALE in tensors else self._unit.scale
         factor = self._unit.resume(scale, float(tensors[ITEMS]) if ITEMS in tensors else None)
         if factor != 1.0:
-            found = {place: value * factor for place, value in found.items()}
-        self._reducer.set_residuals(found)
+            residuals = {side_and_name: value * factor for side_and_name, value in residuals.items()}
+        self._reducer.set_residuals(residuals)
 
 
 def _scalar_piece(word: str, value: float) -> TensorPiece:
@@ -175,81 +178,85 @@ def _scalar_piece(word: str, value: float) -> TensorPiece:
 
 
 _SHARE_PREFIX = "share/"
+"""In front of the names of tensors that hold `ParameterDelta.share`, by parameter."""
 
 
 class DeltaResidualState(ExtraState):
-    """Of a rule that goes on sending it.
+    """The errors of parameter deltas, for a rule that sends deltas.
 
     Args:
-        residuals: of the reducers of these movements.
-        movements: all of the parameters.
+        residuals: of the reductions of these deltas.
+        deltas: of all parameters.
     """
 
-    def __init__(self, residuals: ResidualState, movements: Sequence[ParameterDelta]) -> None:
-        self._residuals, self._movements = residuals, movements
+    def __init__(self, residuals: ResidualState, deltas: Sequence[ParameterDelta]) -> None:
+        self._residuals, self._deltas = residuals, deltas
 
     def pieces(self) -> list[TensorPiece]:
-        """The residuals, and by parameter what one of theirs would move it."""
-        found = self._residuals.pieces()
-        for movement in self._movements if found else ():
-            share = torch.tensor([movement.share], dtype=torch.float64)
-            for slot in movement.anchors:
-                place = TensorSlot.whole(f"{_SHARE_PREFIX}{slot.name}", share)
-                found.append(TensorPiece(replace(place, axes=slot.axes), share))
-        return found
+        """Return the errors, and for each parameter how far it moves for a unit of error."""
+        pieces = self._residuals.pieces()
+        for delta in self._deltas if pieces else ():
+            share = torch.tensor([delta.share], dtype=torch.float64)
+            for slot in delta.anchors:
+                slot_of_share = TensorSlot.whole(f"{_SHARE_PREFIX}{slot.name}", share)
+                pieces.append(TensorPiece(replace(slot_of_share, axes=slot.axes), share))
+        return pieces
 
     def wanted(self, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, SlotIndex]:
-        """See `ResidualState`."""
         shares = [name for name in shapes if name.startswith(_SHARE_PREFIX)]
-        rest = {name: shape for name, shape in shapes.items() if name not in shares}
-        return {**self._residuals.wanted(rest), **dict.fromkeys(shares, ())}
+        residual_shapes = {name: shape for name, shape in shapes.items() if name not in shares}
+        return {**self._residuals.wanted(residual_shapes), **dict.fromkeys(shares, ())}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """See `ResidualState`; it is worth as much as where it was lost."""
-        shares, found = strip_prefix(tensors, _SHARE_PREFIX), dict[str, Tensor]()
-        own = next((movement.share for movement in self._movements), 1.0)
+        """Load the errors, rescaled so that they move the parameters as far as under the rule that saved
+        them.
+        """
+        shares, residuals = strip_prefix(tensors, _SHARE_PREFIX), dict[str, Tensor]()
+        own_share = next((delta.share for delta in self._deltas), 1.0)
         for full, rows in tensors.items():
             side, _, name = full.partition("/")
             if name and f"{side}/" != _SHARE_PREFIX:
-                factor = float(shares[name]) / own
-                found[full] = rows if factor == 1.0 else rows * factor
-        self._residuals.load(found)
+                factor = float(shares[name]) / own_share
+                residuals[full] = rows if factor == 1.0 else rows * factor
+        self._residuals.load(residuals)
 
 
 class DeltaResidualFlush(ExtraState):
-    """Of a rule that sends no movements: they are made when it takes over the state.
+    """The errors of parameter deltas, for a rule that sends no deltas: it applies them when it takes over.
 
     Args:
-        sharded_model: of this rank; its values are changed in place.
+        sharded_model: this rank's parameters, which are changed in place.
     """
 
     def __init__(self, sharded_model: ShardedModel) -> None:
-        self._own: dict[str, tuple[TensorSlot, Tensor]] = {}
-        for name, one in sharded_model.held.items():
-            if one.kept:
-                self._own[name] = one.computes, sharded_model.computes[one.computes]
-            elif one.updates is not None:
-                self._own[name] = one.updates, sharded_model.updates[one.updates]
+        self._parameters: dict[str, tuple[TensorSlot, Tensor]] = {}
+        for name, placement in sharded_model.held.items():
+            if placement.kept:
+                self._parameters[name] = placement.computes, sharded_model.computes[placement.computes]
+            elif placement.updates is not None:
+                self._parameters[name] = placement.updates, sharded_model.updates[placement.updates]
 
     def pieces(self) -> list[TensorPiece]:
-        """Nothing is left."""
+        """Return nothing: all errors have been applied."""
         return []
 
     def wanted(self, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, SlotIndex]:
-        """The rows of all ranks, of what this one has."""
-        found: dict[str, SlotIndex] = {}
+        """Return the rows of all ranks for this rank's parameters."""
+        wanted: dict[str, SlotIndex] = {}
         for full in shapes:
             side, _, name = full.partition("/")
-            if name in self._own and f"{side}/" != _SHARE_PREFIX:
-                found[full] = (slice(None), *self._own[name][0].index)
-            elif name in self._own:
-                found[full] = ()
-        return found
+            if name in self._parameters and f"{side}/" != _SHARE_PREFIX:
+                wanted[full] = (slice(None), *self._parameters[name][0].index)
+            elif name in self._parameters:
+                wanted[full] = ()
+        return wanted
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Move the parameters by the sum over all ranks and sides."""
-        places = {full: full.partition("/") for full in tensors if not full.startswith(_SHARE_PREFIX)}
-        sums = {(side, name): tensors[full].sum(0) for full, (side, _, name) in places.items()}
+        """Move the parameters by the sum of the errors over all ranks and sides."""
+        sides_and_names = {
+            full: full.partition("/") for full in tensors if not full.startswith(_SHARE_PREFIX)
+        }
+        sums = {(side, name): tensors[full].sum(0) for full, (side, _, name) in sides_and_names.items()}
         with torch.no_grad():
             for name, lost in sum_residuals(sums).items():
-                self._own[name][1].sub_(lost * float(tensors[f"{_SHARE_PREFIX}{name}"]))
+                self._parameters[name][1].sub_(lost * float(tensors[f"{_SHARE_PREFIX}{name}"]))

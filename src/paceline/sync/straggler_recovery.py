@@ -1,30 +1,26 @@
-"""Whether a rank that was slow keeps up again: by its answers, which a server hears, or by a trial.
+"""Straggler recovery: notices when a rank that was slow keeps up again, so that a run can return to
+every-step.
 
-A rank that serves computes nothing that shows it: it is tried with some micro-batches where a round ends
-(`tried`), and workers say how long theirs took. Replicas that train alone are followed where they meet
-(`followed`).
+Under a rule with servers a slow worker is judged by the time of its answers (`StopWhenRecovered`). A slow
+rank
+that serves computes nothing that would show its speed: it runs a few micro-batches at the end of each round
+(`TrialServerRule`), and workers report how long theirs took. Replicas that train alone exchange their times
+at the end of each round, or probe their links as in straggler detection if a link was slow
+(`ReplicaRecoveryRule`).
 
-To be named a rank has to take `factor` times what others take, in two windows; to have recovered, half of
-that excess at most, in three windows one after another, and in twice as many after every return. So a run
-that goes back and forth does so ever more seldom.
+A rank is named as slow if it takes `factor` times as long as others in two windows. It has recovered if it
+takes at most half of that excess in three windows in a row, and in twice as many after every return, so that
+a run that goes back and forth does so less and less often.
 
-A rank that serves is tried where a round ends: it runs some micro-batches, and nothing comes of them.
-
-A slow rank that serves computes nothing that would show that it keeps up again.
-
-Replicas that train alone follow the slow one where they meet, until it keeps up again.
-
-All say how long a micro-batch took them, or, where a link was slow, send some bytes around a ring, as when it
-was named; so all judge from the same numbers.
+Invariant: all ranks judge by the same numbers, or rank 0 alone decides; so they end the phase together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from statistics import median
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,25 +35,25 @@ from paceline.parallel.session_context import SessionContext
 from paceline.state.train_state import TrainState
 from paceline.sync.server.server_policies import ServerPolicy, WorkerPush, WorkTicket
 from paceline.sync.straggler_detection import COMMUNICATION, faster_link_seconds, probe_links
-from paceline.sync.sync_rule import SyncRule
+from paceline.sync.sync_rule import SyncRule, observe_rounds
 from paceline.sync.update import UpdateStep
 from paceline.sync.work_assignment import even_share_micro_batches
 
 RECOVERED = "recovered"
-"""The event that ends the phase of a rule that took over."""
+"""The event that ends the phase of the rule that took over from every-step."""
 MICRO_BATCH_SECONDS = "took"
-"""Of a push, where a worker says it: how long a micro-batch has taken it."""
+"""Key of a push with the seconds that a micro-batch took the worker."""
 ANSWERS_PER_WINDOW = 4  # answers of the slow worker
-GOOD_WINDOWS = 3
+GOOD_WINDOWS = 3  # windows in a row after which a rank has recovered for the first time
 
 
 class AwaitedRank(NamedTuple):
-    """Whom a run waits for.
+    """The slow rank that a run is waiting for.
 
     Args:
-        rank: that was named as slow.
-        cause: see `SlowRank`.
-        returns: how often the run has gone back already.
+        rank: its global rank.
+        cause: "data", "compute" or "communication".
+        returns: how often the run has returned to every-step already.
     """
 
     rank: int
@@ -66,157 +62,162 @@ class AwaitedRank(NamedTuple):
 
 
 class RecoveryJudge:
-    """Judges one worker of a server, or one replica; pure.
+    """The decision whether one worker of a server, or one replica, has recovered; pure.
 
     Args:
-        slow: the worker.
-        num_workers: at least two; of one nobody can tell.
-        factor: see `StragglerJudge`.
-        returns: see `AwaitedRank`.
+        slow: the number of the slow worker.
+        num_workers: at least two; one worker has nothing to compare with.
+        factor: the factor at which a rank is named as slow, as for `StragglerJudge`.
+        returns: as for `AwaitedRank`.
     """
 
     def __init__(self, slow: int, num_workers: int, factor: float, returns: int) -> None:
         self._slow, self._limit = slow, 1 + (factor - 1) / 2
-        self._wanted, self._good = GOOD_WINDOWS * 2**returns, 0
-        self._found: dict[int, list[float]] = {worker: [] for worker in range(num_workers)}
+        self._num_needed, self._num_good = GOOD_WINDOWS * 2**returns, 0
+        self._seconds: dict[int, list[float]] = {worker: [] for worker in range(num_workers)}
 
     def observe_seconds(self, worker: int, seconds: float) -> Mapping[str, float] | None:
-        """A worker has answered after so long. Returns what both take, once the slow one is so no more."""
-        self._found[worker].append(seconds)
-        if len(self._found[self._slow]) < ANSWERS_PER_WINDOW or not all(self._found.values()):
+        """Record how long a worker took for an answer.
+
+        Returns:
+            The times of the slow worker and of the others once the slow one has recovered, else None.
+        """
+        self._seconds[worker].append(seconds)
+        if len(self._seconds[self._slow]) < ANSWERS_PER_WINDOW or not all(self._seconds.values()):
             return None
-        mine = median(self._found[self._slow])
-        usual = median(median(found) for other, found in self._found.items() if other != self._slow)
-        self._good = self._good + 1 if mine <= self._limit * usual else 0
-        self._found = {one: [] for one in self._found}
-        return {"seconds": mine, "usual": usual} if self._good >= self._wanted else None
+        slow_seconds = median(self._seconds[self._slow])
+        usual = median(median(seconds) for other, seconds in self._seconds.items() if other != self._slow)
+        self._num_good = self._num_good + 1 if slow_seconds <= self._limit * usual else 0
+        self._seconds = {worker: [] for worker in self._seconds}
+        return {"seconds": slow_seconds, "usual": usual} if self._num_good >= self._num_needed else None
 
 
 class ServerTrial(NamedTuple):
-    """Of a rank that is tried, for it answers nobody.
+    """A trial of the rank that serves, because it pushes nothing by which it could be judged.
 
     Args:
-        number: among those that are heard.
-        seconds: runs some micro-batches, and says how long one took; None: nobody is tried.
+        number: its number among the judged workers.
+        seconds: runs some micro-batches and returns the seconds of one; None: there is no trial.
     """
 
     number: int = 0
     seconds: Callable[[], float] | None = None
 
     def answers(self) -> list[float]:
-        """As many as a window has."""
+        """Return as many times as a window has."""
+        # One measurement counts as a whole window: others wait while the trial runs.
         return [] if self.seconds is None else [self.seconds()] * ANSWERS_PER_WINDOW
 
 
 class StopWhenRecovered:
-    """A policy that opens no further step once the slow worker has recovered; all others are the inner one's.
+    """A server policy that opens no further step once the slow worker has recovered, around another policy.
 
-    Not once a worker is lost: every-step would need it.
+    It never stops once a worker was lost, because every-step would need that worker.
 
     Args:
-        hear: of a `RecoveryJudge`.
-        rank: of the slow worker.
-        clock: in seconds.
-        took: of what a worker brought, and how long it was away, what is heard of it.
+        inner: decides everything else.
+        observe_seconds: `RecoveryJudge.observe_seconds`.
+        rank: global rank of the slow worker.
+        clock: returns seconds.
+        answer_seconds: returns the seconds to judge, given a push and the seconds since its ticket.
     """
 
     def __init__(
         self,
         inner: ServerPolicy,
-        hear: Callable[[int, float], Mapping[str, float] | None],
+        observe_seconds: Callable[[int, float], Mapping[str, float] | None],
         rank: int,
         clock: Callable[[], float],
-        took: Callable[[WorkerPush, float], float] = lambda push, seconds: seconds,
+        answer_seconds: Callable[[WorkerPush, float], float] = lambda push, seconds: seconds,
     ) -> None:
-        self._inner, self._hear, self._rank, self._clock = inner, hear, rank, clock
-        self._took, self._trial = took, ServerTrial()
-        self.begin, self.stop, self.give_back = inner.begin, inner.stop, inner.give_back
+        self._inner, self._observe_seconds, self._rank, self._clock = inner, observe_seconds, rank, clock
+        self._answer_seconds, self._trial = answer_seconds, ServerTrial()
+        self.begin, self.stop, self.reissue = inner.begin, inner.stop, inner.reissue
         self.is_late, self.drops = inner.is_late, inner.drops
-        self._given: dict[int, float] = {}
-        self._found: Mapping[str, float] | None = None
-        self._is_whole = True
+        self._handed_out: dict[int, float] = {}
+        self._recovered: Mapping[str, float] | None = None
+        self._has_all_workers = True
 
     def ticket(self, worker: int) -> WorkTicket | None:
-        """See `ServerPolicy`."""
-        found = self._inner.ticket(worker)
-        if found is not None:
-            self._given[worker] = self._clock()
-        return found
+        ticket = self._inner.ticket(worker)
+        if ticket is not None:
+            self._handed_out[worker] = self._clock()
+        return ticket
 
     def bind_trial(self, number: int, seconds: Callable[[], float]) -> None:
-        """The slow rank is this one, which serves; see `ServerTrial`."""
+        """Judge this rank, which is slow and serves, by a trial at the end of each round.
+
+        Args:
+            number, seconds: as for `ServerTrial`.
+        """
         self._trial = ServerTrial(number, seconds)
 
     def push(self, worker: int, push: WorkerPush) -> Sequence[WorkerPush] | None:
-        """See `ServerPolicy`."""
-        found = self._hear(worker, self._took(push, self._clock() - self._given[worker]))
-        if found is not None and self._is_whole:
-            self._found = found
+        recovered = self._observe_seconds(
+            worker, self._answer_seconds(push, self._clock() - self._handed_out[worker])
+        )
+        if recovered is not None and self._has_all_workers:
+            self._recovered = recovered
         applied = self._inner.push(worker, push)
-        if self._found is not None:
+        if self._recovered is not None:
             self._inner.stop()
         return applied
 
-    def lose(self, worker: int, ticket: WorkTicket | None) -> None:
-        """See `ServerPolicy`."""
-        self._is_whole, self._found = False, None
-        self._inner.lose(worker, ticket)
+    def drop_worker(self, worker: int, ticket: WorkTicket | None) -> None:
+        self._has_all_workers, self._recovered = False, None
+        self._inner.drop_worker(worker, ticket)
 
-    def news(self) -> Mapping[str, Mapping[str, Any]]:
-        """What all ranks are to be told at the end of a round, by the name of the event."""
-        if self._is_whole and self._found is None:
+    def round_events(self) -> Mapping[str, Mapping[str, Any]]:
+        """Return the events that all ranks record at the end of a round, by name."""
+        if self._has_all_workers and self._recovered is None:
             for seconds in self._trial.answers():
-                self._found = self._hear(self._trial.number, seconds) or self._found
-        if self._found is None:
+                self._recovered = self._observe_seconds(self._trial.number, seconds) or self._recovered
+        if self._recovered is None:
             return {}
-        return {RECOVERED: {"step": self._inner.step, "rank": self._rank, **self._found}}
+        return {RECOVERED: {"step": self._inner.step, "rank": self._rank, **self._recovered}}
 
     @property
     def is_complete(self) -> bool:
-        """See `ServerPolicy`."""
         return self._inner.is_complete
 
     @property
     def num_needed(self) -> int:
-        """See `ServerPolicy`."""
         return self._inner.num_needed
 
     @property
     def step(self) -> int:
-        """See `ServerPolicy`."""
         return self._inner.step
 
 
-MAX_TRIAL_MICRO_BATCHES = 4  # micro-batches of a trial: its cost, where others wait
+MAX_TRIAL_MICRO_BATCHES = 4  # other ranks wait for a trial, so this is its cost
 BindTrial = Callable[[Callable[[], float]], None]
+"""Receives the function that runs a trial and returns its seconds, as `StopWhenRecovered.bind_trial`."""
 
 
 class TrialServerRule:
-    """The rule of a server that is tried.
+    """The rule of a slow rank that serves, with trials.
 
     Args:
         inner: serves.
-        bind: is told, once the data are known, what makes a trial.
-        phases: measures it.
+        bind: receives the function that runs a trial, once the data are known.
+        phases: measures the trial.
     """
 
     def __init__(self, inner: SyncRule, bind: BindTrial, phases: PhaseTimer) -> None:
         self.inner, self._bind, self._phases = inner, bind, phases
 
     def rounds(self, feed: TrainingFeed, runner: ModelRunner, update_step: UpdateStep) -> Iterator[StepStats]:
-        """See `SyncRule`."""
         self._bind(partial(run_trial, feed, runner, update_step.state, self._phases))
         return self.inner.rounds(feed, runner, update_step)
 
     def abort(self) -> None:
-        """See `SyncRule`."""
         self.inner.abort()
 
 
 def run_trial(feed: TrainingFeed, runner: ModelRunner, state: TrainState, phases: PhaseTimer) -> float:
-    """Seconds that a micro-batch of the next step takes this rank, to read and to compute.
+    """Return the seconds that this rank takes to read and compute a micro-batch of the next step.
 
-    Parameters and buffers stay as they are; the gradients are dropped, and no sample counts.
+    Parameters and buffers stay as they are, gradients are dropped, and no sample counts.
     """
     step, buffers = min(state.step, feed.num_steps - 1), runner.buffers.values()
     micro_batches = feed.work.part(0, 1).micro_batches(step, state.updates)[:MAX_TRIAL_MICRO_BATCHES]
@@ -232,90 +233,96 @@ def run_trial(feed: TrainingFeed, runner: ModelRunner, state: TrainState, phases
 
 
 MeasureRound = Callable[[StepStats, range, torch.device], Sequence[float]]
-"""Seconds of each replica, by its place, after a round of so many steps; collective."""
+"""Returns the seconds of each replica, given the record and the steps of a round; collective."""
 
 
 class ReplicaRecoveryRule:
-    """A rule of replicas that train alone, under which one of them is followed until it keeps up again.
+    """A rule of replicas that train alone, which ends its phase once the slow replica has recovered.
 
-    A round is as many answers as it has steps, and a window at most.
+    A round counts as many answers as it has steps, and at most a window.
 
     Args:
-        inner: takes the steps; replicas meet where a round ends.
-        hear: of a `Recovery`; a worker is a place in the group.
-        rank: the slow one.
-        look: what of a round is heard.
-        note: is told once it keeps up, which ends the phase.
+        inner: takes the steps; replicas agree at the end of its rounds.
+        observe_seconds: `RecoveryJudge.observe_seconds`, where a worker is a rank of the group of replicas.
+        rank: global rank of the slow one.
+        measure: returns the seconds of each replica in a round.
+        note: receives the event "recovered".
     """
 
     def __init__(
         self,
         inner: SyncRule,
-        hear: Callable[[int, float], Mapping[str, float] | None],
+        observe_seconds: Callable[[int, float], Mapping[str, float] | None],
         rank: int,
-        look: MeasureRound,
+        measure: MeasureRound,
         note: EventCallback,
     ) -> None:
-        self.inner, self._hear, self._rank, self._look, self._note = inner, hear, rank, look, note
+        self.inner, self._observe_seconds, self._rank, self._measure, self._note = (
+            inner,
+            observe_seconds,
+            rank,
+            measure,
+            note,
+        )
         self._has_recovered = False
 
     def rounds(self, feed: TrainingFeed, runner: ModelRunner, update_step: UpdateStep) -> Iterator[StepStats]:
-        """See `SyncRule`: a round is one of the inner rule."""
-        before = update_step.state.step
-        rounds = cast("Generator[StepStats, None, None]", self.inner.rounds(feed, runner, update_step))
-        with closing(rounds):
-            for stats in rounds:
-                steps = range(before, stats.step + 1)
-                before = stats.step + 1
-                if not self._has_recovered:
-                    self._follow(stats, steps, runner.sharded_model.device)
-                yield stats
+        first, device = update_step.state.step, runner.sharded_model.device
+
+        def observe(stats: StepStats) -> None:
+            nonlocal first
+            steps, first = range(first, stats.step + 1), stats.step + 1
+            if not self._has_recovered:
+                self._observe(stats, steps, device)
+
+        return observe_rounds(self.inner, observe, feed, runner, update_step)
 
     def abort(self) -> None:
-        """See `SyncRule`."""
         self.inner.abort()
 
-    def _follow(self, stats: StepStats, steps: range, device: torch.device) -> None:
-        """Hear what the round took each replica; collective."""
-        parts = self._look(stats, steps, device)
+    def _observe(self, stats: StepStats, steps: range, device: torch.device) -> None:
+        """Judge the times of a round; collective."""
+        seconds_by_replica = self._measure(stats, steps, device)
         for _ in range(min(ANSWERS_PER_WINDOW, len(steps))):
-            for place, part in enumerate(parts):
-                found = self._hear(place, part)
-                if found is not None and not self._has_recovered:
+            for replica, seconds in enumerate(seconds_by_replica):
+                recovered = self._observe_seconds(replica, seconds)
+                if recovered is not None and not self._has_recovered:
                     self._has_recovered = True
-                    self._note(RECOVERED, {"step": stats.step + 1, "rank": self._rank, **found})
+                    self._note(RECOVERED, {"step": stats.step + 1, "rank": self._rank, **recovered})
 
 
-def measure_compute(ran: Callable[[int], int], group: RankGroup, net: Net) -> MeasureRound:
-    """How long a micro-batch of the round took each replica.
+def measure_compute(num_run: Callable[[int], int], group: RankGroup, net: Net) -> MeasureRound:
+    """Return a function that measures how long a micro-batch of a round took each replica.
 
     Args:
-        ran: how many micro-batches this rank ran in a step.
+        num_run: returns how many micro-batches this rank ran in a step.
         group: the replicas.
-    Wire: one all_gather of 8 bytes a rank for each round.
+        net: this rank's collectives.
+    Wire: one all_gather of 8 bytes per rank for each round.
     """
 
-    def look(stats: StepStats, steps: range, device: torch.device) -> list[float]:
-        phases, num = stats.phases, max(1, sum(map(ran, steps)))
-        mine = (phases["data"] + phases["forward"] + phases["backward"]) / num
+    def measure(stats: StepStats, steps: range, device: torch.device) -> list[float]:
+        phases, num_micro_batches = stats.phases, max(1, sum(map(num_run, steps)))
+        mine = (phases["data"] + phases["forward"] + phases["backward"]) / num_micro_batches
         seconds = torch.tensor([mine], dtype=torch.float64, device=device)
-        return [float(part) for part in net.all_gather(seconds, group, equal=True).wait()]
+        return [float(column) for column in net.all_gather(seconds, group, equal=True).wait()]
 
-    return look
+    return measure
 
 
 def measure_links(group: RankGroup, net: Net) -> MeasureRound:
-    """How long a probe takes on the faster link of each replica.
+    """Return a function that measures how long a probe takes on the faster link of each replica.
 
     Args:
         group: the replicas, at least three.
-    Wire: that of a probe for each round; see `straggler`.
+        net: this rank's collectives.
+    Wire: one probe per round, as in `straggler_detection`.
     """
 
-    def look(stats: StepStats, steps: range, device: torch.device) -> list[float]:
+    def measure(stats: StepStats, steps: range, device: torch.device) -> list[float]:
         return faster_link_seconds(probe_links(net, group, device))
 
-    return look
+    return measure
 
 
 def stop_when_recovered(context: SessionContext, rule: SyncRule) -> SyncRule:

@@ -1,22 +1,20 @@
-"""Fragments of the parameters, and when they travel; one by itself. See `streamed`.
+"""Streaming DiLoCo: replicas train alone, and their parameter deltas are averaged while they go on.
 
-Source: Douillard et al. 2025, Streaming DiLoCo with overlapping communication, arXiv:2501.18512, section 2.
+The parameters are cut into fragments. Every H steps each fragment is sent, at a step of its own: what it has
+changed since it was sent last, weighted by items, is summed over the replicas during the steps that follow.
+`delay` steps later it is received: the outer optimizer steps from the anchors, and a replica continues from
+mixing x its own parameters + (1 - mixing) x the result.
 
-Streaming DiLoCo: replicas train alone, and parts of what they moved travel while they go on.
+A round is at least as long as the run may go without a pause, in whole H; it ends early where a received
+fragment says that a rank was asked to stop. At its end everything in flight is received, and all fragments
+agree as in `DiLoCo`: one fragment without delay or mixing is DiLoCo, to the bit.
 
-The parameters are cut into fragments. Every H steps each fragment leaves, at a step of its own: what it has
-moved since it left last, weighted by items, is summed over the replicas beside the steps that follow. So many
-steps later it arrives: the outer optimizer takes the mean from where all were, and a replica goes on from
-mixing x what it has + (1 - mixing) x that.
-
-A round is at least as long as the run may go without a pause, in whole H, or ends where a fragment arrives
-that says that a rank was asked to stop. At its end all that is under way
-arrives, and all fragments meet as in `local`: a round of one fragment, without delay or mixing, is that of
-`DiLoCo`, to the bit.
-
-Invariant: fragments leave and arrive at the same steps on every rank, and one is under way at most. After
-a round all replicas hold equal parameters and buffers; inner optimizers stay apart.
-Source: Douillard et al. 2025, Streaming DiLoCo with overlapping communication, arXiv:2501.18512, Algorithm 2.
+Invariant: fragments are sent and received at the same steps on every rank, and one is in flight at most.
+After
+a round all replicas hold equal parameters and buffers; the inner optimizers stay different.
+Source: Douillard et al. 2025, Streaming DiLoCo with overlapping communication, arXiv:2501.18512, section 2
+and
+Algorithm 2.
 """
 
 from __future__ import annotations
@@ -43,13 +41,13 @@ from paceline.sync.update import UpdateStep
 
 
 class FragmentSchedule(NamedTuple):
-    """How fragments travel.
+    """The steps at which fragments are sent and received.
 
     Args:
-        steps: H, between two times that a fragment leaves.
-        fragments: at most H.
-        delay: steps from when one leaves until it arrives; at most H / fragments, so that one is under way.
-        mixing: alpha: the share of what a replica has that stays when one arrives.
+        steps: H, the steps between two times that a fragment is sent.
+        fragments: the number of fragments, at most H.
+        delay: steps from sending to receiving; at most H / fragments, so that only one is in flight.
+        mixing: alpha, the share of its own parameters that a replica keeps when it receives a fragment.
     """
 
     steps: int
@@ -59,104 +57,115 @@ class FragmentSchedule(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether all parameters travel at once, and nobody computes meanwhile."""
+        """Return whether all parameters are averaged at once while nobody computes, as in DiLoCo."""
         return self == FragmentSchedule(self.steps)
 
-    def leaves(self, number: int, step: int) -> bool:
-        """Whether a fragment leaves after so many steps of a round."""
+    def sends_after(self, number: int, step: int) -> bool:
+        """Return whether fragment `number` is sent after `step` steps of a round."""
         return step % self.steps == number * self.steps // self.fragments
 
 
 def plan_fragments(sizes: Sequence[int], fragments: int) -> list[range]:
-    """Which of the tensors, in the model's order, are in each: about as many values in all; pure.
+    """Cut the tensors, in the model's order, into fragments of about equal size; pure.
 
     Args:
-        sizes: values of each tensor; there may be fewer of them than fragments: then each is one.
+        sizes: values of each tensor.
+        fragments: the number of fragments; with fewer tensors than that each tensor is one.
+    Returns:
+        The indices of the tensors in each fragment.
     """
     fragments = min(fragments, len(sizes))
-    whole, ends, done = sum(sizes), list[int](), 0
+    total, ends, done = sum(sizes), list[int](), 0
     for index, size in enumerate(sizes, start=1):
         done += size
-        left = fragments - len(ends)
-        is_due = done * fragments >= whole * (len(ends) + 1) or len(sizes) - index < left
-        if left > 1 and is_due and len(sizes) - index >= left - 1:
+        num_left = fragments - len(ends)
+        is_due = done * fragments >= total * (len(ends) + 1) or len(sizes) - index < num_left
+        if num_left > 1 and is_due and len(sizes) - index >= num_left - 1:
             ends.append(index)
     return [range(a, b) for a, b in zip([0, *ends], [*ends, len(sizes)], strict=True)]
 
 
 class ParameterFragment:
-    """Some tensors, where all were when they met last, and what is on its way.
+    """Some parameters with their anchors, and their sum in flight.
 
     Args:
-        movement: of these tensors.
-        owed: what coding had lost under another rule.
+        delta: of these parameters.
+        pending_residual: quantisation error of another rule.
+    Attributes:
+        stops: ranks that were asked to stop, as of the last time that this fragment was received.
+        sent_step: steps of the round after which it was sent last.
+        num_items: items of this replica since then.
+        total_items: about the items of all replicas since then.
     """
 
-    def __init__(self, movement: ParameterDelta, owed: PendingResidual | None = None) -> None:
-        self.movement, self.anchors, self._owed = movement, movement.anchors, owed
+    def __init__(self, delta: ParameterDelta, pending_residual: PendingResidual | None = None) -> None:
+        self.delta, self.anchors, self._pending_residual = delta, delta.anchors, pending_residual
         self._agreement: PendingTally | None = None
-        self.stops = 0.0  # ranks that were asked to stop, as of the last arrival
-        self.left = 0  # steps of the round after which it left last
-        self.count = 0.0  # items since then
-        self.whole = 0.0  # about how many those of all replicas are
+        self.stops, self.sent_step = 0.0, 0
+        self.num_items, self.total_items = 0.0, 0.0
 
     @property
     def is_in_flight(self) -> bool:
-        """Whether it has left and not arrived."""
+        """Return whether the fragment was sent and not received."""
         return self._agreement is not None
 
     def begin(self) -> None:
-        """A round begins: all are at the same place."""
-        self.movement.begin()
-        self.left, self.count, self.whole, self.stops = 0, 0.0, 0.0, 0.0
+        """Start a round, in which all replicas begin with the same parameters."""
+        self.delta.begin()
+        self.sent_step, self.num_items, self.total_items, self.stops = 0, 0.0, 0.0, 0.0
 
-    def leave(
+    def send(
         self, step: int, stops: float, net: Net, replicas: RankGroup, device: torch.device, *, waits: bool
     ) -> None:
-        """Launch the sum of what has moved; collective.
+        """Start the sum of the deltas; collective.
 
         Args:
-            step: of the round.
-            stops: whether this rank was asked to stop.
-            waits: it arrives at once, so that there is time to ask how many items all had.
+            step: step of the round.
+            stops: 1 if this rank was asked to stop, else 0.
+            net, replicas, device: where the tally is summed.
+            waits: the fragment is received at once, so the exact number of items can be waited for.
         """
-        nothing = torch.zeros(0, dtype=torch.float64)
-        self._agreement = StepTally(0.0, 0.0, self.count, {}, stops, (), nothing).agree(net, replicas, device)
-        self.movement.leave(self.count, self._agreement.wait().count if waits else self.whole)
-        self.left, self.count, self.whole = step, 0.0, 0.0
+        no_buffers = torch.zeros(0, dtype=torch.float64)
+        tally = StepTally(0.0, 0.0, self.num_items, {}, stops, (), no_buffers)
+        self._agreement = tally.agree(net, replicas, device)
+        # Waiting for the exact number of items would stall the steps that are to hide the sum.
+        total_items = self._agreement.wait().count if waits else self.total_items
+        self.delta.start_sum(self.num_items, total_items)
+        self.sent_step, self.num_items, self.total_items = step, 0.0, 0.0
 
-    def arrive(self, mixing: float) -> None:
-        """Move where all were, and go on from there; collective."""
+    def receive(self, mixing: float) -> None:
+        """Finish the sum, step from the anchors, and mix the result into the parameters; collective."""
         assert self._agreement is not None
         agreement, self._agreement = self._agreement, None
         tally = agreement.wait()
         self.stops = tally.stops
-        if self._owed is not None:
-            self._owed.settle_mean(self.anchors, is_applied=tally.count > 0, mixing=mixing)
-        self.movement.arrive(tally)
-        self.movement.mix(mixing)
+        if self._pending_residual is not None:
+            self._pending_residual.settle_mean(self.anchors, is_applied=tally.count > 0, mixing=mixing)
+        self.delta.finish_sum(tally)
+        self.delta.mix(mixing)
 
     def drop(self) -> None:
-        """Forget what is on its way."""
+        """Drop the sum in flight."""
         if self._agreement is not None:
-            self.movement.reducer.abort()
+            self.delta.reducer.abort()
             self._agreement = None
 
 
 class StreamingDiLoCo(ExtraState):
-    """The rule.
+    """The rule of streaming DiLoCo.
 
     Args:
         inner: the step of one replica.
-        streaming: when fragments leave and arrive.
-        outer: what an arrival does.
-        reducer: makes one for a fragment, by its number.
-        replicas, told: see `LocalRoundLoop`.
+        streaming: the schedule of the fragments.
+        outer: the outer optimizer and the collectives around it.
+        reducer: builds the reduction of a fragment, given its anchors and number.
+        runner: this rank's part of the model.
+        replicas, net, phases: as for `LocalRoundLoop`.
     Attributes:
-        reducer: those of all fragments as one.
-        movements: of all fragments.
-    Wire: every H steps an all_reduce of the parameters, in parts, and 8 numbers for each; at the end of a
-        round one more of what has moved since, and one of the tally.
+        reducer: the reductions of all fragments as one.
+        deltas: of all fragments.
+    Wire: every H steps an all_reduce of the parameters, in parts, and 8 numbers for each part; at the end of
+        a round one more of the changes since, and one of the tally.
     """
 
     def __init__(
@@ -176,25 +185,22 @@ class StreamingDiLoCo(ExtraState):
         self._phases, self._wire = phases, (net, replicas, runner.sharded_model.device)
         anchors, self.fragments = copy_anchors(runner), list[ParameterFragment]()
         for number, names in enumerate(_fragment_names(runner, streaming.fragments)):
-            own = {slot: anchor for slot, anchor in anchors.items() if slot.name in names}
-            self.fragments.append(
-                ParameterFragment(
-                    ParameterDelta(own, runner, outer, reducer(own, number)), inner.pending_residual
-                )
-            )
-        self.movements = [one.movement for one in self.fragments]
-        reducers = [one.reducer for one in self.movements]
-        by_slot = {slot: one.movement.reducer for one in self.fragments for slot in one.anchors}
+            fragment_anchors = {slot: anchor for slot, anchor in anchors.items() if slot.name in names}
+            reduction = reducer(fragment_anchors, number)
+            delta = ParameterDelta(fragment_anchors, runner, outer, reduction)
+            self.fragments.append(ParameterFragment(delta, inner.pending_residual))
+        self.deltas = [one.delta for one in self.fragments]
+        reducers = [one.reducer for one in self.deltas]
+        by_slot = {slot: one.delta.reducer for one in self.fragments for slot in one.anchors}
         self.reducer = CombinedReduction(by_slot, reducers)
 
     def rounds(self, feed: TrainingFeed, runner: ModelRunner, update_step: UpdateStep) -> Iterator[StepStats]:
-        """See `Rule`: a round ends where the feed wants a pause, in whole H, or a rank was asked to stop."""
         return self._loop.rounds(
             feed, runner, update_step, begin=self._begin, step=self._step, meet=self._meet
         )
 
     def abort(self) -> None:
-        """See `Rule`; what is under way goes on, as the others count on it."""
+        # Sums in flight stay: the other replicas count on them, and receive them at the same steps.
         self.inner.abort()
 
     def _begin(self, feed: TrainingFeed, step: int) -> int:
@@ -203,59 +209,62 @@ class StreamingDiLoCo(ExtraState):
         rounds = -(-(feed.next_pause(step) - step) // self.streaming.steps)
         return min(step + rounds * self.streaming.steps, feed.num_steps)
 
-    def _step(self, stretch: LocalRound, take: TakeStep) -> None:
+    def _step(self, local_round: LocalRound, take: TakeStep) -> None:
         take()
         for fragment in self.fragments:
-            fragment.whole += stretch.whole[-1]
-        self._travel(stretch.taken[-1][0], len(stretch.taken), is_last=stretch.step == stretch.end)
+            fragment.total_items += local_round.num_items[-1]
+        is_last = local_round.step == local_round.end
+        self._exchange_fragments(local_round.results[-1][0], len(local_round.results), is_last=is_last)
         if any(fragment.stops for fragment in self.fragments):
-            stretch.end_with([stretch.step])
+            local_round.end_with([local_round.step])
 
-    def _travel(self, tally: StepTally, step: int, *, is_last: bool) -> None:
-        """After a step of a round: who is due arrives, and who is due leaves."""
+    def _exchange_fragments(self, tally: StepTally, step: int, *, is_last: bool) -> None:
+        """Receive and send the fragments that are due after a step of a round."""
         self._phases.begin("communication")
         for fragment in self.fragments:
-            fragment.count += tally.count
-            if fragment.is_in_flight and step - fragment.left >= self.streaming.delay:
-                fragment.arrive(self.streaming.mixing)
+            fragment.num_items += tally.count
+            if fragment.is_in_flight and step - fragment.sent_step >= self.streaming.delay:
+                fragment.receive(self.streaming.mixing)
         for number, fragment in enumerate(self.fragments):
-            if self.streaming.leaves(number, step) and not is_last:
+            if self.streaming.sends_after(number, step) and not is_last:
                 at_once = not self.streaming.delay
-                fragment.leave(step, tally.stops, *self._wire, waits=at_once)
+                fragment.send(step, tally.stops, *self._wire, waits=at_once)
                 if at_once:
-                    fragment.arrive(self.streaming.mixing)
+                    fragment.receive(self.streaming.mixing)
 
-    def _meet(self, stretch: LocalRound, runner: ModelRunner) -> tuple[StepTally, Mapping[str, float]]:
-        """All that is under way arrives, and all replicas go on from one place."""
+    def _meet(self, local_round: LocalRound, runner: ModelRunner) -> tuple[StepTally, Mapping[str, float]]:
+        """Receive everything in flight, then agree on all fragments, so that all replicas hold the same."""
         for fragment in self.fragments:
             if fragment.is_in_flight:
-                fragment.arrive(self.streaming.mixing)
+                fragment.receive(self.streaming.mixing)
         for fragment in self.fragments:
-            fragment.leave(len(stretch.taken), 0.0, *self._wire, waits=True)
-            fragment.arrive(0.0)
-        return self._loop.agree(stretch, runner, skipped=stretch.skipped)
+            fragment.send(len(local_round.results), 0.0, *self._wire, waits=True)
+            fragment.receive(0.0)
+        return self._loop.agree(local_round, runner, skipped=local_round.skipped)
 
     def pieces(self) -> list[TensorPiece]:
-        """Momentum of the outer optimizers, by parameter, under the names of `DiLoCo`."""
-        return [piece for fragment in self.fragments for piece in fragment.movement.pieces()]
+        """Return the momentum of the outer optimizers, by parameter, under the names of `DiLoCo`."""
+        return [piece for fragment in self.fragments for piece in fragment.delta.pieces()]
 
     def wanted(self, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, SlotIndex]:
-        """See `ExtraState`."""
-        found: dict[str, SlotIndex] = {}
+        wanted: dict[str, SlotIndex] = {}
         for fragment in self.fragments:
-            found |= fragment.movement.wanted(shapes)
-        return found
+            wanted |= fragment.delta.wanted(shapes)
+        return wanted
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """The inverse of `pieces`; a round that was under way is forgotten."""
+        """Load what `pieces` returned, and forget a round that was in progress."""
         self._loop.forget()
         for fragment in self.fragments:
             fragment.drop()
-            fragment.movement.load(tensors)
+            fragment.delta.load(tensors)
 
 
 def _fragment_names(runner: ModelRunner, fragments: int) -> list[set[str]]:
-    """Of the tensors in each; the same on all ranks, whoever holds which: all meet at the same steps."""
+    """Return the names of the tensors in each fragment.
+
+    They are cut by all slots of the model, so that all ranks agree, whatever part each of them holds.
+    """
     slots = runner.sharded_model.slots
     parts = plan_fragments([slot.numel for slot in slots], fragments)
     return [{slots[index].name for index in part} for part in parts]

@@ -1,5 +1,9 @@
 """Sync rules: a rule runs the training loop between two points at which the state is consistent.
 
+A rule is a class with `rounds` and `abort`; its constructor takes a `SessionContext`, a `ModelLayout` and a
+`TrainState`, and stands in the `SyncSpec` of the rule (`paceline.recipe.registry.sync_specs`), where its
+refusals stand as well.
+
 `SyncSpec.memory` names a function that returns the `RuleMemory` of a rule on one rank, in closed form and
 without starting a run. It does not count what every step needs under any rule: the model, the state of the
 optimizer, gradients and activations.
@@ -25,32 +29,33 @@ from paceline.sync.update import UpdateResult, UpdateStep
 
 
 class SurvivingRule(Protocol):
-    """A rule that goes on without some ranks.
+    """A rule that continues after it has lost some ranks.
 
     Attributes:
-        left: the ranks that are not lost, as of the last round; empty: that is not known yet.
+        left: the ranks that were alive at the end of the last round; empty before the first round ends.
     """
 
     left: tuple[int, ...]
 
 
 class SyncRule(Protocol):
-    """When replicas agree."""
+    """The protocol of a sync rule."""
 
     def rounds(self, feed: TrainingFeed, runner: ModelRunner, update_step: UpdateStep) -> Iterator[StepStats]:
-        """Rounds from the state's own position to the end of the run; collective.
+        """Train from the state's present step to the end of the run, and yield a record of each round;
+        collective.
 
-        A round is one step or more. Between two rounds the state is consistent: every rank holds the same
-        values as every other rank that holds the part. It may be saved or evaluated.
+        A round has one step or more. Between two rounds the state is consistent: all ranks that hold the same
+        part of the model hold the same values. The caller can save or evaluate it there.
 
         Args:
-            feed: micro-batches and their loader.
+            feed: work and loader of this rank.
             runner: this rank's part of the model.
             update_step: applies updates to the state.
         """
 
     def abort(self) -> None:
-        """Drop the step in which an error left `rounds`; the next `rounds` begins with that step."""
+        """Drop the step that an error interrupted in `rounds`; the next `rounds` starts with that step."""
 
 
 def observe_rounds(
@@ -83,9 +88,12 @@ def step_stats(
     phases: PhaseTimer,
     net: Net,
 ) -> StepStats:
-    """The record of some steps, from sums that all ranks agree on."""
-    seconds, spent = phases.take()
-    count = tally.count or 1.0
+    """Return the record of some steps, made of sums that are equal on all ranks.
+
+    It takes the times of this rank from `phases`, so call it once per round.
+    """
+    seconds, phase_seconds = phases.take()
+    count = tally.count or 1.0  # a round in which every step was skipped has no items
     return StepStats(
         step=steps[-1],
         epoch=steps[-1] // work.steps_per_epoch if work.steps_per_epoch else 0,
@@ -99,7 +107,7 @@ def step_stats(
         loss_scale=state.scale.value,
         stops=int(tally.stops),
         seconds=seconds,
-        phases=spent,
+        phases=phase_seconds,
         sent_bytes=net.ledger.sent_bytes,
     )
 

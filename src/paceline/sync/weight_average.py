@@ -159,4 +159,4 @@ def build_average(
 
 def averages_after_rounds(context: SessionContext) -> bool:
     """Whether replicas agree only where a round ends."""
-    return context.recipe.strategy.rule.agrees == "replica"
+    return context.recipe.strategy.sync_spec.agrees == "replica"

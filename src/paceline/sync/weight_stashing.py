@@ -75,7 +75,7 @@ class SentMessageRelease:
         """One more."""
         self._marks.append(self._stage.num_sent)
         if len(self._marks) > self._stage.cut.num_stages:
-            self._stage.let_go(self._marks.popleft())
+            self._stage.wait_until_received(self._marks.popleft())
 
 
 class GradientSum:
@@ -102,7 +102,7 @@ class GradientSum:
         Args:
             scale: what losses were multiplied with.
         """
-        named = stage.passing.weights[0].parameters.items()
+        named = stage.executor.weights[0].parameters.items()
         own = {p: self._total[name] for name, p in named if name in self._total}
         grads = {slot: own.get(p) for slot, p in stage.sharded_model.updates.items()}
         flats = [g for g in grads.values() if g is not None]
@@ -197,15 +197,15 @@ class WeightStashFlow:
         stage, own = self._stage, LossSums(self._stage.metric_names)
         weights = {
             n: p.detach().clone().requires_grad_(p.requires_grad)
-            for n, p in stage.passing.weights[0].parameters.items()
+            for n, p in stage.executor.weights[0].parameters.items()
         }
         stage.begin_step()
         flights = [
-            stage.passing.forward(PipelineAction("F", number), micro_batch, own, scale, weights)
+            stage.executor.forward(PipelineAction("F", number), micro_batch, own, scale, weights)
             for number, micro_batch in enumerate(micro_batches)
         ]
         changes = stage.buffers.changes_of([one.micro_batch.shard for one in micro_batches])
-        stage.buffers.end_step(stage.buffers.added(changes), len(flights))
+        stage.buffers.end_step(stage.buffers.sum_changes(changes), len(flights))
         sums.extend(own)
         return StashedStep(version, weights, flights, own.read()[1], scale)
 
@@ -213,7 +213,7 @@ class WeightStashFlow:
         """Run a step backward with the weights of its forward, and update the stage."""
         stage, total, count = self._stage, GradientSum(stashed_step.weights), stashed_step.count
         for in_flight_batch in reversed(stashed_step.micro_batches):
-            grads, told = stage.passing.backward(
+            grads, told = stage.executor.backward(
                 in_flight_batch, stashed_step.weights, note=stashed_step.count
             )
             count = stashed_step.count if stage.cut.is_last else told
@@ -304,7 +304,7 @@ class TwoBufferFlow:
     def __init__(self, stage: PipelineRunner, net: Net, phases: PhaseTimer, items_per_sample: int) -> None:
         self._stage, self._net, self._phases = stage, net, phases
         self._items_per_sample = items_per_sample
-        self.weights = DoubleBufferedWeights(stage.passing.weights[0].parameters)
+        self.weights = DoubleBufferedWeights(stage.executor.weights[0].parameters)
         self._steps: dict[int, InFlightStep] = {}
         self._flying: dict[int, InFlightMicroBatch] = {}
         self.versions: list[UpdateVersions] = []
@@ -358,7 +358,7 @@ class TwoBufferFlow:
         return self._steps[step]
 
     def _forward(self, action: PipelineAction, loaded: LoadedBatch, step: InFlightStep) -> None:
-        in_flight_batch = self._stage.passing.forward(
+        in_flight_batch = self._stage.executor.forward(
             action, loaded, step.sums, step.scale, step.version.weights
         )
         self._flying[action.micro_batch] = in_flight_batch
@@ -367,14 +367,14 @@ class TwoBufferFlow:
     def _end_forward(self, step: InFlightStep, sums: LossSums) -> None:
         """All micro-batches of a step have gone forward."""
         buffers = self._stage.buffers
-        buffers.end_step(buffers.added(buffers.changes_of(step.shards)), len(step.shards))
+        buffers.end_step(buffers.sum_changes(buffers.changes_of(step.shards)), len(step.shards))
         sums.extend(step.sums)
 
     def _backward(self, number: int, step: InFlightStep) -> None:
         """With the weights of the forward; the last stage tells how many items there were so far."""
         count = step.sums.read()[1] if self._stage.cut.is_last else 0.0
         in_flight_batch = self._flying.pop(number)
-        grads, step.count = self._stage.passing.backward(in_flight_batch, step.version.weights, note=count)
+        grads, step.count = self._stage.executor.backward(in_flight_batch, step.version.weights, note=count)
         step.grads.add(grads)
 
     def _update(self, number: int, update_step: UpdateStep) -> UpdateResult:

@@ -1,31 +1,22 @@
-"""Shares that follow speed: a replica that is slow runs fewer shards of every batch, and nobody waits for it.
+"""Work assignment: which shards of a batch each rank runs, equally many or as many as its speed allows.
 
-Every few steps all ranks say how long a shard takes them, and the shards are dealt so that the slowest ends
-as early as it can. Who runs a shard changes nothing in it, neither its samples nor its keys, and sums are
-divided once by what the whole batch counts: so the gradient is that of the whole batch, whatever the shares.
+`SpeedBalancedRule` serves rules that agree in every step: every few steps the ranks exchange how long a shard
+takes them, and the shards are assigned so that the slowest rank ends as early as possible. A shard has the
+same samples and random keys on every rank, and sums are divided once by the items of the whole batch, so the
+gradient is that of the whole batch.
 
-Invariant: all ranks plan from the same numbers, and change their shares before the same step.
+`SpeedAssignment` serves replicas that train alone, and no rank waits for another. Once per window a rank
+publishes how long a shard takes it, through what its rule has anyway: shared memory, or its next message to a
+peer. The rule bounds how far ranks are apart, so `lag` steps after a window all ranks know all times; each of
+them plans by itself, from the same numbers and for the same step. A rank with n of the N samples of a batch
+makes an update of weight n P / N, where each of P ranks makes one. So the weighted gradients of a batch add
+up to P times that of the whole batch, as with equal parts. SGD, also with momentum, is linear in the
+gradient, so its gradients are multiplied. Other optimizers divide the gradient by its own size and would not
+notice, so their rate is multiplied for that step.
 
-How replicas that train alone tell each other what a shard takes them: in memory, or with their messages.
-
-Invariant: nobody waits. What a rank says of a window all read as the same number.
-Not done here: who has heard of a window by when follows from the rule (`lag` of `dealing.Dealt`).
-
-What each of the replicas that train alone runs of a batch: a part that stays, or one that follows speed.
-
-A rank that is slow runs fewer shards, and nobody waits for another to learn that. Every few steps (a window)
-a rank tells how long a shard takes it, through what its rule has anyway: memory in common, or the next
-message to a peer. The rule bounds how far ranks are apart; so `lag` steps after a window all have heard of
-all, and each plans by itself, from the same numbers and for the same step.
-
-A rank with n of the N samples of a batch makes an update of weight n P / N, where P ranks make one each. So
-the weighted gradients of a batch add up to P times that of the whole batch, as with equal parts, whatever the
-shares. SGD, also with momentum, is linear in the gradient, so its gradients are multiplied. Other optimizers
-divide their gradient by its own size, and would not notice: they multiply the rate of that step instead.
-
-Invariant: all ranks change their shares before the same step; at the end of a round every sample of its
-batches was taken once, by one rank, and applied or dropped.
-Not done here: samples that count different numbers of items weigh alike in sum, not one by one.
+Invariant: all ranks change their shares before the same step. At the end of a round every sample of its
+batches was run once, by one rank, and was applied or dropped.
+Not done here: samples with different numbers of items have equal weights; only their sum is right.
 """
 
 from __future__ import annotations
@@ -49,47 +40,49 @@ from paceline.parallel.session_context import SessionContext
 from paceline.sync.sync_rule import SyncRule, internal_rule_error
 from paceline.sync.update import PendingUpdate, UpdateStep, insert_part_before
 
-BALANCE_WINDOW_STEPS = 8  # steps between two looks
-MIN_GAIN = 0.05  # of a step, for which shares change
-MIN_SECONDS = 1e-6
+BALANCE_WINDOW_STEPS = 8
+MIN_GAIN = 0.05  # share of a step that new shares have to save, so that noise does not move shards
+MIN_SECONDS = 1e-6  # keeps a shard without measurable time from attracting all others
 _BUSY_PHASES = ("data", "forward", "backward")
 
 
 def plan_shares(seconds: Sequence[float], shards: int) -> tuple[int, ...]:
-    """How many shards each rank runs, so that the last to end ends first; at least one each; pure.
+    """Return how many shards each rank runs, so that the last rank ends first; at least one each; pure.
 
     Args:
-        seconds: that a shard takes, by rank.
-        shards: of a batch, at least as many as there are ranks.
+        seconds: time of one shard, by rank.
+        shards: shards of a batch, at least as many as there are ranks.
     """
     shares = [1] * len(seconds)
     for _ in range(shards - len(seconds)):
-        ends = [(share + 1) * one for share, one in zip(shares, seconds, strict=True)]
+        # Greedy is optimal here: the next shard goes to the rank that would end it first.
+        ends = [(share + 1) * shard_seconds for share, shard_seconds in zip(shares, seconds, strict=True)]
         shares[ends.index(min(ends))] += 1
     return tuple(shares)
 
 
 def slowest_rank_seconds(shares: Sequence[int], seconds: Sequence[float]) -> float:
-    """Seconds until the last rank has run its shards."""
-    return max(share * one for share, one in zip(shares, seconds, strict=True))
+    """Return the seconds until the last rank has run its shards."""
+    return max(share * shard_seconds for share, shard_seconds in zip(shares, seconds, strict=True))
 
 
 class SpeedBalancedRule:
-    """A rule whose shares follow speed.
+    """A rule that agrees in every step, with shares that follow the speed of the ranks.
 
     Args:
         inner: takes the steps.
-        deal: the same work, of which every rank has so many shards.
-        shares: to begin with, by rank of `group`.
+        deal: returns the same work with the given number of shards for each rank.
+        shares: shards of each rank of `group` at the start.
         group: the ranks that share the shards of a step.
-        note: is told of new shares, and a window later of what they have gained.
-    Wire: every `BALANCE_WINDOW_STEPS` steps one all_gather of 8 bytes a rank.
+        net: this rank's collectives.
+        note: receives the event "shares", and a window later "gain".
+    Wire: every `BALANCE_WINDOW_STEPS` steps one all_gather of 8 bytes per rank.
     """
 
     def __init__(
         self,
         inner: SyncRule,
-        deal: Callable[[MicroBatchWork, Sequence[int]], MicroBatchWork],
+        assign_shares: Callable[[MicroBatchWork, Sequence[int]], MicroBatchWork],
         shares: Sequence[int],
         *,
         group: RankGroup,
@@ -97,89 +90,100 @@ class SpeedBalancedRule:
         note: EventCallback,
     ) -> None:
         self.inner, self.shares = inner, tuple(shares)
-        self._deal, self._group, self._net, self._note = deal, group, net, note
-        self._found: list[float] = []
-        self._steps: list[float] = []
-        self._before: float | None = None  # seconds of a step under the last shares, until the gain is told
+        self._assign_shares, self._group, self._net, self._note = assign_shares, group, net, note
+        self._measured: list[float] = []
+        self._step_seconds: list[float] = []
+        self._seconds_before: float | None = None  # of a step under the last shares, until the gain is known
         self._work: MicroBatchWork | None = None
 
     def rounds(self, feed: TrainingFeed, runner: ModelRunner, update_step: UpdateStep) -> Iterator[StepStats]:
-        """See `SyncRule`: a round is one of the inner rule."""
         state = update_step.state
         while state.step < feed.num_steps:
-            mine = replace(feed, work=self._deal(feed.work, self.shares))
-            self._work = mine.work
-            rounds = cast("Generator[StepStats, None, None]", self.inner.rounds(mine, runner, update_step))
-            with closing(rounds):  # and with them the stream, which may read ahead
+            own_feed = replace(feed, work=self._assign_shares(feed.work, self.shares))
+            self._work = own_feed.work
+            rounds = cast(
+                "Generator[StepStats, None, None]", self.inner.rounds(own_feed, runner, update_step)
+            )
+            with closing(rounds):  # also closes the stream, which can read ahead
                 for stats in rounds:
-                    shares = self._look(stats, mine.work, runner.sharded_model.device)
+                    shares = self._observe(stats, own_feed.work, runner.sharded_model.device)
                     yield stats
                     if shares != self.shares:
                         self.shares = shares
                         break
 
-    def ran(self, step: int) -> int:
-        """How many micro-batches this rank ran in a step under its present shares."""
+    def num_micro_batches_run(self, step: int) -> int:
+        """Return how many micro-batches this rank ran in a step under its present shares."""
         return 0 if self._work is None else self._work.num_micro_batches(step)
 
     def abort(self) -> None:
-        """See `SyncRule`."""
         self.inner.abort()
 
-    def _look(self, stats: StepStats, work: MicroBatchWork, device: torch.device) -> tuple[int, ...]:
-        """The shares of the next step; collective where a window ends."""
+    def _observe(self, stats: StepStats, work: MicroBatchWork, device: torch.device) -> tuple[int, ...]:
+        """Record the times of a step and return the shares of the next; collective at the end of a window."""
         busy = sum(stats.phases[phase] for phase in _BUSY_PHASES)
-        self._found.append(busy / max(1, work.num_micro_batches(stats.step)))
-        self._steps.append(stats.seconds)
+        self._measured.append(busy / max(1, work.num_micro_batches(stats.step)))
+        self._step_seconds.append(stats.seconds)
         if (stats.step + 1) % BALANCE_WINDOW_STEPS:
             return self.shares
-        mine = torch.tensor([max(median(self._found), MIN_SECONDS)], dtype=torch.float64, device=device)
-        taken = median(self._steps)
-        self._found, self._steps = [], []
-        if self._before is not None:
-            told = {"before": self._before, "after": taken, "times": self._before / taken}
-            self._note("gain", {"step": stats.step + 1, **told})
-            self._before = None
-        parts = self._net.all_gather(mine, self._group, equal=True).wait()
-        seconds = [float(part) for part in parts]
+        own_seconds = torch.tensor(
+            [max(median(self._measured), MIN_SECONDS)], dtype=torch.float64, device=device
+        )
+        step_seconds = median(self._step_seconds)
+        self._measured, self._step_seconds = [], []
+        if self._seconds_before is not None:
+            gain = {
+                "before": self._seconds_before,
+                "after": step_seconds,
+                "times": self._seconds_before / step_seconds,
+            }
+            self._note("gain", {"step": stats.step + 1, **gain})
+            self._seconds_before = None
+        gathered = self._net.all_gather(own_seconds, self._group, equal=True).wait()
+        seconds = [float(value) for value in gathered]
         shares = plan_shares(seconds, sum(self.shares))
-        gains = slowest_rank_seconds(shares, seconds) < (1 - MIN_GAIN) * slowest_rank_seconds(
+        pays = slowest_rank_seconds(shares, seconds) < (1 - MIN_GAIN) * slowest_rank_seconds(
             self.shares, seconds
         )
-        if not gains:
+        if not pays:
             return self.shares
-        self._before = taken
+        self._seconds_before = step_seconds
         self._note("shares", {"step": stats.step + 1, "shares": [*shares], "seconds": seconds})
         return shares
 
 
-_BITS = 40
-_UNIT_SECONDS = 1e-8
+_BITS = 40  # of a word: the seconds; the other bits hold the window
+_UNIT_SECONDS = 1e-8  # 40 bits hold three hours
 
 
 def num_window_rows(bound: int, window: int) -> int:
-    """Windows that may be written before the slowest rank has read the first of them."""
+    """Return how many windows can be written before the slowest rank has read the first of them.
+
+    Args:
+        bound: steps that ranks can be apart.
+        window: steps of a window.
+    """
     return (2 * bound + 1) // window + 2
 
 
 class SharedMemorySpeeds:
-    """In memory that ranks of a host have mapped. Each word is written by one rank, whole.
+    """A speed exchange through memory that the ranks of a host share. Each word is written by one rank,
+    whole.
 
     Args:
-        words: by window, in a ring, and rank: the window and its seconds; int64 [rows, P].
-        rank: this one.
+        words: in row w % rows and column r the last window w of rank r and its seconds; int64 [rows, ranks].
+        rank: this rank.
     """
 
     def __init__(self, words: Tensor, rank: int) -> None:
         self._words, self._rank = words, rank
 
-    def tell(self, window: int, seconds: float) -> None:
-        """See `SpeedExchange`."""
+    def publish_seconds(self, window: int, seconds: float) -> None:
         units = min(round(seconds / _UNIT_SECONDS), (1 << _BITS) - 1)
+        # Window and seconds share one aligned word, so a reader never sees one without the other.
         self._words[window % len(self._words), self._rank] = (window + 1) << _BITS | units
 
-    def told(self, window: int) -> Sequence[float] | None:
-        """See `SpeedExchange`."""
+    def seconds_by_rank(self, window: int) -> Sequence[float] | None:
         words: list[int] = self._words[window % len(self._words)].tolist()
         if any(word >> _BITS != window + 1 for word in words):
             return None
@@ -187,43 +191,42 @@ class SharedMemorySpeeds:
 
 
 class MessageSpeeds:
-    """With messages that ranks send each other anyway: each carries the last window of its sender.
+    """A speed exchange through messages that ranks send anyway: each carries the last window of its sender.
 
     Args:
-        rank, size: this one, of so many.
+        rank, size: this rank, and the number of ranks.
     """
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
-        self._known: dict[int, dict[int, float]] = {}  # seconds, by window and rank
-        self._last: Mapping[str, Any] = {}
+        self._seconds: dict[int, dict[int, float]] = {}  # seconds, by window and rank
+        self._last_fields: Mapping[str, Any] = {}
 
-    def tell(self, window: int, seconds: float) -> None:
-        """See `SpeedExchange`."""
-        self._last = {"window": window, "seconds": seconds}
-        self.hear(self._rank, self._last)
+    def publish_seconds(self, window: int, seconds: float) -> None:
+        self._last_fields = {"window": window, "seconds": seconds}
+        self.receive_fields(self._rank, self._last_fields)
 
-    def told(self, window: int) -> Sequence[float] | None:
-        """See `SpeedExchange`; what is older is forgotten."""
-        self._known = {key: found for key, found in self._known.items() if key >= window}
-        found = self._known.get(window, {})
-        return [found[rank] for rank in range(self._size)] if len(found) == self._size else None
+    def seconds_by_rank(self, window: int) -> Sequence[float] | None:
+        """Return the seconds of a window by rank, or None, and forget older windows."""
+        self._seconds = {key: values for key, values in self._seconds.items() if key >= window}
+        seconds = self._seconds.get(window, {})
+        return [seconds[rank] for rank in range(self._size)] if len(seconds) == self._size else None
 
-    def say(self) -> Mapping[str, Any]:
-        """Fields of this rank's next message."""
-        return self._last
+    def message_fields(self) -> Mapping[str, Any]:
+        """Return the fields to add to this rank's next message."""
+        return self._last_fields
 
-    def hear(self, rank: int, fields: Mapping[str, Any]) -> None:
-        """Those of a message of another."""
+    def receive_fields(self, rank: int, fields: Mapping[str, Any]) -> None:
+        """Record the fields of a message of another rank."""
         if "window" in fields:
-            self._known.setdefault(int(fields["window"]), {})[rank] = float(fields["seconds"])
+            self._seconds.setdefault(int(fields["window"]), {})[rank] = float(fields["seconds"])
 
 
-SPEED_WINDOW_STEPS = 4  # steps that one measurement is of, at least
+SPEED_WINDOW_STEPS = 4  # least number of steps of a measurement
 
 
 class SampleCountingStream(Iterator[LoadedBatch]):
-    """A stream, and how many samples were taken from it."""
+    """A stream of micro-batches that counts their samples."""
 
     def __init__(self, stream: Iterator[LoadedBatch]) -> None:
         self._stream, self.samples = stream, 0
@@ -235,53 +238,57 @@ class SampleCountingStream(Iterator[LoadedBatch]):
 
 
 class EvenAssignment:
-    """Every rank has the part of every batch that its work gives it."""
+    """The assignment in which every rank runs the part of each batch that its work gives it.
+
+    It is the base of others: a rule calls `assign` and `record_run` in each step, `round_sums` and
+    `end_round` at the end of a round.
+    """
 
     def weighted(self, update_step: UpdateStep) -> UpdateStep:
-        """How this rank makes its updates."""
+        """Return the update step with which this rank updates."""
         return update_step
 
     def is_ready(self, step: int) -> bool:
-        """Whether it is known here who does what in a step."""
+        """Return whether this rank knows the assignment of a step."""
         return True
 
-    def deal(self, work: MicroBatchWork, step: int) -> MicroBatchWork:
-        """What this rank does from a step on, the next one or the same again."""
+    def assign(self, work: MicroBatchWork, step: int) -> MicroBatchWork:
+        """Return this rank's work from a step on, which is the next step or the present one."""
         return work
 
-    def ran(self, seconds: float, samples: int, *, applied: bool) -> None:
-        """This rank has run its part of that step, in so many seconds."""
+    def record_run(self, seconds: float, samples: int, *, applied: bool) -> None:
+        """Record that this rank ran its part of the present step."""
 
-    def sums(self) -> Mapping[str, float]:
-        """Of this round, to be added up over ranks."""
+    def round_sums(self) -> Mapping[str, float]:
+        """Return numbers of this round that the rule sums over the ranks."""
         return {}
 
-    def settle(self, step: int, sums: Mapping[str, float]) -> None:
-        """A round has ended before a step: these are the sums of all ranks."""
+    def end_round(self, step: int, sums: Mapping[str, float]) -> None:
+        """Receive the sums of all ranks at the end of a round; `step` is the next step."""
 
 
 class SpeedExchange(Protocol):
-    """How ranks tell each other, without waiting, what a shard takes them."""
+    """A way to exchange the time of a shard without waiting for other ranks."""
 
-    def tell(self, window: int, seconds: float) -> None:
-        """Of this rank."""
+    def publish_seconds(self, window: int, seconds: float) -> None:
+        """Publish the seconds of a shard on this rank in a window."""
 
-    def told(self, window: int) -> Sequence[float] | None:
-        """By rank; None: not all are known here."""
+    def seconds_by_rank(self, window: int) -> Sequence[float] | None:
+        """Return the seconds of a window by rank; None: this rank does not know all of them yet."""
 
 
 class SpeedAssignment(EvenAssignment):
-    """Shares that follow speed.
+    """An assignment that follows the speed of the ranks.
 
     Args:
-        shares: to begin with, by rank.
-        rank: this one.
-        notices: of the same ranks.
-        lag: steps after which all know a window: what a rank tells where it ends has come when a rank begins
-            a step that many later.
-        window: steps that are measured at a time.
-        divides: an update is of the mean of its samples; or else of their sum, which needs no weight.
-        note: is told of new shares, and of samples where a round ends.
+        shares: shards of each rank at the start.
+        rank: this rank.
+        exchange: of the same ranks.
+        lag: steps after which all ranks know a window: what a rank publishes at its end has arrived when
+            another rank starts a step that many later.
+        window: steps of a measurement.
+        divides: an update uses the mean of its samples; otherwise their sum, which needs no weight.
+        note: receives the event "shares", and "samples" at the end of a round.
     Wire: nothing of its own.
     """
 
@@ -289,98 +296,104 @@ class SpeedAssignment(EvenAssignment):
         self,
         shares: Sequence[int],
         rank: int,
-        notices: SpeedExchange,
+        exchange: SpeedExchange,
         *,
         lag: int,
         window: int = SPEED_WINDOW_STEPS,
         divides: bool = True,
         note: EventCallback,
     ) -> None:
-        self.shares, self._rank, self._notices, self._note = tuple(shares), rank, notices, note
+        self.shares, self._rank, self._exchange, self._note = tuple(shares), rank, exchange, note
         self._lag, self._window, self._divides = lag, window, divides
         self._step, self._first = -2, 0
-        self._found: list[float] = []
-        self._whole: MicroBatchWork | None = None
-        self._mine: LockstepWork | None = None
+        self._measured: list[float] = []
+        self._full_work: MicroBatchWork | None = None
+        self._own_work: LockstepWork | None = None
         self._rates: list[Any] = []
-        self._due = self._taken = self._dropped = 0
+        self._num_due = self._num_taken = self._num_dropped = 0
         self._totals = {"taken": 0, "applied": 0, "dropped": 0}
 
     @property
     def weight(self) -> float:
-        """Of this rank's update in the present step."""
-        assert self._mine is not None, "nothing was dealt"
+        """The weight of this rank's update in the present step."""
+        assert self._own_work is not None, "nothing was dealt"
         if not self._divides:
             return 1.0
-        own, whole = self._mine.num_own_samples(self._step), self._mine.num_samples(self._step)
-        return own * len(self.shares) / whole
+        own_samples, all_samples = (
+            self._own_work.num_own_samples(self._step),
+            self._own_work.num_samples(self._step),
+        )
+        return own_samples * len(self.shares) / all_samples
 
     def weighted(self, update_step: UpdateStep) -> UpdateStep:
-        """See `EvenAssignment`: two parts more, around that in which the optimizer steps."""
+        """Add two parts around the one in which the optimizer steps: one weighs, one restores the rates."""
         parts = insert_part_before(update_step.parts, "step", "weigh", self._weigh)
         return replace(update_step, parts=insert_part_before(parts, "gather", "unweigh", self._restore_rates))
 
     def is_ready(self, step: int) -> bool:
-        """See `EvenAssignment`; false only until what is there has become visible."""
+        """Return whether all times are visible here; false only for the moment until memory or messages
+        arrive.
+        """
         window = self._window_of(step)
-        return window is None or self._notices.told(window) is not None
+        return window is None or self._exchange.seconds_by_rank(window) is not None
 
-    def deal(self, work: MicroBatchWork, step: int) -> MicroBatchWork:
-        """See `EvenAssignment`.
+    def assign(self, work: MicroBatchWork, step: int) -> MicroBatchWork:
+        """Return this rank's work from a step on.
 
         Raises:
-            CommunicationError: a rank should have told, and has not.
+            CommunicationError: the time of a rank is missing.
         """
-        if step not in (self._step, self._step + 1):  # another state was loaded: what is measured begins anew
-            self._first, self._found = step // self._window, []
+        if step not in (self._step, self._step + 1):  # another state was loaded: measure from here
+            self._first, self._measured = step // self._window, []
         self._step = step
         window = self._window_of(step)
-        shares = self.shares if window is None else self._plan(window, step)
-        if self._mine is None or work is not self._whole or shares != self.shares:
-            self.shares, self._whole = shares, work
-            self._mine = cast("LockstepWork", work).dealt(shares)
-        return self._mine
+        shares = self.shares if window is None else self._plan_shares(window, step)
+        if self._own_work is None or work is not self._full_work or shares != self.shares:
+            self.shares, self._full_work = shares, work
+            self._own_work = cast("LockstepWork", work).dealt(shares)
+        return self._own_work
 
-    def ran(self, seconds: float, samples: int, *, applied: bool) -> None:
-        """See `EvenAssignment`."""
-        assert self._mine is not None, "nothing was dealt"
-        self._due += self._mine.num_samples(self._step)
-        self._taken += samples
-        self._dropped += 0 if applied else samples
-        self._found.append(seconds / max(1, self._mine.num_micro_batches(self._step)))
+    def record_run(self, seconds: float, samples: int, *, applied: bool) -> None:
+        assert self._own_work is not None, "nothing was dealt"
+        self._num_due += self._own_work.num_samples(self._step)
+        self._num_taken += samples
+        self._num_dropped += 0 if applied else samples
+        self._measured.append(seconds / max(1, self._own_work.num_micro_batches(self._step)))
         if (self._step + 1) % self._window == 0:
-            self._notices.tell(self._step // self._window, max(median(self._found), MIN_SECONDS))
-            self._found = []
+            self._exchange.publish_seconds(
+                self._step // self._window, max(median(self._measured), MIN_SECONDS)
+            )
+            self._measured = []
 
-    def sums(self) -> Mapping[str, float]:
-        """See `EvenAssignment`: samples; whole numbers, which float64 adds exactly."""
-        return {"taken": self._taken, "dropped": self._dropped}
+    def round_sums(self) -> Mapping[str, float]:
+        """Return samples run and dropped: whole numbers, which float64 adds exactly."""
+        return {"taken": self._num_taken, "dropped": self._num_dropped}
 
-    def settle(self, step: int, sums: Mapping[str, float]) -> None:
-        """See `EvenAssignment`.
+    def end_round(self, step: int, sums: Mapping[str, float]) -> None:
+        """Record the samples of the round.
 
         Raises:
-            CommunicationError: ranks have not taken every sample once.
+            CommunicationError: the ranks have not run every sample once.
         """
         taken, dropped = int(sums["taken"]), int(sums["dropped"])
-        if taken != self._due:
-            raise internal_rule_error(f"before step {step} ranks have taken {taken} samples of {self._due}")
-        self._due = self._taken = self._dropped = 0
+        if taken != self._num_due:
+            raise internal_rule_error(
+                f"before step {step} the ranks ran {taken} samples, not {self._num_due}"
+            )
+        self._num_due = self._num_taken = self._num_dropped = 0
         for name, count in (("taken", taken), ("applied", taken - dropped), ("dropped", dropped)):
             self._totals[name] += count
         self._note("samples", {"step": step, **self._totals})
 
     def _window_of(self, step: int) -> int | None:
-        """The window from which shares are planned before a step; None: they stay."""
-        ended, rest = divmod(step - self._lag, self._window)
-        return ended - 1 if rest == 0 and ended - 1 >= self._first else None
+        """Return the window by which the shares of a step are planned; None: they stay."""
+        num_ended, remainder = divmod(step - self._lag, self._window)
+        return num_ended - 1 if remainder == 0 and num_ended - 1 >= self._first else None
 
-    def _plan(self, window: int, step: int) -> tuple[int, ...]:
-        seconds = self._notices.told(window)
+    def _plan_shares(self, window: int, step: int) -> tuple[int, ...]:
+        seconds = self._exchange.seconds_by_rank(window)
         if seconds is None:
-            raise internal_rule_error(
-                f"not all ranks have told by step {step} how fast they were in window {window}"
-            )
+            raise internal_rule_error(f"at step {step} the times of window {window} are not complete")
         shares = plan_shares(seconds, sum(self.shares))
         if slowest_rank_seconds(shares, seconds) >= (1 - MIN_GAIN) * slowest_rank_seconds(
             self.shares, seconds
@@ -390,6 +403,7 @@ class SpeedAssignment(EvenAssignment):
         return shares
 
     def _weigh(self, record: PendingUpdate) -> None:
+        """Weigh the update: the gradient for SGD, the rate for other optimizers."""
         optimizer = record.state.optimizer
         self._rates = [group.get("lr") for group in optimizer.param_groups]
         if isinstance(optimizer, torch.optim.SGD) or None in self._rates:
@@ -406,7 +420,7 @@ class SpeedAssignment(EvenAssignment):
 
 def balances_by_speed(context: SessionContext) -> bool:
     """Return whether shares follow the speed of several ranks."""
-    return context.recipe.strategy.balance == "speed" and context.mesh.world.size > 1
+    return context.recipe.strategy.balances_by_speed and context.mesh.world.size > 1
 
 
 def even_share_micro_batches(num_shards: int, group: RankGroup, step: int) -> int:

@@ -47,7 +47,7 @@ class Node:
 
     def begin(self) -> float:
         """Take up the next step; returns how long it takes."""
-        work = self.shares.deal(self.whole, self.step)
+        work = self.shares.assign(self.whole, self.step)
         self.shown.append(self.shares.shares)
         batches = work.micro_batches(self.step)
         self.samples.append([int(i) for one in batches for i in one.indices])
@@ -57,7 +57,7 @@ class Node:
 
     def end(self) -> None:
         """That step is taken."""
-        self.shares.ran(self.seconds, len(self.samples[-1]), applied=True)
+        self.shares.record_run(self.seconds, len(self.samples[-1]), applied=True)
         self.step += 1
 
 
@@ -113,7 +113,7 @@ class OnHosts:
                 self.finish(rank)
             else:
                 clock, sender, fields = half
-                self.said[rank].hear(sender, fields)
+                self.said[rank].receive_fields(sender, fields)
                 self.early[rank].append(clock)
             if self.waits[rank]:
                 self.go(rank)
@@ -138,6 +138,6 @@ class OnHosts:
         node.end()
         other = peer_at_clock(rank, node.step - 1, self.size)
         if other is not None:
-            half = node.step - 1, rank, dict(self.said[rank].say())
+            half = node.step - 1, rank, dict(self.said[rank].message_fields())
             self.push(self.draw.choice((0.1, 5.0, 100.0)), other, half)
         self.waits[rank] = True

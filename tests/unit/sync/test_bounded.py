@@ -61,11 +61,11 @@ def play(policy: ServerPolicy, num_workers: int, seed: int, losses: int = 0) -> 
         fate = draw.random()
         if worker in mortal and fate < 0.2:
             mortal.remove(worker)
-            policy.lose(worker, ticket)
+            policy.drop_worker(worker, ticket)
             continue
         idle.add(worker)
         if fate > 0.9:
-            policy.give_back(worker, ticket)
+            policy.reissue(worker, ticket)
             continue
         pushes = policy.push(worker, WorkerPush(ticket, version, ChannelMessage("push")))
         assert pushes is not None
@@ -120,7 +120,7 @@ def test_with_a_bound_of_0_a_worker_has_its_own_part_and_those_of_the_lost_go_to
     policy = BoundedStaleness(3, 0)
     policy.begin(0, 2)
     assert [policy.ticket(2), policy.ticket(2)] == [WorkTicket(0, 2), None]
-    policy.lose(0, None)
+    policy.drop_worker(0, None)
     assert [policy.ticket(2), policy.ticket(1), policy.ticket(1)] == [
         WorkTicket(0, 0),
         WorkTicket(0, 1),

@@ -219,9 +219,9 @@ def test_it_is_every_step_until_it_is_known() -> None:
     text = "auto:every-step,local:4,diloco:8"
     strategy = Strategy.parse(f"replicas=2 sync={text}")
     assert Strategy.parse(str(strategy)) == strategy
-    assert strategy.choices == ("every-step", "local:4", "diloco:8")
+    assert strategy.sync_choices == ("every-step", "local:4", "diloco:8")
     assert [strategy.phase(step) for step in (0, 999)] == [("every-step", "sync")] * 2
-    assert strategy.is_approximate and strategy.rule.agrees == "replica"
+    assert strategy.is_approximate and strategy.sync_spec.agrees == "replica"
     assert support(strategy, processes=2, shards=4).ok
     answer = support(strategy.replace(shard=2, zero=1, replicas=1), processes=2, shards=4)
     assert not answer.ok and "in place of @straggler or auto" in answer.reason

@@ -54,13 +54,13 @@ def require_accounted(nodes: list[Node]) -> None:
     due = sum(nodes[0].whole.num_samples(step) for step in range(END))
     sums: dict[str, float] = defaultdict(float)
     for node in nodes:
-        for name, value in node.shares.sums().items():
+        for name, value in node.shares.round_sums().items():
             sums[name] += value
     assert sums == {"taken": due, "dropped": 0}
     for node in nodes:
-        node.shares.settle(END, sums)
+        node.shares.end_round(END, sums)
     with pytest.raises(CommunicationError, match="samples of"):
-        nodes[0].shares.settle(END, {"taken": 1.0, "dropped": 0.0})
+        nodes[0].shares.end_round(END, {"taken": 1.0, "dropped": 0.0})
 
 
 @pytest.mark.capability("I2", clause="a rank that is slow has less to do, on one host")
@@ -144,7 +144,7 @@ def stepped(make: Any, weighs: bool = True) -> tuple[list[float], float]:
     optimizer = make([p])
     words = torch.zeros(2, 2, dtype=torch.int64)
     shares = SpeedAssignment([9, 3], 0, SharedMemorySpeeds(words, 0), lag=0, note=unheard)
-    work = shares.deal(LockstepWork(KeyedOrder(SAMPLES, SIZE, seed=1), SHARDS, 1, 0, 2).dealt([9, 3]), 0)
+    work = shares.assign(LockstepWork(KeyedOrder(SAMPLES, SIZE, seed=1), SHARDS, 1, 0, 2).dealt([9, 3]), 0)
     assert isinstance(work, LockstepWork) and shares.weight == 1.5
     found = []
 

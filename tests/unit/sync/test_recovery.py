@@ -105,7 +105,7 @@ def test_the_policy_opens_no_further_step_then_and_says_so_at_the_end_of_the_rou
     played = Played()
     for _ in range(10):
         assert played.one_step(0.9)
-    assert played.policy.news() == {}
+    assert played.policy.round_events() == {}
     steps = 0
     while played.one_step(0.0):
         steps += 1
@@ -113,16 +113,16 @@ def test_the_policy_opens_no_further_step_then_and_says_so_at_the_end_of_the_rou
         steps == 14
     )  # two more until the third window ends, which was slow by half, and three that were not
     assert played.policy.is_complete and played.policy.step == 24
-    (told,) = played.policy.news().items()
+    (told,) = played.policy.round_events().items()
     assert told[0] == RECOVERED and (told[1]["step"], told[1]["rank"]) == (24, 2)
 
 
 def test_a_run_that_has_lost_a_worker_does_not_go_back() -> None:
     played = Played()
-    played.policy.lose(0, None)
+    played.policy.drop_worker(0, None)
     while played.one_step(0.0):
         pass
-    assert played.policy.step == 100 and played.policy.news() == {}
+    assert played.policy.step == 100 and played.policy.round_events() == {}
 
 
 @pytest.mark.capability("I9", clause="the way back")
@@ -170,7 +170,7 @@ class Serving:
                 for worker, ticket in enumerate([self.policy.ticket(worker) for worker in (0, 1)]):
                     assert ticket is not None
                     self.policy.push(worker, WorkerPush(ticket, 0, ChannelMessage("push", {"took": 0.1})))
-            yield self.policy.news()
+            yield self.policy.round_events()
 
 
 @pytest.mark.capability("I9", clause="the way back from a slow server")
@@ -184,8 +184,8 @@ def test_a_server_that_was_slow_has_recovered_after_three_rounds_in_which_it_was
 
 def test_a_server_that_has_lost_a_worker_is_not_tried() -> None:
     serving = Serving([])
-    serving.policy.lose(0, None)
-    assert serving.policy.news() == {}
+    serving.policy.drop_worker(0, None)
+    assert serving.policy.round_events() == {}
 
 
 STATS = StepStats(0, 0, 1.0, {}, 8, 8.0, 1.0, 0.1, True, 1.0, 0, 1.0, {}, 0.0)

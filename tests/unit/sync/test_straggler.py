@@ -35,7 +35,7 @@ def named(steps: int, slow_from: int, cause: str, seed: int) -> list[tuple[int, 
         if (step + 1) % WINDOW_STEPS == 0:
             of = [[median(row[r][k] for row in window) for r in range(RANKS)] for k in (0, 1)]
             window = []
-            said = judge.hear(find_slow_rank(*of, FACTOR))
+            said = judge.observe_window(find_slow_rank(*of, FACTOR))
             found += [] if said is None else [(step + 1, said)]
     return found
 
@@ -57,14 +57,14 @@ def test_nobody_is_blamed_in_200_clean_steps() -> None:
 
 def test_one_window_names_nobody_and_a_rank_is_named_once_until_it_has_recovered() -> None:
     judge, slow = StragglerJudge(FACTOR), SlowRank(1, "data", 2.0, 1.0)
-    said = [judge.hear(found) for found in (slow, None, slow, slow, slow, slow, None, slow, slow)]
+    said = [judge.observe_window(found) for found in (slow, None, slow, slow, slow, slow, None, slow, slow)]
     assert said == [None, None, None, slow, None, None, None, None, slow]
 
 
 def test_a_rank_that_is_slow_in_turn_with_another_is_not_named() -> None:
     judge = StragglerJudge(FACTOR)
     turns = [SlowRank(rank, "data", 2.0, 1.0) for rank in (0, 1, 0, 1)]
-    assert [judge.hear(found) for found in turns] == [None] * 4
+    assert [judge.observe_window(found) for found in turns] == [None] * 4
 
 
 def test_a_slow_link_has_two_slow_neighbours() -> None:

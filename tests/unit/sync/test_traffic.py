@@ -61,10 +61,10 @@ def test_what_arrives_and_what_is_kept_is_all_that_was_pushed(word: str) -> None
     worker, server = (CodedTransfer(codec_of(word), 3, shapes()) for _ in range(2))
     total = {slot: torch.zeros_like(x) for slot, x in shapes().items()}
     for step in range(STEPS):
-        worker.push(grads(100 + step), (step, 9))
-        worker.settle(dropped=True)
-        arrived = server.pushed(worker.push(grads(step), (step, 1)), shapes(), (step, 1))
-        worker.settle(dropped=False)
+        worker.encode_push(grads(100 + step), (step, 9))
+        worker.settle_push(dropped=True)
+        arrived = server.decode_push(worker.encode_push(grads(step), (step, 1)), shapes(), (step, 1))
+        worker.settle_push(dropped=False)
         for x, y in zip(total.values(), arrived, strict=True):
             x.add_(y)
     kept = {slot: value for _, slot, value in worker.residuals()}
@@ -84,14 +84,14 @@ def test_a_worker_follows_the_servers_parameters(word: str) -> None:
     """Both ends agree on what the worker has, to the bit; where the parameters rest, it comes ever closer."""
     server, worker = (CodedTransfer(codec_of(word), 3, shapes()) for _ in range(2))
     here, there = [*grads(1).values()], [*grads(2).values()]
-    worker.take(server.ticket(1, here, 0), there, 1, 0)
+    worker.decode_parameters(server.encode_parameters(1, here, 0), there, 1, 0)
     assert all(map(torch.equal, here, there))
     for x in here:
         x.add_(0.1 * torch.randn(x.shape, generator=torch.Generator().manual_seed(5)))
     first = distance(here, there)
     for version in range(1, 40):
-        worker.take(server.ticket(1, here, version), there, 1, version)
-        assert all(map(torch.equal, server._known[1], there))
+        worker.decode_parameters(server.encode_parameters(1, here, version), there, 1, version)
+        assert all(map(torch.equal, server._worker_parameters[1], there))
     assert distance(here, there) < 0.2 * first
 
 
@@ -113,13 +113,13 @@ def said(word: str, workspace: type[Workspace]) -> list[Tensor]:
     with patch.object(parameter_transfer, "Workspace", workspace):
         worker, server = (CodedTransfer(codec_of(word), 3, shapes()) for _ in range(2))
     found, there = list[Tensor](), [*grads(90).values()]
-    worker.take(server.ticket(1, [*grads(91).values()], 0), there, 1, 0)
+    worker.decode_parameters(server.encode_parameters(1, [*grads(91).values()], 0), there, 1, 0)
     for step in range(STEPS):
-        pushed, place = worker.push(grads(step), (step, 1)), (step, 1)
-        ticket = server.ticket(1, [*grads(50 + step).values()], step + 1)
-        worker.take(ticket, there, 1, step + 1)
-        arrived = server.pushed(pushed, shapes(), place)
-        worker.settle(dropped=step == 1)
+        pushed, place = worker.encode_push(grads(step), (step, 1)), (step, 1)
+        ticket = server.encode_parameters(1, [*grads(50 + step).values()], step + 1)
+        worker.decode_parameters(ticket, there, 1, step + 1)
+        arrived = server.decode_push(pushed, shapes(), place)
+        worker.settle_push(dropped=step == 1)
         kept = [x for _, _, x in worker.residuals()]
         found += [x.clone() for x in (*pushed, *ticket, *arrived, *there, *kept)]
     return found
@@ -137,10 +137,10 @@ def test_memory_that_is_taken_again_changes_nothing(word: str) -> None:
 def test_bytes_of_one_tensor_in_the_place_of_another_are_found() -> None:
     """The mutation twin: what is sent of a gradient stays where the next one is coded."""
 
-    def unlaid(coded: CodedTransfer, name: str, values: Tensor, keys: CodecKeys) -> Tensor:
+    def encode_in_place(coded: CodedTransfer, name: str, values: Tensor, keys: CodecKeys) -> Tensor:
         return coded._codec.encode(values, keys, coded._workspace)
 
-    with patch.object(CodedTransfer, "_laid", unlaid):
+    with patch.object(CodedTransfer, "_encode_apart", encode_in_place):
         wrong = said("int8", Workspace)
     right = said("int8", Workspace)
     assert not all(map(torch.equal, map(as_bytes, right), map(as_bytes, wrong)))
@@ -156,14 +156,14 @@ def test_a_steady_push_and_ticket_allocate_nothing(word: str) -> None:
     pushes, newest = ([grads_of(large(), start + number) for number in range(8)] for start in (0, 100))
 
     def step(number: int) -> None:
-        worker.push(pushes[number], (number, 1))
-        worker.settle(dropped=number % 3 == 0)
-        worker.take(server.ticket(1, [*newest[number].values()], number), there, 1, number)
+        worker.encode_push(pushes[number], (number, 1))
+        worker.settle_push(dropped=number % 3 == 0)
+        worker.decode_parameters(server.encode_parameters(1, [*newest[number].values()], number), there, 1, number)
 
     for number in range(7):
         step(number)
     assert not allocated(lambda: step(7))
-    assert allocated(lambda: server.pushed(worker.push(pushes[0], (8, 1)), large(), (8, 1)))
+    assert allocated(lambda: server.decode_push(worker.encode_push(pushes[0], (8, 1)), large(), (8, 1)))
 
 
 def as_bytes(x: Tensor) -> Tensor:

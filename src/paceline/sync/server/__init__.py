@@ -1,1 +1,1 @@
-"""Parameter servers: sync rules in which workers send gradients to servers and read parameters back."""
+"""Parameter servers: rank 0 decides, further servers hold parts of the model, workers push gradients."""

@@ -1,13 +1,13 @@
-"""What a worker pushes, as it makes it and as its server reads it.
+"""Pushes: the gradients and sums of one ticket as a message, and their sum on the server.
 
-Pushes whose sum has the order of the tree of additions, whoever ran which part: see `comm.reduction.tree`.
+`UnorderedPushes` sends a part as one sum, through a codec or as it is. `TreeOrderedPushes` is for
+`reproducible` and `sync=server`: a worker sends the sums of the largest nodes of the summation tree
+(`comm.reduction`) that make up its part, and the loss, metrics and buffer changes of each of its shards. The
+server combines the nodes of all parts and adds the rows by shard, so an update of all parts of a batch has
+the bits of every-step, whichever worker ran which part.
 
-A worker sends the sums of the largest nodes of the tree that make up its part, and what each of its shards
-adds to loss, metrics and buffers. The server puts the nodes of all parts together, and adds rows by shard. So
-one update of all parts of a batch has the bits of every-step under `reproducible`.
-
-Exactness: bitwise (tests/parity/test_bounded.py).
-Wire: up, K n bytes of gradients for a part that is K nodes; even parts of 2**k shards are one.
+Exactness: tree order bitwise (tests/parity/test_bounded.py).
+Wire: up, K n bytes of gradients for a part of K nodes; an even part of 2**k shards is one node.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ from paceline.comm.channel.message_channel import ChannelMessage
 from paceline.comm.reduction.bucket_reducer import TreeReducer, clear_negative_zeros
 from paceline.comm.reduction.gradients import GradientReduction, LocalReducer
 from paceline.comm.reduction.summation_tree import covering_nodes, tree_sum
-from paceline.comm.tally import StepTally, sum_shard_rows
+from paceline.comm.tally import StepTally, sum_shard_rows, sum_tallies
 from paceline.data.work import split_evenly
 from paceline.parallel.model_runner import LossSums, ModelRunner
 from paceline.state.slot import TensorSlot
-from paceline.sync.local_rounds import sum_tallies
 from paceline.sync.server.parameter_transfer import (
     PRIMARY_RANK,
     ParameterTransfer,
@@ -38,11 +37,12 @@ from paceline.sync.server.parameter_transfer import (
 
 @dataclass(frozen=True)
 class AssignedPart:
-    """A part that a worker was given.
+    """The part of a batch that a worker runs.
 
     Args:
-        shards: those of its micro-batches, in their order.
-        weight: what an update divides its sum by, beside that of a full batch; 1 where it does not divide.
+        step, part: of its ticket.
+        shards: the shards of its micro-batches, in their order.
+        weight: the divisor of its sum in an update, relative to a full batch; 1 if updates do not divide.
     """
 
     step: int
@@ -53,10 +53,12 @@ class AssignedPart:
 
 @dataclass(frozen=True)
 class PushTotal:
-    """The sums over some pushes.
+    """The sums of some pushes.
 
     Args:
-        scale: what the gradients were multiplied with before backward.
+        tally: loss, metrics and buffers.
+        grads: the summed gradients, by slot.
+        scale: the factor of the gradients.
     """
 
     tally: StepTally
@@ -69,84 +71,103 @@ PushMessage = tuple[dict[str, Any], list[Tensor]]
 
 
 class PushFormat(Protocol):
-    """Both ends use one of the same kind."""
+    """The protocol of an encoding of pushes; workers and servers use the same one."""
 
     @property
     def lasts(self) -> bool:
-        """What is made is not changed afterwards; see `ChannelMessage`."""
+        """Return whether encoded tensors stay unchanged; see `ChannelMessage`."""
 
-    def sink(self, runner: ModelRunner, part: int) -> GradientReduction:
-        """What takes the gradients of a part."""
+    def new_accumulator(self, runner: ModelRunner, part: int) -> GradientReduction:
+        """Return the reduction that collects the gradients of a part."""
 
-    def made(
-        self, sink: GradientReduction, sums: LossSums, runner: ModelRunner, scale: float, given: AssignedPart
+    def encode(
+        self,
+        new_accumulator: GradientReduction,
+        sums: LossSums,
+        runner: ModelRunner,
+        scale: float,
+        assigned: AssignedPart,
     ) -> list[PushMessage]:
-        """What a worker sends of a part that it has run, by server."""
+        """Return the messages with the gradients of one part, one per server."""
 
     def add(self, messages: Sequence[ChannelMessage], runner: ModelRunner) -> PushTotal:
-        """The inverse, on the server, and the sum over some parts, in the order in which they are given."""
+        """Decode some pushes and return their sum; they are added in the given order."""
 
 
 class UnorderedPushes:
-    """A part is one sum, through a codec or as it is.
+    """Pushes that are one sum each, encoded by a `ParameterTransfer`.
 
     Args:
-        traffics: of a worker, by server; a server has its own alone.
+        transfers: of a worker one per server, by server; of a server its own.
     """
 
-    def __init__(self, traffics: Sequence[ParameterTransfer]) -> None:
-        self._traffics = traffics
-        self.lasts = all(traffic.lasts for traffic in traffics)
+    def __init__(self, transfers: Sequence[ParameterTransfer]) -> None:
+        self._transfers = transfers
+        self.lasts = all(transfer.lasts for transfer in transfers)
 
-    def sink(self, runner: ModelRunner, part: int) -> GradientReduction:
-        """See `PushFormat`."""
+    def new_accumulator(self, runner: ModelRunner, part: int) -> GradientReduction:
         return LocalReducer(runner.sharded_model.computes)
 
-    def made(
-        self, sink: GradientReduction, sums: LossSums, runner: ModelRunner, scale: float, given: AssignedPart
+    def encode(
+        self,
+        accumulator: GradientReduction,
+        sums: LossSums,
+        runner: ModelRunner,
+        scale: float,
+        assigned: AssignedPart,
     ) -> list[PushMessage]:
-        """See `PushFormat`: all servers hear all sums; rank 0 has the buffers."""
+        """Return the messages of a part: all servers receive the loss sums, server 0 the buffers."""
         total, count, metrics = sums.read()
-        grads, place = sink.finish().tensors, (given.step, given.part)
+        grads, place = accumulator.finish().tensors, (assigned.step, assigned.part)
         fields = {
             "micro_batches": sums.micro_batches,
             "total": total,
             "count": count,
             "metrics": dict(metrics),
         }
-        moved = runner.buffers.added(runner.buffers.changes_of(given.shards))
-        found: list[PushMessage] = []
-        for server, traffic in enumerate(self._traffics):
+        buffer_change = runner.buffers.sum_changes(runner.buffers.changes_of(assigned.shards))
+        messages: list[PushMessage] = []
+        for server, transfer in enumerate(self._transfers):
             pairs = [
                 (part, slot, grads[slot]) for slot, part in iter_server_parts(runner.sharded_model, server)
             ]
-            there = {part: view_part(g, slot, part) / scale for part, slot, g in pairs if g is not None}
-            change = moved if server == PRIMARY_RANK else moved.new_empty(0)
+            unscaled_grads = {
+                part: view_part(g, slot, part) / scale for part, slot, g in pairs if g is not None
+            }
+            change = buffer_change if server == PRIMARY_RANK else buffer_change.new_empty(0)
             used = [g is not None for _, _, g in pairs]
-            found.append(({**fields, "used": used}, [change, *traffic.push(there, place, given.weight)]))
-        return found
+            messages.append(
+                (
+                    {**fields, "used": used},
+                    [change, *transfer.encode_push(unscaled_grads, place, assigned.weight)],
+                )
+            )
+        return messages
 
     def add(self, messages: Sequence[ChannelMessage], runner: ModelRunner) -> PushTotal:
-        """See `PushFormat`."""
-        found = [self._read(message, runner) for message in messages]
-        tally = sum_tallies([tally for tally, _ in found])
-        tally = replace(tally, buffers=torch.stack([t.buffers for t, _ in found]).sum(0))
+        tallies_and_grads = [self._read(message, runner) for message in messages]
+        tally = sum_tallies([tally for tally, _ in tallies_and_grads])
+        tally = replace(tally, buffers=torch.stack([t.buffers for t, _ in tallies_and_grads]).sum(0))
         return PushTotal(
-            tally, {slot: _add_present([g[slot] for _, g in found]) for slot in runner.sharded_model.updates}
+            tally,
+            {
+                slot: _add_present([g[slot] for _, g in tallies_and_grads])
+                for slot in runner.sharded_model.updates
+            },
         )
 
     def _read(
         self, message: ChannelMessage, runner: ModelRunner
     ) -> tuple[StepTally, dict[TensorSlot, Tensor | None]]:
-        """Sums and unscaled gradients of one push."""
+        """Return the sums and unscaled gradients of one push."""
         fields = message.fields
-        change, *given = (t.to(runner.sharded_model.device) for t in message.tensors)
+        change, *payloads = (t.to(runner.sharded_model.device) for t in message.tensors)
         used = [*zip(runner.sharded_model.updates.items(), fields["used"], strict=True)]
         step, part = fields["place"]
-        likes = {slot: p for (slot, p), there in used if there}
-        (traffic,) = self._traffics
-        rest = iter(traffic.pushed(given, likes, (step, part)))
-        grads = {s: match_strides(p, next(rest)) if there else None for (s, p), there in used}
+        likes = {slot: p for (slot, p), is_used in used if is_used}
+        (transfer,) = self._transfers
+        decoded = iter(transfer.decode_push(payloads, likes, (step, part)))
+        grads = {s: match_strides(p, next(decoded)) if is_used else None for (s, p), is_used in used}
         tally = StepTally(
             micro_batches=fields["micro_batches"],
             total=fields["total"],
@@ -160,26 +181,27 @@ class UnorderedPushes:
 
 
 def _add_present(parts: list[Tensor | None]) -> Tensor | None:
-    there = [part for part in parts if part is not None]
-    if len(there) < 2:
-        return there[0] if there else None
-    total = there[0] + there[1]
-    for part in there[2:]:
+    """Return the sum of the gradients that are there; None: there is none."""
+    present = [part for part in parts if part is not None]
+    if len(present) < 2:
+        return present[0] if present else None
+    total = present[0] + present[1]
+    for part in present[2:]:
         total += part
     return total
 
 
 def match_strides(p: Tensor, values: Tensor) -> Tensor:
-    """In memory in the order of the parameter, as kernels expect it."""
+    """Return the values in the memory order of the parameter, which fused kernels require."""
     return values if values.stride() == p.stride() else torch.empty_like(p).copy_(values).detach()
 
 
 class TreeOrderedPushes:
-    """See `PushFormat`.
+    """Pushes of tree nodes, for sums in one order.
 
     Args:
-        num_shards: of a step.
-        num_parts: of a step: all workers.
+        num_shards: shards of a step.
+        num_parts: parts of a step, one per worker.
     """
 
     lasts = False
@@ -187,38 +209,42 @@ class TreeOrderedPushes:
     def __init__(self, num_shards: int, num_parts: int) -> None:
         self._num_shards, self._num_parts = num_shards, num_parts
 
-    def sink(self, runner: ModelRunner, part: int) -> GradientReduction:
-        """See `PushFormat`."""
+    def new_accumulator(self, runner: ModelRunner, part: int) -> GradientReduction:
         return TreeReducer(runner.sharded_model.computes, self._nodes(part))
 
-    def made(
-        self, sink: GradientReduction, sums: LossSums, runner: ModelRunner, scale: float, given: AssignedPart
+    def encode(
+        self,
+        accumulator: GradientReduction,
+        sums: LossSums,
+        runner: ModelRunner,
+        scale: float,
+        assigned: AssignedPart,
     ) -> list[PushMessage]:
-        """See `PushFormat`; there is one server."""
-        assert isinstance(sink, TreeReducer)
+        """Return the message of a part; there is one server."""
+        assert isinstance(accumulator, TreeReducer)
         _, _, metrics = sums.read()
-        by_node = [*sink.take().values()]
+        by_node = [*accumulator.take().values()]
         fields = {
-            "shards": [*given.shards],
+            "shards": [*assigned.shards],
             "rows": sums.per_micro_batch().tolist(),
             "metrics": [*metrics],
             "scale": scale,
             "nodes": [sorted(found) for found in by_node],
         }
-        changes = runner.buffers.changes_of(given.shards) or [runner.buffers.added([])]
+        changes = runner.buffers.changes_of(assigned.shards) or [runner.buffers.sum_changes([])]
         nodes = [found[node] for found in by_node for node in sorted(found)]
         return [(fields, [torch.stack(changes), *nodes])]
 
     def add(self, messages: Sequence[ChannelMessage], runner: ModelRunner) -> PushTotal:
-        """See `PushFormat`; all parts of one step."""
+        """Combine the nodes of all parts of one step."""
         places: list[list[range]] = [[] for _ in runner.sharded_model.updates]
         values: list[list[Tensor]] = [[] for _ in runner.sharded_model.updates]
         for message in sorted(messages, key=lambda message: message.fields["place"][1]):
             nodes = self._nodes(message.fields["place"][1])
-            given = iter(message.tensors[1:])
-            for number, found in enumerate(message.fields["nodes"]):
-                places[number] += [nodes[node] for node in found]
-                values[number] += [next(given).to(runner.sharded_model.device) for _ in found]
+            tensors = iter(message.tensors[1:])
+            for number, node_numbers in enumerate(message.fields["nodes"]):
+                places[number] += [nodes[node] for node in node_numbers]
+                values[number] += [next(tensors).to(runner.sharded_model.device) for _ in node_numbers]
         sums = [tree_sum(*pair) if pair[0] else None for pair in zip(places, values, strict=True)]
         clear_negative_zeros([x for x in sums if x is not None])
         grads = {
@@ -230,15 +256,15 @@ class TreeOrderedPushes:
     def _tally(
         self, messages: Sequence[ChannelMessage], grads: Mapping[TensorSlot, Tensor | None]
     ) -> StepTally:
-        """All shards have a row of their own, and rows are added in their order."""
+        """Add one row per shard, in the order of the shards."""
         fields = messages[0].fields
         names, width = fields["metrics"], 2 + len(fields["metrics"])
         num_values = max(message.tensors[0].shape[1] for message in messages)  # 0: a part without samples
         rows = torch.zeros(self._num_shards, width + num_values, dtype=torch.float64)
         for message in messages:
             changes = message.tensors[0]
-            told = zip(message.fields["shards"], message.fields["rows"], strict=True)
-            for number, (shard, row) in enumerate(told):
+            shard_rows = zip(message.fields["shards"], message.fields["rows"], strict=True)
+            for number, (shard, row) in enumerate(shard_rows):
                 rows[shard, :width] = torch.tensor(row, dtype=torch.float64)
                 rows[shard, width:] = changes[number] if num_values else 0.0
         total = sum_shard_rows(rows)

@@ -1,26 +1,25 @@
-"""What a server holds of a model, as every rank has it: parts of what it computes with, in the same memory.
+"""Parameter transfer: the parts of the model that each server holds, and their encoding on the way.
 
-With one server its share is everything. Invariant: on all ranks the share of a server has the same slots in
-the same order, and each value of the model is in one share.
+With one server its part is everything. Each rank computes with the whole model; a server's parts are views of
+it.
 
-What tensors look like between a server and its workers: as they are (`touched_rows`), or through a codec,
-in both directions.
+`CodedTransfer` uses a codec in both directions. Up, a worker codes each gradient plus its pending error; a
+push that the server drops leaves the error as it was. Down, the server codes the difference between its
+parameters and those that the worker has, so its error is part of the next difference. Between two rounds all
+ranks hold exact parameters.
 
-Up, a worker codes each gradient with what coding lost of it before; a push that the server has dropped
-leaves that as it was. Down, the server codes how its parameters differ from those that the worker has; so
-what is lost is part of the next difference. Between two rounds all hold the exact parameters.
+`SparseRowTransfer` sends only the touched rows of large matrices: an embedding of a million words uses some
+thousand of them in a batch. Up, a worker sends the rows of a gradient that are not all zeros. Down, the
+server sends the rows that have changed since the version that the worker has, whatever the optimizer does to
+rows without a gradient. If half of the rows or more are touched, the whole matrix is sent.
 
-Of matrices with many rows only the touched ones travel: those with a gradient, and those that changed.
-
-An embedding of a million words sees some thousand of them in a batch. Up, a worker sends the rows of a
-gradient that hold anything but zeros. Down, the server sends the rows that have changed since what the worker
-has, whatever the optimizer does to rows without a gradient. Where half of the rows or more are touched, the
-tensor travels whole.
-
-Exactness: bitwise, up to the sign of a zero of a gradient (tests/parity/test_touched_rows.py).
-Wire: (8 + b) bytes a touched row of b bytes, with its number; b for each row of a tensor that travels whole.
-Source: Li et al. 2014, Scaling Distributed Machine Learning with the Parameter Server, section 3.1 (ranges
-    of keys; zeros are not sent).
+Invariant: on all ranks the parts of a server have the same slots in the same order, and each value of the
+model belongs to one server.
+Exactness: sparse rows bitwise, up to the sign of a zero of a gradient (tests/parity/test_touched_rows.py).
+Wire: sparse rows (8 + b) bytes for a touched row of b bytes, with its number; b for each row of a whole
+matrix.
+Source: Li et al. 2014, Scaling Distributed Machine Learning with the Parameter Server, section 3.1 (ranges of
+keys; zeros are not sent).
 """
 
 from __future__ import annotations
@@ -41,11 +40,11 @@ from paceline.state.slot import TensorSlot
 from paceline.sync.residuals import ResidualSource
 
 PRIMARY_RANK = 0
-"""The rank that decides; it is the first server."""
+"""The server that decides: rank 0."""
 
 
 def iter_server_parts(sharded_model: ShardedModel, server: int) -> Iterator[tuple[TensorSlot, TensorSlot]]:
-    """What this rank computes with, and what a server has of it; without what it has nothing of."""
+    """Yield each slot that this rank computes with and the part of it that a server holds."""
     for held in sharded_model.held.values():
         part = held.parts[server]
         if part is not None:
@@ -53,12 +52,12 @@ def iter_server_parts(sharded_model: ShardedModel, server: int) -> Iterator[tupl
 
 
 def server_slots(sharded_model: ShardedModel, server: int) -> list[TensorSlot]:
-    """The parts of a server."""
+    """Return the parts of a server."""
     return [part for _, part in iter_server_parts(sharded_model, server)]
 
 
 def server_values(sharded_model: ShardedModel, server: int) -> dict[TensorSlot, Tensor]:
-    """The values of a server's parts here; views."""
+    """Return views of this rank's values of a server's parts."""
     return {
         part: view_part(sharded_model.computes[slot], slot, part)
         for slot, part in iter_server_parts(sharded_model, server)
@@ -66,38 +65,38 @@ def server_values(sharded_model: ShardedModel, server: int) -> dict[TensorSlot, 
 
 
 def view_part(values: Tensor, slot: TensorSlot, part: TensorSlot) -> Tensor:
-    """A part of the values of a slot; a view."""
+    """Return a view of a part of the values of a slot."""
     return values.detach()[part.inside(slot)]
 
 
 def load_server_values(tensors: Sequence[Tensor], parts: Mapping[TensorSlot, Tensor]) -> None:
-    """Take over the values of a server's parts, in place."""
+    """Copy the values of a server's parts into this rank's model."""
     with torch.no_grad():
         for part, value in zip(parts.values(), tensors, strict=True):
             part.copy_(value)
 
 
 def load_buffers(tensors: Sequence[Tensor], runner: ModelRunner) -> Sequence[Tensor]:
-    """Take over the buffers, which come first; returns the other tensors."""
+    """Load the buffers, which come first in a message, and return the other tensors."""
     count = len(runner.buffers.values())
     runner.buffers.reset([value.to(runner.sharded_model.device) for value in tensors[:count]])
     return tensors[count:]
 
 
 class ServerResiduals:
-    """What coding has lost on the way to some servers, by the whole tensor; see `residuals.Coder`.
+    """The quantisation errors on the way to some servers, by whole tensor; see `residuals.ResidualSource`.
 
     Args:
-        coders: by server.
+        coders: transfers by server.
         sharded_model: of this rank.
     """
 
     def __init__(self, coders: Mapping[int, ResidualSource], sharded_model: ShardedModel) -> None:
-        self._coders, self._holding = coders, sharded_model
+        self._coders, self._sharded_model = coders, sharded_model
 
     def residuals(self) -> Sequence[tuple[str, TensorSlot, Tensor]]:
-        """See `ResidualSource`; zeros in what no server here has."""
-        wholes = {slot.name: slot for slot in self._holding.computes}
+        """Return the errors by whole tensor; values that no server here holds are zero."""
+        wholes = {slot.name: slot for slot in self._sharded_model.computes}
         found: dict[tuple[str, TensorSlot], Tensor] = {}
         for coder in self._coders.values():
             for side, part, value in coder.residuals():
@@ -107,10 +106,9 @@ class ServerResiduals:
         return [(side, whole, values) for (side, whole), values in found.items()]
 
     def set_residuals(self, found: Mapping[tuple[str, str], Tensor]) -> None:
-        """See `ResidualSource`."""
-        wholes = {slot.name: slot for slot in self._holding.computes}
+        wholes = {slot.name: slot for slot in self._sharded_model.computes}
         for server, coder in self._coders.items():
-            parts = {part.name: part for part in server_slots(self._holding, server)}
+            parts = {part.name: part for part in server_slots(self._sharded_model, server)}
             own = {
                 (side, name): view_part(value, wholes[name], parts[name])
                 for (side, name), value in found.items()
@@ -124,52 +122,56 @@ TicketPlace = tuple[int, int]
 
 
 class ParameterTransfer(Protocol):
-    """Both ends use one of the same kind.
+    """The protocol of an encoding of gradients and parameters; workers and servers use the same one.
 
     Attributes:
-        lasts: what `push` and `ticket` return is not changed afterwards; else it is good until the next one.
+        lasts: encoded tensors stay unchanged; otherwise they are valid until the next one is encoded.
     """
 
     lasts: bool
 
-    def push(
+    def encode_push(
         self, grads: Mapping[TensorSlot, Tensor], place: TicketPlace, weight: float = 1.0
     ) -> list[Tensor]:
-        """A worker's gradients, unscaled, as they travel.
+        """Encode a worker's unscaled gradients.
 
         Args:
-            weight: see `Given`; what was lost of them counts in another push as it would have in its own.
+            grads: by the server's parts.
+            place: step and part of the ticket, from which random keys follow.
+            weight: as of `AssignedPart`; it makes an error count in another push as it would have in its own.
         """
 
-    def pushed(
+    def decode_push(
         self, tensors: Sequence[Tensor], likes: Mapping[TensorSlot, Tensor], place: TicketPlace
     ) -> list[Tensor]:
-        """The inverse, on the server."""
+        """Decode gradients on the server."""
 
-    def settle(self, *, dropped: bool) -> None:
-        """The worker knows what became of its last push."""
+    def settle_push(self, *, dropped: bool) -> None:
+        """Tell the worker's side whether its last push was dropped."""
 
-    def ticket(self, rank: int, newest: Sequence[Tensor], version: int) -> list[Tensor]:
-        """The newest values of a server's parts of the parameters, as they travel to a worker."""
+    def encode_parameters(self, rank: int, newest: Sequence[Tensor], version: int) -> list[Tensor]:
+        """Encode the newest values of a server's parts for a worker; `version` is their number of updates."""
 
-    def take(self, tensors: Sequence[Tensor], parts: Sequence[Tensor], rank: int, version: int) -> None:
-        """The inverse, on the worker, whose parts are changed in place."""
+    def decode_parameters(
+        self, tensors: Sequence[Tensor], parts: Sequence[Tensor], rank: int, version: int
+    ) -> None:
+        """Decode parameters on the worker, and change its parts in place."""
 
     def forget(self, rank: int | None = None) -> None:
-        """A worker (None: all) has, or is given, the parameters in full."""
+        """Forget what a worker (None: all) has; it is sent the whole parameters next."""
 
 
 class CodedTransfer:
-    """Tensors travel through a codec.
+    """A transfer through a codec.
 
     Args:
-        codec: the form; each tensor is one row.
-        seed: of what coding draws.
-        slots: of all gradients of the server's parts, for the state.
-    Wire: c bytes for a tensor that the codec makes c bytes of; a worker's first parameters of a round in
-        full.
-    Source: Seide et al. 2014 (error feedback); Richtarik et al. 2021, EF21, arXiv:2106.05203 (coding
-    differences).
+        codec: encodes each tensor as one row.
+        seed: of the codec's random numbers.
+        slots: the parts of the server; their errors are state.
+    Wire: c bytes for a tensor that the codec encodes in c bytes; a worker's first parameters of a round
+        whole.
+    Source: Seide et al. 2014 (error feedback); Richtarik et al. 2021, EF21, arXiv:2106.05203 (coded
+        differences).
     """
 
     lasts = False
@@ -177,111 +179,113 @@ class CodedTransfer:
     def __init__(self, codec: Codec, seed: int, slots: Mapping[TensorSlot, Tensor]) -> None:
         self._codec, self._seed = codec, seed
         self._workspace, self._payloads = Workspace(), Workspace()
-        self._kept = {slot: torch.zeros(slot.sizes) for slot in slots} if codec.needs_error_feedback else {}
+        self._errors = {slot: torch.zeros(slot.sizes) for slot in slots} if codec.needs_error_feedback else {}
         self._pending: dict[TensorSlot, Tensor] = {}
-        self._spare: dict[TensorSlot, Tensor] = {}  # memory of the push before the last
-        self._known: dict[int, list[Tensor]] = {}
+        self._spare: dict[TensorSlot, Tensor] = {}  # memory of an older error, to be reused
+        self._worker_parameters: dict[int, list[Tensor]] = {}
 
-    def push(
+    def encode_push(
         self, grads: Mapping[TensorSlot, Tensor], place: TicketPlace, weight: float = 1.0
     ) -> list[Tensor]:
-        """See `ParameterTransfer`; the bytes are good until the next push. What is kept is that of a full batch."""
-        found = []
+        """Encode gradients plus their errors; the bytes are valid until the next push.
+
+        The errors are kept in the unit of a full batch.
+        """
+        payloads = []
         for slot, grad in grads.items():
             keys = self._keys("push", *place, slot.name)
             values = self._workspace.copy("values", grad).view(1, -1)
-            kept = self._kept.get(slot)
-            if kept is not None:
-                kept = self._workspace.copy("kept", kept.to(grad.device), grad.dtype).view(1, -1)
-                values = torch.add(values, kept, alpha=weight, out=self._workspace.like("sum", values))
-            payload = self._laid(f"push {slot.name}", values, keys)
-            if kept is not None:
-                lost = values.sub_(self._decoded(payload, values, keys)).nan_to_num_(0.0, 0.0, 0.0)
-                lost = lost if weight == 1.0 else lost.div_(weight)
-                self._pending[slot] = self._opened(slot).copy_(lost.view(slot.sizes))
-            found.append(payload)
-        return found
+            error = self._errors.get(slot)
+            if error is not None:
+                error = self._workspace.copy("kept", error.to(grad.device), grad.dtype).view(1, -1)
+                values = torch.add(values, error, alpha=weight, out=self._workspace.like("sum", values))
+            payload = self._encode_apart(f"push {slot.name}", values, keys)
+            if error is not None:
+                new_error = values.sub_(self._decode(payload, values, keys)).nan_to_num_(0.0, 0.0, 0.0)
+                new_error = new_error if weight == 1.0 else new_error.div_(weight)
+                self._pending[slot] = self._take_error_memory(slot).copy_(new_error.view(slot.sizes))
+            payloads.append(payload)
+        return payloads
 
-    def pushed(
+    def decode_push(
         self, tensors: Sequence[Tensor], likes: Mapping[TensorSlot, Tensor], place: TicketPlace
     ) -> list[Tensor]:
-        """See `ParameterTransfer`."""
-        found = []
+        grads = []
         for x, (slot, like) in zip(tensors, likes.items(), strict=True):
-            # of its own, as several pushes are added up
+            # In memory of its own: several pushes are decoded before they are added.
             row = torch.empty(1, like.numel(), dtype=like.dtype, device=x.device)
             self._codec.decode(x, row, self._keys("push", *place, slot.name), self._workspace)
-            found.append(row.view(like.shape))
-        return found
+            grads.append(row.view(like.shape))
+        return grads
 
-    def settle(self, *, dropped: bool) -> None:
-        """See `ParameterTransfer`."""
+    def settle_push(self, *, dropped: bool) -> None:
         if dropped:
             self._spare |= self._pending
         else:
-            self._spare |= {slot: self._kept[slot] for slot in self._pending}
-            self._kept |= self._pending
+            self._spare |= {slot: self._errors[slot] for slot in self._pending}
+            self._errors |= self._pending
         self._pending = {}
 
-    def ticket(self, rank: int, newest: Sequence[Tensor], version: int) -> list[Tensor]:
-        """See `ParameterTransfer`; the bytes are good until the next ticket."""
-        known = self._known.get(rank)
+    def encode_parameters(self, rank: int, newest: Sequence[Tensor], version: int) -> list[Tensor]:
+        """Encode the difference to what the worker has; the bytes are valid until the next ticket."""
+        known = self._worker_parameters.get(rank)
         if known is None:
-            self._known[rank] = [p.contiguous().clone() for p in newest]
+            self._worker_parameters[rank] = [p.contiguous().clone() for p in newest]
             return [*newest]
         coded = []
         for number, p in enumerate(known):
             keys = self._keys("ticket", rank, version, number)
             change = torch.sub(newest[number].detach(), p, out=self._workspace.like("change", p)).view(1, -1)
-            payload = self._laid(f"ticket {number}", change, keys)
-            p.add_(self._decoded(payload, change, keys).view(p.shape))
+            payload = self._encode_apart(f"ticket {number}", change, keys)
+            p.add_(self._decode(payload, change, keys).view(p.shape))
             coded.append(payload)
         return coded
 
-    def take(self, tensors: Sequence[Tensor], parts: Sequence[Tensor], rank: int, version: int) -> None:
-        """See `ParameterTransfer`."""
-        if rank not in self._known:
-            self._known[rank] = []
+    def decode_parameters(
+        self, tensors: Sequence[Tensor], parts: Sequence[Tensor], rank: int, version: int
+    ) -> None:
+        if rank not in self._worker_parameters:
+            self._worker_parameters[rank] = []
             for p, value in zip(parts, tensors, strict=True):
                 p.copy_(value)
             return
         for number, (p, payload) in enumerate(zip(parts, tensors, strict=True)):
             change = self._workspace.take("change", (1, p.numel()), p.dtype, payload.device)
             keys = self._keys("ticket", rank, version, number)
-            p.add_(self._decoded(payload, change, keys).view(p.shape).to(p.device))
+            p.add_(self._decode(payload, change, keys).view(p.shape).to(p.device))
 
     def forget(self, rank: int | None = None) -> None:
-        """See `ParameterTransfer`."""
         if rank is None:
-            self._known.clear()
+            self._worker_parameters.clear()
         else:
-            self._known.pop(rank, None)
+            self._worker_parameters.pop(rank, None)
 
     def residuals(self) -> Sequence[tuple[str, TensorSlot, Tensor]]:
-        """See `GradientReduction`: what this rank's coding has lost, unscaled; zeros on the server."""
-        return [("sent", slot, value) for slot, value in (self._kept | self._pending).items()]
+        """Return this rank's unscaled errors; on a server they are zero."""
+        return [("sent", slot, value) for slot, value in (self._errors | self._pending).items()]
 
     def set_residuals(self, found: Mapping[tuple[str, str], Tensor]) -> None:
-        """See `GradientReduction`."""
         self._pending, sums = {}, sum_residuals(found)
-        for slot in self._kept:
+        for slot in self._errors:
             value = sums.get(slot.name)
-            self._kept[slot] = torch.zeros(slot.sizes) if value is None else value.clone().cpu()
+            self._errors[slot] = torch.zeros(slot.sizes) if value is None else value.clone().cpu()
 
-    def _opened(self, slot: TensorSlot) -> Tensor:
-        """Memory for what the coding of a gradient loses, on the processor; not where that is kept now."""
+    def _take_error_memory(self, slot: TensorSlot) -> Tensor:
+        """Return CPU memory for a new error; the present one must survive a push that is dropped."""
         found = self._spare.pop(slot, None)
         return torch.empty(slot.sizes) if found is None else found
 
-    def _laid(self, name: str, values: Tensor, keys: CodecKeys) -> Tensor:
-        """Values [1, n] coded, where no further coding writes; a ragged row has room for the longest."""
+    def _encode_apart(self, name: str, values: Tensor, keys: CodecKeys) -> Tensor:
+        """Encode values [1, n] into memory that no other encoding writes; a ragged row has room for the
+        longest.
+        """
         payload = self._codec.encode(values, keys, self._workspace)
         room = self._codec.num_bytes(values.numel())
-        place = self._payloads.take(name, payload.shape, payload.dtype, payload.device, room=room)
-        return place.copy_(payload)
+        buffer = self._payloads.take(name, payload.shape, payload.dtype, payload.device, room=room)
+        return buffer.copy_(payload)
 
-    def _decoded(self, payload: Tensor, like: Tensor, keys: CodecKeys) -> Tensor:
-        """The values of a payload, good until the next call."""
+    def _decode(self, payload: Tensor, like: Tensor, keys: CodecKeys) -> Tensor:
+        """Return the values of a payload, valid until the next call."""
         out = self._workspace.like("decoded", like)
         self._codec.decode(payload, out, keys, self._workspace)
         return out
@@ -292,80 +296,77 @@ class CodedTransfer:
 
 
 MIN_ROWS = 256
-"""Of a matrix whose rows are looked at."""
+"""Rows from which on a matrix is sent by rows."""
 
-_SAMPLED_VALUES = 16  # values of a row, of which one mostly tells that it is touched
-_SKIPPED_VERSIONS = (
-    15  # versions for which a matrix that has changed by half is not compared, and travels whole
-)
+_SAMPLED_VALUES = 16  # values of a row that are compared first: they show most touched rows
+_SKIPPED_VERSIONS = 15  # versions for which a matrix that changed by half is not compared and is sent whole
 
 
 class SparseRowTransfer:
-    """See `Traffic`: tensors as they are, but for the rows of large matrices."""
+    """A transfer of tensors as they are, with only the touched rows of large matrices."""
 
     lasts = True
 
     def __init__(self) -> None:
-        self._changed = _RowVersions()
-        self._known: dict[int, int] = {}  # by worker, the version of the parameters that it has
+        self._row_versions = _RowVersions()
+        self._worker_versions: dict[int, int] = {}  # by worker: the version of its parameters
 
-    def push(
+    def encode_push(
         self, grads: Mapping[TensorSlot, Tensor], place: TicketPlace, weight: float = 1.0
     ) -> list[Tensor]:
-        """See `Traffic`."""
-        return [sent for grad in grads.values() for sent in _pack_rows(grad, _touched(grad))]
+        return [tensor for grad in grads.values() for tensor in _pack_rows(grad, _touched_rows(grad))]
 
-    def pushed(
+    def decode_push(
         self, tensors: Sequence[Tensor], likes: Mapping[TensorSlot, Tensor], place: TicketPlace
     ) -> list[Tensor]:
-        """See `Traffic`."""
-        given = iter(tensors)
-        return [_unpack_rows(given, torch.zeros_like, like) for like in likes.values()]
+        remaining = iter(tensors)
+        return [_unpack_rows(remaining, torch.zeros_like, like) for like in likes.values()]
 
-    def settle(self, *, dropped: bool) -> None:
-        """See `Traffic`."""
+    def settle_push(self, *, dropped: bool) -> None:
+        """Do nothing: nothing is lost."""
 
-    def ticket(self, rank: int, newest: Sequence[Tensor], version: int) -> list[Tensor]:
-        """See `Traffic`."""
-        self._changed.look(newest, version)
-        since = self._known.get(rank)
-        self._known[rank] = version
+    def encode_parameters(self, rank: int, newest: Sequence[Tensor], version: int) -> list[Tensor]:
+        self._row_versions.compare_version(newest, version)
+        since = self._worker_versions.get(rank)
+        self._worker_versions[rank] = version
         return [
-            sent.detach().clone() if sent is p else sent
+            tensor.detach().clone() if tensor is p else tensor
             for number, p in enumerate(newest)
-            for sent in _pack_rows(p, None if since is None else self._changed.after(number, since))
+            for tensor in _pack_rows(
+                p, None if since is None else self._row_versions.rows_after(number, since)
+            )
         ]
 
-    def take(self, tensors: Sequence[Tensor], parts: Sequence[Tensor], rank: int, version: int) -> None:
-        """See `Traffic`."""
-        given = iter(tensors)
+    def decode_parameters(
+        self, tensors: Sequence[Tensor], parts: Sequence[Tensor], rank: int, version: int
+    ) -> None:
+        remaining = iter(tensors)
         for p in parts:
-            p.copy_(_unpack_rows(given, _unchanged, p))
+            p.copy_(_unpack_rows(remaining, _unchanged, p))
 
     def forget(self, rank: int | None = None) -> None:
-        """See `Traffic`."""
-        if rank is None:  # parameters may have been loaded meanwhile
-            self._known.clear()
-            self._changed = _RowVersions()
+        if rank is None:  # other parameters may have been loaded since
+            self._worker_versions.clear()
+            self._row_versions = _RowVersions()
         else:
-            self._known.pop(rank, None)
+            self._worker_versions.pop(rank, None)
 
 
 class _RowVersions:
-    """In which version each row of the parameters last changed.
+    """The version in which each row of the parameters changed last.
 
-    Where half of the rows have changed, all count as changed, and for some versions nobody looks: they travel
-    whole then, as they would otherwise.
+    If half of the rows have changed, all count as changed, and for some versions none are compared: the
+    matrix would be sent whole anyway.
     """
 
     def __init__(self) -> None:
         self._version = -1
         self._before: dict[int, Tensor] = {}
         self._last: dict[int, Tensor] = {}
-        self._rest: dict[int, int] = {}  # versions without a look that are left
+        self._num_skips: dict[int, int] = {}  # by parameter: versions to skip
 
-    def look(self, parameters: Sequence[Tensor], version: int) -> None:
-        """Compare with what was there at the last look."""
+    def compare_version(self, parameters: Sequence[Tensor], version: int) -> None:
+        """Compare the parameters with those of the last comparison."""
         if version == self._version:
             return
         self._version = version
@@ -375,15 +376,15 @@ class _RowVersions:
             if number not in self._before:
                 self._last[number] = torch.full((p.shape[0],), version)
                 self._before[number] = p.clone()
-            elif self._rest.get(number, 0):
+            elif self._num_skips.get(number, 0):
                 self._skip_comparison(number, p, version)
             else:
                 self._compare(number, p, version)
 
     def _skip_comparison(self, number: int, p: Tensor, version: int) -> None:
         self._last[number].fill_(version)
-        self._rest[number] -= 1
-        if not self._rest[number]:
+        self._num_skips[number] -= 1
+        if not self._num_skips[number]:
             self._before[number].copy_(p)
 
     def _compare(self, number: int, p: Tensor, version: int) -> None:
@@ -395,14 +396,14 @@ class _RowVersions:
         )
         if rows is None or _is_at_least_half(rows):
             self._last[number].fill_(version)
-            self._rest[number] = _SKIPPED_VERSIONS
+            self._num_skips[number] = _SKIPPED_VERSIONS
             return
         rows = rows.nonzero().view(-1)
         self._last[number][rows.cpu()] = version
         before[rows] = p[rows]
 
-    def after(self, number: int, version: int) -> Tensor | None:
-        """The rows of a parameter that have changed after a version; None: it is no large matrix."""
+    def rows_after(self, number: int, version: int) -> Tensor | None:
+        """Return the rows of a parameter that changed after a version; None: it is no large matrix."""
         last = self._last.get(number)
         return None if last is None else (last > version).nonzero().view(-1)
 
@@ -415,26 +416,26 @@ def _is_large_shape(shape: Sequence[int]) -> bool:
     return len(shape) >= 2 and shape[0] >= MIN_ROWS
 
 
-def _touched(grad: Tensor) -> Tensor | None:
-    """Rows that hold anything but zeros; None: half of them do, or it is no large matrix."""
+def _touched_rows(grad: Tensor) -> Tensor | None:
+    """Return the rows that are not all zeros; None: half of them are not, or it is no large matrix."""
     if not _is_large_matrix(grad) or _is_at_least_half((grad[:, :_SAMPLED_VALUES] != 0).flatten(1).any(1)):
         return None
     return (grad != 0).flatten(1).any(1).nonzero().view(-1)
 
 
 def _is_at_least_half(rows: Tensor) -> bool:
-    """Whether half of them are true, bool [n]."""
+    """Return whether at least half of the flags are true, bool [n]."""
     return 2 * int(rows.count_nonzero()) >= len(rows)
 
 
 def _differs(before: Tensor, now: Tensor) -> Tensor:
-    """Which rows differ, bool [n]."""
+    """Return which rows differ, bool [n]; NaN equals NaN."""
     same = (before == now) | (before.isnan() & now.isnan())
     return (~same).flatten(1).any(1)
 
 
 def _pack_rows(x: Tensor, rows: Tensor | None) -> list[Tensor]:
-    """As it travels: alone; or, of a large matrix, numbers of rows and these rows, or no number and all."""
+    """Return the tensors to send: of a large matrix the row numbers and rows, or no numbers and all rows."""
     if not _is_large_matrix(x):
         return [x]
     if rows is None or 2 * len(rows) >= x.shape[0]:
@@ -442,16 +443,16 @@ def _pack_rows(x: Tensor, rows: Tensor | None) -> list[Tensor]:
     return [rows.cpu(), x[rows.to(x.device)]]
 
 
-def _unpack_rows(given: Iterator[Tensor], base: Callable[[Tensor], Tensor], like: Tensor) -> Tensor:
-    """The inverse of `_pack_rows`, over what is there already: `base` of `like`, which may be changed."""
+def _unpack_rows(remaining: Iterator[Tensor], base: Callable[[Tensor], Tensor], like: Tensor) -> Tensor:
+    """Return the tensor of `_pack_rows`, written over `base(like)`, which may be changed in place."""
     if not _is_large_matrix(like):
-        return next(given)
-    numbers, values = next(given), next(given)
+        return next(remaining)
+    numbers, values = next(remaining), next(remaining)
     if values.shape[0] == like.shape[0]:
         return values
-    there = base(like)
-    there[numbers.to(there.device)] = values.to(there)
-    return there
+    target = base(like)
+    target[numbers.to(target.device)] = values.to(target)
+    return target
 
 
 def _unchanged(x: Tensor) -> Tensor:

@@ -1,12 +1,15 @@
-"""Constructors of rules with servers: who serves, over which channels, and in which form.
+"""Constructors of the rules with servers: which ranks serve, over which channels, and in which formats.
 
-Repeat the order in which the server of an earlier run heard its workers.
+They stand here and not next to the policies: a policy is pure and is also used by straggler recovery, while a
+constructor needs servers, workers and transfers, which need both.
+Refusals: `paceline.recipe.registry.sync_specs`.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,7 +37,7 @@ from paceline.sync.server.parameter_transfer import (
     SparseRowTransfer,
     server_values,
 )
-from paceline.sync.server.server_common import ServerGroup
+from paceline.sync.server.server_common import ServerConnections, ServerGroup
 from paceline.sync.server.server_policies import (
     AsynchronousUpdates,
     BackupWorkers,
@@ -65,21 +68,24 @@ def build_async_server(context: SessionContext, layout: ModelLayout, state: Trai
 
 def build_bounded_staleness(context: SessionContext, layout: ModelLayout, state: TrainState) -> SyncRule:
     """Build the rule in which a server applies every push, and no worker is more than S batches ahead."""
-    bound = float(context.recipe.strategy.rule_argument)
+    bound = float(context.recipe.strategy.sync_word.argument)
     return build_server_rule(context, layout, state, BoundedStaleness(num_server_workers(context), bound))
 
 
 def build_backup_workers(context: SessionContext, layout: ModelLayout, state: TrainState) -> SyncRule:
     """Build the rule in which a server applies the first pushes of each step and drops the last B."""
-    num_backups = int(context.recipe.strategy.rule_argument)
+    num_backups = context.recipe.strategy.sync_word.argument
     return build_server_rule(context, layout, state, BackupWorkers(num_server_workers(context), num_backups))
 
 
 def replay_arrival_order(channel: MessageChannel, folder: str | None) -> MessageChannel:
-    """The channel, in the order of the run in `folder`; None: in the order of arrival.
+    """Return a channel that delivers messages in the order of an earlier run.
 
+    Args:
+        channel: delivers in order of arrival; returned as it is if `folder` is None.
+        folder: a run folder.
     Raises:
-        DataError: the run has recorded none, was resumed, or has lost a worker.
+        DataError: the run has recorded no order, was resumed, or has lost a worker.
     """
     if folder is None:
         return channel
@@ -87,7 +93,7 @@ def replay_arrival_order(channel: MessageChannel, folder: str | None) -> Message
     order = [int(rank) for record in run.of("arrivals") for rank in record["senders"]]
     if not order or len(run.starts) != 1 or run.of("lost"):
         raise DataError(
-            f"{folder} holds no order of arrival of a whole run, in which no worker was lost",
+            f"{folder} has no arrival order of a complete run without lost workers",
             where="debug.replay_arrivals",
             next_step='record one: train under a server with log.level = "debug"',
         )
@@ -95,135 +101,155 @@ def replay_arrival_order(channel: MessageChannel, folder: str | None) -> Message
 
 
 def num_server_workers(context: SessionContext) -> int:
-    """All ranks that do not serve."""
+    """Return the number of ranks that do not serve."""
     return context.mesh.world.size - context.recipe.strategy.servers
 
 
 def build_server_rule(
     context: SessionContext, layout: ModelLayout, state: TrainState, policy: ServerPolicy
 ) -> SyncRule:
-    """The first ranks serve, rank 0 by a policy, all others work; also for rules of other packages.
+    """Build the rule of this rank: the first ranks serve, rank 0 decides by `policy`, the others work.
+
+    Rules of other packages can use it with a policy of their own.
 
     Raises:
         StrategyError: loader workers would read ahead.
     """
-    me, num_servers = context.mesh.world.rank, context.recipe.strategy.servers
+    rank, num_servers = context.mesh.world.rank, context.recipe.strategy.servers
     if context.recipe.loader.workers:
         raise StrategyError(
-            "loader.workers reads ahead, and under a server nobody knows which samples come next",
+            "loader.workers reads ahead, but under a server a worker does not know its next samples",
             next_step="set loader.workers = 0",
         )
-    traffics = _build_transfers(context, layout.runner.sharded_model, state)
+    sharded_model = layout.runner.sharded_model
+    transfers = _build_transfers(context, sharded_model, state)
     recovery = build_recovery_policy(context, policy)
     channel = connect_first_ranks(context, num_servers)
     context.close_callbacks.append(channel.close)
-    told = (context.net, context.phases, context.rule_inputs.stop_requested, traffics, context.note)
-    rule: PrimaryServer | SecondaryServer | ServerWorker
-    if me < num_servers:
-        news = recovery.news if recovery is not None else dict[str, Any]
-        rule = _build_server(context, recovery or policy, news, channel, *told)
-    else:
-        rule = _build_worker(context, policy, _build_push_sums(context, traffics), channel, *told)
-    state.extra_states["work"], state.extra_states["moved"] = (
-        rule,
-        DeltaResidualFlush(layout.runner.sharded_model),
+    connections = ServerConnections(
+        _build_push_format(context, transfers),
+        channel,
+        context.net,
+        context.phases,
+        context.rule_inputs.stop_requested,
+        transfers,
+        context.note,
     )
+    rule: PrimaryServer | SecondaryServer | ServerWorker
+    if rank < num_servers:
+        round_events = recovery.round_events if recovery is not None else dict[str, Any]
+        rule = _build_server(context, recovery or policy, round_events, connections)
+    else:
+        rule = ServerWorker(
+            num_server_workers(context),
+            context.rule_inputs.items_per_sample,
+            _push_weight(context),
+            connections,
+            checks_for_recall=policy.drops,
+            reports_seconds=_slow_rank_serves(context),
+        )
+    state.extra_states["work"] = rule
+    state.extra_states["moved"] = DeltaResidualFlush(sharded_model)
     context.rule_inputs.loss_tolerant_rules.append(rule)
-    if recovery is None or me != PRIMARY_RANK or not _slow_rank_serves(context):
+    if recovery is None or rank != PRIMARY_RANK or not _slow_rank_serves(context):
         return rule
     return TrialServerRule(rule, partial(recovery.bind_trial, num_server_workers(context)), context.phases)
 
 
-def _build_worker(context: SessionContext, policy: ServerPolicy, *shared: Any) -> ServerWorker:
-    counts = num_server_workers(context), context.rule_inputs.items_per_sample
-    return ServerWorker(*counts, policy.drops, _slow_rank_serves(context), _push_weight(context), *shared)
-
-
 def build_recovery_policy(context: SessionContext, policy: ServerPolicy) -> StopWhenRecovered | None:
-    """The policy, until the slow rank keeps up again; None: nobody waits for one, or nobody can tell."""
-    awaited, factor = context.rule_inputs.awaited_rank, context.recipe.health.straggler_factor
+    """Let a policy stop once the slow rank has recovered.
+
+    None: the run is not waiting for a rank, or there are too few workers to compare with.
+    """
+    slow, factor = context.rule_inputs.awaited_rank, context.recipe.health.straggler_factor
     servers, workers = context.recipe.strategy.servers, num_server_workers(context)
-    if awaited is None or factor is None:
+    if slow is None or factor is None:
         return None
     if _slow_rank_serves(context):
-        recovery = RecoveryJudge(workers, workers + 1, factor, awaited.returns)
-        return StopWhenRecovered(
-            policy, recovery.observe_seconds, awaited.rank, time.monotonic, _reported_seconds
-        )
-    if awaited.rank < servers or workers < 2:
+        # The server is judged like one more worker, after the last one.
+        judge = RecoveryJudge(workers, workers + 1, factor, slow.returns)
+        return StopWhenRecovered(policy, judge.observe_seconds, slow.rank, time.monotonic, _reported_seconds)
+    if slow.rank < servers or workers < 2:
         return None
-    recovery = RecoveryJudge(awaited.rank - servers, workers, factor, awaited.returns)
-    return StopWhenRecovered(policy, recovery.observe_seconds, awaited.rank, time.monotonic)
+    judge = RecoveryJudge(slow.rank - servers, workers, factor, slow.returns)
+    return StopWhenRecovered(policy, judge.observe_seconds, slow.rank, time.monotonic)
 
 
 def _slow_rank_serves(context: SessionContext) -> bool:
-    """Whether the slow rank serves: what it computes has to be tried, and of its link that shows nothing."""
-    awaited = context.rule_inputs.awaited_rank
-    return awaited is not None and awaited.rank == PRIMARY_RANK and awaited.cause != COMMUNICATION
+    """Return whether the slow rank is rank 0, so that it needs trials; trials show nothing of a slow link."""
+    slow = context.rule_inputs.awaited_rank
+    return slow is not None and slow.rank == PRIMARY_RANK and slow.cause != COMMUNICATION
 
 
 def _reported_seconds(push: WorkerPush, seconds: float) -> float:
-    """What a worker says of a micro-batch, as a trial is measured; not how long it was away."""
+    """Return the seconds that a worker reports for a micro-batch, which a trial also measures."""
     return float(push.message.fields[MICRO_BATCH_SECONDS])
 
 
 def _build_server(
     context: SessionContext,
     policy: ServerPolicy,
-    news: Callable[[], Any],
-    channel: MessageChannel,
-    *told: Any,
+    round_events: Callable[[], Any],
+    connections: ServerConnections,
 ) -> PrimaryServer | SecondaryServer:
-    """The rule of a server: rank 0 decides, the others hold."""
-    me, num_servers = context.mesh.world.rank, context.recipe.strategy.servers
-    others, pushes = [rank for rank in range(num_servers) if rank != me], _build_push_sums(context, told[3])
-    circle = ServerGroup(channel, others, context.net.deadline_seconds, decides=me == PRIMARY_RANK)
-    if me != PRIMARY_RANK:
-        return SecondaryServer(me, circle, pushes, circle, *told)
-    heard = replay_arrival_order(circle, context.recipe.debug.replay_arrivals)
+    """Build the rule of a server: rank 0 decides, the others hold parts."""
+    rank, num_servers = context.mesh.world.rank, context.recipe.strategy.servers
+    others = [server for server in range(num_servers) if server != rank]
+    group = ServerGroup(
+        connections.channel, others, context.net.deadline_seconds, decides=rank == PRIMARY_RANK
+    )
+    if rank != PRIMARY_RANK:
+        return SecondaryServer(rank, group, replace(connections, channel=group))
+    channel = replay_arrival_order(group, context.recipe.debug.replay_arrivals)
     workers = context.mesh.world.ranks[num_servers:]
-    return PrimaryServer(policy, workers, news, circle, pushes, heard, *told)
+    return PrimaryServer(policy, workers, round_events, group, replace(connections, channel=channel))
 
 
-def _build_push_sums(context: SessionContext, traffics: Sequence[ParameterTransfer]) -> PushFormat:
-    """How parts are added up: in the order of the tree where bits must not depend on who ran them."""
+def _build_push_format(context: SessionContext, transfers: Sequence[ParameterTransfer]) -> PushFormat:
+    """Return pushes of tree nodes if bits must not depend on which worker ran a part, else plain sums."""
     if context.recipe.is_ordered:
         return TreeOrderedPushes(context.shards, num_server_workers(context))
-    return UnorderedPushes(traffics)
+    return UnorderedPushes(transfers)
 
 
 def _push_weight(context: SessionContext) -> Callable[[int, int], float]:
-    """By how much an update divides a push, beside one of a full batch, by the samples of batch and push."""
+    """Return the function from the samples of a batch and of a push to the weight of the push.
+
+    The weight is the divisor of a push in its update, relative to a full batch; see `AssignedPart`.
+    """
     batch, strategy = context.recipe.batch, context.recipe.strategy
     if batch.reduction == "sum":
-        return lambda whole, own: 1.0
+        return lambda batch_samples, push_samples: 1.0
     if strategy.updates_per_step == 1:
-        return lambda whole, own: whole / batch.size
-    return lambda whole, own: (own or 1) * num_server_workers(context) / batch.size
+        return lambda batch_samples, push_samples: batch_samples / batch.size
+    num_workers = num_server_workers(context)
+    return lambda batch_samples, push_samples: (push_samples or 1) * num_workers / batch.size
 
 
 def _build_transfers(
     context: SessionContext, sharded_model: ShardedModel, state: TrainState
 ) -> Sequence[ParameterTransfer]:
-    """The form of what goes to servers and comes from them: of a worker one for each, of a server its own."""
-    me, servers = context.mesh.world.rank, range(context.recipe.strategy.servers)
-    spoken = [me] if me in servers else servers
-    codec = build_codec(context.recipe.strategy)
+    """Build the transfers of this rank: of a worker one per server, of a server its own."""
+    rank, strategy, seed = context.mesh.world.rank, context.recipe.strategy, context.recipe.seed
+    servers = [rank] if rank < strategy.servers else range(strategy.servers)
+    codec = build_codec(strategy)
     if codec is None:
-        return [SparseRowTransfer() for _ in spoken]
-    seed = context.recipe.seed
-    coded = {
+        return [SparseRowTransfer() for _ in servers]
+    transfers = {
         server: CodedTransfer(
             codec, key(seed, "server", server) if server else seed, server_values(sharded_model, server)
         )
-        for server in spoken
+        for server in servers
     }
-    if context.recipe.strategy.uses_error_feedback:
-        lost = ServerResiduals(coded, sharded_model)
-        first = context.recipe.strategy.servers
+    if strategy.uses_error_feedback:
+        residuals = ServerResiduals(transfers, sharded_model)
         state.extra_states["residual"] = ResidualState(
-            *(lost, sharded_model.computes, context.mesh.data, first),
+            residuals,
+            sharded_model.computes,
+            context.mesh.data,
+            first=strategy.servers,
+            # The rule is registered later; it knows which ranks are left at the end of a round.
             left=lambda: context.rule_inputs.loss_tolerant_rules[0].left,
             unit=FixedUnit(items=items_of_full_batch(context)),
         )
-    return [*coded.values()]
+    return [*transfers.values()]

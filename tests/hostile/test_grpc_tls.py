@@ -122,7 +122,7 @@ CREDENTIALS = {
 @pytest.mark.parametrize("name", CREDENTIALS)
 def test_who_has_not_the_certificate_is_turned_away_and_told(name: str) -> None:
     hub, _ = hub_of(range(1, 2))
-    with pytest.raises(CommunicationError, match="do not have one certificate"):
+    with pytest.raises(CommunicationError, match="do not have the same certificate"):
         calls(hub.port, 1, CREDENTIALS[name])
     calls(hub.port, 1, client_credentials(OURS.authority, OURS)).close()  # who has it comes in
     hub.close()

@@ -1,15 +1,14 @@
-"""Try the routes of a group on its links, in the first moments of a session or for a link profile.
+"""Measurements of links: the routes of a group, and alpha and beta of every pair of ranks. CPU only.
 
-Invariant: a time is that of the slowest rank, and every rank has the same times. Routes take turns, so that
-what else the machine does meets all of them. Short sums are timed several in a row: where ranks outnumber
-cores, one of them takes some milliseconds more or less, as their threads happen to be woken. A route that is
-far from the best on a large buffer is not tried on larger ones, and a size that takes long is the last, so
-that a trial stays short.
+Routes are measured at the start of a session, or for a link profile. Invariant: a time is that of the slowest
+rank, and every rank has the same times. Routes take turns, so that other load of the machine affects all of
+them. Short sums are timed several in a row: where ranks outnumber cores, one of them takes some milliseconds
+more or less, depending on how their threads happen to be woken. A route that is far from the best on a large
+buffer is not measured on larger ones, and a size that takes long is the last, so that the measurement stays
+short.
 
-Measure alpha and beta of every pair of ranks and of the world's all-reduce, on the CPU backend.
-
-Invariant: only one pair sends at a time, so pairs do not disturb each other; every wait has the deadline of
-the group. It measures what Gloo gives to a tensor, not what the wire could carry, and no GPU.
+Of pairs only one sends at a time, so pairs do not disturb each other; every wait has the deadline of the
+group. The result is the speed of Gloo for a tensor, not that of the wire, nor of a GPU.
 """
 
 from __future__ import annotations
@@ -45,28 +44,31 @@ from paceline.job.mesh import NodeLevels, RankGroup, duplicate_group, group_rank
 
 ROUTE_TRIAL_SIZES = (1 << 10, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26)
 _ROUTE_REPEATS = 11
-_ROUTE_BUDGET_SECONDS = 0.8  # of all routes: no further repeat of a size after it
+# Seconds of all routes, after which a size is not repeated.
+_ROUTE_BUDGET_SECONDS = 0.8
 _BACK_TO_BACK_SUMS = 4
-_BACK_TO_BACK_SECONDS = 0.01  # sums in a row are timed up to the size whose best route takes as long
-_LAST_ROUTE_SIZE_SECONDS = 0.15  # a size whose best route takes this long is the last
-_WARM_UP_SECONDS = 0.1  # a first sum that is not longer is a warm-up
-_MAX_SLOWDOWN = 2.0  # times the best: not tried on larger buffers
-_CHEAP_TRIAL_SECONDS = (
-    0.05  # what takes no longer is tried all the same: its bytes may be cheap behind its rounds
-)
-_LARGE_BYTES = (
-    1 << 18
-)  # of smaller buffers a time is mostly that of the rounds, and says nothing of larger ones
+# Sums are timed in a row up to the size whose best route takes this long.
+_BACK_TO_BACK_SECONDS = 0.01
+# A size whose best route takes this long is the last.
+_LAST_ROUTE_SIZE_SECONDS = 0.15
+# A first sum that takes no longer is a warm-up; a longer one counts.
+_WARM_UP_SECONDS = 0.1
+# Times the best: slower routes are not measured on larger buffers.
+_MAX_SLOWDOWN = 2.0
+# A route that takes no longer is measured all the same: its bytes may be cheap and its rounds slow.
+_CHEAP_TRIAL_SECONDS = 0.05
+# The time of smaller buffers is mostly that of the rounds, and says nothing about larger ones.
+_LARGE_BYTES = 1 << 18
 
 
 @dataclass
 class RouteCandidates:
-    """The routes that a group can have.
+    """The routes that a group can use.
 
     Args:
-        paths: by word, native first.
-        ranks_per_host: of the hierarchical route; 1 where hosts have one rank, or unequally many.
-        closers: end their threads.
+        paths: collectives by word, native first.
+        ranks_per_host: for the hierarchical route; 1 if hosts have one rank, or different numbers.
+        closers: functions that end their threads.
     """
 
     paths: dict[str, NativeCollective | MessageCollective | HierarchicalCollective]
@@ -74,113 +76,125 @@ class RouteCandidates:
     closers: list[Callable[[], None]] = field(default_factory=list)
 
     def close(self) -> None:
-        """End what they run on; nothing is under way."""
+        """End the threads; nothing is in flight."""
         while self.closers:
             self.closers.pop()()
 
 
 def build_route_candidates(net: Net, group: RankGroup) -> RouteCandidates:
-    """Make them; collective over the group, on processors."""
-    found = RouteCandidates({"native": NativeCollective(net, group)})
+    """Build all routes of a group of CPU ranks; collective over the group."""
+    candidates = RouteCandidates({"native": NativeCollective(net, group)})
     messages: dict[str, MessageRoute] = {"tree": TreeRoute(), "recursive-doubling": RecursiveDoublingRoute()}
     if num_grid_columns(group.size) > 1:
         messages["grid"] = GridRoute()
     ring = MessageCollective(net, duplicate_group(group, "messages"), RingRoute())
-    found.closers.append(ring.close)
-    found.paths["ring"] = ring
-    found.paths |= {word: ring.with_route(hops) for word, hops in messages.items()}
-    _add_hierarchical(found, net, group)
-    return found
+    candidates.closers.append(ring.close)
+    candidates.paths["ring"] = ring
+    candidates.paths |= {word: ring.with_route(hops) for word, hops in messages.items()}
+    _add_hierarchical(candidates, net, group)
+    return candidates
 
 
-def _add_hierarchical(found: RouteCandidates, net: Net, group: RankGroup) -> None:
+def _add_hierarchical(candidates: RouteCandidates, net: Net, group: RankGroup) -> None:
     hosts = all_gather_texts(host_id(), group, net)
     names = list(dict.fromkeys(hosts))
     node_of = dict(zip(group.ranks, (names.index(host) for host in hosts), strict=True))
-    parts = group_ranks_by_node(group.ranks, [node_of.get(rank, -1) for rank in range(max(group.ranks) + 1)])
-    here = {len(part) for part in parts}
-    if len(parts) == 1 or here == {1} or len(here) > 1:
+    ranks_by_host = group_ranks_by_node(
+        group.ranks, [node_of.get(rank, -1) for rank in range(max(group.ranks) + 1)]
+    )
+    group_sizes = {len(ranks) for ranks in ranks_by_host}
+    # Two levels need several hosts, with the same number of ranks above one on each.
+    if len(ranks_by_host) == 1 or group_sizes == {1} or len(group_sizes) > 1:
         return
-    levels = NodeLevels.build(group, parts)
-    ways = [_shared_memory_or_native(found, net, level) for level in (levels.scatter, levels.gather)]
+    levels = NodeLevels.build(group, ranks_by_host)
+    inside = [_shared_memory_or_native(candidates, net, level) for level in (levels.scatter, levels.gather)]
     between = NativeCollective(net, levels.between)
-    path = HierarchicalCollective(net, group, levels, between, (ways[0], ways[1]))
-    found.closers.append(path.close)
-    found.paths["hierarchical"] = path
-    found.ranks_per_host = here.pop()
+    path = HierarchicalCollective(net, group, levels, between, (inside[0], inside[1]))
+    candidates.closers.append(path.close)
+    candidates.paths["hierarchical"] = path
+    candidates.ranks_per_host = group_sizes.pop()
 
 
-def _shared_memory_or_native(found: RouteCandidates, net: Net, level: RankGroup) -> Collective:
+def _shared_memory_or_native(candidates: RouteCandidates, net: Net, level: RankGroup) -> Collective:
     links = connect_single_host_group(level, net)
     if links is None:
         return NativeCollective(net, level)
     path = SharedMemoryCollective(net, level, links)
-    found.closers.append(path.close)
+    candidates.closers.append(path.close)
     return path
 
 
 def measure_routes(
-    found: RouteCandidates, net: Net, group: RankGroup, sizes: Sequence[int] = ROUTE_TRIAL_SIZES
+    candidates: RouteCandidates, net: Net, group: RankGroup, sizes: Sequence[int] = ROUTE_TRIAL_SIZES
 ) -> RouteForecast:
-    """Measure an all_reduce by every route over sizes; collective, equal on every rank.
+    """Measure an all_reduce on every route over sizes; collective, equal on every rank.
 
     Args:
         sizes: bytes of float32 tensors, ascending.
     """
-    forms = {word: partial(critical_path_cost, word, world=group.size) for word in found.paths}
-    points: dict[str, list[LinkSample]] = {word: [] for word in found.paths}
-    left: Mapping[str, Collective] = found.paths
+    forms = {word: partial(critical_path_cost, word, world=group.size) for word in candidates.paths}
+    points: dict[str, list[LinkSample]] = {word: [] for word in candidates.paths}
+    remaining: Mapping[str, Collective] = candidates.paths
     times: Mapping[str, float] = {"": 0.0}
     for size in sizes:
-        times = _median_route_seconds(left, net, group, size, num_sums_per_timing(times))
+        times = _median_route_seconds(remaining, net, group, size, num_sums_per_timing(times))
         for word, seconds in times.items():
-            way = forms[word](num_bytes=size, ranks_per_host=found.ranks_per_host)
-            points[word].append(LinkSample(way.sent_bytes, way.rounds, seconds))
-        left = {word: left[word] for word in routes_worth_trying(times, size)}
+            cost = forms[word](num_bytes=size, ranks_per_host=candidates.ranks_per_host)
+            points[word].append(LinkSample(cost.sent_bytes, cost.rounds, seconds))
+        remaining = {word: remaining[word] for word in routes_worth_trying(times, size)}
         if min(times.values()) > _LAST_ROUTE_SIZE_SECONDS:
             break
-    return RouteForecast(group.size, found.ranks_per_host, _fit_route_models(points))
+    return RouteForecast(group.size, candidates.ranks_per_host, _fit_route_models(points))
 
 
 def routes_worth_trying(times: Mapping[str, float], num_bytes: int) -> list[str]:
-    """The routes to try on larger buffers: the first, to which others are compared, all near the best, and
-    what costs little.
+    """Return the routes to measure on larger buffers: the first, to which others are compared, and all fast
+    or cheap ones.
 
     Args:
-        times: of a buffer of `num_bytes` by route.
+        times: times of a buffer of `num_bytes` by route.
     """
-    first, most = next(iter(times)), max(_CHEAP_TRIAL_SECONDS, _MAX_SLOWDOWN * min(times.values()))
-    return [word for word, took in times.items() if word == first or num_bytes < _LARGE_BYTES or took <= most]
+    first, max_seconds = next(iter(times)), max(_CHEAP_TRIAL_SECONDS, _MAX_SLOWDOWN * min(times.values()))
+    return [
+        word
+        for word, seconds in times.items()
+        if word == first or num_bytes < _LARGE_BYTES or seconds <= max_seconds
+    ]
 
 
 def _fit_route_models(points: Mapping[str, Sequence[LinkSample]]) -> dict[str, LinkModel]:
-    return {word: fit_link_model(own) for word, own in points.items()}
+    return {word: fit_link_model(route_points) for word, route_points in points.items()}
 
 
 def num_sums_per_timing(times: Mapping[str, float]) -> int:
-    """How many sums are timed together, by what one took by each route, of a buffer that is not larger."""
+    """Return how many sums to time together, from the times of one sum by route, of a buffer that is not
+    larger.
+    """
     return _BACK_TO_BACK_SUMS if min(times.values()) < _BACK_TO_BACK_SECONDS else 1
 
 
 def _median_route_seconds(
     paths: Mapping[str, Collective], net: Net, group: RankGroup, num_bytes: int, num_sums: int
 ) -> dict[str, float]:
-    """Of some repeats by each route, fewer where they take long."""
+    """Return the median of some repeats on each route, fewer if they take long."""
     key = f"trial {num_bytes}"
     buffers = {word: path.buffer(max(1, num_bytes // 4), torch.zeros(1), key) for word, path in paths.items()}
-    found: dict[str, list[float]] = {word: [] for word in paths}
+    seconds_by_route: dict[str, list[float]] = {word: [] for word in paths}
     for repeat in range(_ROUTE_REPEATS + 1):
         for word, path in paths.items():
             seconds = time_sums(path, net, group, buffers[word], key, num_sums)
             if repeat or seconds > _WARM_UP_SECONDS:
-                found[word].append(seconds)
-        if all(found.values()) and num_sums * sum(map(sum, found.values())) > _ROUTE_BUDGET_SECONDS:
+                seconds_by_route[word].append(seconds)
+        if (
+            all(seconds_by_route.values())
+            and num_sums * sum(map(sum, seconds_by_route.values())) > _ROUTE_BUDGET_SECONDS
+        ):
             break
-    return {word: statistics.median(times) for word, times in found.items()}
+    return {word: statistics.median(times) for word, times in seconds_by_route.items()}
 
 
 def time_sums(path: Collective, net: Net, group: RankGroup, x: Tensor, key: str, num_sums: int) -> float:
-    """Seconds of one of `num_sums` sums, one after another, of the slowest rank; collective."""
+    """Return the seconds of one of `num_sums` sums, one after another, on the slowest rank; collective."""
     net.barrier(group)
     began = time.perf_counter()
     for _ in range(num_sums):
@@ -190,17 +204,19 @@ def time_sums(path: Collective, net: Net, group: RankGroup, x: Tensor, key: str,
 
 
 _MESSAGE_SIZES = (64, 1024, 8192, 65536, 262144, 1 << 20, 4 << 20, 16 << 20)
-_LAST_SIZE_SECONDS = 0.15  # a size that takes this long is the last: the bandwidth shows
+# A size that takes this long is the last: it shows the bandwidth.
+_LAST_SIZE_SECONDS = 0.15
 _NUM_REPEATS = 7
-_SIZE_BUDGET_SECONDS = 0.25  # of one size
+# Seconds of the repeats of one size.
+_SIZE_BUDGET_SECONDS = 0.25
 _REPLY_TAG = 1
 
 
 def measure_links(net: Net, group: RankGroup, host: str) -> LinkProfile:
-    """Measure; collective.
+    """Measure all links of a job; collective.
 
     Args:
-        net: for the all-reduce; its ledger counts it. What pairs send is not counted.
+        net: for the all-reduce; its ledger counts it. Messages of pairs are not counted.
         group: the world, at least two ranks.
         host: this rank's name for its host.
     Returns:
@@ -209,18 +225,18 @@ def measure_links(net: Net, group: RankGroup, host: str) -> LinkProfile:
     hosts: list[str] = [""] * group.size
     dist.all_gather_object(hosts, host, group.handle)
     ordered = itertools.permutations(range(group.size), 2)
-    lines = [(pair, _measure_pair(*pair, net, group)) for pair in ordered]
+    measured = [(pair, _measure_pair(*pair, net, group)) for pair in ordered]
     world = measure_all_reduce(net, group)
-    mine = {pair: line for pair, line in lines if line is not None}
+    local_models = {pair: model for pair, model in measured if model is not None}
     gathered: list[Any] = [None] * group.size
-    dist.all_gather_object(gathered, mine, group.handle)
-    found = {pair: line for part in gathered for pair, line in part.items()}
-    pairs = tuple(RankPair(a, b, found[a, b]) for a, b in sorted(found))
+    dist.all_gather_object(gathered, local_models, group.handle)
+    models = {pair: model for rank_models in gathered for pair, model in rank_models.items()}
+    pairs = tuple(RankPair(a, b, models[a, b]) for a, b in sorted(models))
     return LinkProfile(tuple(hosts), pairs, world, _forecast_routes(net, group).lines)
 
 
 def _forecast_routes(net: Net, group: RankGroup) -> RouteForecast:
-    """An all_reduce by every route that messages can take."""
+    """Measure an all_reduce on every route."""
     routes = build_route_candidates(net, group)
     try:
         return measure_routes(routes, net, group, _MESSAGE_SIZES)
@@ -229,9 +245,9 @@ def _forecast_routes(net: Net, group: RankGroup) -> RouteForecast:
 
 
 def _measure_pair(source: int, target: int, net: Net, group: RankGroup) -> LinkModel | None:
-    """The line from `source` to `target`, known to the source only.
+    """Measure the link from `source` to `target`; the model is known to the source only.
 
-    The time of one way is that of the way there with the answer, less half of a round trip of nothing.
+    The time of one way is that of a message and its reply, less half of a round trip of an empty message.
     """
     net.barrier(group)
     if group.rank == target:
@@ -250,7 +266,9 @@ def _measure_pair(source: int, target: int, net: Net, group: RankGroup) -> LinkM
 
 
 def _reply_until_done(source: int, group: RankGroup) -> None:
-    """Receive what the source announces, answer with one number, until it announces nothing."""
+    """Receive messages that the source announces, and reply with one number, until it announces an empty
+    one.
+    """
     size = torch.zeros(1, dtype=torch.int64)
     buffers: dict[int, Tensor] = {}
     while True:
@@ -268,10 +286,10 @@ def _reply_until_done(source: int, group: RankGroup) -> None:
 
 
 def _round_trip(target: int, data: Tensor, group: RankGroup) -> float:
-    """Seconds of the data there and of one number back.
+    """Return the seconds of the data there and of one number back.
 
-    Gloo sends when it knows that the receiver has a buffer, so both buffers are announced before the clock
-    starts: what is timed is the link, not this handshake.
+    Gloo sends after the receiver has announced a buffer, so both buffers are announced before the clock
+    starts: the measurement is that of the link, not of this handshake.
     """
     answer = dist.irecv(torch.zeros(1), group.ranks[target], group.handle, tag=_REPLY_TAG)
     assert answer is not None
@@ -292,44 +310,45 @@ def _receive(x: Tensor, source: int, group: RankGroup) -> None:
 
 
 def _median_seconds(once: Callable[[], float]) -> float:
-    """The median of some repeats, fewer where one takes long; the first is a warm-up."""
+    """Return the median of some repeats, fewer if one takes long; the first is a warm-up."""
     once()
-    found: list[float] = []
-    while len(found) < _NUM_REPEATS and sum(found) < _SIZE_BUDGET_SECONDS:
-        found.append(once())
-    return statistics.median(found)
+    seconds: list[float] = []
+    while len(seconds) < _NUM_REPEATS and sum(seconds) < _SIZE_BUDGET_SECONDS:
+        seconds.append(once())
+    return statistics.median(seconds)
 
 
 def measure_all_reduce(net: Net, group: RankGroup) -> LinkModel:
-    """Sums of a group over sizes, by the native route; collective, equal on every rank."""
+    """Measure sums of a group over sizes, on the native route; collective, equal on every rank."""
     points = []
     for size in _MESSAGE_SIZES:
         seconds = _time_all_reduce(net, group, torch.zeros(max(group.size, size // 4)))
-        asked = native_cost("all_reduce", 4 * max(group.size, size // 4), group.size)
-        points.append(LinkSample(asked.sent_bytes, asked.rounds, seconds))
+        cost = native_cost("all_reduce", 4 * max(group.size, size // 4), group.size)
+        points.append(LinkSample(cost.sent_bytes, cost.rounds, seconds))
         if seconds > _LAST_SIZE_SECONDS:
             break
     return fit_link_model(points)
 
 
 def _time_all_reduce(net: Net, group: RankGroup, x: Tensor) -> float:
-    """The median over repeats of the slowest rank; all ranks repeat equally often."""
-    found: list[float] = []
+    """Return the median over repeats of the slowest rank; all ranks repeat equally often."""
+    timings: list[float] = []
     for repeat in range(_NUM_REPEATS + 1):
         net.barrier(group)
         began = time.perf_counter()
         net.all_reduce(x, group).wait()
         slowest = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
+        # The maximum also keeps the ranks together: all leave the loop after the same repeat.
         seconds = float(net.all_reduce(slowest, group, "max").wait())
         if repeat:
-            found.append(seconds)
-        if sum(found) > _SIZE_BUDGET_SECONDS:
+            timings.append(seconds)
+        if sum(timings) > _SIZE_BUDGET_SECONDS:
             break
-    return statistics.median(found)
+    return statistics.median(timings)
 
 
 def bandwidths(point: LinkSample, world: int) -> tuple[float, float]:
-    """Bits per second of an all-reduce: "algbw" counts the tensor, "busbw" what a rank sends.
+    """Return bits per second of an all-reduce: "algbw" counts the tensor, "busbw" what a rank sends.
 
     Source: NVIDIA nccl-tests, doc/PERFORMANCE.md, for the two names.
     """
@@ -338,7 +357,7 @@ def bandwidths(point: LinkSample, world: int) -> tuple[float, float]:
 
 
 def render_link_profile(profile: LinkProfile) -> Sequence[str]:
-    """The tables for people."""
+    """Return the lines of a table for people."""
     lines = [f"{'from':<12}{'to':<12}{'alpha':>12}{'bandwidth':>16}{'residual':>10}"]
     for pair in profile.pairs:
         names = (f"{rank} {profile.hosts[rank]}" for rank in (pair.source, pair.target))
@@ -355,7 +374,7 @@ def render_link_profile(profile: LinkProfile) -> Sequence[str]:
 
 
 def _render_routes(profile: LinkProfile) -> Sequence[str]:
-    """Alpha and beta of every route, over its longest way, and what was measured."""
+    """Return lines with alpha and beta of every route, over its critical path, and the measured times."""
     lines = ["", f"{'all-reduce by':<24}{'alpha':>12}{'bandwidth':>16}{'residual':>10}"]
     for route, line in profile.routes.items():
         times = ", ".join(f"{point.seconds * 1e3:.3g}" for point in line.points)

@@ -1,8 +1,8 @@
-"""The link profile: what latency and bandwidth were measured between ranks, as a file that later work reads.
+"""A link profile: measured latency and bandwidth between ranks, as a file that later sessions read.
 
-A line says that an operation takes alpha for each round and beta for each byte that a rank sends, so
-`LinkModel.seconds(cost)` of a `CollectiveCost` of the closed forms is a prediction. Invariant: a profile that was read is
-equal to the one that was written; a file of another format is refused. The file is JSON:
+A link model has a time alpha for each round and beta for each byte that a rank sends, so
+`LinkModel.seconds(cost)` of a `CollectiveCost` predicts the time of a collective. Invariant: a profile that
+was loaded is equal to the one that was saved; a file of another format is refused. The file is JSON:
 
     {"format": 2, "world": 4, "hosts": [name of the host of each rank],
      "pairs": [{"source": 0, "target": 1, "line": LINE}, ...], "all_reduce": LINE,
@@ -27,7 +27,7 @@ _FORMAT_VERSION = 2
 
 @dataclass(frozen=True)
 class LinkSample:
-    """One measured size: bytes that a rank sends, rounds, and the median of the seconds."""
+    """A measurement of one size: bytes that a rank sends, rounds, and the median of the seconds."""
 
     sent_bytes: float
     rounds: int
@@ -39,10 +39,10 @@ class LinkModel:
     """A fitted link: seconds = rounds * alpha + sent bytes * beta.
 
     Args:
-        alpha_seconds: of each round.
-        beta_seconds_per_byte: of each byte that a rank sends.
+        alpha_seconds: seconds of each round.
+        beta_seconds_per_byte: seconds of each byte that a rank sends.
         residual: root of the mean square of the relative errors of the fit.
-        points: what was measured.
+        points: the measurements.
     """
 
     alpha_seconds: float
@@ -52,11 +52,11 @@ class LinkModel:
 
     @property
     def bits_per_second(self) -> float:
-        """The bandwidth; infinite if no size was large enough to show one."""
+        """Bandwidth; infinite if no size was large enough to show one."""
         return 8 / self.beta_seconds_per_byte if self.beta_seconds_per_byte > 0 else float("inf")
 
     def seconds(self, cost: CollectiveCost) -> float:
-        """What an operation of this cost takes on this link."""
+        """Return the predicted time of an operation with this cost on this link."""
         return cost.rounds * self.alpha_seconds + cost.sent_bytes * self.beta_seconds_per_byte
 
 
@@ -71,13 +71,13 @@ class RankPair:
 
 @dataclass(frozen=True)
 class LinkProfile:
-    """What was measured.
+    """The measured links of a job.
 
     Args:
         hosts: the name of the host of each rank.
         pairs: every ordered pair.
-        all_reduce: of the whole world; its points count what a rank sends and the rounds of the ring.
-        routes: an all_reduce of the whole world by each route; points count the longest way.
+        all_reduce: model of the whole world; its points count what a rank sends and the rounds of the ring.
+        routes: model of an all_reduce of the whole world by route; points count the critical path.
     """
 
     hosts: tuple[str, ...]
@@ -86,20 +86,21 @@ class LinkProfile:
     routes: Mapping[str, LinkModel] = field(default_factory=dict)
 
     def record(self) -> dict[str, object]:
-        """As plain values, the content of the file."""
-        found: dict[str, object] = {
+        """Return the content of the file as plain values."""
+        record: dict[str, object] = {
             "format": _FORMAT_VERSION,
             "world": len(self.hosts),
             "hosts": list(self.hosts),
         }
-        found |= {
+        record |= {
             "pairs": [_pair_record(pair) for pair in self.pairs],
             "all_reduce": _model_record(self.all_reduce),
         }
-        return found | {"routes": {route: _model_record(line) for route, line in self.routes.items()}}
+        return record | {"routes": {route: _model_record(line) for route, line in self.routes.items()}}
 
     def save(self, path: Path) -> None:
         """Write the file, all or nothing."""
+        # A reader never sees half of a file: the rename is atomic.
         hidden = path.with_name(path.name + ".writing")
         hidden.write_text(json.dumps(self.record(), indent=1) + "\n", encoding="utf-8")
         hidden.rename(path)
@@ -109,29 +110,29 @@ class LinkProfile:
         """Read what `save` wrote.
 
         Raises:
-            DataError: the file is not there, is damaged, or has another format.
+            DataError: the file does not exist, is damaged, or has another format.
         """
         try:
             return cls.read(json.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(
-                f"this is no link profile: {error}",
+                f"not a link profile: {error}",
                 where=str(path),
                 next_step="paceline bench link --out FILE",
             ) from error
 
     @classmethod
-    def read(cls, found: dict[str, Any]) -> LinkProfile:
-        """The inverse of `record`.
+    def read(cls, record: dict[str, Any]) -> LinkProfile:
+        """Return the inverse of `record`.
 
         Raises:
-            ValueError, KeyError, TypeError: it is none.
+            ValueError, KeyError, TypeError: it is no profile.
         """
-        if found["format"] != _FORMAT_VERSION:
-            raise ValueError(f"format {found['format']}, expected {_FORMAT_VERSION}")
-        pairs = tuple(RankPair(p["source"], p["target"], _parse_model(p["line"])) for p in found["pairs"])
-        routes = {route: _parse_model(line) for route, line in found["routes"].items()}
-        return cls(tuple(found["hosts"]), pairs, _parse_model(found["all_reduce"]), routes)
+        if record["format"] != _FORMAT_VERSION:
+            raise ValueError(f"format {record['format']}, expected {_FORMAT_VERSION}")
+        pairs = tuple(RankPair(p["source"], p["target"], _parse_model(p["line"])) for p in record["pairs"])
+        routes = {route: _parse_model(line) for route, line in record["routes"].items()}
+        return cls(tuple(record["hosts"]), pairs, _parse_model(record["all_reduce"]), routes)
 
 
 def _pair_record(pair: RankPair) -> dict[str, object]:
@@ -143,13 +144,13 @@ def _model_record(line: LinkModel) -> dict[str, object]:
     return {**asdict(line), "points": points}
 
 
-def _parse_model(found: dict[str, Any]) -> LinkModel:
-    rest = {name: value for name, value in found.items() if name != "points"}
-    return LinkModel(**rest, points=tuple(LinkSample(*point) for point in found["points"]))
+def _parse_model(record: dict[str, Any]) -> LinkModel:
+    numbers = {name: value for name, value in record.items() if name != "points"}
+    return LinkModel(**numbers, points=tuple(LinkSample(*point) for point in record["points"]))
 
 
 def fit_link_model(points: Sequence[LinkSample]) -> LinkModel:
-    """The alpha and beta with the least sum of squared relative errors; both at least 0.
+    """Fit alpha and beta with the least sum of squared relative errors; both at least 0.
 
     Source: Hockney 1994, The communication challenge for MPP, Parallel Computing 20 (the model); the errors
         are relative because sizes span four orders of magnitude.
@@ -163,6 +164,7 @@ def fit_link_model(points: Sequence[LinkSample]) -> LinkModel:
     determinant = rr * ss - rs * rs
     alpha = (r1 * ss - s1 * rs) / determinant if determinant > 0 else r1 / rr
     beta = (s1 * rr - r1 * rs) / determinant if determinant > 0 else 0.0
+    # A negative parameter makes no sense: fit the other one alone.
     if alpha < 0:
         alpha, beta = 0.0, s1 / ss
     elif beta < 0:

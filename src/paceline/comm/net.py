@@ -394,7 +394,7 @@ def _with_root(options: Any, root: int) -> Any:
 
 def group_device(group: RankGroup) -> torch.device:
     """Return the device of tensors that the group's ranks exchange: the CPU, or this process's GPU."""
-    return torch.device("cpu") if group.groups is None else group.groups.device
+    return torch.device("cpu") if group.lease is None else group.lease.device
 
 
 def handle_of_work(

@@ -1,10 +1,8 @@
-"""Finds races: whoever reads or writes a tensor between the launch of a collective and its `wait`.
+"""A race detector: it finds reads and writes of a tensor between the launch of a collective and its `wait`.
 
-While a detector is active on a thread, every operation of that thread on tensors is looked at. Other
-threads, which carry out the collectives, are not. It costs microseconds for each operation, so it is for
-debugging.
-
-What the table `[debug]` of a recipe asks for, around every round.
+While a detector is active on a thread, every tensor operation of that thread is checked. Other threads, which
+carry out the collectives, are not. A check costs microseconds for each operation, so this is for debugging:
+`CommChecks` runs the checks of the table `[debug]` of a recipe in every round.
 """
 
 from __future__ import annotations
@@ -27,29 +25,31 @@ from paceline.recipe.tables import DebugRecipe
 
 
 class RaceDetector(TorchDispatchMode):
-    """Knows which memory belongs to a collective that is under way.
+    """A dispatch mode that knows which memory belongs to a collective in flight.
 
-    Use it as a context; `watch` says what is launched.
+    Use it as a context manager; `watch` registers collectives.
 
     Raises:
-        CommunicationError: memory that is under way was touched; names both lines.
+        CommunicationError: memory in flight was touched; names both lines.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._under_way: dict[int, tuple[str, str]] = {}
+        self._in_flight: dict[int, tuple[str, str]] = {}
 
     def watch(self, x: Tensor, op: str, handle: Handle) -> Handle:
-        """The same handle; until it is waited for, nobody may touch the memory of `x`."""
-        place = x.untyped_storage().data_ptr()
-        if not place:
+        """Return a handle that protects the memory of `x` until it is waited for."""
+        address = x.untyped_storage().data_ptr()
+        # Tensors without memory (empty or meta) cannot race.
+        if not address:
             return handle
-        mine = (op, _caller_location())
-        self._under_way[place] = mine
+        launch = (op, _caller_location())
+        self._in_flight[address] = launch
 
         def resolve(deadline_seconds: float | None, exposed: bool) -> Any:
-            if self._under_way.get(place) is mine:
-                del self._under_way[place]
+            # A later collective may have registered the same memory; that one stays.
+            if self._in_flight.get(address) is launch:
+                del self._in_flight[address]
             return handle.wait(deadline_seconds, exposed=exposed)
 
         return Handle(resolve, handle.is_complete)
@@ -57,24 +57,25 @@ class RaceDetector(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """See `TorchDispatchMode`: looks at what an operation is given."""
-        if self._under_way and not func.is_view:
+        """Check the tensors that an operation reads or writes."""
+        # Views touch no values, so they are allowed.
+        if self._in_flight and not func.is_view:
             for x in _iter_tensors([*args, *(kwargs or {}).values()]):
-                found = self._under_way.get(x.untyped_storage().data_ptr())
-                if found is not None:
+                launch = self._in_flight.get(x.untyped_storage().data_ptr())
+                if launch is not None:
                     raise CommunicationError(
-                        f"{_caller_location()} touches a tensor ({func}) whose {found[0]} was launched at {found[1]} and"
-                        " not waited for",
+                        f"{_caller_location()} touches a tensor ({func}) whose {launch[0]} was launched at"
+                        f" {launch[1]} and has not been waited for",
                         next_step="wait for the handle first, or give the collective a copy",
                     )
         return func(*args, **(kwargs or {}))
 
 
 class WatchedCollective:
-    """A collective whose tensors a detector watches between launch and wait.
+    """A collective whose tensors are watched between launch and wait.
 
     Args:
-        inner: does the work.
+        inner: the collective that does the work.
     """
 
     def __init__(self, inner: Collective, detector: RaceDetector) -> None:
@@ -116,7 +117,7 @@ def _iter_tensors(values: Sequence[Any]) -> Iterator[Tensor]:
 
 
 def _caller_location() -> str:
-    """Where the caller of this library or of PyTorch stands."""
+    """Return the line that called this library or PyTorch."""
     frames = [frame for frame in traceback.extract_stack() if not _is_internal_frame(frame.filename)]
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "an unknown line"
 
@@ -126,11 +127,11 @@ def _is_internal_frame(filename: str) -> bool:
 
 
 class CommChecks:
-    """Checks of one session.
+    """The checks of one session.
 
     Args:
-        wanted: which.
-        net: whose bytes are held against their closed forms.
+        wanted: the checks to make.
+        net: its bytes are compared with their closed forms.
     """
 
     def __init__(self, wanted: DebugRecipe, net: Net) -> None:
@@ -138,14 +139,14 @@ class CommChecks:
         self._detector = RaceDetector() if wanted.races else None
 
     def watched(self, path: Collective) -> Collective:
-        """The collective, whose tensors are watched where races are looked for."""
+        """Return the collective, with its tensors watched if races are to be found."""
         return path if self._detector is None else WatchedCollective(path, self._detector)
 
     def rounds(self, rounds: Iterator[StepStats]) -> Iterator[StepStats]:
-        """The same rounds.
+        """Yield the same rounds, checked.
 
         Raises:
-            CommunicationError: a tensor was touched while it was under way, or bytes are not those of the
+            CommunicationError: a tensor was touched while it was in flight, or bytes differ from the closed
                 form.
         """
         if self._detector is None and not self._wanted.bytes:

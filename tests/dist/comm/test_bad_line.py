@@ -70,7 +70,7 @@ def test_every_message_arrives_once_and_in_order_over_connections_that_break(see
 
 def test_without_numbers_some_arrive_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """The twin: whatever comes is taken, as if nobody counted."""
-    begin = reliable_queue.MessageAssembler.begin
+    begin = reliable_queue.MessageAssembler.begin_call
 
     def takes_all(self: reliable_queue.MessageAssembler, number: int, num_bytes: int) -> int:
         if number - 1 != self._number:
@@ -78,13 +78,13 @@ def test_without_numbers_some_arrive_twice(monkeypatch: pytest.MonkeyPatch) -> N
             self._clear()
         return begin(self, number, num_bytes)
 
-    monkeypatch.setattr(reliable_queue.MessageAssembler, "begin", takes_all)
+    monkeypatch.setattr(reliable_queue.MessageAssembler, "begin_call", takes_all)
     hub, peer, line = over(0, 0)
     with line:
         say(peer, 0, 3)
         assert heard(hub, 3) == [0, 1, 2]
-        hub._room.begin(1, 2, 0)  # as a call does whose answer was lost
-        assert hub._room.place(1).number == 1, "a letter that was taken would be taken again"
+        hub._queues.begin_call(1, 2, 0)  # as a call does whose answer was lost
+        assert hub._queues.position(1).number == 1, "a letter that was taken would be taken again"
         peer.close()
         hub.close()
 
@@ -106,10 +106,10 @@ def test_a_link_that_stays_away_is_a_rank_that_is_lost_by_name_on_both_sides() -
     hub, peer, line = over(0, 0, grace=1.0)
     with line:
         line.block()
-        with pytest.raises(CommunicationError, match="rank 1 is gone: it is out of reach for") as caught:
+        with pytest.raises(CommunicationError, match="rank 1 is gone: it has been unreachable for") as caught:
             hub.receive(SECONDS)
         assert caught.value.peer == 1
-        with pytest.raises(CommunicationError, match="rank 0 is gone: it is out of reach for"):
+        with pytest.raises(CommunicationError, match="rank 0 is gone: it has been unreachable for"):
             peer.receive(SECONDS)
         with pytest.raises(CommunicationError, match="rank 1 is gone"):
             hub.send(1, ChannelMessage("late"), SECONDS)

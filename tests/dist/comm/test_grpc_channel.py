@@ -58,7 +58,7 @@ def test_the_ledger_has_the_bytes_of_the_frame() -> None:
 
 def test_a_stranger_is_turned_away_and_a_missing_rank_is_named() -> None:
     said: list[str] = []
-    hub = GrpcServer(ReliableQueues(GRACE), "127.0.0.1", [1, 2, 3], "right", say=said.append)
+    hub = GrpcServer(ReliableQueues(GRACE), "127.0.0.1", [1, 2, 3], "right", log=said.append)
     with ThreadPoolExecutor(2) as others:
         friend = others.submit(calling, hub.port, 1, "right")
         with pytest.raises(CommunicationError, match="Rank 2 has another token than the server"):
@@ -67,7 +67,7 @@ def test_a_stranger_is_turned_away_and_a_missing_rank_is_named() -> None:
             friend.result() and calling(hub.port, 1, "right")
         with pytest.raises(DeadlineError, match=r"ranks \[2, 3\] did not connect.*rank 2 has another token"):
             hub.wait_for_all(0.1)
-    assert said == ["the server has turned away 1 calls that are not of this job"]
+    assert said == ["the server rejected 1 calls that do not belong to this job"]
     close([hub, friend.result()])
 
 
@@ -85,7 +85,7 @@ def test_a_call_that_was_heard_brings_nothing_again() -> None:
     with grpc.insecure_channel(f"127.0.0.1:{hub.port}") as line:
         again = line.unary_unary(method_path(SEND_METHOD))
         again(body, timeout=SECONDS, metadata=caller._claim_metadata(SEND_METHOD, StreamPosition(1, 0)))
-        assert room.place(1) == StreamPosition(1, 0)
+        assert room.position(1) == StreamPosition(1, 0)
         claim = CallClaim.read(caller._claim_metadata(SEND_METHOD, StreamPosition(1, 0)))._replace(
             place=StreamPosition(2, 0)
         )
@@ -93,7 +93,7 @@ def test_a_call_that_was_heard_brings_nothing_again() -> None:
             again(body, timeout=SECONDS, metadata=claim.metadata())
         with pytest.raises(grpc.RpcError, match="no call of a job"):
             again(body, timeout=SECONDS)
-    assert room.place(1) == StreamPosition(1, 0)
+    assert room.position(1) == StreamPosition(1, 0)
     close([theirs, ours])
 
 

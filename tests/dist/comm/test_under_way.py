@@ -75,7 +75,7 @@ class Watched(ScatterReducer):
         self.steps.append(Most())
 
     def _buffer_of(self, bucket: Any) -> Any:
-        found, most, sent = super()._buffer_of(bucket), self.steps[-1], self.launches._under_way
+        found, most, sent = super()._buffer_of(bucket), self.steps[-1], self.launches._in_flight
         held = sum(x.nbytes for x in self.blocks.memory.values())
         now = len(sent), sum(one.rows.nbytes for one in sent), held
         self.steps[-1] = Most(*map(max, astuple(most), now))

@@ -42,14 +42,14 @@ class BadLine:
         self.found: list[ChannelMessage] = []
 
     def one_call(self) -> None:
-        place = self.taken.place
+        position = self.taken.position
         if self.rng.random() < 0.6:  # else the sender has not heard it
-            self.sent.has(place.number)
+            self.sent.acknowledge(position.number)
         letter = self.sent.next
         if letter is None:
             return
-        start = place.num_bytes if letter.number == place.number + 1 else 0
-        call = self.taken.begin(letter.number, start)
+        start = position.num_bytes if letter.number == position.number + 1 else 0
+        call = self.taken.begin_call(letter.number, start)
         chunks = [*letter.after(start)]
         broken = self.rng.randrange(len(chunks) + 1)
         for chunk in chunks[:broken]:
@@ -60,7 +60,7 @@ class BadLine:
             self._take(call, rest.pop(0))
 
     def _take(self, call: int, chunk: bytes) -> None:
-        message = self.taken.take(call, chunk)
+        message = self.taken.add_chunk(call, chunk)
         if message is not None:
             self.found.append(message)
 
@@ -68,10 +68,10 @@ class BadLine:
 class Forgets(MessageAssembler):
     """A mistake: a letter that comes again is taken again."""
 
-    def begin(self, number: int, num_bytes: int) -> int:
+    def begin_call(self, number: int, num_bytes: int) -> int:
         self._number = number - 1
         self._clear()
-        return super().begin(number, 0)
+        return super().begin_call(number, 0)
 
 
 def run(taken: MessageAssembler, seed: int) -> list[int]:
@@ -103,19 +103,23 @@ def test_a_letter_goes_on_where_the_taker_is() -> None:
     letter = sent.next
     assert letter is not None and max(len(chunk) for chunk in letter.chunks) == CHUNK_BYTES
     first, *_ = letter.chunks
-    assert taken.take(taken.begin(1, 0), first) is None
-    assert taken.place == StreamPosition(0, len(first))
-    assert not taken.begin(1, 0) and not taken.begin(2, len(first)) and not taken.begin(1, len(first) - 1)
-    found = _rest(taken, letter, taken.place.num_bytes)
+    assert taken.add_chunk(taken.begin_call(1, 0), first) is None
+    assert taken.position == StreamPosition(0, len(first))
+    assert (
+        not taken.begin_call(1, 0)
+        and not taken.begin_call(2, len(first))
+        and not taken.begin_call(1, len(first) - 1)
+    )
+    found = _rest(taken, letter, taken.position.num_bytes)
     assert found.sender == 3 and torch.equal(found.tensors[0], message.tensors[0])
-    assert taken.place == StreamPosition(1, 0)
-    sent.has(1)
+    assert taken.position == StreamPosition(1, 0)
+    sent.acknowledge(1)
     assert sent.next is None and sent.num_bytes == 0
 
 
 def _rest(taken: MessageAssembler, letter: NumberedMessage, start: int) -> ChannelMessage:
-    call = taken.begin(letter.number, start)
-    (found,) = (m for chunk in letter.after(start) if (m := taken.take(call, chunk)) is not None)
+    call = taken.begin_call(letter.number, start)
+    (found,) = (m for chunk in letter.after(start) if (m := taken.add_chunk(call, chunk)) is not None)
     return found
 
 
@@ -134,12 +138,12 @@ def broken() -> Iterator[tuple[bytes, ...]]:
 @pytest.mark.parametrize("chunks", [*broken()])
 def test_what_is_no_message_is_an_error(chunks: tuple[bytes, ...]) -> None:
     taken = MessageAssembler(1)
-    call = taken.begin(1, 0)
-    with pytest.raises(ValueError, match=r"header|more came|Expecting value"):
+    call = taken.begin_call(1, 0)
+    with pytest.raises(ValueError, match=r"header|received more bytes|Expecting value"):
         for chunk in chunks:
-            taken.take(call, chunk)
+            taken.add_chunk(call, chunk)
 
 
 def test_what_was_never_sent_cannot_be_there() -> None:
     with pytest.raises(ValueError, match="never sent"):
-        UnacknowledgedQueue().has(1)
+        UnacknowledgedQueue().acknowledge(1)

@@ -1,4 +1,4 @@
-"""Messages between two ranks, whenever one of them is ready: no collectives."""
+"""Point-to-point messages between two ranks, whenever one of them is ready; no collectives."""
 
 from paceline.comm.channel.message_channel import (
     FRAME_LENGTHS,

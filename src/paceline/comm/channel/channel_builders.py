@@ -1,4 +1,4 @@
-"""Constructors of channels: how the first ranks are connected with all that come after them."""
+"""Constructors of channels, which connect the first ranks with all ranks after them."""
 
 from __future__ import annotations
 
@@ -23,25 +23,28 @@ if TYPE_CHECKING:
 
 
 def connect_first_ranks(context: SessionContext, num_ranks: int) -> MessageChannel:
-    """Connect every one of the first ranks with all ranks after it, as the strategy says; collective."""
-    found: MessageChannel = context.recipe.strategy.channel_spec.load()(context, num_ranks)
-    return found
+    """Connect every one of the first ranks with all ranks after it, over the channel of the strategy;
+    collective.
+    """
+    channel: MessageChannel = context.recipe.strategy.channel_spec.load()(context, num_ranks)
+    return channel
 
 
 def build_socket_channel(context: SessionContext, num_ranks: int) -> MessageChannel:
-    """Plain sockets, or encrypted ones."""
+    """Connect over sockets, encrypted if the recipe or the number of nodes requires it."""
     world, cluster, limit = context.mesh.world, context.cluster, context.net.deadline_seconds
-    me, token = world.rank, cluster.token
+    rank, token = world.rank, cluster.token
     secure = needs_encryption(context.recipe.security.tls, cluster.num_nodes)
-    listener = listen_on_free_port(local_address(context)) if me < num_ranks else None
+    listener = listen_on_free_port(local_address(context)) if rank < num_ranks else None
     try:
-        own = f"{listener.getsockname()[1]} {local_address(context)}" if listener else ""
+        local = f"{listener.getsockname()[1]} {local_address(context)}" if listener else ""
         peers = {}
-        for server, place in enumerate(share_addresses(context, num_ranks, own)[:me]):
-            port, _, address = place.partition(" ")
-            peers[server] = connect_to_hub(address, int(port), me, token, limit, tls=secure)
+        # Later ranks call earlier ones, so a pair of servers has one connection, too.
+        for server, answer in enumerate(share_addresses(context, num_ranks, local)[:rank]):
+            port, _, address = answer.partition(" ")
+            peers[server] = connect_to_hub(address, int(port), rank, token, limit, tls=secure)
         if listener:
-            peers |= accept_ranks(listener, token, world.ranks[me + 1 :], limit, tls=secure)
+            peers |= accept_ranks(listener, token, world.ranks[rank + 1 :], limit, tls=secure)
     finally:
         if listener:
             listener.close()
@@ -49,7 +52,7 @@ def build_socket_channel(context: SessionContext, num_ranks: int) -> MessageChan
 
 
 def build_grpc_channel(context: SessionContext, num_ranks: int) -> MessageChannel:
-    """Calls of gRPC.
+    """Connect over gRPC.
 
     Raises:
         MissingExtraError: grpcio is not installed.
@@ -60,14 +63,14 @@ def build_grpc_channel(context: SessionContext, num_ranks: int) -> MessageChanne
     return connect_over_grpc(context, num_ranks)
 
 
-def share_addresses(context: SessionContext, num_ranks: int, own: str) -> list[str]:
-    """Where each of the first ranks can be called, as it says itself; collective."""
+def share_addresses(context: SessionContext, num_ranks: int, local: str) -> list[str]:
+    """Broadcast the address of each of the first ranks from that rank, and return all; collective."""
     device, world = torch.device("cpu"), context.mesh.world
-    return [broadcast_text(own, world, context.net, device, first) for first in range(num_ranks)]
+    return [broadcast_text(local, world, context.net, device, first) for first in range(num_ranks)]
 
 
 def local_address(context: SessionContext) -> str:
-    """By which the other ranks reach this server."""
+    """Return the address by which the other ranks reach this server."""
     cluster = context.cluster
     if cluster.node_rank == 0:
         return cluster.address

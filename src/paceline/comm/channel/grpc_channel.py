@@ -1,8 +1,8 @@
-"""A channel over gRPC: letters that survive a connection that breaks, or a link that is gone for a while.
+"""The channel over gRPC: messages survive a connection that breaks, or a link that is gone for a while.
 
-Invariant: a message that was handed over arrives once, or its receiver is lost and named. A peer that ends
-without a word is lost when it was out of reach for the grace, and not at once as on a plain socket: a
-connection that breaks says nothing about its other end.
+Invariant: a message that was sent arrives once, or its receiver is lost and named. A peer whose process ends
+is lost only when it was unreachable for the grace period, and not at once as on a plain socket: a broken
+connection says nothing about the other end.
 """
 
 from __future__ import annotations
@@ -16,63 +16,63 @@ from paceline.comm.channel.reliable_queue import ReliableQueues, encode_message_
 from paceline.comm.ledger import ByteLedger
 from paceline.errors import DeadlineError
 
-_LAST_WORD_SECONDS = 1.0
+_CLOSE_SECONDS = 1.0
 
 
 class ChannelEnd(Protocol):
-    """What carries letters: a hub, or a caller."""
+    """A server or client that carries messages."""
 
     def close(self) -> None:
-        """Say that this rank leaves."""
+        """Tell the peers that this rank leaves, and end."""
 
 
 class GrpcChannel:
-    """One end of each of its lines; see `MessageChannel`.
+    """A message channel over gRPC servers and clients.
 
     Args:
-        room: where letters lie.
-        ends: what carries them.
+        queues: the queues of messages.
+        ends: servers and clients that carry them.
         ledger: counts what is sent, once.
     """
 
-    def __init__(self, room: ReliableQueues, ends: Sequence[ChannelEnd], ledger: ByteLedger) -> None:
-        self._room, self._ends, self._ledger = room, tuple(ends), ledger
+    def __init__(self, queues: ReliableQueues, ends: Sequence[ChannelEnd], ledger: ByteLedger) -> None:
+        self._queues, self._ends, self._ledger = queues, tuple(ends), ledger
         self.last_activity, self.drop, self.num_unsent_bytes = (
-            room.last_activity,
-            room.forget,
-            room.num_unsent_bytes,
+            queues.last_activity,
+            queues.drop,
+            queues.num_unsent_bytes,
         )
 
     def send(self, to: int, message: ChannelMessage, deadline_seconds: float) -> None:
         chunks = encode_message_chunks(message)
-        self._room.put(to, chunks, deadline_seconds)
+        self._queues.put(to, chunks, deadline_seconds)
         self._ledger.count_call("send", "channel", sum(len(chunk) for chunk in chunks), 2)
 
     def receive(self, deadline_seconds: float) -> ChannelMessage:
-        """See `MessageChannel`.
+        """Return the next message of any sender.
 
         Raises:
             CommunicationError: a peer is lost.
-            DeadlineError: nobody said anything in time.
+            DeadlineError: no message arrived in time.
         """
-        message = self._room.hear(deadline_seconds)
+        message = self._queues.receive(deadline_seconds)
         if message is None:
             raise DeadlineError(
-                f"no message arrived within {deadline_seconds:g} s from ranks {self._room.ranks}",
+                f"no message arrived within {deadline_seconds:g} s from ranks {self._queues.ranks}",
                 next_step="look for the rank that is stuck, or raise runtime.deadline_seconds",
             )
         return message
 
     def flush(self, seconds: float = math.inf) -> bool:
-        """See `MessageChannel`: until every peer has said that it has its letters.
+        """Wait until every peer has acknowledged its messages.
 
         Raises:
             CommunicationError: a peer is lost; the others have had their time.
         """
-        return self._room.settle(seconds)
+        return self._queues.flush(seconds)
 
     def close(self) -> None:
-        """See `MessageChannel`; what little is on its way has a moment to arrive, as in the buffers of a socket."""
-        self._room.wait_for_delivery(_LAST_WORD_SECONDS)
+        """Close the ends; messages in flight have a moment to arrive, as in the buffers of a socket."""
+        self._queues.wait_for_delivery(_CLOSE_SECONDS)
         for end in self._ends:
             end.close()

@@ -1,10 +1,8 @@
-"""What it means that a call of gRPC has failed: an error that names who cannot talk to whom, or nothing.
+"""The client end of a gRPC channel: one thread sends messages to the server, another receives them.
 
-The end of a gRPC channel that calls: one thread brings its letters, another fetches those for it.
-
-A call that fails is made again, later each time, and goes on where the other side is; that is so until the
-other side was out of reach for the grace. Invariant: a letter counts as brought only when the other side
-says that it has it; both threads end when the other side is lost or `close` is called.
+A call that fails is made again, later each time, and continues at the position of the other side, until that
+was unreachable for the grace period. Invariant: a message counts as sent only when the other side has
+acknowledged it; both threads end when the other side is lost or `close` is called.
 """
 
 from __future__ import annotations
@@ -46,29 +44,30 @@ from paceline.job.handshake import CHALLENGE_BYTES, NONCE_BYTES, encode_hello, m
 
 
 def refusal_error(error: grpc.RpcError, rank: int, hub_rank: int, whom: str) -> CommunicationError | None:
-    """What the other side has said no to; None: it has not, so the call may be made again.
+    """Return the error of a call that the server has refused; None: it has not, so the call may be made
+    again.
 
     Args:
-        rank: of who has called.
-        hub_rank, whom: who was called, as a rank and in words.
+        rank: rank of the client.
+        hub_rank, whom: the server, as a rank and in words.
     """
-    code, found = error.code(), None
+    code, refusal = error.code(), None
     if code is grpc.StatusCode.UNAUTHENTICATED:
-        found = wrong_token_error(rank, whom)
+        refusal = wrong_token_error(rank, whom)
     elif code is grpc.StatusCode.FAILED_PRECONDITION and error.details() == PEER_GONE:
-        found = peer_gone_error(hub_rank)
+        refusal = peer_gone_error(hub_rank)
     elif code is grpc.StatusCode.ALREADY_EXISTS:
-        found = CommunicationError(
+        refusal = CommunicationError(
             f"Rank {rank} has already joined {whom}.",
             next_step="give each node its own --node-rank; a node that comes late needs a new job",
         )
-    if found is not None:
-        found.peer = hub_rank
-    return found
+    if refusal is not None:
+        refusal.peer = hub_rank
+    return refusal
 
 
 def wrong_token_error(rank: int, whom: str) -> CommunicationError:
-    """A caller and who is called know other keys."""
+    """Return the error that client and server have different keys."""
     return CommunicationError(
         f"Rank {rank} has another token than {whom}: it belongs to another job.",
         next_step="give all nodes of one job the same key: --token-file, or PACELINE_TOKEN",
@@ -76,18 +75,17 @@ def wrong_token_error(rank: int, whom: str) -> CommunicationError:
 
 
 def is_certificate_error(error: grpc.RpcError) -> bool:
-    """Whether it is what gRPC says where one side does not take the other's certificate."""
+    """Return whether gRPC reports that one side does not accept the other's certificate."""
     why = error.details() or ""
     return "Socket closed" in why or "handshake failed" in why
 
 
 def unreachable_error(error: grpc.RpcError, rank: int, whom: str) -> CommunicationError:
-    """Nobody answers, or the encryption cannot begin."""
+    """Return the error that the server does not answer, or that the encryption cannot begin."""
     why = error.details() or ""
     if is_certificate_error(error):
         return CommunicationError(
-            f"rank {rank} and {whom} do not have one certificate, or one of both encrypts and one does not:"
-            f" {why}",
+            f"rank {rank} and {whom} do not have the same certificate, or only one of them encrypts: {why}",
             next_step="give all nodes of one job the same security.tls and security.certificate",
         )
     return CommunicationError(
@@ -96,27 +94,28 @@ def unreachable_error(error: grpc.RpcError, rank: int, whom: str) -> Communicati
     )
 
 
-_LAST_WORD_SECONDS = 1.0
+_CLOSE_SECONDS = 1.0
 _GREETING_SECONDS = 5.0
-_MAX_CERTIFICATE_FAILURES = 5  # times that they do not fit, before it is no accident
+# The server may just be starting, so a certificate error has to repeat before it counts.
+_MAX_CERTIFICATE_FAILURES = 5
 _START = StreamPosition(0, 0)
 
 
 class GrpcClient:
-    """Calls the hub of one rank.
+    """A client of the server of one rank.
 
     Args:
-        room: its letters and ours.
-        address, port: where it listens.
-        rank: of who calls.
+        queues: queues of messages.
+        address, port: address of the server.
+        rank: rank of this client.
         token: the key of the job; it is never sent.
-        hub_rank: whom it calls.
-        credentials: of TLS; None: what is said is not encrypted.
+        hub_rank: rank of the server.
+        credentials: TLS credentials; None: calls are not encrypted.
     """
 
     def __init__(
         self,
-        room: ReliableQueues,
+        queues: ReliableQueues,
         address: str,
         port: int,
         rank: int,
@@ -125,14 +124,14 @@ class GrpcClient:
         hub_rank: int = 0,
         credentials: grpc.ChannelCredentials | None = None,
     ) -> None:
-        self._room, self._rank, self._token, self._hub_rank = room, rank, token, hub_rank
+        self._queues, self._rank, self._token, self._hub_rank = queues, rank, token, hub_rank
         self._server_name = f"the server at {format_address(address, port)}"
         self._who = rank, hub_rank, self._server_name
-        self._seconds = call_timeout_seconds(room.grace_seconds)
+        self._seconds = call_timeout_seconds(queues.grace_seconds)
         self._nonces, self._random = (make_nonce(), b""), random.Random()
         self._closing, self._position_unknown = threading.Event(), False
-        self._line = _open_grpc_channel(
-            format_address(address, port), credentials, channel_options(room.grace_seconds)
+        self._channel = _open_grpc_channel(
+            format_address(address, port), credentials, channel_options(queues.grace_seconds)
         )
         self._threads = [
             threading.Thread(target=work, name=f"grpc-{work.__name__}", daemon=True)
@@ -140,44 +139,49 @@ class GrpcClient:
         ]
 
     def connect(self, deadline_seconds: float) -> None:
-        """Show each other that both know the key, and begin.
+        """Prove to each other that both know the key, and start the threads.
 
         Raises:
-            CommunicationError: the hub cannot be reached, or has another key or certificate.
+            CommunicationError: the server cannot be reached, or has another key or certificate.
         """
-        expires, failures, certificates = time.monotonic() + deadline_seconds, 0, 0
+        expires, failures, certificate_failures = time.monotonic() + deadline_seconds, 0, 0
         while True:
             left = max(0.1, expires - time.monotonic())
             try:
                 self._greet(min(left, _GREETING_SECONDS))
                 break
             except grpc.RpcError as error:
-                said_no, pause = refusal_error(error, *self._who), backoff_seconds(failures, self._random)
-                failures, certificates = failures + 1, certificates + is_certificate_error(error)
-                late = time.monotonic() + pause >= expires or certificates == _MAX_CERTIFICATE_FAILURES
-                if said_no or late:
-                    self._line.close()
-                    raise said_no or unreachable_error(error, self._rank, self._server_name) from error
+                refusal, pause = refusal_error(error, *self._who), backoff_seconds(failures, self._random)
+                failures, certificate_failures = (
+                    failures + 1,
+                    certificate_failures + is_certificate_error(error),
+                )
+                late = (
+                    time.monotonic() + pause >= expires or certificate_failures == _MAX_CERTIFICATE_FAILURES
+                )
+                if refusal or late:
+                    self._channel.close()
+                    raise refusal or unreachable_error(error, self._rank, self._server_name) from error
                 self._closing.wait(pause)
-        self._room.add(self._hub_rank)
+        self._queues.add_peer(self._hub_rank)
         for thread in self._threads:
             thread.start()
 
     def close(self) -> None:
         """Say that this rank leaves, and end."""
-        if self._hub_rank in self._room.ranks:
+        if self._hub_rank in self._queues.ranks:
             with suppress(grpc.RpcError, PeerIsGoneError):
-                self._call(LEAVE_METHOD, self._room.place(self._hub_rank), _LAST_WORD_SECONDS)
+                self._call(LEAVE_METHOD, self._queues.position(self._hub_rank), _CLOSE_SECONDS)
         self._closing.set()
-        self._room.forget(self._hub_rank)
-        self._line.close()
+        self._queues.drop(self._hub_rank)
+        self._channel.close()
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join()
 
     def _greet(self, seconds: float) -> None:
         ours = self._nonces[0]
-        said = self._line.unary_unary(method_path(MEET_METHOD))(
+        said = self._channel.unary_unary(method_path(MEET_METHOD))(
             encode_hello(self._rank, ours), timeout=seconds
         )
         answer, proof = said[:NONCE_BYTES], said[NONCE_BYTES:]
@@ -185,39 +189,40 @@ class GrpcClient:
         known = len(said) == CHALLENGE_BYTES and verify_proof(
             proof, self._token, SERVER_ROLE, self._rank, ours, answer
         )
-        self._call(JOIN_METHOD, _START, seconds)  # a proof under another key lets the other side know, too
+        # Join even if the proof was wrong: the server then learns, too, that this rank has another key.
+        self._call(JOIN_METHOD, _START, seconds)
         if not known:
             raise wrong_token_error(self._rank, self._server_name)
 
-    def _claim_metadata(self, method: str, place: StreamPosition) -> tuple[tuple[str, bytes]]:
-        return CallClaim.make(method, self._rank, place, self._nonces, self._token).metadata()
+    def _claim_metadata(self, method: str, position: StreamPosition) -> tuple[tuple[str, bytes]]:
+        return CallClaim.make(method, self._rank, position, self._nonces, self._token).metadata()
 
-    def _call(self, method: str, place: StreamPosition, seconds: float) -> bytes:
-        """A short call."""
-        call = self._line.unary_unary(method_path(method))
-        found: bytes = call(b"", timeout=seconds, metadata=self._claim_metadata(method, place))
-        self._met()
-        return found
+    def _call(self, method: str, position: StreamPosition, seconds: float) -> bytes:
+        """Make a short call."""
+        call = self._channel.unary_unary(method_path(method))
+        answer: bytes = call(b"", timeout=seconds, metadata=self._claim_metadata(method, position))
+        self._note_contact()
+        return answer
 
-    def _met(self) -> None:
+    def _note_contact(self) -> None:
         with suppress(PeerIsGoneError):
-            self._room.met(self._hub_rank)
+            self._queues.note_contact(self._hub_rank)
 
-    # What the threads do.
+    # The work of the threads.
 
     def _send_messages(self) -> None:
-        """Bring one letter after another, until this end closes or the other is lost."""
+        """Send one message after another, until this end closes or the other is lost."""
 
-        def one() -> None:
-            letter = self._room.next_message(self._hub_rank, self._seconds, self._wanted)
-            if letter is not None:
-                self._bring(letter)
+        def send_next() -> None:
+            message = self._queues.next_message(self._hub_rank, self._seconds, self._wanted)
+            if message is not None:
+                self._send(message)
 
-        self._repeat_with_backoff(one)
+        self._repeat_with_backoff(send_next)
 
     def _receive_messages(self) -> None:
-        """Fetch one letter after another."""
-        self._repeat_with_backoff(self._fetch)
+        """Receive one message after another."""
+        self._repeat_with_backoff(self._receive)
 
     def _repeat_with_backoff(self, once: Callable[[], None]) -> None:
         failures = 0
@@ -228,63 +233,66 @@ class GrpcClient:
             except PeerIsGoneError:
                 return
             except ValueError as error:
-                self._room.lose(bad_message_error(self._hub_rank, str(error)))
+                self._queues.mark_lost(bad_message_error(self._hub_rank, str(error)))
             except grpc.RpcError as error:
-                said_no = refusal_error(error, *self._who)
-                if said_no:
-                    self._room.lose(said_no)
+                refusal = refusal_error(error, *self._who)
+                if refusal:
+                    self._queues.mark_lost(refusal)
                 failures += 1
                 self._closing.wait(backoff_seconds(failures, self._random))
 
     def _wanted(self) -> bool:
         return not self._closing.is_set()
 
-    def _bring(self, letter: NumberedMessage) -> None:
-        """Bring a letter from where the other side is; it says how far it has come."""
-        there = (
+    def _send(self, message: NumberedMessage) -> None:
+        """Send a message from the position of the other side, which answers with its new position."""
+        remote = (
             decode_position(self._call(POSITION_METHOD, _START, self._seconds))
             if self._position_unknown
             else None
         )
-        start = there.num_bytes if there and there.number + 1 == letter.number else 0
+        start = remote.num_bytes if remote and remote.number + 1 == message.number else 0
         self._position_unknown = True
-        place, (first, *more) = StreamPosition(letter.number, start), [*letter.after(start)] or [b""]
-        said = {"timeout": self._seconds, "metadata": self._claim_metadata(SEND_METHOD, place)}
+        position, (first, *more) = StreamPosition(message.number, start), [*message.after(start)] or [b""]
+        options = {"timeout": self._seconds, "metadata": self._claim_metadata(SEND_METHOD, position)}
         if more:
-            answer = self._line.stream_unary(method_path(SEND_METHOD))(
-                self._track_progress(letter, start), **said
+            answer = self._channel.stream_unary(method_path(SEND_METHOD))(
+                self._track_progress(message, start), **options
             )
         else:
-            answer = self._line.unary_unary(method_path(SEND_METHOD))(first, **said)
-        self._met()
-        self._room.has(self._hub_rank, decode_position(answer))
-        self._position_unknown = decode_position(answer) != StreamPosition(letter.number, 0)
+            answer = self._channel.unary_unary(method_path(SEND_METHOD))(first, **options)
+        self._note_contact()
+        self._queues.acknowledge(self._hub_rank, decode_position(answer))
+        self._position_unknown = decode_position(answer) != StreamPosition(message.number, 0)
 
-    def _track_progress(self, letter: NumberedMessage, start: int) -> Iterator[bytes]:
-        for chunk in letter.after(start):
+    def _track_progress(self, message: NumberedMessage, start: int) -> Iterator[bytes]:
+        for chunk in message.after(start):
             yield chunk
             start += len(chunk)
             with suppress(PeerIsGoneError):
-                self._room.moved(self._hub_rank, StreamPosition(letter.number - 1, start))
+                self._queues.note_progress(self._hub_rank, StreamPosition(message.number - 1, start))
 
-    def _fetch(self) -> None:
-        """Fetch the next letter, or what is left of it."""
-        place = self._room.place(self._hub_rank)
-        mine = self._room.begin(self._hub_rank, place.number + 1, place.num_bytes)
+    def _receive(self) -> None:
+        """Receive the next message, or the rest of it."""
+        position = self._queues.position(self._hub_rank)
+        call_number = self._queues.begin_call(self._hub_rank, position.number + 1, position.num_bytes)
         until = time.monotonic() + self._seconds
-        fetch = self._line.unary_stream(method_path(RECEIVE_METHOD))
-        call = fetch(b"", timeout=self._seconds, metadata=self._claim_metadata(RECEIVE_METHOD, place))
+        fetch = self._channel.unary_stream(method_path(RECEIVE_METHOD))
+        call = fetch(b"", timeout=self._seconds, metadata=self._claim_metadata(RECEIVE_METHOD, position))
         for chunk in call:
-            self._met()
+            self._note_contact()
             left = max(0.0, until - time.monotonic())
-            goes_on = self._room.take(self._hub_rank, mine, chunk, left, call.is_active)
-            if not goes_on and self._room.place(self._hub_rank).number == place.number:
-                call.cancel()  # there is no room: what has not come is fetched by another call
+            goes_on = self._queues.add_chunk(self._hub_rank, call_number, chunk, left, call.is_active)
+            if not goes_on and self._queues.position(self._hub_rank).number == position.number:
+                # There is no room: the rest is fetched by another call.
+                call.cancel()
                 return
-        self._met()
+        self._note_contact()
 
 
-def _open_grpc_channel(place: str, credentials: grpc.ChannelCredentials | None, chosen: list) -> grpc.Channel:
+def _open_grpc_channel(
+    target: str, credentials: grpc.ChannelCredentials | None, options: list
+) -> grpc.Channel:
     if credentials is None:
-        return grpc.insecure_channel(place, chosen)
-    return grpc.secure_channel(place, credentials, chosen)
+        return grpc.insecure_channel(target, options)
+    return grpc.secure_channel(target, credentials, options)

@@ -1,7 +1,7 @@
-"""How ranks are connected by gRPC: of two the earlier is called, the later calls.
+"""Connecting ranks over gRPC: of two ranks the earlier is the server and the later the client.
 
-What they say is encrypted by the certificate of the recipe, which both sides show; else by one that each rank
-that is called makes now, and for which the key of the job vouches, as on sockets.
+Calls are encrypted with the certificate of the recipe, which both sides show; otherwise with one that each
+server makes now and signs with the key of the job, as on sockets.
 """
 
 from __future__ import annotations
@@ -30,58 +30,71 @@ if TYPE_CHECKING:
     from paceline.parallel.session_context import SessionContext
 
 _RECONNECT_FRACTION = 0.25
-"""Of the deadline: how long a link may be gone before the rank behind it is lost."""
+"""Fraction of the deadline for which a link may be gone before the rank behind it is lost."""
 
 
 def connect_over_grpc(context: SessionContext, num_ranks: int) -> MessageChannel:
     """Connect every one of the first ranks with all ranks after it; collective."""
-    limit, me = context.net.deadline_seconds, context.mesh.world.rank
-    room, own = ReliableQueues(_RECONNECT_FRACTION * limit), _named_certificate(context)
+    limit, rank = context.net.deadline_seconds, context.mesh.world.rank
+    queues, certificate = ReliableQueues(_RECONNECT_FRACTION * limit), _named_certificate(context)
     ends: list[ChannelEnd] = []
-    hub, place = None, ""
+    server, local = None, ""
     with ExitStack() as failing:
-        if me < num_ranks:
-            hub, place = _start_server(context, room, own)
-            ends.append(hub)
-            failing.callback(hub.close)
-        for server, where in enumerate(share_addresses(context, num_ranks, place)[:me]):
-            caller = _make_client(context, room, own, server, where)
-            ends.append(caller)
-            failing.callback(caller.close)
-            caller.connect(limit)
-        if hub:
-            hub.wait_for_all(limit)
+        if rank < num_ranks:
+            server, local = _start_server(context, queues, certificate)
+            ends.append(server)
+            # If a later rank cannot be reached, no thread or port may stay behind.
+            failing.callback(server.close)
+        for server_rank, address in enumerate(share_addresses(context, num_ranks, local)[:rank]):
+            client = _make_client(context, queues, certificate, server_rank, address)
+            ends.append(client)
+            failing.callback(client.close)
+            client.connect(limit)
+        if server:
+            server.wait_for_all(limit)
         failing.pop_all()
-    return GrpcChannel(room, ends, context.net.ledger)
+    return GrpcChannel(queues, ends, context.net.ledger)
 
 
 def _start_server(
-    context: SessionContext, room: ReliableQueues, own: JobCertificate | None
+    context: SessionContext, queues: ReliableQueues, certificate: JobCertificate | None
 ) -> tuple[GrpcServer, str]:
-    """A hub for all later ranks, and what they have to know of it."""
+    """Start a server for all later ranks, and return it with what they have to know of it."""
     world, token, address = context.mesh.world, context.cluster.token, local_address(context)
-    shown = own or (JobCertificate.make() if _is_encrypted(context) else None)
-    credentials = server_credentials(shown, require_client_certificate=own is not None) if shown else None
-    hub = GrpcServer(room, address, world.ranks[world.rank + 1 :], token, credentials)
-    said = sign_authority(shown.authority, world.rank, token) if shown else UNENCRYPTED
-    return hub, f"{hub.port} {address} {said}"
+    shown = certificate or (JobCertificate.make() if _is_encrypted(context) else None)
+    credentials = (
+        server_credentials(shown, require_client_certificate=certificate is not None) if shown else None
+    )
+    server = GrpcServer(queues, address, world.ranks[world.rank + 1 :], token, credentials)
+    authority = sign_authority(shown.authority, world.rank, token) if shown else UNENCRYPTED
+    return server, f"{server.port} {address} {authority}"
 
 
 def _make_client(
-    context: SessionContext, room: ReliableQueues, own: JobCertificate | None, server: int, place: str
+    context: SessionContext,
+    queues: ReliableQueues,
+    certificate: JobCertificate | None,
+    server_rank: int,
+    answer: str,
 ) -> GrpcClient:
-    me, token = context.mesh.world.rank, context.cluster.token
-    port, address, said = place.split(" ")
-    believed = verify_authority(said, server, me, token, own) if _is_encrypted(context) else None
-    credentials = client_credentials(believed, own) if believed else None
-    return GrpcClient(room, address, int(port), me, token, hub_rank=server, credentials=credentials)
+    rank, token = context.mesh.world.rank, context.cluster.token
+    port, address, signed_authority = answer.split(" ")
+    authority = (
+        verify_authority(signed_authority, server_rank, rank, token, certificate)
+        if _is_encrypted(context)
+        else None
+    )
+    credentials = client_credentials(authority, certificate) if authority else None
+    return GrpcClient(queues, address, int(port), rank, token, hub_rank=server_rank, credentials=credentials)
 
 
 def _is_encrypted(context: SessionContext) -> bool:
-    """Whether calls are encrypted: between nodes, and where the recipe says so or names a certificate."""
+    """Return whether calls are encrypted: between nodes, and if the recipe requires it or names a
+    certificate.
+    """
     security = context.recipe.security
-    asked = security.certificate is not None and security.tls == "auto"
-    return asked or needs_encryption(security.tls, context.cluster.num_nodes)
+    names_certificate = security.certificate is not None and security.tls == "auto"
+    return names_certificate or needs_encryption(security.tls, context.cluster.num_nodes)
 
 
 def _named_certificate(context: SessionContext) -> JobCertificate | None:

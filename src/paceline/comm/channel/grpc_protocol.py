@@ -1,9 +1,9 @@
-"""What both ends of a gRPC channel have in common: the calls, who makes them, how long they may take.
+"""The protocol of a gRPC channel: its methods, the proof of a caller, and the time limits.
 
-One rank calls, the other answers. A caller brings its letters (`Bring`) and fetches those for it (`Fetch`),
-in streams of chunks; no call stays open for long, and one that ends early goes on where the other side is
-(`Where`). Every call has a deadline, and shows by the job's key who makes it; the key itself is never sent.
-Bytes go in and out as they are: no protobuf, no pickle.
+One rank calls, the other answers. A client sends its messages (`Bring`) and receives those for it (`Fetch`),
+in streams of chunks; no call stays open for long, and one that ends early is continued at the position of the
+other side (`Where`). Every call has a deadline, and a proof made with the job's key; the key itself is never
+sent. Bytes are sent as they are: no protobuf, no pickle.
 """
 
 from __future__ import annotations
@@ -31,96 +31,107 @@ MEET_METHOD, JOIN_METHOD, POSITION_METHOD, SEND_METHOD, RECEIVE_METHOD, LEAVE_ME
 )
 SERVER_ROLE = b"grpc called"
 PEER_GONE = "gone"
-_WHO = f"{SERVICE.lower()}-bin"
-_HEAD = struct.Struct(f"!IQQ{NONCE_BYTES}s{PROOF_BYTES}s")
-_PLACE = struct.Struct("!QQ")
-_MOST_CALL_SECONDS = 30.0
-_FIRST_PAUSE_SECONDS, _MOST_PAUSE_SECONDS = 0.05, 2.0
+_CLAIM_KEY = f"{SERVICE.lower()}-bin"
+_CLAIM = struct.Struct(f"!IQQ{NONCE_BYTES}s{PROOF_BYTES}s")
+_POSITION = struct.Struct("!QQ")
+_MAX_CALL_SECONDS = 30.0
+_FIRST_BACKOFF_SECONDS, _MAX_BACKOFF_SECONDS = 0.05, 2.0
 
 
 class CallClaim(NamedTuple):
-    """Who makes a call, and where in the letters of the other side or its own it begins.
+    """The claim of a caller: its rank, and a position in the messages of one side.
 
     Args:
-        rank: of the caller.
-        place: of a letter that is brought its number, and the byte from which on; else what the caller has.
-        nonce: that the caller has made up for this channel.
-        proof: of all of it, and of the answer to its nonce.
+        rank: rank of the caller.
+        position: of a message that is sent its number and first byte; otherwise the position that the caller
+            has reached.
+        nonce: random number of the caller for this channel.
+        proof: proof over all of it, and over the answer to its nonce.
     """
 
     rank: int
-    place: StreamPosition
+    position: StreamPosition
     nonce: bytes
     proof: bytes
 
     @classmethod
     def make(
-        cls, method: str, rank: int, place: StreamPosition, nonces: tuple[bytes, bytes], token: str
+        cls, method: str, rank: int, position: StreamPosition, nonces: tuple[bytes, bytes], token: str
     ) -> CallClaim:
-        """A claim with its proof, which is good for this call alone."""
-        return cls(rank, place, nonces[0], compute_proof(token, _role(method, place), rank, *nonces))
+        """Make a claim with its proof, which is valid for this call alone."""
+        return cls(rank, position, nonces[0], compute_proof(token, _role(method, position), rank, *nonces))
 
     def is_valid_claim(self, method: str, answer: bytes, token: str) -> bool:
-        """Whether it is from one who knows the key; `answer` is the nonce of who is called."""
-        return verify_proof(self.proof, token, _role(method, self.place), self.rank, self.nonce, answer)
+        """Return whether the caller knows the key; `answer` is the nonce of the server."""
+        return verify_proof(self.proof, token, _role(method, self.position), self.rank, self.nonce, answer)
 
     def metadata(self) -> tuple[tuple[str, bytes]]:
-        """As it travels beside a call."""
-        return ((_WHO, _HEAD.pack(self.rank, *self.place, self.nonce, self.proof)),)
+        """Return the claim as metadata of a call."""
+        return ((_CLAIM_KEY, _CLAIM.pack(self.rank, *self.position, self.nonce, self.proof)),)
 
     @classmethod
     def read(cls, metadata: Iterable[tuple[str, str | bytes]]) -> CallClaim:
-        """The inverse of `metadata`.
+        """Return the inverse of `metadata`.
 
         Raises:
             ValueError: there is none.
         """
-        said = next((value for key, value in metadata if key == _WHO), b"")
-        if not isinstance(said, bytes) or len(said) != _HEAD.size:
+        value = next((value for key, value in metadata if key == _CLAIM_KEY), b"")
+        if not isinstance(value, bytes) or len(value) != _CLAIM.size:
             raise ValueError("no claim")
-        rank, number, num_bytes, nonce, proof = _HEAD.unpack(said)
+        rank, number, num_bytes, nonce, proof = _CLAIM.unpack(value)
         return cls(rank, StreamPosition(number, num_bytes), nonce, proof)
 
 
-def _role(method: str, place: StreamPosition) -> bytes:
-    return f"grpc {method} ".encode() + encode_position(place)
+def _role(method: str, position: StreamPosition) -> bytes:
+    return f"grpc {method} ".encode() + encode_position(position)
 
 
 def server_nonce(secret: bytes, rank: int, nonce: bytes) -> bytes:
-    """The nonce of who is called: of its secret, so that nothing is kept for callers who show nothing."""
+    """Derive the nonce of the server from its secret, so that nothing is stored for callers without a
+    proof.
+    """
     return hmac.digest(secret, rank.to_bytes(4, "big") + nonce, hashlib.sha256)
 
 
-def encode_position(place: StreamPosition) -> bytes:
-    """Sixteen bytes."""
-    return _PLACE.pack(*place)
+def encode_position(position: StreamPosition) -> bytes:
+    """Encode a position in 16 bytes."""
+    return _POSITION.pack(*position)
 
 
 def decode_position(data: bytes) -> StreamPosition:
-    """The inverse of `encode_position`; ValueError if it is none."""
-    if len(data) != _PLACE.size:
-        raise ValueError("no place in letters")
-    return StreamPosition(*_PLACE.unpack(data))
+    """Return the inverse of `encode_position`.
+
+    Raises:
+        ValueError: these are not 16 bytes.
+    """
+    if len(data) != _POSITION.size:
+        raise ValueError("this is no position of 16 bytes")
+    return StreamPosition(*_POSITION.unpack(data))
 
 
 def call_timeout_seconds(grace_seconds: float) -> float:
-    """How long a call may take: short enough to notice within the grace that nobody is there."""
-    return min(_MOST_CALL_SECONDS, grace_seconds / 2)
+    """Return the limit of a call: short enough to notice a lost peer within the grace period."""
+    return min(_MAX_CALL_SECONDS, grace_seconds / 2)
 
 
 def backoff_seconds(failures: int, rng: random.Random) -> float:
-    """How long to wait before the next try: twice as long after each failure, at random by up to a half."""
-    longest = min(_MOST_PAUSE_SECONDS, _FIRST_PAUSE_SECONDS * 2 ** min(failures, 16))
+    """Return the time before the next try: doubled after each failure, and shortened at random by up to a
+    half.
+    """
+    longest = min(_MAX_BACKOFF_SECONDS, _FIRST_BACKOFF_SECONDS * 2 ** min(failures, 16))
     return longest * (0.5 + rng.random() / 2)
 
 
 def method_path(method: str) -> str:
-    """By which gRPC knows a method."""
+    """Return the name of a method for gRPC."""
     return f"/{SERVICE}/{method}"
 
 
 def channel_options(grace_seconds: float) -> list[tuple[str, int | str]]:
-    """Of gRPC, for either end: a line that is dead is noticed within the grace, and tried again soon."""
+    """Return options of gRPC for either end: a dead connection is noticed within the grace period, and
+    retried soon.
+    """
     ping = max(1000, int(250 * grace_seconds))
     return [
         ("grpc.max_receive_message_length", 2 * CHUNK_BYTES),
@@ -133,7 +144,8 @@ def channel_options(grace_seconds: float) -> list[tuple[str, int | str]]:
         ("grpc.min_reconnect_backoff_ms", 5000),
         ("grpc.max_reconnect_backoff_ms", 2000),
         ("grpc.enable_http_proxy", 0),
-        ("grpc.enable_retries", 0),  # it would send a stream again from its first byte
+        # A retry of gRPC would send a stream again from its first byte.
+        ("grpc.enable_retries", 0),
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.so_reuseport", 0),
         ("grpc.ssl_target_name_override", CERTIFICATE_HOST_NAME),
@@ -141,7 +153,11 @@ def channel_options(grace_seconds: float) -> list[tuple[str, int | str]]:
 
 
 def require_grpc() -> None:
-    """Raises: MissingExtraError: gRPC is not installed."""
+    """Raise an error if gRPC is not installed.
+
+    Raises:
+        MissingExtraError: it is not installed.
+    """
     try:
         import grpc  # noqa: F401
     except ImportError as error:

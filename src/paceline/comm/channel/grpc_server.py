@@ -1,7 +1,7 @@
-"""The end of a gRPC channel that is called: takes what callers bring, and gives what is there for them.
+"""The server end of a gRPC channel: it takes the messages of clients, and returns those for them.
 
-Invariant: a call without the right proof does nothing, is refused with its reason, and is counted; nothing
-is kept for it. Calls that broke off hold no room: each call of a rank ends those before it.
+Invariant: a call without a valid proof does nothing, is refused with a reason, and is counted; nothing is
+stored for it. Calls that broke off use no memory: each call of a rank ends those before it.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from paceline.job.handshake import compute_proof, decode_hello
 from paceline.observe.file_writing import warn_on_stderr
 
 _SPARE_THREADS = 8
-_LAST_WORD_SECONDS = 1.0
+_CLOSE_SECONDS = 1.0
 
 
 class GrpcServer:
-    """Serves ranks that call.
+    """A server for ranks that call.
 
     Args:
-        room: its letters and theirs.
-        address: by which others reach this host.
-        ranks: that may come, each once.
+        queues: queues of messages.
+        address: address by which others reach this host.
+        ranks: ranks that may connect, each once.
         token: the key of the job; it is never sent.
-        credentials: of TLS; None: what is said is not encrypted.
-        say: is told how many were turned away, if there were any.
+        credentials: TLS credentials; None: calls are not encrypted.
+        log: called with the number of rejected calls, if there were any.
     Attributes:
         port: where it listens.
     Raises:
@@ -59,24 +59,26 @@ class GrpcServer:
 
     def __init__(
         self,
-        room: ReliableQueues,
+        queues: ReliableQueues,
         address: str,
         ranks: Sequence[int],
         token: str,
         credentials: grpc.ServerCredentials | None = None,
-        say: Callable[[str], object] = warn_on_stderr,
+        log: Callable[[str], object] = warn_on_stderr,
     ) -> None:
-        self._room, self._ranks, self._token, self._say = room, frozenset(ranks), token, say
+        self._queues, self._ranks, self._token, self._log = queues, frozenset(ranks), token, log
         self._secret = secrets.token_bytes(32)
         self._changed = threading.Condition()
-        self._nonces: dict[int, bytes] = {}  # of those that have come
-        self._told: set[int] = set()  # that this rank has left, or they have
+        # Nonces of the ranks that have connected.
+        self._nonces: dict[int, bytes] = {}
+        # Ranks that know that this rank has left, or have left themselves.
+        self._informed: set[int] = set()
         self._num_rejected, self._rejected_ranks = 0, set[int]()
-        self._seconds = call_timeout_seconds(room.grace_seconds)
+        self._seconds = call_timeout_seconds(queues.grace_seconds)
         self._threads = ThreadPoolExecutor(2 * len(ranks) + _SPARE_THREADS, thread_name_prefix="grpc-hub")
         self._server = grpc.server(
             self._threads,
-            options=channel_options(room.grace_seconds),
+            options=channel_options(queues.grace_seconds),
             maximum_concurrent_rpcs=4 * len(ranks) + 4 * _SPARE_THREADS,
         )
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, self._calls()),))
@@ -87,38 +89,38 @@ class GrpcServer:
         return {
             MEET_METHOD: grpc.unary_unary_rpc_method_handler(self._meet),
             JOIN_METHOD: grpc.unary_unary_rpc_method_handler(self._join),
-            POSITION_METHOD: grpc.unary_unary_rpc_method_handler(self._where),
-            SEND_METHOD: grpc.stream_unary_rpc_method_handler(self._bring),
-            RECEIVE_METHOD: grpc.unary_stream_rpc_method_handler(self._fetch),
+            POSITION_METHOD: grpc.unary_unary_rpc_method_handler(self._position),
+            SEND_METHOD: grpc.stream_unary_rpc_method_handler(self._receive),
+            RECEIVE_METHOD: grpc.unary_stream_rpc_method_handler(self._send),
             LEAVE_METHOD: grpc.unary_unary_rpc_method_handler(self._leave),
         }
 
     def _listen(self, address: str, credentials: grpc.ServerCredentials | None) -> int:
-        place = format_address(address, 0)
+        position = format_address(address, 0)
         try:
             if credentials is None:
-                return int(self._server.add_insecure_port(place))
-            return int(self._server.add_secure_port(place, credentials))
+                return int(self._server.add_insecure_port(position))
+            return int(self._server.add_secure_port(position, credentials))
         except RuntimeError as error:
             raise CommunicationError(
                 f"this rank cannot serve at {address}: {error}", next_step="look at the address of this node"
             ) from error
 
     def wait_for_all(self, deadline_seconds: float) -> None:
-        """Wait until every rank has come.
+        """Wait until every rank has connected.
 
         Raises:
-            DeadlineError: some did not come in time; names them.
+            DeadlineError: some did not connect in time; names them.
         """
         with self._changed:
             self._changed.wait_for(lambda: not self._missing(), deadline_seconds)
             missing, strangers, self._num_rejected = self._missing(), self._num_rejected, 0
         if strangers:
-            self._say(f"the server has turned away {strangers} calls that are not of this job")
+            self._log(f"the server rejected {strangers} calls that do not belong to this job")
         if missing:
-            wrong = "".join(f"; rank {rank} has another token" for rank in sorted(self._rejected_ranks))
+            reasons = "".join(f"; rank {rank} has another token" for rank in sorted(self._rejected_ranks))
             raise DeadlineError(
-                f"ranks {missing} did not connect within {deadline_seconds:g} s{wrong}",
+                f"ranks {missing} did not connect within {deadline_seconds:g} s{reasons}",
                 next_step="look at what these ranks printed",
             )
 
@@ -126,114 +128,119 @@ class GrpcServer:
         return sorted(self._ranks - self._nonces.keys())
 
     def close(self) -> None:
-        """Tell all who are there that this rank leaves, and end."""
-        there = self._ranks & {*self._room.ranks}
-        for rank in there:
-            self._room.forget(rank)
+        """Tell all connected ranks that this rank leaves, and end."""
+        connected = self._ranks & {*self._queues.ranks}
+        for rank in connected:
+            self._queues.drop(rank)
         with self._changed:
-            self._changed.wait_for(lambda: there <= self._told, _LAST_WORD_SECONDS)
-        self._server.stop(_LAST_WORD_SECONDS).wait()
+            self._changed.wait_for(lambda: connected <= self._informed, _CLOSE_SECONDS)
+        self._server.stop(_CLOSE_SECONDS).wait()
         self._threads.shutdown(wait=True)
 
-    # The calls. gRPC runs each in a thread of the pool.
+    # The methods. gRPC runs each in a thread of the pool.
 
     def _meet(self, request: bytes, context: grpc.ServicerContext) -> bytes:
-        """Prove to a caller that this rank knows the key."""
+        """Prove to a client that this rank knows the key."""
         try:
-            rank, theirs = decode_hello(request)
+            rank, client_nonce = decode_hello(request)
         except ValueError:
-            self._turn_away(context, "this is no call of a job")
-        ours = server_nonce(self._secret, rank, theirs)
-        return ours + compute_proof(self._token, SERVER_ROLE, rank, theirs, ours)
+            self._reject(context, "this is no call of a job")
+        server_nonce_bytes = server_nonce(self._secret, rank, client_nonce)
+        return server_nonce_bytes + compute_proof(
+            self._token, SERVER_ROLE, rank, client_nonce, server_nonce_bytes
+        )
 
     def _join(self, request: bytes, context: grpc.ServicerContext) -> bytes:
-        """A rank comes; once."""
+        """Let a rank connect; once."""
         claim = self._claim(JOIN_METHOD, context)
         with self._changed:
             if self._nonces.get(claim.rank) is None:
                 self._nonces[claim.rank] = claim.nonce
-                self._room.add(claim.rank)
+                self._queues.add_peer(claim.rank)
                 self._changed.notify_all()
-        self._known(claim, context)
+        self._require_connected(claim, context)
         return b""
 
-    def _where(self, request: bytes, context: grpc.ServicerContext) -> bytes:
-        """How much there is of what a rank brings."""
-        claim = self._known(self._claim(POSITION_METHOD, context), context)
-        with self._there(claim.rank, context):
-            return encode_position(self._room.place(claim.rank))
+    def _position(self, request: bytes, context: grpc.ServicerContext) -> bytes:
+        """Return the position up to which messages of a rank have arrived."""
+        claim = self._require_connected(self._claim(POSITION_METHOD, context), context)
+        with self._serving(claim.rank, context):
+            return encode_position(self._queues.position(claim.rank))
 
-    def _bring(self, chunks: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
-        """A letter of a rank, from a byte on."""
-        claim = self._known(self._claim(SEND_METHOD, context), context)
-        with self._there(claim.rank, context):
-            call = self._room.begin(claim.rank, *claim.place)
+    def _receive(self, chunks: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
+        """Take a message of a rank, from a byte on."""
+        claim = self._require_connected(self._claim(SEND_METHOD, context), context)
+        with self._serving(claim.rank, context):
+            call = self._queues.begin_call(claim.rank, *claim.position)
             for chunk in chunks if call else ():
-                if not self._room.take(claim.rank, call, chunk, self._seconds, context.is_active):
+                if not self._queues.add_chunk(claim.rank, call, chunk, self._seconds, context.is_active):
                     break
-            return encode_position(self._room.place(claim.rank))
+            return encode_position(self._queues.position(claim.rank))
 
-    def _fetch(self, request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
-        """The next letter for a rank, from where it is; nothing, if there is none for half of a call."""
-        claim = self._known(self._claim(RECEIVE_METHOD, context), context)
-        with self._there(claim.rank, context):
-            number, start = claim.place
-            self._room.has(claim.rank, claim.place)
-            letter = self._room.next_message(claim.rank, self._seconds / 2, context.is_active)
-            if letter is None or letter.number != number + 1:
+    def _send(self, request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+        """Yield the next message for a rank, from its position; nothing, if there is none for half of a
+        call.
+        """
+        claim = self._require_connected(self._claim(RECEIVE_METHOD, context), context)
+        with self._serving(claim.rank, context):
+            number, start = claim.position
+            self._queues.acknowledge(claim.rank, claim.position)
+            message = self._queues.next_message(claim.rank, self._seconds / 2, context.is_active)
+            if message is None or message.number != number + 1:
                 return
-            for chunk in letter.after(start):
+            for chunk in message.after(start):
                 yield chunk
                 start += len(chunk)
-                self._room.moved(claim.rank, StreamPosition(number, start))
+                self._queues.note_progress(claim.rank, StreamPosition(number, start))
 
     def _leave(self, request: bytes, context: grpc.ServicerContext) -> bytes:
-        """A rank leaves, once what it has brought was taken."""
-        claim = self._known(self._claim(LEAVE_METHOD, context), context)
-        with self._there(claim.rank, context):
-            self._room.has(claim.rank, claim.place)
-            self._room.lose(peer_gone_error(claim.rank))
+        """Let a rank leave, after everything that it has sent was taken."""
+        claim = self._require_connected(self._claim(LEAVE_METHOD, context), context)
+        with self._serving(claim.rank, context):
+            self._queues.acknowledge(claim.rank, claim.position)
+            self._queues.mark_lost(peer_gone_error(claim.rank))
         self._mark_informed(claim.rank)
         return b""
 
     @contextmanager
-    def _there(self, rank: int, context: grpc.ServicerContext) -> Iterator[None]:
-        """A call of a rank that has come: it shows that the rank is there, and ends when the rank is lost."""
-        context.add_callback(self._room.wake)
+    def _serving(self, rank: int, context: grpc.ServicerContext) -> Iterator[None]:
+        """Run a call of a connected rank: it records the contact, and is aborted when the rank is lost."""
+        # A thread that waits for a message has to notice that its call has ended.
+        context.add_callback(self._queues.wake)
         try:
-            self._room.met(rank)
+            self._queues.note_contact(rank)
             yield
         except PeerIsGoneError:
             self._mark_informed(rank)
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, PEER_GONE)
         except ValueError as error:
-            self._room.lose(bad_message_error(rank, str(error)))
+            self._queues.mark_lost(bad_message_error(rank, str(error)))
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, PEER_GONE)
 
     def _claim(self, method: str, context: grpc.ServicerContext) -> CallClaim:
         try:
             claim = CallClaim.read(context.invocation_metadata())
         except ValueError:
-            self._turn_away(context, "this is no call of a job")
+            self._reject(context, "this is no call of a job")
         if not claim.is_valid_claim(method, server_nonce(self._secret, claim.rank, claim.nonce), self._token):
             with self._changed:
                 self._rejected_ranks |= {claim.rank} & self._ranks
-            self._turn_away(context, "another token")
+            self._reject(context, "another token")
         if claim.rank not in self._ranks:
-            self._turn_away(context, f"rank {claim.rank} has nothing to say here")
+            self._reject(context, f"rank {claim.rank} may not connect here")
         return claim
 
-    def _known(self, claim: CallClaim, context: grpc.ServicerContext) -> CallClaim:
+    def _require_connected(self, claim: CallClaim, context: grpc.ServicerContext) -> CallClaim:
         if self._nonces.get(claim.rank) != claim.nonce:
-            context.abort(grpc.StatusCode.ALREADY_EXISTS, f"rank {claim.rank} has already come")
+            context.abort(grpc.StatusCode.ALREADY_EXISTS, f"rank {claim.rank} has already connected")
         return claim
 
-    def _turn_away(self, context: grpc.ServicerContext, why: str) -> None:
+    def _reject(self, context: grpc.ServicerContext, why: str) -> None:
         with self._changed:
             self._num_rejected += 1
         context.abort(grpc.StatusCode.UNAUTHENTICATED, why)
 
     def _mark_informed(self, rank: int) -> None:
         with self._changed:
-            self._told.add(rank)
+            self._informed.add(rank)
             self._changed.notify_all()

@@ -1,18 +1,18 @@
-"""Messages with numbers: kept until the other side has them, and taken once, however often they come.
+"""Reliable queues: messages with numbers are kept until the other side has them, and received once, however
+often sent.
 
-A letter is a message as bytes, in chunks; the letters of one sender are numbered from 1. The taker says how
-far it has come, as the number of its last whole letter and the bytes that it has of the next, and the sender
-goes on from there. Invariant: whatever is sent again, or ends in the middle, every letter is taken exactly
-once and in order. Pure: no sockets, no clock.
+The messages of one sender are numbered from 1 and sent in chunks of bytes. The receiver reports its position,
+the number of its last whole message and the bytes that it has of the next, and the sender continues from
+there. Invariant: whatever is sent again, or ends in the middle, every message is received exactly once and in
+order.
+
+`ReliableQueues` holds the queues of all peers, and is shared by the training thread and the threads that
+carry messages.
+Invariant: a peer is connected, or lost for good; that it is lost is raised once. Memory for messages that
+nothing reads is bounded: chunks are taken while a thread waits for a message, and up to `WINDOW_BYTES` of a
+peer otherwise, so a rank that does not read is seen to make no progress. Every wait ends: by a time, or when
+a peer is lost.
 Source: sequence numbers and cumulative acknowledgement, as of TCP (RFC 9293, section 3.4), here by message.
-
-What there is between this rank and one peer: letters that wait, letters that come, when it last moved.
-
-The letters between this rank and its peers, shared by who speaks and the threads that carry them.
-
-Invariant: a peer is there, or lost for good; that it is lost is told once. Room for what nobody reads is
-bounded: chunks are taken while somebody waits for a message, and up to `WINDOW_BYTES` of a peer otherwise, so
-one that does not read is seen to stand still. Every wait ends: by a time, or when a peer is lost.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ CHUNK_BYTES = 1 << 20
 
 
 class StreamPosition(NamedTuple):
-    """How far somebody has come: the last whole letter, and the bytes that there are of the next."""
+    """A position in the messages of a sender: the last whole message, and the number of bytes of the next."""
 
     number: int
     num_bytes: int
 
 
 class NumberedMessage(NamedTuple):
-    """A message that is on its way."""
+    """A message that is being sent."""
 
     number: int
     chunks: tuple[bytes, ...]
 
     def after(self, num_bytes: int) -> Iterator[bytes]:
-        """The chunks behind the first bytes."""
+        """Yield the chunks behind the first bytes."""
         for chunk in self.chunks:
             if num_bytes < len(chunk):
                 yield chunk[num_bytes:] if num_bytes else chunk
@@ -62,57 +62,57 @@ class NumberedMessage(NamedTuple):
 
 
 def encode_message_chunks(message: ChannelMessage) -> tuple[bytes, ...]:
-    """A copy of a message as bytes: lengths, header, and the values of its tensors, in chunks."""
+    """Copy a message into chunks of bytes: lengths, header, and the values of its tensors."""
     head, bodies = message.encode()
     parts = [memoryview(head), *bodies]
     chunks: list[list[memoryview]] = [[]]
     room = CHUNK_BYTES
-    for piece in (part[at : at + CHUNK_BYTES] for part in parts for at in range(0, len(part), CHUNK_BYTES)):
-        if len(piece) > room:
+    for view in (part[at : at + CHUNK_BYTES] for part in parts for at in range(0, len(part), CHUNK_BYTES)):
+        if len(view) > room:
             chunks.append([])
             room = CHUNK_BYTES
-        chunks[-1].append(piece)
-        room -= len(piece)
-    return tuple(b"".join(pieces) for pieces in chunks)
+        chunks[-1].append(view)
+        room -= len(view)
+    return tuple(b"".join(views) for views in chunks)
 
 
 class UnacknowledgedQueue:
-    """The letters for one taker that it has not said it has."""
+    """The messages for one receiver that it has not acknowledged."""
 
     def __init__(self) -> None:
-        self._letters: deque[NumberedMessage] = deque()
+        self._messages: deque[NumberedMessage] = deque()
         self._last = 0
 
     def put(self, chunks: tuple[bytes, ...]) -> int:
-        """One more letter; returns its number."""
+        """Add a message, and return its number."""
         self._last += 1
-        self._letters.append(NumberedMessage(self._last, chunks))
+        self._messages.append(NumberedMessage(self._last, chunks))
         return self._last
 
     @property
     def next(self) -> NumberedMessage | None:
-        """The first that is not acknowledged; None: all are."""
-        return self._letters[0] if self._letters else None
+        """The first message that is not acknowledged; None: all are."""
+        return self._messages[0] if self._messages else None
 
     @property
     def num_bytes(self) -> int:
-        """Of all that are not acknowledged."""
-        return sum(len(chunk) for letter in self._letters for chunk in letter.chunks)
+        """Bytes of all messages that are not acknowledged."""
+        return sum(len(chunk) for message in self._messages for chunk in message.chunks)
 
-    def has(self, number: int) -> None:
-        """The taker has all letters up to this one.
+    def acknowledge(self, number: int) -> None:
+        """Drop all messages up to this number, which the receiver has.
 
         Raises:
             ValueError: it cannot have it.
         """
         if not 0 <= number <= self._last:
-            raise ValueError(f"letter {number} was never sent, the last is {self._last}")
-        while self._letters and self._letters[0].number <= number:
-            self._letters.popleft()
+            raise ValueError(f"message {number} was never sent; the last one is {self._last}")
+        while self._messages and self._messages[0].number <= number:
+            self._messages.popleft()
 
 
 class MessageAssembler:
-    """What has come from one sender.
+    """An assembler of the chunks of one sender into messages.
 
     Args:
         sender: its rank.
@@ -128,28 +128,30 @@ class MessageAssembler:
         self._head, self._body = bytearray(), bytearray()
 
     @property
-    def place(self) -> StreamPosition:
-        """How far it has come."""
+    def position(self) -> StreamPosition:
+        """Position up to which chunks have arrived."""
         return StreamPosition(self._number, len(self._head) + len(self._body))
 
-    def begin(self, number: int, num_bytes: int) -> int:
-        """A call begins that brings a letter from a byte on; calls before it have nothing more to bring.
+    def begin_call(self, number: int, num_bytes: int) -> int:
+        """Begin a call that sends a message from a byte on; chunks of earlier calls are ignored from now on.
 
         Returns:
-            What the call says with each of its chunks; 0: what it brings is not what comes next.
+            The number of the call, which comes with each of its chunks; 0: it does not begin at the present
+            position.
         """
         self._call += 1
-        return self._call if (number - 1, num_bytes) == self.place else 0
+        return self._call if (number - 1, num_bytes) == self.position else 0
 
     def is_current(self, call: int) -> bool:
-        """Whether no other call has begun since, and its letter is not whole."""
+        """Return whether no other call has begun since, and its message is not whole."""
         return call == self._call
 
-    def take(self, call: int, chunk: bytes) -> ChannelMessage | None:
-        """One chunk of a call; returns the message once it is whole. A call that is over brings nothing.
+    def add_chunk(self, call: int, chunk: bytes) -> ChannelMessage | None:
+        """Add a chunk of a call, and return the message once it is whole; chunks of earlier calls are
+        ignored.
 
         Raises:
-            ValueError: it is no message.
+            ValueError: it is no valid message.
         """
         if call != self._call or not chunk:
             return None
@@ -158,7 +160,7 @@ class MessageAssembler:
         if wanted is None or len(self._head) + len(self._body) < sum(wanted):
             return None
         if len(self._body) != wanted[1]:
-            raise ValueError("more came than the message is long")
+            raise ValueError("received more bytes than the message has")
         head = bytes(self._head[FRAME_LENGTHS.size :])
         message = ChannelMessage.decode(head, as_bytes(self._body), self._sender)
         self._number += 1
@@ -167,7 +169,7 @@ class MessageAssembler:
         return message
 
     def _fill(self, chunk: bytes) -> None:
-        """Head first: its lengths, then itself. Memory grows only with what has come."""
+        """Add to the head first: its lengths, then itself. Memory grows only with what has arrived."""
         at = 0
         while at < len(chunk):
             wanted = self._lengths()
@@ -179,7 +181,7 @@ class MessageAssembler:
             at += room
 
     def _lengths(self) -> tuple[int, int] | None:
-        """Bytes of the head with its lengths, and of the body; None: they have not come."""
+        """Return the bytes of the head with its lengths, and of the body; None: they have not arrived."""
         if len(self._head) < FRAME_LENGTHS.size:
             return None
         head, body = FRAME_LENGTHS.unpack_from(self._head)
@@ -189,172 +191,179 @@ class MessageAssembler:
 
 
 class PeerQueue:
-    """Of one peer; whoever uses it holds the lock of its room.
+    """The queues of one peer; the caller holds the lock of the `ReliableQueues`.
 
     Attributes:
-        patience: seconds for which the peer may take nothing while something waits.
-        last_progress_at, last_received_at, last_contact_at: when it last took a part of a letter, sent one, or showed that it is
-            there.
-        num_unread_bytes: of its letters that nobody has heard.
+        patience: seconds for which the peer may read nothing while messages wait.
+        last_progress_at, last_received_at, last_contact_at: when it last read a part of a message, sent one,
+            or called.
+        num_unread_bytes: bytes of its messages that this rank has not received yet.
     """
 
     def __init__(self, rank: int) -> None:
-        self.rank, self.sent, self.taken = rank, UnacknowledgedQueue(), MessageAssembler(rank)
+        self.rank, self.outgoing, self.incoming = rank, UnacknowledgedQueue(), MessageAssembler(rank)
         self.patience = math.inf
         self.last_progress_at = self.last_received_at = self.last_contact_at = time.monotonic()
         self.num_unread_bytes = 0
         self._furthest_position = StreamPosition(0, 0)
 
     def put(self, chunks: tuple[bytes, ...], patience_seconds: float) -> None:
-        """One more letter."""
-        if self.sent.next is None:
+        """Add a message for the peer."""
+        if self.outgoing.next is None:
             self.last_progress_at = time.monotonic()
         self.patience = patience_seconds
-        self.sent.put(chunks)
+        self.outgoing.put(chunks)
 
-    def moved(self, place: StreamPosition) -> None:
-        """It has taken so much, or has begun to; what is sent again is no movement."""
-        if place > self._furthest_position:
-            self._furthest_position, self.last_progress_at = place, time.monotonic()
+    def note_progress(self, position: StreamPosition) -> None:
+        """Record that the peer has read up to a position, or begun to; what is sent again is no progress."""
+        if position > self._furthest_position:
+            self._furthest_position, self.last_progress_at = position, time.monotonic()
 
     @property
     def expires_at(self) -> float:
-        """When it has taken nothing for too long; infinity: nothing waits."""
-        return self.last_progress_at + self.patience if self.sent.next else math.inf
+        """Time at which the peer has read nothing for too long; infinity: nothing waits."""
+        return self.last_progress_at + self.patience if self.outgoing.next else math.inf
 
 
 WINDOW_BYTES = 4 << 20
 
 
 class PeerIsGoneError(Exception):
-    """For threads that carry letters: this peer is lost, was dropped, or this rank has left."""
+    """An error for threads that carry messages: this peer is lost, was dropped, or this rank has left."""
 
 
 class ReliableQueues:
-    """Boxes by rank, for any number of threads.
+    """The queues of all peers by rank, for any number of threads.
 
     Args:
-        grace_seconds: how long a peer may be out of reach before it is lost.
+        grace_seconds: how long a peer may be unreachable before it is lost.
     """
 
     def __init__(self, grace_seconds: float) -> None:
         self.grace_seconds = grace_seconds
         self._changed = threading.Condition()
-        self._boxes: dict[int, PeerQueue] = {}
+        self._peers: dict[int, PeerQueue] = {}
         self._arrived: deque[tuple[ChannelMessage, int]] = deque()
-        self._lost: deque[CommunicationError] = deque()  # not told yet
-        self._short: set[int] = set()  # peers that were lost before they had all
+        # Errors that were not raised yet.
+        self._lost: deque[CommunicationError] = deque()
+        # Peers that were lost before they had all their messages.
+        self._lost_before_delivery: set[int] = set()
         self._num_readers = 0
 
-    def add(self, rank: int) -> None:
-        """A peer is there."""
+    def add_peer(self, rank: int) -> None:
+        """Add a peer that has connected."""
         with self._changed:
-            self._boxes[rank] = PeerQueue(rank)
+            self._peers[rank] = PeerQueue(rank)
             self._changed.notify_all()
 
     @property
     def ranks(self) -> list[int]:
-        """The peers that are there."""
+        """The peers that are connected."""
         with self._changed:
-            return sorted(self._boxes)
+            return sorted(self._peers)
 
     def put(self, rank: int, chunks: tuple[bytes, ...], patience_seconds: float) -> None:
-        """One more letter for a peer.
+        """Add a message for a peer.
 
         Raises:
-            CommunicationError: it is lost, and that was told before.
+            CommunicationError: it is lost, and that was raised before.
         """
         with self._changed:
-            box = self._boxes.get(rank)
-            if box is None:
+            peer = self._peers.get(rank)
+            if peer is None:
                 if any(error.peer == rank for error in self._lost):
-                    return  # whoever hears next is told
+                    # The next `receive` or `flush` raises the error of this peer.
+                    return
                 raise peer_gone_error(rank)
-            box.put(chunks, patience_seconds)
+            peer.put(chunks, patience_seconds)
             self._changed.notify_all()
 
-    def hear(self, seconds: float) -> ChannelMessage | None:
-        """The next message; None: none in so many seconds.
+    def receive(self, seconds: float) -> ChannelMessage | None:
+        """Return the next message; None: none arrived in time.
 
         Raises:
-            CommunicationError: a peer is lost, or nobody is left.
+            CommunicationError: a peer is lost, or none is left.
         """
         with self._reading():
             if not self._wait_until(lambda: bool(self._arrived), seconds):
                 return None
             message, num_bytes = self._arrived.popleft()
-            if message.sender in self._boxes:
-                self._boxes[message.sender].num_unread_bytes -= num_bytes
+            if message.sender in self._peers:
+                self._peers[message.sender].num_unread_bytes -= num_bytes
             return message
 
-    def settle(self, seconds: float) -> bool:
-        """Wait until every peer has its letters; whether it has. Errors as of `hear`, of who has not."""
+    def flush(self, seconds: float) -> bool:
+        """Wait until every peer has its messages, and return whether it has.
+
+        Raises:
+            CommunicationError: a peer was lost before it had its messages.
+        """
         with self._reading():
             done = self._wait_until(
-                lambda: all(box.sent.next is None for box in self._boxes.values()), seconds
+                lambda: all(peer.outgoing.next is None for peer in self._peers.values()), seconds
             )
-            for error in [error for error in self._lost if error.peer in self._short]:
+            for error in [error for error in self._lost if error.peer in self._lost_before_delivery]:
                 self._lost.remove(error)
                 raise error
             return done
 
     def wait_for_delivery(self, seconds: float) -> None:
-        """Wait until peers have what they take without being asked, at most so long."""
+        """Wait, at most so long, until peers have the messages that they read without waiting for one."""
         with self._changed:
-            boxes = self._boxes.values()
+            peers = self._peers.values()
             self._changed.wait_for(
-                lambda: not any(0 < box.sent.num_bytes <= WINDOW_BYTES for box in boxes), seconds
+                lambda: not any(0 < peer.outgoing.num_bytes <= WINDOW_BYTES for peer in peers), seconds
             )
 
     def last_activity(self, rank: int) -> float:
-        """When a peer last took or sent a byte of a letter; minus infinity: it is lost."""
+        """Return when a peer last read or sent a byte of a message; minus infinity: it is lost."""
         with self._changed:
-            box = self._boxes.get(rank)
-            return -math.inf if box is None else max(box.last_progress_at, box.last_received_at)
+            peer = self._peers.get(rank)
+            return -math.inf if peer is None else max(peer.last_progress_at, peer.last_received_at)
 
     def num_unsent_bytes(self, rank: int) -> int:
-        """How much a peer has not said it has."""
+        """Return how many bytes a peer has not acknowledged."""
         with self._changed:
-            return self._boxes[rank].sent.num_bytes if rank in self._boxes else 0
+            return self._peers[rank].outgoing.num_bytes if rank in self._peers else 0
 
-    def forget(self, rank: int) -> None:
-        """Drop a peer, with what it has said and nobody has heard."""
+    def drop(self, rank: int) -> None:
+        """Drop a peer, with its messages that were not received yet."""
         with self._changed:
-            self._boxes.pop(rank, None)
-            self._arrived = deque(one for one in self._arrived if one[0].sender != rank)
+            self._peers.pop(rank, None)
+            self._arrived = deque(arrival for arrival in self._arrived if arrival[0].sender != rank)
             self._lost = deque(error for error in self._lost if error.peer != rank)
             self._changed.notify_all()
 
-    def _wait_until(self, is_so: Callable[[], bool], seconds: float) -> bool:
+    def _wait_until(self, condition: Callable[[], bool], seconds: float) -> bool:
         expires = time.monotonic() + seconds
-        while not is_so():
+        while not condition():
             self._drop_late_peers()
             if self._lost:
                 raise self._lost.popleft()
-            if not self._boxes:
+            if not self._peers:
                 raise CommunicationError("all ranks of this channel are gone", next_step=LOOK_ELSEWHERE)
-            left = min(expires, *(self._due(box) for box in self._boxes.values())) - time.monotonic()
+            left = min(expires, *(self._due(peer) for peer in self._peers.values())) - time.monotonic()
             if expires <= time.monotonic():
                 return False
             self._changed.wait(max(0.0, min(left, threading.TIMEOUT_MAX)))
         return True
 
-    def _due(self, box: PeerQueue) -> float:
-        return min(box.expires_at, box.last_contact_at + self.grace_seconds)
+    def _due(self, peer: PeerQueue) -> float:
+        return min(peer.expires_at, peer.last_contact_at + self.grace_seconds)
 
     def _drop_late_peers(self) -> None:
         now = time.monotonic()
-        for box in [*self._boxes.values()]:
-            if box.last_contact_at + self.grace_seconds <= now:
-                self._lose(
-                    peer_gone_error(box.rank, f"it is out of reach for {now - box.last_contact_at:.0f} s")
+        for peer in [*self._peers.values()]:
+            if peer.last_contact_at + self.grace_seconds <= now:
+                self._mark_lost(
+                    peer_gone_error(peer.rank, f"it is out of reach for {now - peer.last_contact_at:.0f} s")
                 )
-            elif box.expires_at <= now:
-                self._lose(peer_not_reading_error(box.rank))
+            elif peer.expires_at <= now:
+                self._mark_lost(peer_not_reading_error(peer.rank))
 
-    def _lose(self, error: CommunicationError) -> None:
-        if error.peer is not None and error.peer in self._boxes:
-            self._short |= {error.peer} if self._boxes.pop(error.peer).sent.next else set()
+    def _mark_lost(self, error: CommunicationError) -> None:
+        if error.peer is not None and error.peer in self._peers:
+            self._lost_before_delivery |= {error.peer} if self._peers.pop(error.peer).outgoing.next else set()
             self._lost.append(error)
         self._changed.notify_all()
 
@@ -368,89 +377,99 @@ class ReliableQueues:
             finally:
                 self._num_readers -= 1
 
-    # For who carries.
+    # For the threads that carry messages.
 
-    def met(self, rank: int) -> None:
-        """A peer has shown that it is there."""
+    def note_contact(self, rank: int) -> None:
+        """Record a call of a peer, which shows that it can be reached."""
         with self._changed:
-            self._box(rank).last_contact_at = time.monotonic()
+            self._peer(rank).last_contact_at = time.monotonic()
 
-    def lose(self, error: CommunicationError) -> None:
-        """The peer of an error is lost for good."""
+    def mark_lost(self, error: CommunicationError) -> None:
+        """Mark the peer of an error as lost for good."""
         with self._changed:
-            self._lose(error)
+            self._mark_lost(error)
 
     def next_message(self, rank: int, seconds: float, wanted: Callable[[], bool]) -> NumberedMessage | None:
-        """What a peer has not said it has; None: nothing in so many seconds, or not wanted any more."""
+        """Return the first message that a peer has not acknowledged; None: none in time, or not wanted any
+        more.
+        """
         with self._changed:
             expires = time.monotonic() + seconds
-            while (letter := self._box(rank).sent.next) is None:
+            while (message := self._peer(rank).outgoing.next) is None:
                 if not wanted() or expires <= time.monotonic():
                     return None
                 self._changed.wait(expires - time.monotonic())
-            return letter
+            return message
 
-    def moved(self, rank: int, place: StreamPosition) -> None:
-        """A peer has begun to take so much."""
+    def note_progress(self, rank: int, position: StreamPosition) -> None:
+        """Record that a peer has begun to read up to a position."""
         with self._changed:
-            self._box(rank).moved(place)
+            self._peer(rank).note_progress(position)
 
-    def has(self, rank: int, place: StreamPosition) -> None:
-        """A peer says that it has so much.
+    def acknowledge(self, rank: int, position: StreamPosition) -> None:
+        """Record that a peer has everything up to a position.
 
         Raises:
             ValueError: it cannot have it.
         """
         with self._changed:
-            box = self._box(rank)
-            box.sent.has(place.number)
-            box.moved(place)
+            peer = self._peer(rank)
+            peer.outgoing.acknowledge(position.number)
+            peer.note_progress(position)
             self._changed.notify_all()
 
-    def place(self, rank: int) -> StreamPosition:
-        """How much this rank has of a peer's letters."""
+    def position(self, rank: int) -> StreamPosition:
+        """Return the position up to which this rank has a peer's messages."""
         with self._changed:
-            return self._box(rank).taken.place
+            return self._peer(rank).incoming.position
 
-    def begin(self, rank: int, number: int, num_bytes: int) -> int:
+    def begin_call(self, rank: int, number: int, num_bytes: int) -> int:
+        """Begin a call of a peer; see `MessageAssembler.begin_call`."""
         with self._changed:
-            self._changed.notify_all()  # a call before it may wait for room
-            return self._box(rank).taken.begin(number, num_bytes)
+            # An earlier call of this peer may be waiting for room: it has to end now.
+            self._changed.notify_all()
+            return self._peer(rank).incoming.begin_call(number, num_bytes)
 
-    def take(self, rank: int, call: int, chunk: bytes, seconds: float, wanted: Callable[[], bool]) -> bool:
-        """Take a chunk once there is room; whether the call may go on.
+    def add_chunk(
+        self, rank: int, call: int, chunk: bytes, seconds: float, wanted: Callable[[], bool]
+    ) -> bool:
+        """Add a chunk once there is room, and return whether the call may continue.
 
         Raises:
-            ValueError: it is no message.
+            ValueError: it is no valid message.
         """
         with self._changed:
             expires = time.monotonic() + seconds
-            while not self._has_room(self._box(rank), len(chunk)):
-                if not wanted() or expires <= time.monotonic() or not self._box(rank).taken.is_current(call):
+            while not self._has_room(self._peer(rank), len(chunk)):
+                if (
+                    not wanted()
+                    or expires <= time.monotonic()
+                    or not self._peer(rank).incoming.is_current(call)
+                ):
                     return False
                 self._changed.wait(expires - time.monotonic())
-            box = self._box(rank)
-            if not box.taken.is_current(call):
+            peer = self._peer(rank)
+            if not peer.incoming.is_current(call):
                 return False
-            num_bytes = box.taken.place.num_bytes + len(chunk)
-            message = box.taken.take(call, chunk)
-            box.last_received_at = box.last_contact_at = time.monotonic()
+            num_bytes = peer.incoming.position.num_bytes + len(chunk)
+            message = peer.incoming.add_chunk(call, chunk)
+            peer.last_received_at = peer.last_contact_at = time.monotonic()
             if message is not None:
-                box.num_unread_bytes += num_bytes
+                peer.num_unread_bytes += num_bytes
                 self._arrived.append((message, num_bytes))
                 self._changed.notify_all()
             return message is None
 
     def wake(self) -> None:
-        """Let all who wait look again at what they wait for."""
+        """Let all waiting threads check their conditions again."""
         with self._changed:
             self._changed.notify_all()
 
-    def _has_room(self, box: PeerQueue, num_bytes: int) -> bool:
-        waiting = box.num_unread_bytes + box.taken.place.num_bytes + num_bytes
+    def _has_room(self, peer: PeerQueue, num_bytes: int) -> bool:
+        waiting = peer.num_unread_bytes + peer.incoming.position.num_bytes + num_bytes
         return self._num_readers > 0 or waiting <= WINDOW_BYTES
 
-    def _box(self, rank: int) -> PeerQueue:
-        if rank not in self._boxes:
+    def _peer(self, rank: int) -> PeerQueue:
+        if rank not in self._peers:
             raise PeerIsGoneError
-        return self._boxes[rank]
+        return self._peers[rank]

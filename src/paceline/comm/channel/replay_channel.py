@@ -1,8 +1,8 @@
-"""A channel that hears its peers in an order that was recorded, whatever the order in which they speak.
+"""A channel that receives messages in a recorded order, whatever the order in which they arrive.
 
-What a server computes is a function of the order in which it hears its workers: tickets, parameters and sums
-follow from it. So a run that hears them in the order of an earlier one computes the same bits, however fast
-each worker is now. It holds for runs in which no worker was lost.
+What a server computes depends on the order in which it receives messages of workers: tickets, parameters and
+sums follow from it. A run with the order of an earlier one therefore computes the same bits, however fast
+each worker is now, as long as no worker is lost.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from paceline.errors import CommunicationError
 
 
 class ReplayChannel:
-    """Everything but the order is the inner channel's.
+    """A channel that takes only the order of messages from a recording, and all else from another channel.
 
     Args:
-        order: of every message, the rank that sent it.
+        order: for each message, the rank that sent it.
     """
 
     def __init__(self, inner: MessageChannel, order: Iterable[int]) -> None:
@@ -30,14 +30,14 @@ class ReplayChannel:
         self.drop, self.close = inner.drop, inner.close
 
     def receive(self, deadline_seconds: float) -> ChannelMessage:
-        """See `MessageChannel`; waits for the sender whose turn it is.
+        """Wait for the sender whose turn it is, and return its next message.
 
         Raises:
             CommunicationError: the order has ended.
         """
         if not self._order:
             raise CommunicationError(
-                "the recorded order of arrival has ended, and a worker is still to be heard",
+                "the recorded order of arrival has ended, but the run waits for more messages of workers",
                 next_step="replay with the recipe and the number of processes that recorded it",
             )
         sender, expires = self._order[0], time.monotonic() + deadline_seconds

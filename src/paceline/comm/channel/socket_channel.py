@@ -1,6 +1,8 @@
-"""How a hub and its peers meet: one connection each, after both sides have shown that they know the key.
+"""The channel over sockets: one loop reads and writes whatever is ready, so no peer holds up another.
 
-The channel over sockets: one loop reads and writes whatever is ready, so no peer holds up another.
+A hub and its peers have one connection each, made after both sides have proved that they know the key of the
+job. Bytes that a peer has not read yet wait in a buffer, which is written when its socket takes more. It has
+no limit: a rank that sends large messages has to wait for an answer to one before the next.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ _RETRY_SECONDS = 0.1
 
 
 def listen_on_free_port(address: str) -> socket.socket:
-    """A listening socket on a free port of the address by which others reach this host."""
+    """Listen on a free port of the address by which others reach this host."""
     return listen_at(address, 0, _BACKLOG)
 
 
@@ -48,49 +50,50 @@ def accept_ranks(
     token: str,
     ranks: Sequence[int],
     deadline_seconds: float,
-    say: Callable[[str], object] = warn_on_stderr,
+    log: Callable[[str], object] = warn_on_stderr,
     *,
     tls: bool = False,
 ) -> dict[int, socket.socket]:
-    """Take one connection of each rank; whoever does not know the key is turned away, and counted.
+    """Accept one connection of each rank; callers that do not know the key are rejected, and counted.
 
     Args:
         token: the key of the job; it is never sent.
-        say: is told how many were turned away, if there were any.
+        log: called with the number of rejected callers, if there were any.
         tls: whether the connections are encrypted.
     Raises:
-        DeadlineError: some did not come in time; names them.
-        CommunicationError: somebody is between this rank and another; see `paceline.job.tls`.
+        DeadlineError: some ranks did not connect in time; names them.
+        CommunicationError: the connection is intercepted; see `paceline.job.tls`.
     """
-    expires, guests = (
+    expires, callers = (
         time.monotonic() + deadline_seconds,
         AuthenticatingListener(listener, token, ranks, tls=tls),
     )
     with ExitStack() as failing:
-        failing.callback(guests.give_up)
+        failing.callback(callers.close_accepted)
         try:
-            while missing := [rank for rank in ranks if rank not in guests.found]:
+            while missing := [rank for rank in ranks if rank not in callers.accepted]:
                 if time.monotonic() >= expires:
-                    raise _missing_ranks_error(missing, guests, deadline_seconds)
-                guests.hear(expires - time.monotonic())
+                    raise _missing_ranks_error(missing, callers, deadline_seconds)
+                callers.receive(expires - time.monotonic())
         finally:
-            guests.close()
-            if guests.strangers:
-                say(f"the server has turned away {guests.strangers} callers that are not of this job")
+            callers.close()
+            if callers.num_rejected:
+                log(f"the server rejected {callers.num_rejected} callers that do not belong to this job")
         if tls:
-            _encrypt_connections(guests.found, token, deadline_seconds)
+            _encrypt_connections(callers.accepted, token, deadline_seconds)
         failing.pop_all()
-    return guests.found
+    return callers.accepted
 
 
-def _encrypt_connections(found: dict[int, socket.socket], token: str, seconds: float) -> None:
-    """Encrypt the connection of every rank."""
+def _encrypt_connections(connections: dict[int, socket.socket], token: str, seconds: float) -> None:
+    """Encrypt the connection of every rank, in place."""
+    # Importing the certificates takes time that jobs without encryption need not spend.
     from paceline.job.tls import EphemeralCertificate, encrypt_server_side
 
     certificate = EphemeralCertificate.make()
-    for rank, connection in [*found.items()]:
+    for rank, connection in [*connections.items()]:
         try:
-            found[rank] = encrypt_server_side(connection, certificate, token, rank, seconds)
+            connections[rank] = encrypt_server_side(connection, certificate, token, rank, seconds)
         except OSError as error:
             raise CommunicationError(
                 f"the connection to rank {rank} cannot be encrypted: {error}",
@@ -101,9 +104,9 @@ def _encrypt_connections(found: dict[int, socket.socket], token: str, seconds: f
 def connect_to_hub(
     address: str, port: int, rank: int, token: str, deadline_seconds: float, *, tls: bool = False
 ) -> socket.socket:
-    """Connect to the hub, and show each other that both know the key.
+    """Connect to the hub, and prove to each other that both know the key.
 
-    A hub that hangs up is called again: a stranger may have crowded it.
+    If the hub closes the connection, try again: strangers may have filled its queue.
 
     Raises:
         CommunicationError: it cannot be reached, or has another key.
@@ -126,58 +129,63 @@ def connect_to_hub(
 
 
 def _missing_ranks_error(
-    missing: Sequence[int], guests: AuthenticatingListener, deadline_seconds: float
+    missing: Sequence[int], callers: AuthenticatingListener, deadline_seconds: float
 ) -> DeadlineError:
-    wrong = "".join(f"; rank {rank} has {what}" for rank, what in sorted(guests.unfit.items()))
+    reasons = "".join(f"; rank {rank} has {what}" for rank, what in sorted(callers.rejected_ranks.items()))
     return DeadlineError(
-        f"ranks {missing} did not connect within {deadline_seconds:g} s{wrong}",
+        f"ranks {missing} did not connect within {deadline_seconds:g} s{reasons}",
         next_step="look at what these ranks printed",
     )
 
 
 class SocketSendBuffer:
-    """Bytes for one socket.
+    """A queue of bytes for one socket.
+
+    Invariant: bytes are written once, whole and in order. Queued bytes are a copy, so the owner of a tensor
+    may change it as soon as `put` has returned, unless it says that they are immutable.
 
     Args:
-        connection: connected; it does not block.
+        connection: connected and non-blocking.
     """
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
-        self._waiting: deque[memoryview] = deque()
+        self._queue: deque[memoryview] = deque()
         self._patience = math.inf
         self.last_progress_at = time.monotonic()
 
     @property
     def num_bytes(self) -> int:
-        """How much waits."""
-        return sum(len(part) for part in self._waiting)
+        """Number of queued bytes."""
+        return sum(len(part) for part in self._queue)
 
     @property
     def expires_at(self) -> float:
-        """When the peer has read nothing for too long, on the monotonic clock; infinity: nothing waits."""
-        return self.last_progress_at + self._patience if self._waiting else math.inf
+        """Time on the monotonic clock at which the peer has read nothing for too long; infinity: nothing
+        is queued.
+        """
+        return self.last_progress_at + self._patience if self._queue else math.inf
 
     def put(
         self, parts: Iterable[memoryview], patience_seconds: float, *, is_immutable: bool = False
     ) -> None:
-        """Write what the socket takes now, and keep a copy of the rest.
+        """Write what the socket takes now, and queue a copy of the rest.
 
         Args:
-            parts: bytes, in order; not used after this returns, unless they last.
-            patience_seconds: how long the peer may read nothing while something waits.
+            parts: bytes, in order; not used after this returns, unless they are immutable.
+            patience_seconds: how long the peer may read nothing while bytes are queued.
             is_immutable: they do not change any more.
         Raises:
             OSError: the connection is broken.
         """
         self._patience = patience_seconds
-        rest = deque(part for part in parts if part)
-        if not self._waiting:
+        unsent = deque(part for part in parts if part)
+        if not self._queue:
             self.last_progress_at = time.monotonic()
-            while rest and self._send(rest):
+            while unsent and self._send(unsent):
                 pass
-        if rest:
-            self._waiting.extend(rest if is_immutable else (memoryview(b"".join(rest)),))
+        if unsent:
+            self._queue.extend(unsent if is_immutable else (memoryview(b"".join(unsent)),))
 
     def write(self) -> None:
         """Write once, as much as the socket takes.
@@ -185,24 +193,24 @@ class SocketSendBuffer:
         Raises:
             OSError: the connection is broken.
         """
-        if self._waiting:
-            self._send(self._waiting)
+        if self._queue:
+            self._send(self._queue)
 
     def _send(self, parts: deque[memoryview]) -> bool:
-        """Whether the socket took some of the first part; what it took is removed."""
+        """Send the first part, remove what was sent, and return whether that was anything."""
         try:
-            taken = self._socket.send(parts[0])
+            num_sent = self._socket.send(parts[0])
         except BlockingIOError:
             return False
         self.last_progress_at = time.monotonic()
-        parts[0] = parts[0][taken:]
+        parts[0] = parts[0][num_sent:]
         if not parts[0]:
             parts.popleft()
         return True
 
 
 class SocketPeer:
-    """One socket, the frame that is arriving on it, and what the other end has not taken yet."""
+    """The socket to one peer, the frame that is arriving on it, and the bytes queued for it."""
 
     def __init__(self, rank: int, connection: socket.socket) -> None:
         self.rank, self.socket = rank, connection
@@ -212,25 +220,23 @@ class SocketPeer:
         self._filled = 0
 
     def read(self) -> list[ChannelMessage]:
-        """Take what is there; the messages that are complete.
-
-        What an encrypted connection has taken off the wire already is read too: no selector knows of it.
-        """
-        found: list[ChannelMessage] = []
+        """Read what has arrived, and return the messages that are complete."""
+        messages: list[ChannelMessage] = []
         try:
-            found += self._read()
+            messages += self._read()
+            # Bytes that an encrypted connection has already taken off the wire are in no selector's view.
             while isinstance(self.socket, EncryptedSocket) and self.socket.pending():
-                found += self._read()
+                messages += self._read()
         except BlockingIOError:
-            return found
+            return messages
         except OSError as error:
-            raise self._gone(error) from error
-        return found
+            raise self._gone_error(error) from error
+        return messages
 
     def _read(self) -> list[ChannelMessage]:
         if self._body is None:
-            wanted = self._num_header_bytes()
-            self._head += self._some(self.socket.recv(wanted - len(self._head)))
+            num_wanted = self._num_header_bytes()
+            self._head += self._require_bytes(self.socket.recv(num_wanted - len(self._head)))
             if len(self._head) < FRAME_LENGTHS.size or len(self._head) < self._num_header_bytes():
                 return []
             self._body, self._filled = self._memory(int(FRAME_LENGTHS.unpack_from(self._head)[1])), 0
@@ -241,41 +247,42 @@ class SocketPeer:
         try:
             message = ChannelMessage.decode(bytes(self._head[FRAME_LENGTHS.size :]), self._body, self.rank)
         except ValueError as error:
-            raise self._broken(str(error)) from error
+            raise self._bad_message_error(str(error)) from error
         self._head, self._body = bytearray(), None
         return [message]
 
     def _memory(self, num_bytes: int) -> Tensor:
-        """For a body, uint8 [n]. It is taken as it is filled: a length may lie."""
+        """Allocate a body, uint8 [n]."""
         if num_bytes <= MAX_TENSOR_BYTES:
-            with suppress(RuntimeError):  # there is not so much
+            # The machine has not so much memory; the operating system only commits what is really filled.
+            with suppress(RuntimeError):
                 return torch.empty(num_bytes, dtype=torch.uint8)
-        raise self._broken(f"tensors of {num_bytes} bytes")
+        raise self._bad_message_error(f"tensors of {num_bytes} bytes")
 
     def _fill(self, body: Tensor) -> None:
-        """Receive a part."""
+        """Receive a part of the body."""
         count = self.socket.recv_into(body.numpy().data[self._filled : self._filled + _CHUNK_BYTES])
         self._filled += count
         if not count:
-            raise self._gone(None)
+            raise self._gone_error(None)
 
     def _num_header_bytes(self) -> int:
         if len(self._head) < FRAME_LENGTHS.size:
             return FRAME_LENGTHS.size
         length = int(FRAME_LENGTHS.unpack_from(self._head)[0])
         if length > MAX_HEADER_BYTES:
-            raise self._broken(f"a header of {length} bytes")
+            raise self._bad_message_error(f"a header of {length} bytes")
         return FRAME_LENGTHS.size + length
 
-    def _broken(self, what: str) -> CommunicationError:
+    def _bad_message_error(self, what: str) -> CommunicationError:
         return bad_message_error(self.rank, what)
 
-    def _some(self, data: bytes) -> bytes:
+    def _require_bytes(self, data: bytes) -> bytes:
         if not data:
-            raise self._gone(None)
+            raise self._gone_error(None)
         return data
 
-    def _gone(self, error: OSError | None) -> CommunicationError:
+    def _gone_error(self, error: OSError | None) -> CommunicationError:
         return peer_gone_error(self.rank, "" if error is None else str(error))
 
 
@@ -297,27 +304,29 @@ class SocketChannel:
             peer.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._selector.register(peer.socket, selectors.EVENT_READ, peer)
         self._arrived: deque[ChannelMessage] = deque()
-        self._lost: deque[CommunicationError] = deque()  # not told yet
+        # Errors that were not raised yet.
+        self._lost: deque[CommunicationError] = deque()
 
     def send(self, to: int, message: ChannelMessage, deadline_seconds: float) -> None:
-        """See `MessageChannel`."""
+        """Write what the socket takes now, and queue the rest."""
         peer = self._peers.get(to)
         if peer is None:
             if any(error.peer == to for error in self._lost):
-                return  # `receive` or `flush` will tell
+                # `receive` or `flush` will raise the error of this peer.
+                return
             raise peer_gone_error(to)
         head, bodies = message.encode()
-        with self._catch_peer_errors(peer):
+        with self._lose_on_error(peer):
             peer.outbox.put((memoryview(head), *bodies), deadline_seconds, is_immutable=message.is_immutable)
-            self._watch(peer)
+            self._watch_writes(peer)
         self._ledger.count_call("send", "channel", len(head) + sum(len(b) for b in bodies), 2)
 
     def receive(self, deadline_seconds: float) -> ChannelMessage:
-        """See `MessageChannel`.
+        """Return the next message of any sender.
 
         Raises:
             CommunicationError: a peer is lost.
-            DeadlineError: nobody said anything in time.
+            DeadlineError: no message arrived in time.
         """
         expires = time.monotonic() + deadline_seconds
         while not self._arrived:
@@ -326,7 +335,7 @@ class SocketChannel:
             if not self._peers:
                 raise CommunicationError("all ranks of this channel are gone", next_step=LOOK_ELSEWHERE)
             left = expires - time.monotonic()
-            if not self._turn(max(0.0, left)) and left <= 0:
+            if not self._poll(max(0.0, left)) and left <= 0:
                 raise DeadlineError(
                     f"no message arrived within {deadline_seconds:g} s from ranks {sorted(self._peers)}",
                     next_step="look for the rank that is stuck, or raise runtime.deadline_seconds",
@@ -334,24 +343,24 @@ class SocketChannel:
         return self._arrived.popleft()
 
     def flush(self, seconds: float = math.inf) -> bool:
-        """See `MessageChannel`. What arrives meanwhile is kept.
+        """Wait until all sockets have taken their bytes. Messages that arrive meanwhile are kept.
 
         Raises:
             CommunicationError: a peer is lost; the others have had their time.
         """
         expires = time.monotonic() + seconds
-        while (waits := self._num_unsent_bytes() > 0) and expires > time.monotonic():
-            self._turn(expires - time.monotonic())
+        while (is_waiting := self._num_unsent_bytes() > 0) and expires > time.monotonic():
+            self._poll(expires - time.monotonic())
         if self._lost:
             raise self._lost.popleft()
-        return not waits
+        return not is_waiting
 
     def last_activity(self, rank: int) -> float:
         peer = self._peers.get(rank)
         return -math.inf if peer is None else max(peer.last_read_at, peer.outbox.last_progress_at)
 
     def num_unsent_bytes(self, rank: int) -> int:
-        """How much a peer has not taken yet."""
+        """Return how many bytes a peer has not taken yet."""
         return self._peers[rank].outbox.num_bytes if rank in self._peers else 0
 
     def _num_unsent_bytes(self) -> int:
@@ -370,32 +379,32 @@ class SocketChannel:
         for peer in self._peers.values():
             peer.socket.close()
 
-    def _turn(self, seconds: float) -> bool:
-        """Wait until a socket is ready, at most so long; read and write what can be. Whether any was."""
+    def _poll(self, seconds: float) -> bool:
+        """Wait until a socket is ready, read and write what is possible, and return whether any was ready."""
         patience = min(peer.outbox.expires_at for peer in self._peers.values()) - time.monotonic()
         ready = self._selector.select(max(0.0, min(seconds, patience)))
         for key, events in ready:
             peer: SocketPeer = key.data
-            with self._catch_peer_errors(peer):
+            with self._lose_on_error(peer):
                 if events & selectors.EVENT_READ:
                     peer.last_read_at = time.monotonic()
                     self._arrived += peer.read()
                 if events & selectors.EVENT_WRITE:
                     peer.outbox.write()
-                    self._watch(peer)
+                    self._watch_writes(peer)
         for peer in list(self._peers.values()):
             if peer.outbox.expires_at <= time.monotonic():
                 self._lose(peer, peer_not_reading_error(peer.rank))
         return bool(ready)
 
-    def _watch(self, peer: SocketPeer) -> None:
-        """Hear of it when a socket can take what waits for it."""
+    def _watch_writes(self, peer: SocketPeer) -> None:
+        """Watch a socket for writing while bytes are queued for it."""
         writes = selectors.EVENT_WRITE if peer.outbox.num_bytes else 0
         self._selector.modify(peer.socket, selectors.EVENT_READ | writes, peer)
 
     @contextmanager
-    def _catch_peer_errors(self, peer: SocketPeer) -> Iterator[None]:
-        """What breaks in here loses this peer, and no other."""
+    def _lose_on_error(self, peer: SocketPeer) -> Iterator[None]:
+        """Lose this peer, and no other, if the block raises an error."""
         try:
             yield
         except OSError as error:

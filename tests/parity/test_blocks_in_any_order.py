@@ -191,7 +191,7 @@ class OwnOrder(GatherCycle):
         self._blocks[number].gather()
 
     def _finish(self) -> None:
-        self._place = len(self._order)
+        self._position = len(self._order)
 
 
 @pytest.mark.capability("A11", "Z2")

@@ -158,7 +158,7 @@ def reduce_on_every_stage() -> None:
         inner = BucketReducer(sharded_model.computes, sharded_model.parts, sums, context.bucket_bytes)
         shared = [held for held in sharded_model.held.values() if held.holders]
         tensors = {held.computes: sharded_model.computes[held.computes] for held in shared}
-        return AmongOthers(inner, tensors, mesh.among("pipeline", shared[0].holders), context.net)
+        return AmongOthers(inner, tensors, mesh.subgroup_along("pipeline", shared[0].holders), context.net)
 
     every_step.build_gradient_reduction = build_reduction
 

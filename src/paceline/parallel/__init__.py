@@ -1,4 +1,4 @@
-"""Where state lives. A layout turns micro-batches into gradients and knows nothing of the optimizer."""
+"""Layouts: turn micro-batches into gradients of a model that is replicated, sharded or split over ranks."""
 
 from paceline.parallel.data_parallel import ReplicatedRunner
 from paceline.parallel.mixed_precision import MixedPrecision

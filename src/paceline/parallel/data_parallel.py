@@ -1,18 +1,11 @@
-"""Backward from a loss that is multiplied with a number: the number is where backward begins, not a product.
+"""Data parallelism: run forward and backward of whole micro-batches and hand the gradients to a sink.
 
-A product would be one more node of the graph, and two more kernels in every micro-batch.
+Invariant: what a micro-batch computes depends only on the parameters, its samples and its key. Autograd adds
+the gradients of the micro-batches of one rank, and they are handed on while the backward of the last one
+runs; a sink that reduces every micro-batch gets them micro-batch by micro-batch.
 
-Sees a forward that writes to the parameters, as `max_norm` of `nn.Embedding` does.
-
-Such a forward has no place among several: what one micro-batch computes would depend on those that ran before
-it on the same rank, and ranks would change their parameters differently, without a word.
-
-Replicate: all that a rank computes with is whole. Forward and backward of its micro-batches, gradients to
-the sink.
-
-Invariant: what a micro-batch computes depends on the parameters, its samples and its key alone. Gradients of
-the micro-batches of one rank are added by autograd, and handed on while the backward of the last runs; or, to
-a sink that takes them apart, handed on micro-batch by micro-batch.
+This file also scales the loss without an extra node in the graph, and detects forwards that write to
+parameters. It does not communicate: the sink sums over ranks.
 """
 
 from __future__ import annotations
@@ -51,14 +44,18 @@ _HALF_DTYPES = (torch.float16, torch.bfloat16)
 def backward_scaled(total: Tensor, scale: float) -> None:
     """Add the gradients of `total * scale` to the leaves.
 
+    The product is not computed: it would be one more node of the graph and two more kernels in every
+    micro-batch. `scale` is passed as the gradient of `total` instead.
+
     Args:
         total: a loss, with one value.
-        scale: finite.
-    Exactness: those of the product: both begin with `scale`, rounded once to the type of `total`.
+        scale: a finite number.
+    Exactness: bitwise those of the product: both begin with `scale`, rounded once to the dtype of `total`.
     """
     if scale == 1.0:
         total.backward()
-    elif total.dtype in _HALF_DTYPES:  # which may not hold the number, and a product says so by an infinity
+    elif total.dtype in _HALF_DTYPES:
+        # Half precision may not represent the scale; a product shows the overflow as an infinite loss.
         (total * scale).backward()
     else:
         total.backward(torch.full_like(total, scale))
@@ -68,54 +65,58 @@ _version_of = attrgetter("_version")
 
 
 class InPlaceWriteGuard:
-    """Parameters that only an update may write to.
+    """Context manager around a forward that rejects in-place writes to parameters, as of `max_norm` of
+    `nn.Embedding`.
 
-    Not seen: a write to `parameter.data`, which PyTorch does not count.
+    After such a write, the result of a micro-batch would depend on those that ran before it on the same rank,
+    and parameters would silently differ between ranks. Writes to `parameter.data` are not detected, because
+    PyTorch does not count them.
 
     Args:
-        parameters: by slot. Their version counters are read twice a forward, and cost nothing beside it.
+        parameters: by slot. Their version counters are read before and after a forward, which costs almost
+            nothing.
     """
 
     def __init__(self, parameters: Mapping[TensorSlot, nn.Parameter]) -> None:
-        self._parameters, self._own = parameters, [*parameters.values()]
+        self._parameters, self._tensors = parameters, [*parameters.values()]
         self._before: list[int] = []
 
     def __enter__(self) -> None:
-        self._before = [*map(_version_of, self._own)]
+        self._before = [*map(_version_of, self._tensors)]
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        """Compare with what was before a forward.
+        """Compare the version counters with those from before the forward.
 
         Raises:
-            TaskError: it wrote to a parameter.
+            TaskError: the forward wrote to a parameter.
         """
-        if error is not None or self._before == (after := [*map(_version_of, self._own)]):
+        if error is not None or self._before == (after := [*map(_version_of, self._tensors)]):
             return
         before = self._before
         changed = [s.name for s, a, b in zip(self._parameters, before, after, strict=True) if a != b]
         others = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
         raise TaskError(
             f"the forward changes the parameter '{changed[0]}'{others}, as max_norm of nn.Embedding does:"
-            " what other micro-batches compute would depend on which rank runs them",
-            next_step="bound it after the update, in an optimizer of your own, and leave max_norm out;"
+            " the result of other micro-batches would depend on the rank that runs them",
+            next_step="limit the norm after the update, in a custom optimizer, and remove max_norm;"
             " or train in one process with batch.shards = 1",
         )
 
 
 class ReplicatedRunner:
-    """One whole forward and backward a micro-batch.
+    """Runner of a whole model: one forward and one backward for each micro-batch.
 
     Args:
-        sharded_model: of a model whose forward this rank can run.
+        sharded_model: a model whose forward this rank can run.
         loss: the task's loss.
         metric_names: of the loss.
         precision: of forward and backward.
-        phases: where the seconds go.
-        overlap: see `GradientHooks`.
-        seeds: seed PyTorch's own generators for every micro-batch; not where other threads share them.
+        phases: timer of the phases of a step.
+        overlap: hand gradients on during backward; see `GradientHooks`.
+        seeds: seed PyTorch's global generators for every micro-batch; off if other threads share them.
         reports: whether this rank reports sums and buffers; of ranks that compute the same, one does.
-        counts: whether what it reports counts as micro-batches; of ranks that each run a part of the same
-            micro-batches, one does.
+        counts: whether its micro-batches are counted; of ranks that each run a part of the same
+            micro-batches, one counts them.
     """
 
     def __init__(
@@ -133,9 +134,9 @@ class ReplicatedRunner:
     ) -> None:
         self.sharded_model, self.metric_names = sharded_model, metric_names
         self.buffers = MicroBatchBuffers(sharded_model.model, reports=reports and counts)
-        release_gradients = (
-            sharded_model.frees_gradients or sharded_model.updates_partially
-        )  # what is updated has another shape than the gradient
+        # A rank that updates a part of a tensor cannot keep the gradient in `.grad` of the whole: the
+        # shapes differ.
+        release_gradients = sharded_model.frees_gradients or sharded_model.updates_partially
         self.gradients = GradientHooks(
             sharded_model.computes, overlap=overlap, frees_gradients=release_gradients
         )
@@ -143,61 +144,60 @@ class ReplicatedRunner:
         self._loss, self.precision, self._phases = loss, precision, phases
         self._dropouts, self._seeds, self._reports = name_dropouts(sharded_model.model), seeds, reports
         self.counts = counts
-        self._in_place_guard, self._may_write_parameters = (
-            InPlaceWriteGuard(sharded_model.computes),
-            seeds and not overlap,
-        )
+        self._in_place_guard = InPlaceWriteGuard(sharded_model.computes)
+        self._may_write_parameters = seeds and not overlap
         self._write_guard: AbstractContextManager[None] = self._in_place_guard
 
     @property
     def used(self) -> Collection[str]:
-        """See `ModelRunner`."""
         return self.gradients.used
 
     @property
     def norms(self) -> Mapping[TensorSlot, Sequence[Tensor]]:
-        """See `ModelRunner`."""
         return self.gradients.norms
 
     def run(
         self, micro_batches: Iterable[LoadedBatch], count: int, sink: GradientSink, scale: float
     ) -> LossSums:
-        """See `ModelRunner.run`; a gradient is handed on, during backward, as soon as it is complete."""
+        """Run the micro-batches; a gradient is handed on during backward as soon as it is complete."""
         self._phases.begin("forward")
-        sums, pulled = self._begin(count), iter(micro_batches)
+        sums, iterator = self._begin(count), iter(micro_batches)
         self._gather(self.sharded_model.use.begin)
         for i in range(count):
             self._phases.begin("data")
-            loaded = next(pulled)
+            loaded = next(iterator)
             with self._open(loaded, sink, is_last=i == count - 1) as batch:
                 self._forward_backward(loaded.micro_batch, batch, sums, scale)
         if not (count or sink.by_micro_batch):
+            # Without a micro-batch no backward runs, and the sink still expects every slot once.
             self.gradients.open(sink)
             self.gradients.close()
         self._gather(self.sharded_model.use.end)
         return sums if self._reports else LossSums(self.metric_names)
 
-    def _gather(self, move: Callable[[], None]) -> None:
-        """One of the moves around the use of a model that is not all in memory; else there is none."""
+    def _gather(self, hook: Callable[[], None]) -> None:
+        """Run an all-gather or free hook if parameters are not always in memory."""
         if self.sharded_model.use.gathers:
             self._phases.begin("communication")
-            move()
+            hook()
 
     def _begin(self, count: int) -> LossSums:
-        """Forget the step before; returns sums of nothing."""
+        """Reset the gradients and buffers of the last step; return empty sums."""
         if not self._model.training:
             self._model.train()
         self.gradients.begin()
         self.buffers.begin_step()
-        may_write = self._may_write_parameters and count <= 1  # alone, a forward may do what it likes
+        # With a single micro-batch on a single rank, nothing else can depend on the write.
+        may_write = self._may_write_parameters and count <= 1
         self._write_guard = nullcontext() if may_write else self._in_place_guard
         return LossSums(self.metric_names, counts=self.counts)
 
     def _open(self, loaded: LoadedBatch, sink: GradientSink, *, is_last: bool) -> AbstractContextManager[Any]:
-        """Get ready for a micro-batch; returns the block in which it is run."""
+        """Prepare for a micro-batch; return the context manager in which it runs."""
         self._gather(self.sharded_model.use.next)
         if sink.by_micro_batch:
             sink.micro_batch(range(loaded.micro_batch.shard, loaded.micro_batch.shard + 1), is_last)
+        # With None as sink, autograd only adds up gradients until the last micro-batch.
         self.gradients.open(sink if is_last or sink.by_micro_batch else None)
         return self.sharded_model.seen(loaded.batch)
 
@@ -207,6 +207,7 @@ class ReplicatedRunner:
         sums.add(loss)
         self._phases.begin("backward")
         backward_scaled(loss.total, scale)
+        # Recomputation in backward may change buffers again, so they are read after backward.
         self.buffers.end_micro_batch()
         self.gradients.close()
 
@@ -223,24 +224,22 @@ class ReplicatedRunner:
             raise
 
     def abort(self) -> None:
-        """See `ModelRunner`."""
         self.gradients.stop()
         self.sharded_model.use.drop()
         self.buffers.abort_step()
 
-    def answer(self, micro_batches: Iterable[LoadedBatch], ask: ModelFunction) -> None:
-        """See `ModelRunner`."""
+    def forward_only(self, micro_batches: Iterable[LoadedBatch], function: ModelFunction) -> None:
         self._model.eval()
         with torch.no_grad():
             self.sharded_model.use.begin()
             for loaded in micro_batches:
                 self.sharded_model.use.next()
                 with self.precision.autocast(), self.sharded_model.seen(loaded.batch) as batch:
-                    ask(self._model, batch)
+                    function(self._model, batch)
             self.sharded_model.use.end()
 
     def evaluate(self, micro_batches: Iterable[LoadedBatch]) -> LossSums:
-        """Loss, count and metrics of held-out micro-batches, without gradients or dropout."""
+        """Return loss, count and metrics of held-out micro-batches, computed without gradients or dropout."""
         sums = LossSums(self.metric_names)
-        self.answer(micro_batches, lambda model, batch: sums.add(check_loss(self._loss(model, batch))))
+        self.forward_only(micro_batches, lambda model, batch: sums.add(check_loss(self._loss(model, batch))))
         return sums if self._reports else LossSums(self.metric_names)

@@ -1,11 +1,10 @@
-"""Hands gradients on to a sink during backward, each once it is complete.
+"""Hooks that hand gradients to a sink during backward, each as soon as it is complete.
 
-A gradient is complete when autograd adds to it for the last time. Mostly that is the first time; a parameter
-inside a block that is recomputed by a backward of its own (reentrant checkpointing) gets several additions.
-So the first backward that reaches a parameter counts, and what grew more than once is handed on after each
-backward.
+A gradient is complete when autograd adds to it for the last time. That is usually the first time, but a
+parameter inside a block with reentrant checkpointing gets several additions. So the hooks learn from the
+first backward which parameters get a single addition; all others are handed on after each backward.
 
-Hooks of the user's on a parameter see the gradient of one micro-batch, whoever runs how many of them.
+Hooks of the user on a parameter always see the gradient of one micro-batch, however many of them a rank runs.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from paceline.state.slot import TensorSlot
 
 
 class GradientHooks:
-    """The gradients of one rank's parameters.
+    """Gradients of the parameters of one rank.
 
     Args:
-        parameters: by slot, in the model's order.
-        overlap: hand on during backward; pointless, and slower, if nobody communicates.
-        frees_gradients: let go of a gradient that was handed on; the sink has a copy. Its norm is kept, unread, until
-            the next step.
+        parameters: by slot, in the order of the model.
+        overlap: hand gradients on during backward; slower and pointless if nothing is communicated.
+        frees_gradients: free a gradient after handing it on, since the sink has a copy. Its norm is kept as a
+            tensor, unread, until the next step.
     """
 
     def __init__(
@@ -38,35 +37,39 @@ class GradientHooks:
         self._parameters, self._overlap, self._frees = parameters, overlap, frees_gradients
         self._sink: GradientSink | None = None
         self._pending: dict[TensorSlot, None] = {}
-        self._additions: Counter[TensorSlot] = Counter()  # of those that are not known yet
+        # Additions in the current backward, of parameters that are not classified yet.
+        self._additions: Counter[TensorSlot] = Counter()
         self._added_once: set[TensorSlot] = set()
         self._late: set[TensorSlot] = set()
         self.used: set[str] = set()
         self.norms: dict[TensorSlot, list[Tensor]] = {}
+        # Learned before our own hooks are registered below, so these are the user's.
         self._hooked = {slot for slot, p in parameters.items() if _has_user_hook(p)}
         self._sums: dict[TensorSlot, Tensor] = {}
         for slot, p in parameters.items() if overlap else ():
             p.register_post_accumulate_grad_hook(partial(self._on_gradient, slot))
 
     def begin(self) -> None:
-        """Forget the gradients of the step before."""
+        """Drop the gradients of the last step."""
         for p in self._parameters.values():
             p.grad = None
         self.used, self.norms, self._sums = set(), {}, {}
 
     def open(self, sink: GradientSink | None, slots: Sequence[TensorSlot] | None = None) -> None:
-        """What becomes complete from now on goes to the sink; None: gradients only add up.
+        """Hand complete gradients to the sink from now on; with None, gradients only add up.
 
         Args:
-            slots: what a backward reaches, in the model's order; everything if None.
+            slots: parameters that the backward reaches, in the order of the model; None for all.
         """
         self._sink = sink
         self._pending = {} if sink is None else dict.fromkeys(self._parameters if slots is None else slots)
 
     def close(self) -> None:
-        """Backward has ended: hand on the rest."""
+        """Hand on all remaining gradients after a backward."""
         if self._sink is not None:
             sink, self._sink = self._sink, None
+            # The reverse order of the model is the order in which backward completes gradients, and all
+            # ranks use it.
             for slot in reversed(list(self._pending)):
                 self._hand_on(slot, sink)
         elif self._hooked:
@@ -75,18 +78,18 @@ class GradientHooks:
             self._learn()
 
     def _learn(self) -> None:
-        """Which parameters a backward adds to more than once."""
+        """Classify parameters by the number of additions in one backward."""
         for slot, count in self._additions.items():
             (self._added_once if count == 1 and slot not in self._late else self._late).add(slot)
         self._additions.clear()
 
     def stop(self) -> None:
-        """Hand on nothing more of this step."""
+        """Hand on no more gradients of this step."""
         self._sink = None
         self._additions.clear()
 
     def _put_aside(self) -> None:
-        """A hook of the user's shall see each micro-batch's gradient alone, not the sum so far."""
+        """Move gradients of parameters with user hooks aside, so that a hook never sees the sum so far."""
         for slot in self._hooked:
             p = self._parameters[slot]
             if p.grad is not None:
@@ -96,9 +99,10 @@ class GradientHooks:
     def _on_gradient(self, slot: TensorSlot, p: Tensor) -> None:
         if p.grad is None:
             raise TaskError(
-                f"a hook has taken away the gradient of '{slot.name}', which is summed over micro-batches and"
-                " ranks before anything is updated",
-                next_step="give Task(optimizer=...) in place of a hook that steps during backward",
+                # Backward completes gradients in the reverse order of the model, so all ranks hand on in
+                # that order.
+                " ranks before the update",
+                next_step="use Task(optimizer=...) instead of a hook that steps during backward",
             )
         if slot not in self._added_once:
             self._additions[slot] += 1
@@ -107,9 +111,9 @@ class GradientHooks:
             return
         if slot not in self._pending:
             raise TaskError(
-                f"the gradient of '{slot.name}' grew after it was complete: in an earlier backward it was"
-                " added to once",
-                next_step="use checkpoint(..., use_reentrant=False), or the same layers in every step",
+                f"the gradient of '{slot.name}' changed after it was complete: earlier backwards added to it"
+                " only once",
+                next_step="use checkpoint(..., use_reentrant=False), or use the same layers in every step",
             )
         del self._pending[slot]
         self._hand_on(slot, self._sink)
@@ -123,12 +127,14 @@ class GradientHooks:
         if grad is not None:
             self.used.add(slot.name)
             if grad.is_sparse:
-                grad = p.grad = grad.to_dense()  # buckets have a place for every row
+                # Buckets have space for every row.
+                grad = p.grad = grad.to_dense()
             if self._frees:
                 self.norms.setdefault(slot, []).append(torch.linalg.vector_norm(grad))
         sink.ready(slot, grad)
         if sink.by_micro_batch or self._frees:
-            p.grad = None  # the next micro-batch starts anew
+            # The sink has its copy, and the next micro-batch starts from zero.
+            p.grad = None
 
 
 def _has_user_hook(p: nn.Parameter) -> bool:

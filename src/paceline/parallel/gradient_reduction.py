@@ -1,6 +1,8 @@
-"""The reduction of what a rank holds: slots that are summed over the same ranks go together.
+"""Build the reduction of a rank's gradients: slots that are summed over the same ranks share buckets.
 
-Sums of how replicas that train alone have moved.
+A reduction sums over the replica and shard axes, and over further axes where a placement says so. Gradients
+of tensors that several stages or tensor ranks hold are summed inside a replica first. Replicas that train
+alone sum their parameter deltas in the same way (`build_delta_reduction`).
 """
 
 from __future__ import annotations
@@ -41,54 +43,58 @@ if TYPE_CHECKING:
     from paceline.sync.update import GradientNorm
 
 _ReductionKey = tuple[tuple[str, ...], tuple[int, ...], tuple[str, ...], int]
-"""What slots that are reduced together agree in: axes of the sum, holders, axes that cut them, and the chunk
-of a stage where gradients leave with every micro-batch, since chunks end a micro-batch one after another.
+"""Properties that slots of one reduction share: axes of the sum, holders, axes that split them, and chunk.
 
-All of it is equal on ranks that hold the same, so that a tensor lies in the same bucket on all of them.
+The chunk matters where gradients are reduced after every micro-batch, because chunks of a stage end a
+micro-batch one after another. All ranks that hold a tensor have the same key for it, so that it is in the
+same bucket on all of them.
 """
 
 _SumPath = tuple[tuple[str, ...], BucketSum | None]
-"""Axes of a sum beside the shard axis, and how it is made; None: its ranks are one."""
+"""Axes of a sum besides the shard axis, and how it is computed; None if there is a single rank."""
 
 
 def build_gradient_reduction(context: SessionContext, sharded_model: ShardedModel) -> GradientReduction:
-    """The reduction of all gradients of this rank; collective."""
-    together: dict[_ReductionKey, list[TensorPlacement]] = {}
-    leaves_often, sums = (
+    """Return the reduction of all gradients of this rank; collective."""
+    placements_by_key: dict[_ReductionKey, list[TensorPlacement]] = {}
+    every_micro_batch, sums = (
         _reduces_every_micro_batch(context, sharded_model),
         dict[tuple[str, ...], BucketSum | None](),
     )
-    turns = None if leaves_often else _scatter_order(context)
+    window = None if every_micro_batch else _scatter_order(context)
     num_scatterers = 0
-    for held in sharded_model.held.values():
-        chunk = held.chunk if leaves_often else 0
-        alike = held.sums, held.holders, tuple(sorted(held.computes.axes)), chunk
-        together.setdefault(alike, []).append(held)
-    axes_of = {alike: _summed_axes(context, alike, members[0]) for alike, members in together.items()}
+    for placement in sharded_model.held.values():
+        chunk = placement.chunk if every_micro_batch else 0
+        key = placement.sums, placement.holders, tuple(sorted(placement.computes.axes)), chunk
+        placements_by_key.setdefault(key, []).append(placement)
+    axes_of = {key: _summed_axes(context, key, members[0]) for key, members in placements_by_key.items()}
     built: list[tuple[list[TensorPlacement], GradientReduction]] = []
-    for alike, members in sorted(together.items()):
-        axes = axes_of[alike]
+    # Sorted by key, as building one is collective: ranks of a pipeline hold tensors in different orders.
+    for key, members in sorted(placements_by_key.items()):
+        axes = axes_of[key]
         if axes not in sums:
-            sums[axes] = _build_sums(context, sharded_model, axes, turns)
-        name = _bucket_prefix(alike)
-        if leaves_often and not _pre_reduced_axes(
-            alike
-        ):  # nothing is drawn; what the first has is that of gathers
+            sums[axes] = _build_sums(context, sharded_model, axes, window)
+        name = _bucket_prefix(key)
+        if every_micro_batch and not _pre_reduced_axes(key):
+            # Codecs draw nothing here, so the name is free to be that of the gathers: they share memory.
             name, num_scatterers = scatter_buffer_prefix(num_scatterers), num_scatterers + 1
-        built.append((members, _build_one(context, sharded_model, (axes, sums[axes]), alike, members, name)))
-    if not built:  # all that this rank holds is frozen
+        built.append((members, _build_one(context, sharded_model, (axes, sums[axes]), key, members, name)))
+    # Everything that this rank holds is frozen.
+    if not built:
         return _build_local_reduction(context, {}, counts=True)
     if len(built) == 1:
         return built[0][1]
-    by_slot = {held.computes: one for members, one in built for held in members}
-    return CombinedReduction(by_slot, [one for _, one in built])
+    by_slot = {placement.computes: reduction for members, reduction in built for placement in members}
+    return CombinedReduction(by_slot, [reduction for _, reduction in built])
 
 
-def _bucket_prefix(alike: _ReductionKey) -> str:
-    """In front of the keys of its buffers: what coding draws follows from them, so that all holders of a tied
-    tensor have the same, whatever else each of them holds.
+def _bucket_prefix(key: _ReductionKey) -> str:
+    """Return the prefix of the keys of a reduction's buffers.
+
+    Random numbers of a codec are seeded from it, so it must be equal on all holders of a tied tensor,
+    whatever else each of them holds.
     """
-    axes, holders, cut_along, chunk = alike
+    axes, holders, cut_along, chunk = key
     over = [f"over-{axis}" for axis in axes if axis not in DATA_AXES]
     words = [*over, *(f"cut-{axis}" for axis in cut_along), *(f"of-{stage}" for stage in holders)]
     return "".join(f"{word}/" for word in [*words, *([f"chunk-{chunk}"] if chunk else [])])
@@ -97,80 +103,86 @@ def _bucket_prefix(alike: _ReductionKey) -> str:
 def _build_one(
     context: SessionContext,
     sharded_model: ShardedModel,
-    way: _SumPath,
-    alike: _ReductionKey,
+    path: _SumPath,
+    key: _ReductionKey,
     members: Sequence[TensorPlacement],
     name: str,
 ) -> GradientReduction:
-    counts, (axes, sums) = members[0].counts, way
-    tensors = {held.computes: sharded_model.computes[held.computes] for held in members}
-    parts = {held.computes: held.parts for held in members}
-    leaves_often = _reduces_every_micro_batch(context, sharded_model)
+    counts_in_norm, (axes, sums) = members[0].counts, path
+    tensors = {placement.computes: sharded_model.computes[placement.computes] for placement in members}
+    parts_by_slot = {placement.computes: placement.parts for placement in members}
+    every_micro_batch = _reduces_every_micro_batch(context, sharded_model)
     inner: GradientReduction
-    if leaves_often and not _pre_reduced_axes(alike):
-        ways = _scatter_paths(context, sharded_model, axes)
+    if every_micro_batch and not _pre_reduced_axes(key):
+        paths = _scatter_paths(context, sharded_model, axes)
         inner = context.components.scatterer(
-            tensors, parts, ways, context.bucket_bytes, counts=counts, name=name
+            tensors, parts_by_slot, paths, context.bucket_bytes, counts=counts_in_norm, name=name
         )
     elif sums is not None:
         inner = context.components.reducer(
-            tensors, parts, sums, context.bucket_bytes, counts=counts, name=name
+            tensors, parts_by_slot, sums, context.bucket_bytes, counts=counts_in_norm, name=name
         )
     else:
-        inner = _build_local_reduction(context, tensors, counts)
-    for group in _pre_reduction_groups(context, alike):
-        inner = TiedGradientReduction(inner, tensors, group, context.net, by_micro_batch=leaves_often)
+        inner = _build_local_reduction(context, tensors, counts_in_norm)
+    for group in _pre_reduction_groups(context, key):
+        inner = TiedGradientReduction(inner, tensors, group, context.net, by_micro_batch=every_micro_batch)
     return inner
 
 
-def _pre_reduced_axes(alike: _ReductionKey) -> set[str]:
-    """Axes along which the ranks of a replica put their parts of these gradients together first."""
-    axes, holders, *_ = alike
+def _pre_reduced_axes(key: _ReductionKey) -> set[str]:
+    """Return the axes along which the ranks of a replica sum their parts of a gradient first."""
+    axes, holders, *_ = key
     return ({"pipeline"} if holders else set()) | ({"tensor"} & {*axes})
 
 
-def _pre_reduction_groups(context: SessionContext, alike: _ReductionKey) -> Iterator[RankGroup]:
-    if alike[1]:
-        yield context.mesh.among("pipeline", alike[1])
-    if "tensor" in _pre_reduced_axes(alike):
+def _pre_reduction_groups(context: SessionContext, key: _ReductionKey) -> Iterator[RankGroup]:
+    if key[1]:
+        yield context.mesh.subgroup_along("pipeline", key[1])
+    if "tensor" in _pre_reduced_axes(key):
         yield context.mesh.axes["tensor"]
 
 
-def _summed_axes(context: SessionContext, alike: _ReductionKey, first: TensorPlacement) -> tuple[str, ...]:
-    """Over which axes a gradient is summed beside the shard axis, in the order of the mesh.
+def _summed_axes(context: SessionContext, key: _ReductionKey, first: TensorPlacement) -> tuple[str, ...]:
+    """Return the axes over which a gradient is summed besides the shard axis, in the order of the mesh.
 
-    Gradients are summed over the ranks that hold the same piece, and over no others.
+    A gradient is summed over the ranks that hold the same part of the tensor, and over no others.
 
     Raises:
-        StrategyError: a cut asks for a sum over ranks that hold other pieces, or for one that nobody makes.
+        StrategyError: a partition asks for a sum over ranks that hold other parts, or for one that no
+            reduction supports.
     """
-    axes, cut_along, met = alike[0], alike[2], _pre_reduced_axes(alike)
+    axes, cut_along, pre_reduced = key[0], key[2], _pre_reduced_axes(key)
     always = {*DATA_AXES}
-    made = always if context.recipe.is_ordered else {*AXES} - {"pipeline", "tensor"}
-    apart = {*axes} & {*cut_along} - {"pipeline"}  # who has another part must not add it
-    if apart or not always <= {*axes} - met <= made:
-        why = f"ranks along {', '.join(apart)} hold other pieces" if apart else "no reduction does that"
-        raise StrategyError(
-            f"the gradient of '{first.computes.name}' is to be summed over {', '.join(axes)}, and {why}",
-            next_step="a cut sums over axes whose ranks hold the same, and over replica and shard always",
+    supported = always if context.recipe.is_ordered else {*AXES} - {"pipeline", "tensor"}
+    # A rank that holds another part of the tensor must not add its gradient.
+    holding_other_parts = {*axes} & {*cut_along} - {"pipeline"}
+    if holding_other_parts or not always <= {*axes} - pre_reduced <= supported:
+        why = (
+            f"ranks along {', '.join(holding_other_parts)} hold other parts of it"
+            if holding_other_parts
+            else "no reduction supports that"
         )
-    return tuple(axis for axis in AXES if axis in axes and axis not in {"shard", *met})
+        raise StrategyError(
+            f"the gradient of '{first.computes.name}' should be summed over {', '.join(axes)}, but {why}",
+            next_step="let the partition sum over replica, shard and axes whose ranks hold the same part",
+        )
+    return tuple(axis for axis in AXES if axis in axes and axis not in {"shard", *pre_reduced})
 
 
 def _build_local_reduction(
     context: SessionContext, tensors: Mapping[TensorSlot, Tensor], counts: bool
 ) -> GradientReduction:
-    """Where no other rank runs samples of its own."""
+    """Return the reduction of a rank that shares its samples with no other rank."""
     if context.recipe.is_ordered:
         return TreeReducer(tensors, [_whole_tree(context.shards)])
     return LocalReducer(tensors, counts)
 
 
 def _scatter_order(context: SessionContext) -> ScatterWindow | None:
-    """Of what is scattered once a step, as it is, by messages: memory of a host has no use for turns.
+    """Return the order in which gradients are scattered once a step, or None if the order is free.
 
-    Under SyncBatchNorm ranks wait for each other within backward, and one that has no gradient for a bucket
-    launches it behind: another must not wait for that.
+    Shared memory needs no order. Under SyncBatchNorm ranks wait for each other inside backward, and a rank
+    without a gradient for a bucket launches it late: no other rank may wait for that.
     """
     recipe, is_alone = context.recipe, context.mesh.axes["shard"].size == 1
     if is_alone or recipe.is_ordered or recipe.strategy.is_coded or recipe.batch.sync_batchnorm:
@@ -179,48 +191,53 @@ def _scatter_order(context: SessionContext) -> ScatterWindow | None:
 
 
 def _build_sums(
-    context: SessionContext, sharded_model: ShardedModel, axes: Sequence[str], turns: ScatterWindow | None
+    context: SessionContext, sharded_model: ShardedModel, axes: Sequence[str], window: ScatterWindow | None
 ) -> BucketSum | None:
-    """How buckets are summed over the shard axis and others; None: there is one rank.
+    """Return how buckets are summed over the shard axis and others, or None if there is a single rank.
 
     Args:
-        turns: see `UnorderedSum`.
+        turns: order of the scatters; see `UnorderedSum`.
     """
     mesh, data = context.mesh, context.mesh.data
-    shard, rest = mesh.axes["shard"], mesh.over(axes)
-    if shard.size * rest.size == 1:
+    shard, other_axes = mesh.axes["shard"], mesh.group_over(axes)
+    if shard.size * other_axes.size == 1:
         return None
     if not context.recipe.is_ordered:
         path = context.collective(shard)
         in_memory = isinstance(path, SharedMemoryCollective)
-        return UnorderedSum(path, context.collective(rest), None if in_memory else turns)
-    if sharded_model.use.pace is not None:  # meanwhile ranks gather, each as often as it has micro-batches
+        return UnorderedSum(path, context.collective(other_axes), None if in_memory else window)
+    if sharded_model.use.pace is not None:
+        # Ranks gather parameters meanwhile, each as often as it has micro-batches: the sums need their own
+        # group.
         data = replace(duplicate_group(data, "tree"), name=data.name)
     blocks = [split_evenly(context.shards, data.size, rank) for rank in range(data.size)]
-    dealt = TreeNodeOwners([covering_nodes(block) for block in blocks], data, mesh.replica)
+    owners = TreeNodeOwners([covering_nodes(block) for block in blocks], data, mesh.replica)
     path = context.collective(data)
     return (
-        TreeSumInMemory(dealt, path)
+        TreeSumInMemory(owners, path)
         if isinstance(path, SharedMemoryCollective)
-        else TreeSumByMessages(dealt, context.net)
+        else TreeSumByMessages(owners, context.net)
     )
 
 
 def _reduces_every_micro_batch(context: SessionContext, sharded_model: ShardedModel) -> bool:
-    """Whether gradients leave with every micro-batch.
+    """Return whether gradients are reduced after every micro-batch.
 
-    Where sums have one order, or coding loses something, a rank needs the whole gradient of a step.
+    Ordered sums and lossy codecs need the whole gradient of a step on each rank.
     """
     recipe = context.recipe
-    return sharded_model.frees_gradients and not recipe.is_ordered and recipe.strategy.form.exact
+    return sharded_model.frees_gradients and not recipe.is_ordered and recipe.strategy.codec_spec.exact
 
 
 def _scatter_paths(context: SessionContext, sharded_model: ShardedModel, axes: Sequence[str]) -> ScatterPaths:
-    """On a process group of its own: a rank fills up with zeros for one group of slots after another."""
+    """Return the paths of scatters that run after every micro-batch, on a process group of their own.
+
+    A rank that has run out of micro-batches fills up with zeros for one group of slots after another.
+    """
     shard = context.mesh.axes["shard"]
     return ScatterPaths(
         context.collective(replace(duplicate_group(shard, "scatter"), name=shard.name)),
-        context.collective(context.mesh.over(axes)),
+        context.collective(context.mesh.group_over(axes)),
         shard,
         context.net,
         sharded_model.use.pace,
@@ -229,61 +246,68 @@ def _scatter_paths(context: SessionContext, sharded_model: ShardedModel, axes: S
 
 
 def build_gradient_norm(context: SessionContext, sharded_model: ShardedModel) -> GradientNorm:
-    """The norm of the whole gradient, each value counted once in a replica.
+    """Return the norm of the whole gradient, counting each value once in a replica.
 
-    Where nobody agrees in a step it is that of the own part: to ask others would be to wait for them.
+    Under rules without agreement in a step it is the norm of the local part: the sum would wait for other
+    ranks.
     """
     inside = context.mesh.inside
     if not context.recipe.is_ordered:
-        alone = context.recipe.strategy.rule.agrees == "nobody"
-        return local_norm if alone else SharedNorm(inside, context.net)
+        is_local = context.recipe.strategy.sync_spec.agrees == "nobody"
+        return local_norm if is_local else SharedNorm(inside, context.net)
     counted = [
-        held.updates for held in sharded_model.held.values() if held.counts and held.updates is not None
+        placement.updates
+        for placement in sharded_model.held.values()
+        if placement.counts and placement.updates is not None
     ]
     return CanonicalNorm(sharded_model.slots, counted, inside, context.net)
 
 
 def _whole_tree(shards: int) -> range:
-    """The root of the tree over so many shards."""
+    """Return the root of the summation tree over that many shards."""
     return range(1 << (shards - 1).bit_length())
 
 
 def build_delta_reduction(
     context: SessionContext, sharded_model: ShardedModel, tensors: Mapping[TensorSlot, Tensor], name: str = ""
 ) -> GradientReduction:
-    """Sums over replicas of what each rank updates; collective over the ranks that update the same.
+    """Return the reduction over replicas of what each rank updates; collective over ranks that update the
+    same.
 
     Args:
-        tensors: by the part that this rank updates; there may be none.
-        name: see `BucketReducer`.
+        tensors: by the slot that this rank updates; may be empty.
+        name: prefix of buffer names; see `BucketReducer`.
     """
     replicas, path = context.mesh.replica, None
     if replicas.size > 1:
-        path = UnorderedSum(context.collective(context.mesh.over(())), context.collective(replicas))
+        path = UnorderedSum(context.collective(context.mesh.group_over(())), context.collective(replicas))
     by_slot, built = dict[TensorSlot, GradientReduction](), list[GradientReduction]()
     for label, counts, slots in _by_holders(sharded_model, tensors):
-        own, prefix = {slot: tensors[slot] for slot in slots}, f"{name}{label}/" if label else name
-        one: GradientReduction = LocalReducer(own, counts)
+        local_tensors, prefix = {slot: tensors[slot] for slot in slots}, f"{name}{label}/" if label else name
+        reduction: GradientReduction = LocalReducer(local_tensors, counts)
         if path is not None:
-            parts = {slot: (slot,) for slot in slots}
-            one = BucketReducer(own, parts, path, context.bucket_bytes, counts=counts, name=prefix)
-        built.append(one)
-        by_slot |= dict.fromkeys(slots, one)
+            parts_by_slot = {slot: (slot,) for slot in slots}
+            reduction = BucketReducer(
+                local_tensors, parts_by_slot, path, context.bucket_bytes, counts=counts, name=prefix
+            )
+        built.append(reduction)
+        by_slot |= dict.fromkeys(slots, reduction)
     return CombinedReduction(by_slot, built) if len(built) > 1 else next(iter(built), LocalReducer({}))
 
 
 def _by_holders(
     sharded_model: ShardedModel, tensors: Mapping[TensorSlot, Tensor]
 ) -> Iterator[tuple[str, bool, list[TensorSlot]]]:
-    """Parts that the same ranks of a replica hold: what these are called, and whether this rank counts them.
+    """Yield the slots that the same ranks of a replica hold: label, whether this rank counts them, and slots.
 
-    They lie in buckets of their own, alike on all of these ranks, so that copies get the same sums.
+    They are in buckets of their own, equal on all of these ranks, so that copies of a tensor get the same
+    sums.
     """
-    together: dict[tuple[tuple[int, ...], tuple[str, ...]], list[tuple[bool, TensorSlot]]] = {}
-    for held in sharded_model.held.values():
-        slot = held.updates
+    slots_by_holders: dict[tuple[tuple[int, ...], tuple[str, ...]], list[tuple[bool, TensorSlot]]] = {}
+    for placement in sharded_model.held.values():
+        slot = placement.updates
         if slot is not None and slot in tensors:
-            alike = held.holders, tuple(sorted(slot.axes))
-            together.setdefault(alike, []).append((held.counts, slot))
-    for (holders, axes), members in sorted(together.items(), key=lambda entry: entry[0]):
+            key = placement.holders, tuple(sorted(slot.axes))
+            slots_by_holders.setdefault(key, []).append((placement.counts, slot))
+    for (holders, axes), members in sorted(slots_by_holders.items(), key=lambda entry: entry[0]):
         yield "-".join([*axes, *map(str, holders)]), members[0][0], [slot for _, slot in members]

@@ -1,7 +1,7 @@
-"""The arithmetic of one forward and backward: autocast, compilation.
+"""Precision of forward and backward: autocast and compilation.
 
-Parameters, gradients and optimizer state stay fp32 (master weights); only the arithmetic of the forward
-and backward pass runs in the compute type.
+Parameters, gradients and optimizer state stay float32 (master weights); only the arithmetic of forward and
+backward runs in the compute dtype.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ _NO_AUTOCAST: AbstractContextManager[Any] = nullcontext()
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    """The type of the arithmetic.
+    """Compute dtype of forward and backward, and how autocast is used.
 
     Args:
         compute: "fp32", "bf16" or "fp16".
         device_type: "cpu" or "cuda".
-        seeds_everything: see `seed_micro_batch`.
-        caches: cast a weight once a micro-batch. Threads share this cache, and each stage has its own:
-            without it the gradient of a weight that is used twice does not depend on them.
+        seeds_everything: seed Python's and NumPy's generators, too; see `seed_micro_batch`.
+        caches: cast a weight once for each micro-batch. Threads share this cache and every stage has its own,
+            so a reproducible run turns it off: the gradient of a weight that is used twice would depend on
+                it.
     """
 
     compute: str
@@ -36,10 +37,13 @@ class MixedPrecision:
     seeds_everything: bool = False
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Around one micro-batch's forward, anew for each: casts are cached inside it, with their graph."""
+        """Return a context manager for one micro-batch's forward; it must be new for each, as it caches
+        casts.
+        """
         off = self.compute == "fp32"
         if off and self.caches and not torch.is_autocast_enabled(self.device_type):
-            return _NO_AUTOCAST  # what is off already costs nothing
+            # Entering a disabled autocast takes time in every micro-batch.
+            return _NO_AUTOCAST
         return torch.autocast(
             self.device_type,
             dtype=_DTYPES_BY_NAME[self.compute],
@@ -49,12 +53,12 @@ class MixedPrecision:
 
 
 def compile_or_explain(model: nn.Module, device_type: str) -> str:
-    """Compile the model in place if the machine can.
+    """Compile the model in place if the machine has a compiler.
 
     Returns:
-        An empty string, or why it runs without compilation.
+        An empty string, or the reason why the model runs without compilation.
     """
     if device_type == "cpu" and not any(shutil.which(name) for name in ("g++", "clang++", "c++")):
-        return "compile = true needs a C++ compiler (g++ or clang++) and none is on PATH: running uncompiled"
+        return "compile = true needs a C++ compiler (g++ or clang++), and none is on PATH: running uncompiled"
     model.compile(dynamic=False)
     return ""

@@ -1,12 +1,13 @@
 """Buffers that forward and backward change, such as the running statistics of BatchNorm.
 
-Every micro-batch of a step starts from the buffers before the step, and the buffers after it are those plus
-the mean change over all micro-batches of all ranks. So they depend on the virtual shards, never on the world
-size, and the sum can be taken in any order. Integer buffers (counters) are rounded. A task may say otherwise
-by name (`set_buffer_reductions`): the sum of all changes in place of their mean, or that of the first virtual shard only.
+Every micro-batch of a step starts from the buffers before the step, and the buffers after the step are those
+plus the mean change over all micro-batches of all ranks. So they depend on the virtual shards and never on
+the world size, and the sum can be taken in any order. Integer buffers (counters) are rounded. A task may
+choose another reduction by name (`set_buffer_reductions`): the sum of all changes, or the change of the
+first virtual shard only.
 
 Invariant: between steps, buffers are equal on all ranks that hold them. Non-persistent buffers (masks) are
-not touched. A buffer on `meta` is another rank's: it has a place in the sums, and nothing else.
+not touched. A buffer on `meta` belongs to another rank: it takes space in the sums and is never written.
 """
 
 from __future__ import annotations
@@ -20,23 +21,24 @@ _REDUCTIONS_ATTRIBUTE = "_paceline_buffers"
 
 
 def set_buffer_reductions(model: nn.Module, buffer_reductions: Mapping[str, str]) -> None:
-    """Say how changes of buffers come together; copies of the modules, and parts of the model, know it too.
+    """Set how the changes of buffers are reduced; copies of the modules and parts of the model keep the
+    setting.
 
     Args:
         buffer_reductions: by name of the buffer: "mean", "sum" or "first".
     """
-    for name, how in buffer_reductions.items():
-        module, own = _owner_and_name(model, name)
-        module.__dict__.setdefault(_REDUCTIONS_ATTRIBUTE, {})[own] = how
+    for name, reduction in buffer_reductions.items():
+        module, buffer_name = _owner_and_name(model, name)
+        module.__dict__.setdefault(_REDUCTIONS_ATTRIBUTE, {})[buffer_name] = reduction
 
 
 def _reduction_of(module: nn.Module, name: str) -> str:
-    found: str = module.__dict__.get(_REDUCTIONS_ATTRIBUTE, {}).get(name, "mean")
-    return found
+    reduction: str = module.__dict__.get(_REDUCTIONS_ATTRIBUTE, {}).get(name, "mean")
+    return reduction
 
 
 class MicroBatchBuffers:
-    """The persistent buffers of one model, around the micro-batches of a step.
+    """Persistent buffers of one model, around the micro-batches of a step.
 
     Args:
         reports: whether this rank adds its changes to the sums; of ranks that compute the same, one does.
@@ -50,7 +52,7 @@ class MicroBatchBuffers:
         state = set(model.state_dict(keep_vars=True).keys())
         names = [name for name, _ in model.named_buffers() if name in state]
         self.names, self._places = names, [_owner_and_name(model, name) for name in names]
-        self._buffer_reductions = [_reduction_of(*place) for place in self._places]
+        self._buffer_reductions = [_reduction_of(*owner) for owner in self._places]
         self._base = self._copies()
         self._changes: list[Tensor] = []
         self._passed: dict[tuple[int, int], Tensor] = {}
@@ -59,162 +61,177 @@ class MicroBatchBuffers:
 
     @property
     def num_values(self) -> int:
-        """Total number of values: what a tally carries for them."""
+        """Total number of values, which is how many a tally carries for them."""
         return sum(_view_as_real(base).numel() for base in self._base)
 
     def begin_step(self) -> None:
-        """Remember the values before the step."""
+        """Save the values before the step."""
         if self._places:
             self._base = self._copies()
             self._changes, self._passed = [], {}
 
     def end_micro_batch(self) -> None:
-        """Note this micro-batch's change, and put the values before the step back."""
+        """Record this micro-batch's change and restore the values from before the step."""
         if self._places:
             if self._reports:
                 self._changes.append(self.change_since(self._base))
             self._restore()
 
     def abort_step(self) -> None:
-        """Put the values before the step back, whatever a forward has done to them since."""
-        for (module, name), own in zip(self._places, self._swapped_out, strict=False):
-            module._buffers[name] = own
+        """Restore the values from before the step, whatever a forward has changed since."""
+        # An aborted forward may have left the swapped-in copies in the modules.
+        for (module, name), original in zip(self._places, self._swapped_out, strict=False):
+            module._buffers[name] = original
         if self._places:
             self._restore()
 
-    def lend(self, held: Sequence[Tensor] | None = None) -> None:
-        """Let the next forward or backward change other tensors, since micro-batches take turns.
+    def swap_in(self, held: Sequence[Tensor] | None = None) -> None:
+        """Put other tensors into the modules for the next forward or backward, as micro-batches of a
+        pipeline alternate.
 
         Args:
-            held: what the forward of the same micro-batch left, for its backward; a forward gets copies.
+            held: the buffers that the forward of the same micro-batch left, for its backward; a forward gets
+                copies.
         """
-        self._swapped_out = self._now()
-        for i, ((module, name), own) in enumerate(zip(self._places, self._swapped_out, strict=True)):
-            module._buffers[name] = own.clone() if held is None else held[i]
+        self._swapped_out = self._current()
+        for i, ((module, name), original) in enumerate(zip(self._places, self._swapped_out, strict=True)):
+            module._buffers[name] = original.clone() if held is None else held[i]
 
-    def take_back(self, micro_batch: int, chunk: int, *, counts: bool = True) -> list[Tensor]:
-        """Note what a micro-batch has changed so far in a chunk of the model, and put the own buffers back.
+    def swap_out(self, micro_batch: int, chunk: int, *, counts: bool = True) -> list[Tensor]:
+        """Record what a micro-batch has changed so far in a chunk of the model, and put the original buffers
+        back.
 
         Args:
-            counts: note it; a part of a backward that is done a second time does not count.
+            counts: whether to record it; False for a part of a backward that is run a second time.
         Returns:
-            What was lent, as it was left.
+            The buffers that were swapped in, as they are now.
         """
-        left = self._now()
+        buffers = self._current()
         if self._places and self._reports and counts:
             self._passed[micro_batch, chunk] = self.change_since(self._base)
-        for (module, name), own in zip(self._places, self._swapped_out, strict=True):
-            module._buffers[name] = own
-        return left
+        for (module, name), original in zip(self._places, self._swapped_out, strict=True):
+            module._buffers[name] = original
+        return buffers
 
     @property
     def change(self) -> Tensor:
         """Sum of the changes that this rank reports, float64 [num_values]."""
-        return self.added(self.changes)
+        return self.sum_changes(self.changes)
 
-    def added(self, changes: Sequence[Tensor]) -> Tensor:
-        """The sum of some changes, float64 [num_values]."""
+    def sum_changes(self, changes: Sequence[Tensor]) -> Tensor:
+        """Return the sum of some changes, float64 [num_values]."""
         if not self._places:
-            return self._nothing  # the same in every step: nobody writes to what has no values
+            # One empty tensor for all steps: nothing can write to a tensor without values.
+            return self._nothing
         return sum(changes, start=self._no_change())
 
     @property
     def changes(self) -> list[Tensor]:
-        """The changes of this rank's micro-batches, one after another, float64 [num_values] each."""
-        passed = dict[int, Tensor]()
+        """Changes of this rank's micro-batches, one after another, float64 [num_values] each."""
+        by_micro_batch = dict[int, Tensor]()
+        # Sorted, so that the order of a schedule does not change the order of additions.
         for (micro_batch, _), change in sorted(self._passed.items(), key=lambda item: item[0]):
-            passed[micro_batch] = passed[micro_batch] + change if micro_batch in passed else change
-        return [*self._changes, *passed.values()]
+            by_micro_batch[micro_batch] = (
+                by_micro_batch[micro_batch] + change if micro_batch in by_micro_batch else change
+            )
+        return [*self._changes, *by_micro_batch.values()]
 
     @property
     def changed(self) -> list[str]:
         """Names of the buffers of which this rank reports a change."""
-        parts = self.change.split([_view_as_real(base).numel() for base in self._base]) if self._base else ()
-        return [name for name, part in zip(self.names, parts, strict=True) if bool(part.any())]
+        slices = self.change.split([_view_as_real(base).numel() for base in self._base]) if self._base else ()
+        return [name for name, change in zip(self.names, slices, strict=True) if bool(change.any())]
 
     def changes_of(self, shards: Sequence[int]) -> list[Tensor]:
-        """As `changes`, and of buffers that follow the first shard nothing of any other.
+        """Return `changes`, with zeros for buffers that follow the first shard in all other shards.
 
         Args:
-            shards: the virtual shards of this rank's micro-batches, in the same order.
+            shards: virtual shards of this rank's micro-batches, in the same order.
         """
         changes = self.changes if self._places else []
         if not changes or "first" not in self._buffer_reductions:
             return changes
         sizes = [_view_as_real(base).numel() for base in self._base]
-        follows = [
-            torch.full((n,), how != "first") for n, how in zip(sizes, self._buffer_reductions, strict=True)
+        masks = [
+            torch.full((n,), reduction != "first")
+            for n, reduction in zip(sizes, self._buffer_reductions, strict=True)
         ]
-        counts = torch.cat(follows).to(changes[0].device)
+        counts = torch.cat(masks).to(changes[0].device)
         return [
             change if shard == 0 else torch.where(counts, change, 0.0)
             for change, shard in zip(changes, shards, strict=True)
         ]
 
     def append_changes(self, others: MicroBatchBuffers) -> None:
-        """Note what the micro-batches of a copy have changed."""
+        """Append what the micro-batches of a copy have changed."""
         self._changes += others.changes
 
-    def reorder(self, places: Sequence[int]) -> None:
-        """Put the changes into another order: first the one at the first of these places."""
+    def reorder(self, indices: Sequence[int]) -> None:
+        """Reorder the changes: the new i-th is the old one at `indices[i]`."""
         if self._changes:
-            self._changes = [self._changes[place] for place in places]
+            self._changes = [self._changes[index] for index in indices]
 
-    def sum_changes_of(self, parts: Sequence[MicroBatchBuffers]) -> None:
-        """Note what the parts of the model have changed in the same micro-batches, each its own buffers."""
+    def sum_changes_of(self, stages: Sequence[MicroBatchBuffers]) -> None:
+        """Record the sum of what stages have changed in the same micro-batches, each in its own buffers."""
         self._changes = [
             sum(micro_batch[1:], start=micro_batch[0])
-            for micro_batch in zip(*(p.changes for p in parts), strict=True)
+            for micro_batch in zip(*(stage.changes for stage in stages), strict=True)
         ]
 
     def end_step(self, change: Tensor, micro_batches: float) -> None:
-        """Apply the mean change, or what the task says; a value that no micro-batch changed keeps its bits.
+        """Apply the reduced change; a value that no micro-batch changed keeps its bits.
 
         Args:
             change: summed over all micro-batches of all ranks, float64 [num_values].
-            micro_batches: how many micro-batches that is.
+            micro_batches: number of these micro-batches.
         """
         if not (self._places and micro_batches):
             return
         pieces = change.split([_view_as_real(base).numel() for base in self._base])
-        for now, base, piece, how in zip(
-            self._now(), self._base, pieces, self._buffer_reductions, strict=True
+        for buffer, base, piece, reduction in zip(
+            self._current(), self._base, pieces, self._buffer_reductions, strict=True
         ):
-            if not now.is_meta:
-                moved = piece / micro_batches if how == "mean" else piece
-                _apply_change(_view_as_real(now), _view_as_real(base), moved.to(now.device))
+            if not buffer.is_meta:
+                reduced = piece / micro_batches if reduction == "mean" else piece
+                _apply_change(_view_as_real(buffer), _view_as_real(base), reduced.to(buffer.device))
 
     def values(self) -> list[Tensor]:
-        """Copies of the buffers as they are."""
+        """Return copies of the buffers."""
         return self._copies()
 
     def change_since(self, before: list[Tensor]) -> Tensor:
-        """The change since earlier `values`, float64 [num_values]."""
-        changes = [_difference(now, base) for now, base in zip(self._now(), before, strict=True)]
+        """Return the change since earlier `values`, float64 [num_values]."""
+        changes = [_difference(buffer, base) for buffer, base in zip(self._current(), before, strict=True)]
         device = self._no_change().device
         return torch.cat([change.to(device) for change in changes]) if changes else self._no_change()
 
     def weighted_change_since(self, before: list[Tensor], micro_batches: float) -> Tensor:
-        """The change since earlier `values` as replicas that were alone add it up, float64 [num_values].
+        """Return the change since earlier `values`, weighted for the sum over replicas that trained alone.
 
-        What a mean is meant of is weighed by this replica's micro-batches; the first shard is one replica's.
+        Buffers that are averaged are weighted by the number of this replica's micro-batches; all others are
+        not.
+
+        Returns:
+            Float64 [num_values].
         """
-        parts = self.change_since(before).split([_view_as_real(base).numel() for base in self._base] or [0])
-        pairs = zip(parts, self._buffer_reductions or ["mean"], strict=True)
-        return torch.cat([part * micro_batches if how == "mean" else part for part, how in pairs])
+        changes = self.change_since(before).split([_view_as_real(base).numel() for base in self._base] or [0])
+        pairs = zip(changes, self._buffer_reductions or ["mean"], strict=True)
+        return torch.cat(
+            [change * micro_batches if reduction == "mean" else change for change, reduction in pairs]
+        )
 
     def reset(self, before: list[Tensor]) -> None:
-        """Restore earlier `values`, and start the step from them."""
+        """Restore earlier `values` and start the step from them."""
         self._base = before
         if self._places:
             self._restore()
 
-    def _now(self) -> list[Tensor]:
-        """The buffers as the modules hold them now: a forward may have replaced one."""
+    def _current(self) -> list[Tensor]:
+        """Return the buffers that the modules hold now; a forward may have replaced one."""
         return [module._buffers[name] for module, name in self._places]  # type: ignore[misc]
 
     def _copies(self) -> list[Tensor]:
-        return [b.detach().clone() for b in self._now()]
+        return [b.detach().clone() for b in self._current()]
 
     def _no_change(self) -> Tensor:
         device = next((base.device for base in self._base if not base.is_meta), None)
@@ -222,8 +239,8 @@ class MicroBatchBuffers:
 
     def _restore(self) -> None:
         with torch.no_grad():
-            for now, base in zip(self._now(), self._base, strict=True):
-                now.copy_(base)
+            for buffer, base in zip(self._current(), self._base, strict=True):
+                buffer.copy_(base)
 
 
 def _owner_and_name(model: nn.Module, name: str) -> tuple[nn.Module, str]:
@@ -232,22 +249,25 @@ def _owner_and_name(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def _view_as_real(b: Tensor) -> Tensor:
-    """Complex values as pairs of real ones."""
+    """Return complex values as pairs of real values."""
     return torch.view_as_real(b) if b.is_complex() else b
 
 
-def _difference(now: Tensor, base: Tensor) -> Tensor:
-    """now - base in float64 [numel]; 0 where they are equal, also for infinities and large integers."""
-    a, b = _view_as_real(now.detach()), _view_as_real(base)
+def _difference(buffer: Tensor, base: Tensor) -> Tensor:
+    """Return now - base in float64 [numel]; 0 where they are equal, also for infinities and large
+    integers.
+    """
+    a, b = _view_as_real(buffer.detach()), _view_as_real(base)
     if a.is_meta:
         return torch.zeros(a.numel(), dtype=torch.float64)
     return torch.where(a == b, 0.0, a.to(torch.float64) - b.to(torch.float64)).reshape(-1)
 
 
-def _apply_change(now: Tensor, base: Tensor, change: Tensor) -> None:
-    """now <- base + change, in base's type; integers are rounded."""
+def _apply_change(buffer: Tensor, base: Tensor, change: Tensor) -> None:
+    """Set the buffer to base + change in the dtype of base; integers are rounded."""
     change = change.view_as(base)
-    moved = base.to(torch.float64) + change
-    moved = moved if base.dtype.is_floating_point else moved.round()
+    values = base.to(torch.float64) + change
+    values = values if base.dtype.is_floating_point else values.round()
     with torch.no_grad():
-        now.copy_(torch.where(change == 0, base, moved.to(base.dtype)))
+        # A round trip over float64 would change large integers, so unchanged values are copied.
+        buffer.copy_(torch.where(change == 0, base, values.to(base.dtype)))

@@ -1,6 +1,8 @@
-"""From a strategy to a placed model: an ordered list of cuts, then one way to run what is left.
+"""Place a model on the ranks of a strategy: apply its partitions in order, then build the runner.
 
-No product of layouts has a name: each cut knows its own word, and what the cuts before it have left.
+Each partition knows only its own strategy word and what the partitions before it have left on a rank, so a
+product of layouts (tensor x pipeline x ZeRO) has no code of its own. The optimizer and the reduction of
+gradients are built elsewhere, from the `ShardedModel` that results.
 """
 
 from __future__ import annotations
@@ -33,12 +35,13 @@ from paceline.state.slot import trained_parameters
 
 @dataclass(frozen=True)
 class ModelLayout:
-    """A model in its place.
+    """Placed model of one rank.
 
     Args:
-        runner: forward and backward.
-        gather: brings what this rank computes with up to date after an update; collective.
-        exit_callbacks: what a session calls when it is closed; the layout outlives its rules.
+        runner: runs forward and backward.
+        gather: updates what this rank computes with after an optimizer step; collective. None if every rank
+            updates all that it computes with.
+        exit_callbacks: called when the session is closed; the layout outlives the sync rules of a run.
     """
 
     runner: ModelRunner
@@ -47,15 +50,17 @@ class ModelLayout:
 
 
 def place_model(context: SessionContext, material: TaskMaterial) -> ModelLayout:
-    """Cut the model, let go of what other ranks hold, and say how the rest is run; collective.
+    """Apply the partitions of the strategy to the model and build what runs the rest; collective.
 
+    Args:
+        material: the whole model; parameters that this rank does not hold are freed in place.
     Raises:
-        StrategyError, TaskError: the model cannot be cut so.
+        StrategyError, TaskError: the model cannot be partitioned in this way.
     """
     exit_callbacks = list[Callable[[], None]]()
-    context = replace(
-        context, close_callbacks=exit_callbacks
-    )  # what cuts gather with stays where the rule changes
+    # Collectives of the partitions stay open when the rule changes, so their callbacks are kept
+    # apart from those of the rule.
+    context = replace(context, close_callbacks=exit_callbacks)
     partitions: list[ModelPartition] = [
         spec.load()(context, material) for spec in context.recipe.strategy.cuts
     ]
@@ -91,16 +96,22 @@ def _call_in_order(calls: Sequence[Callable[[], None]]) -> Callable[[], None]:
 def _stage_transport(
     context: SessionContext, device: torch.device, exit_callbacks: list[Callable[[], None]]
 ) -> StageTransport:
-    """Memory between stages of one host, where the route may be memory; else the backend. Collective."""
-    ahead, in_memory = context.mesh.axes["pipeline"], context.recipe.strategy.path.in_memory
-    back = duplicate_group(ahead, "back") if device.type == "cuda" else None
-    far = NetTransport(ahead, context.net, device, back)
-    links = connect_ranks_of_host(ahead, context.net) if in_memory and device.type == "cpu" else None
+    """Return the transport between stages: shared memory on one host if the route allows it; collective."""
+    forward_group, in_memory = context.mesh.axes["pipeline"], context.recipe.strategy.route_spec.in_memory
+    # NCCL runs the messages of two ranks in one order for each group: sending both ways over one group
+    # can deadlock.
+    backward_group = duplicate_group(forward_group, "back") if device.type == "cuda" else None
+    net_transport = NetTransport(forward_group, context.net, device, backward_group)
+    links = connect_ranks_of_host(forward_group, context.net) if in_memory and device.type == "cpu" else None
     if links is None:
-        return far
-    near = HostMemoryTransport(HostMessenger(context.net, ahead, links))
-    exit_callbacks.append(near.close)
-    return near if len(near.stages) == ahead.size - 1 else MultiHostTransport(near, far)
+        return net_transport
+    memory_transport = HostMemoryTransport(HostMessenger(context.net, forward_group, links))
+    exit_callbacks.append(memory_transport.close)
+    return (
+        memory_transport
+        if len(memory_transport.stages) == forward_group.size - 1
+        else MultiHostTransport(memory_transport, net_transport)
+    )
 
 
 def _build_stage_runner(
@@ -168,6 +179,7 @@ def _build_runner(
 
 
 def _require_cpu(device: torch.device) -> None:
+    """Raise StrategyError if lanes are used on anything but a CPU."""
     if device.type != "cpu":
         raise StrategyError(
             f"lanes are CPU threads, and this rank computes on {device}",

@@ -1,9 +1,8 @@
-"""What the micro-batches of one rank add up to.
+"""Contract of a model runner: forward and backward of some micro-batches, and the sums that it returns.
 
-What a layout gives to a rule: the model as one rank holds it, and forward and backward of some
-micro-batches.
-
-Gradients are named by the slot that the rank computes with. A rank calls `ready` for the slots that it holds.
+A runner is what a layout gives to a sync rule. Gradients are named by the slot that the rank computes with; a
+rank calls `sink.ready` for the slots that it holds and no others. A runner never sees the optimizer, and it
+never communicates gradients: the sink does.
 """
 
 from __future__ import annotations
@@ -24,40 +23,40 @@ from paceline.task import Loss
 
 
 class MetricNames:
-    """Sorted names of the metrics that a loss returns: learned from its first call, then always the same.
+    """Sorted names of the metrics that a loss returns, learned from its first call and fixed from then on.
 
     Args:
-        names: if they are known already.
+        names: the names, if they are already known.
     """
 
     def __init__(self, names: Sequence[str] | None = None) -> None:
-        self.found: tuple[str, ...] | None = None if names is None else tuple(names)
+        self.names: tuple[str, ...] | None = None if names is None else tuple(names)
 
     def check(self, loss: Loss) -> tuple[str, ...]:
-        """The names of this loss.
+        """Return the names of the metrics of this loss.
 
         Raises:
-            TaskError: earlier it had others.
+            TaskError: an earlier loss returned other names.
         """
         names = tuple(sorted(loss.metrics)) if loss.metrics else ()
-        if self.found is None:
-            self.found = names
-        if names != self.found:
+        if self.names is None:
+            self.names = names
+        if names != self.names:
             raise TaskError(
-                f"the loss returned the metrics {list(names)}, earlier {list(self.found)}",
+                f"the loss returned the metrics {list(names)}, earlier {list(self.names)}",
                 next_step="return the same metric names for every batch",
             )
         return names
 
 
 class LossSums:
-    """Running sums of loss, count and metrics, in float64 on the host once read.
+    """Running sums of loss, count and metrics; float64 on the host once read.
 
-    Losses stay on the device until `read`, so adding never waits for it.
+    Losses stay on the device until `read`, so adding one never waits for the device.
 
     Args:
-        names: the metrics, the same in every micro-batch.
-        counts: whether its rows count as micro-batches, or are parts of those that another rank counts.
+        names: of the metrics, the same in every micro-batch.
+        counts: whether the rows are micro-batches of this rank, or parts of those that another rank counts.
     """
 
     def __init__(self, names: MetricNames, *, counts: bool = True) -> None:
@@ -66,49 +65,49 @@ class LossSums:
 
     @property
     def micro_batches(self) -> int:
-        """How many micro-batches were added, and count."""
+        """Number of micro-batches that were added; 0 if another rank counts them."""
         return len(self._rows) if self._counts else 0
 
-    def add(self, loss: Loss, *, joins: bool = False) -> None:
-        """Add one micro-batch.
+    def add(self, loss: Loss, *, continues_micro_batch: bool = False) -> None:
+        """Add the loss of one micro-batch.
 
         Args:
-            joins: it is a further part of the one that was added last.
+            continues_micro_batch: this is a further part of the micro-batch that was added last.
         """
         names = self._names.check(loss)
         row = [loss.total, loss.count]
         if names:
             row += [loss.metrics[name] for name in names]
-        found = [x.detach() if isinstance(x, Tensor) else float(x) for x in row]
-        if joins:
-            found = [a + b for a, b in zip(self._rows.pop(), found, strict=True)]
-        self._rows.append(found)
+        values = [x.detach() if isinstance(x, Tensor) else float(x) for x in row]
+        if continues_micro_batch:
+            values = [a + b for a, b in zip(self._rows.pop(), values, strict=True)]
+        self._rows.append(values)
 
     def extend(self, other: LossSums) -> None:
-        """Add the micro-batches of another step."""
+        """Append the micro-batches of another step."""
         self._rows += other._rows
 
-    def reorder(self, places: Sequence[int]) -> None:
-        """Put the micro-batches into another order: first the one at the first of these places."""
-        self._rows = [self._rows[place] for place in places]
+    def reorder(self, indices: Sequence[int]) -> None:
+        """Reorder the micro-batches: the new i-th is the old one at `indices[i]`."""
+        self._rows = [self._rows[index] for index in indices]
 
     def read(self) -> tuple[float, float, Mapping[str, float]]:
-        """Total, count and metrics over all micro-batches."""
+        """Return the total loss, the count and the metrics, summed over all micro-batches."""
         table = self._table()
         columns = table[0] if len(table) == 1 else self._tensor(table).sum(0).tolist()
-        return columns[0], columns[1], dict(zip(self._names.found or (), columns[2:], strict=True))
+        return columns[0], columns[1], dict(zip(self._names.names or (), columns[2:], strict=True))
 
     def per_micro_batch(self) -> Tensor:
-        """Float64 [micro-batches, 2 + num_metrics] on the host: total, count, metrics."""
+        """Return float64 [micro-batches, 2 + num_metrics] on the host: total, count and metrics of each."""
         return self._tensor(self._table())
 
     def _tensor(self, table: Sequence[Sequence[float]]) -> Tensor:
         if not table:
-            return torch.zeros(0, 2 + len(self._names.found or ()), dtype=torch.float64)
+            return torch.zeros(0, 2 + len(self._names.names or ()), dtype=torch.float64)
         return torch.tensor(table, dtype=torch.float64)
 
     def _table(self) -> list[list[float]]:
-        """The rows as numbers; waits for the device, from which all come in one transfer."""
+        """Return the rows as numbers; waits for the device and moves all values in one transfer."""
         if not (self._rows and self._rows[0][0].is_cuda):
             return [list(map(float, row)) for row in self._rows]
         numbers = iter(_read_scalars([x for row in self._rows for x in row if isinstance(x, Tensor)]))
@@ -116,20 +115,20 @@ class LossSums:
 
 
 def _read_scalars(scalars: list[Tensor]) -> list[float]:
-    """Their values, in one transfer from the device of the first."""
+    """Return the values of scalar tensors, moved in one transfer from the device of the first."""
     device = scalars[0].device
-    found: list[float] = torch.stack([x.to(device, torch.float64).reshape(()) for x in scalars]).tolist()
-    return found
+    values: list[float] = torch.stack([x.to(device, torch.float64).reshape(()) for x in scalars]).tolist()
+    return values
 
 
 def raise_for_too_few_values(error: ValueError, num_samples: int) -> None:
-    """Say in one sentence what PyTorch's BatchNorm says of too few values.
+    """Raise a TaskError in place of PyTorch's error for BatchNorm of a single value.
 
     Args:
-        error: what a forward has raised; another one is left as it is.
-        num_samples: of the micro-batch.
+        error: an error of a forward; any other error is left alone.
+        num_samples: number of samples of the micro-batch.
     Raises:
-        TaskError: a shard of one sample went through a norm over the batch.
+        TaskError: a micro-batch of one sample went through a norm over the batch.
     """
     if "more than 1 value per channel" in str(error):
         raise TaskError(
@@ -141,10 +140,10 @@ def raise_for_too_few_values(error: ValueError, num_samples: int) -> None:
 
 
 def check_loss(loss: Any) -> Loss:
-    """The loss of one batch, if it keeps the contract.
+    """Return the loss of one batch if it keeps the contract of `Task.loss`.
 
     Raises:
-        TaskError: not a `Loss`, or its total is not a scalar tensor.
+        TaskError: it is not a `Loss`, or its total is not a scalar tensor.
     """
     if not isinstance(loss, Loss):
         raise TaskError(
@@ -160,18 +159,19 @@ def check_loss(loss: Any) -> Loss:
 
 
 ModelFunction = Callable[[nn.Module, Any], Any]
-"""`ask(model, batch)` calls the model once, and does what it likes with the result: a loss is one."""
+"""Function of (model, batch) that calls the model exactly once and may use the output freely, like a loss."""
 
 
 class ModelRunner(Protocol):
-    """One rank's share of a replica.
+    """Forward and backward of one rank's part of a replica.
 
     Attributes:
-        sharded_model: what of the model this rank has in memory.
-        metric_names: of the loss; agreed before training.
-        used: names of the parameters that had a gradient here, in a micro-batch of the last `run`.
-        norms: of gradients that were let go of in the last `run`, one for each micro-batch; unread.
-        buffers: of the whole model; those that this rank does not hold do not move here.
+        sharded_model: the part of the model that this rank has in memory.
+        metric_names: of the loss; agreed between ranks before training.
+        used: names of the parameters that had a gradient in a micro-batch of the last `run`.
+        norms: norms of the gradients that were freed in the last `run`, one for each micro-batch, as tensors
+            that were not read yet.
+        buffers: of the whole model; buffers that this rank does not hold never change here.
     """
 
     @property
@@ -188,29 +188,32 @@ class ModelRunner(Protocol):
     def run(
         self, micro_batches: Iterable[LoadedBatch], count: int, sink: GradientSink, scale: float
     ) -> LossSums:
-        """Forward and backward of some micro-batches of one step; every gradient goes to the sink once.
+        """Run forward and backward of some micro-batches of one step; every gradient goes to the sink once.
 
         Args:
             micro_batches: this replica's share of the step, in order.
-            count: how many that is; 0 is allowed.
-            sink: takes every gradient once, or once a micro-batch; None where no micro-batch used the
+            count: number of micro-batches; 0 is allowed.
+            sink: receives every gradient once, or once for each micro-batch; None if no micro-batch used the
                 parameter.
-            scale: what the loss is multiplied with before backward.
+            scale: factor of the loss before backward.
         Returns:
-            Sums over these micro-batches, on one rank of a replica; empty on its others.
+            Sums over these micro-batches on one rank of a replica; empty sums on its other ranks.
         """
 
     def abort(self) -> None:
-        """Drop a half `run`: buffers are those from before it, and no gradient is handed on."""
+        """Drop an unfinished `run`: restore the buffers from before it and hand on no more gradients."""
 
-    def answer(self, micro_batches: Iterable[LoadedBatch], ask: ModelFunction) -> None:
-        """Forward alone of some batches, without gradients or dropout; collective, with as many on all
-        ranks that share the model.
+    def forward_only(self, micro_batches: Iterable[LoadedBatch], function: ModelFunction) -> None:
+        """Run the forward of some batches without gradients or dropout; collective.
+
+        All ranks that share the model pass equally many batches.
 
         Args:
-            ask: gets past its call of the model on ranks that have what the whole model computes: all, or
-                those of the last stage. The first stage ends it there, other stages do not call it.
+            function: called with the model and a batch. It gets past its call of the model only on ranks that
+                have the output of the whole model: all ranks, or those of the last stage. The first stage
+                    ends
+                it at that call, the other stages do not call it.
         """
 
     def evaluate(self, micro_batches: Iterable[LoadedBatch]) -> LossSums:
-        """Loss, count and metrics of held-out micro-batches; empty where `run` returns empty sums."""
+        """Return loss, count and metrics of held-out micro-batches; empty where `run` returns empty sums."""

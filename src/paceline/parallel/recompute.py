@@ -1,22 +1,19 @@
-"""What is around a block's forward when backward repeats it: the modes and the buffers of the first time.
+"""Activation recomputation (memory.recompute): discard activations inside blocks and compute them again in
+backward.
 
-Invariant: a repetition computes what the forward computed, and leaves no trace. A forward that changes a
-persistent buffer, such as the running statistics of BatchNorm, changes it once.
+Invariant: a repetition computes what the forward computed, bit by bit, and leaves no trace: it runs with the
+random numbers, function modes and buffers of the forward, and a forward that changes a persistent buffer
+(such as the running statistics of BatchNorm) changes it once.
 
-Recomputation in segments: of a chain of blocks the input of every s-th one is kept.
-
-A block whose input is the untouched result of the block before it keeps nothing. When backward comes to a
-segment, its blocks run once more from the kept input, which gives the inputs of all of them; then each block
-runs again for its own backward, and its input goes. With L blocks in segments of sqrt(L) that is memory for
-about 2 sqrt(L) inputs and one block, for two more forwards in place of one.
-
-Invariant: whatever the model does between two blocks is not repeated, so a result that went through anything
-else, or was written to, begins a segment. A link knows its own forward alone: forwards may lie in each other,
-on any thread.
+With "segments", the input of every s-th block of a chain is kept. A block whose input is the untouched
+result of the block before it keeps nothing. When backward reaches a segment, its blocks run once more from
+the kept input, which gives the inputs of all of them; then each block runs again for its own backward, and
+its input is freed. With L blocks in segments of sqrt(L), that is memory for about 2 sqrt(L) inputs and one
+block, for two more forwards instead of one. Whatever the model does between two blocks is not repeated, so a
+result that went through anything else, or was written to, begins a segment. A call knows only its own
+forward: forwards may be nested, on any thread.
 
 Source: Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost, arXiv:1604.06174, sections 4.2, 4.4.
-
-Recomputation: the activations inside blocks are discarded, and backward computes them again.
 """
 
 from __future__ import annotations
@@ -42,17 +39,18 @@ _BufferPlace = tuple[dict[str, Tensor | None], str]
 
 
 def checkpoint_contexts(block: nn.Module, modes: Sequence[ContextManager]) -> CheckpointContexts | None:
-    """The `context_fn` of `torch.utils.checkpoint.checkpoint` for one forward; None if nothing is needed.
+    """Return the `context_fn` of `torch.utils.checkpoint.checkpoint` for one forward, or None if it needs
+    none.
 
     Args:
-        modes: that are around the forward; backward runs outside of them.
+        modes: function modes around the forward; backward runs outside of them, so they are entered again.
     """
     places = [] if torch.compiler.is_compiling() else list(_persistent_buffers(block))
     return partial(_make_contexts, places, modes) if places or modes else None
 
 
 def has_checkpoint_contexts(context_fn: object) -> bool:
-    """Whether a checkpoint was given what `checkpoint_contexts` returned."""
+    """Return whether a checkpoint was given what `checkpoint_contexts` returned."""
     return isinstance(context_fn, partial) and context_fn.func is _make_contexts
 
 
@@ -64,22 +62,23 @@ def _make_contexts(
 
 
 class _ForwardContext(AbstractContextManager[None]):
-    """Around the forward: keeps copies of the buffers (BatchNorm counts no version where it changes one)."""
+    """Context manager of the forward, which copies the buffers before it."""
 
     def __init__(self, places: Sequence[_BufferPlace]) -> None:
         self._places = places
         self.before: list[tuple[_BufferPlace, Tensor]] = []
 
     def __enter__(self) -> None:
-        held = [(place, place[0][place[1]]) for place in self._places]
-        self.before = [(place, b.detach().clone()) for place, b in held if b is not None]
+        held = [(buffer_place, buffer_place[0][buffer_place[1]]) for buffer_place in self._places]
+        # Copies, since version counters do not show the changes: BatchNorm does not count its writes.
+        self.before = [(buffer_place, b.detach().clone()) for buffer_place, b in held if b is not None]
 
     def __exit__(self, *_: object) -> None:
         return None
 
 
 class _RecomputeContext(AbstractContextManager[None]):
-    """Around the repetition: buffers are as they were before the forward, and then as they were."""
+    """Context manager of the repetition, with the function modes and buffers of the forward."""
 
     def __init__(self, first: _ForwardContext, modes: Sequence[ContextManager]) -> None:
         self._first, self._modes = first, modes
@@ -88,12 +87,15 @@ class _RecomputeContext(AbstractContextManager[None]):
         self._stack = ExitStack()
         for mode in self._modes:
             self._stack.enter_context(mode)
-        self._now = [(place, place[0][place[1]]) for place, _ in self._first.before]
+        self._current_buffers = [
+            (buffer_place, buffer_place[0][buffer_place[1]]) for buffer_place, _ in self._first.before
+        ]
         for (table, name), copy in self._first.before:
             table[name] = copy.clone()
 
     def __exit__(self, *error: Any) -> None:
-        for (table, name), b in self._now:
+        # The repetition must not change the buffers a second time.
+        for (table, name), b in self._current_buffers:
             table[name] = b
         self._stack.__exit__(*error)
 
@@ -111,28 +113,28 @@ _CONTAINER_TYPES = (tuple, list, dict)
 
 @dataclass(frozen=True)
 class _TensorOrigin:
-    """Which call made a tensor, as which of its results, and how often it had been written to then."""
+    """Call that made a tensor, the index among its results, and the tensor's version at that time."""
 
     link: BlockCall
-    place: int
+    index: int
     version: int
 
 
 @dataclass(frozen=True)
 class _RecomputedArgument:
-    """An argument that is found again: a result of an earlier link."""
+    """Argument that is a result of an earlier call, so it can be computed again."""
 
     link: BlockCall
-    place: int
+    index: int
     requires_grad: bool
 
     def tensor(self) -> Tensor:
-        return self.link.results()[self.place].detach().requires_grad_(self.requires_grad)
+        return self.link.results()[self.index].detach().requires_grad_(self.requires_grad)
 
 
 @dataclass(frozen=True)
 class _SavedArgument:
-    """An argument that is kept."""
+    """Argument that is kept in memory."""
 
     value: Tensor
     version: int
@@ -141,18 +143,18 @@ class _SavedArgument:
     def tensor(self) -> Tensor:
         if self.value._version != self.version:
             raise RuntimeError(
-                "a tensor that a recomputed block was called with was written to before backward needed it"
+                "an input of a recomputed block was changed in place before backward needed it"
             )
         return self.value.detach().requires_grad_(self.requires_grad)
 
 
 class BlockCall:
-    """One call of a block in one forward: run it, then keep as little as finds its arguments again.
+    """One call of a block in one forward, which keeps as little as is needed to compute its arguments again.
 
     Args:
         run: the block's forward.
-        longest: blocks in a segment.
-        contexts: what is around the forward and around its repetitions; see `repetition`.
+        longest: number of blocks in a segment.
+        contexts: context managers of the forward and of its repetitions; see `checkpoint_contexts`.
     """
 
     def __init__(
@@ -164,13 +166,15 @@ class BlockCall:
         kwargs: dict[str, Any],
     ) -> None:
         self._run = run
-        around: tuple[ContextManager, ContextManager] = (
+        context_managers: tuple[ContextManager, ContextManager] = (
             contexts() if contexts else (nullcontext(), nullcontext())
         )
-        self._first, self._repeated = around
+        self._first, self._repeated = context_managers
         self._passed: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
-        self._kept = _map_nested(Tensor, (args, kwargs), lambda t: _recomputed_or_saved(t, longest))
-        self._before = {one.link for one in _iterate_nested(_RecomputedArgument, self._kept)}
+        self._arguments_kept = _map_nested(Tensor, (args, kwargs), lambda t: _recomputed_or_saved(t, longest))
+        self._before = {
+            argument.link for argument in _iterate_nested(_RecomputedArgument, self._arguments_kept)
+        }
         self.depth = 1 + max((link.depth for link in self._before), default=0)
         tensors = list(_iterate_nested(Tensor, (args, kwargs)))
         self.at = tensors[0].new_empty(0) if tensors else torch.empty(0)
@@ -178,25 +182,29 @@ class BlockCall:
         self._results: list[Tensor] | None = None
 
     def __call__(self, _at: Tensor) -> Any:
-        """Run: with what the model passed at first, and later with what is found again, which then goes."""
-        passed, self._passed = self._passed, None
-        if passed is not None:
+        """Run the block: first with the arguments of the model, later with arguments that are computed
+        again.
+        """
+        # Dropped before the first run: holding the arguments would keep the activations alive.
+        first_arguments, self._passed = self._passed, None
+        if first_arguments is not None:
             with self._first:
-                return self._run(*passed[0], **passed[1])
+                return self._run(*first_arguments[0], **first_arguments[1])
         args, kwargs = self._arguments()
         for link in self._before:
             link.forget()
         return self._again(args, kwargs)
 
     def mark(self, results: Any) -> Any:
-        """Let the next block know who made these; a leaf may outlive this forward, and is kept."""
-        for place, t in enumerate(_iterate_nested(Tensor, results)):
+        """Mark the results, so that the next block can find the call that made them."""
+        for index, t in enumerate(_iterate_nested(Tensor, results)):
+            # A leaf may outlive this forward, so it is kept instead.
             if t.grad_fn is not None:
-                setattr(t, _ORIGIN_ATTRIBUTE, _TensorOrigin(self, place, t._version))
+                setattr(t, _ORIGIN_ATTRIBUTE, _TensorOrigin(self, index, t._version))
         return results
 
     def results(self) -> list[Tensor]:
-        """Of the block, found again if they are not there."""
+        """Return the results of the block, computed again if they are not in memory."""
         if self._results is None:
             args, kwargs = self._arguments()
             with saved_tensors_hooks(_save_nothing, _refuse_unpack):
@@ -204,11 +212,11 @@ class BlockCall:
         return self._results
 
     def forget(self) -> None:
-        """The results are not needed again; if they are, they are found again."""
+        """Free the results; they are computed again if they are needed once more."""
         self._results = None
 
     def _again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run with the random numbers of the forward, in its modes and on the buffers that it had."""
+        """Run with the random numbers, modes and buffers of the forward."""
         cpu, (devices, states) = self._random
         with self._repeated, torch.random.fork_rng(devices):
             torch.set_rng_state(cpu)
@@ -216,47 +224,49 @@ class BlockCall:
             return self._run(*args, **kwargs)
 
     def _random_state(self) -> Tensor:
-        """Of the processor's generator, uint8 [5056]; blocks that draw nothing share one."""
-        now = torch.get_rng_state()
+        """Return the state of the CPU generator, uint8 [5056]; blocks that draw nothing share one tensor."""
+        state = torch.get_rng_state()
         known = (link._random[0] for link in self._before)
-        return next((state for state in known if torch.equal(state, now)), now)
+        return next((earlier for earlier in known if torch.equal(earlier, state)), state)
 
     def _arguments(self) -> Any:
-        return _map_nested((_RecomputedArgument, _SavedArgument), self._kept, lambda one: one.tensor())
+        return _map_nested(
+            (_RecomputedArgument, _SavedArgument), self._arguments_kept, lambda argument: argument.tensor()
+        )
 
 
 def _recomputed_or_saved(t: Tensor, longest: int) -> _RecomputedArgument | _SavedArgument:
     origin = getattr(t, _ORIGIN_ATTRIBUTE, None)
     if origin is not None and origin.version == t._version and origin.link.depth < longest:
-        return _RecomputedArgument(origin.link, origin.place, t.requires_grad)
+        return _RecomputedArgument(origin.link, origin.index, t.requires_grad)
     return _SavedArgument(t.detach(), t._version, t.requires_grad)
 
 
 def _save_nothing(t: Tensor) -> None:
-    """Gradients are on, so that the kernels are those of the forward; nothing is saved."""
+    """Save nothing; gradients stay on, so that the kernels are those of the forward."""
 
 
 def _refuse_unpack(saved: None) -> Tensor:
-    raise AssertionError("nothing goes back through a forward that only finds inputs again")
+    raise AssertionError("internal error: backward through a forward that only recomputes inputs")
 
 
 def _iterate_nested(kind: Any, value: Any) -> Iterator[Any]:
-    """What is of a kind in nested arguments or results, in order."""
+    """Yield the objects of a type in nested arguments or results, in order."""
     if isinstance(value, kind):
         yield value
     elif type(value) in _CONTAINER_TYPES:
-        for one in value.values() if type(value) is dict else value:
-            yield from _iterate_nested(kind, one)
+        for item in value.values() if type(value) is dict else value:
+            yield from _iterate_nested(kind, item)
 
 
 def _map_nested(kind: Any, value: Any, change: Callable[[Any], Any]) -> Any:
-    """Nested arguments with everything of a kind changed; what is in other objects stays as it is."""
+    """Return nested arguments with all objects of a type replaced; other objects stay as they are."""
     if isinstance(value, kind):
         return change(value)
     if type(value) is dict:
-        return {name: _map_nested(kind, one, change) for name, one in value.items()}
+        return {name: _map_nested(kind, item, change) for name, item in value.items()}
     return (
-        type(value)(_map_nested(kind, one, change) for one in value)
+        type(value)(_map_nested(kind, item, change) for item in value)
         if type(value) in (tuple, list)
         else value
     )
@@ -266,7 +276,7 @@ Forward = Callable[..., Any]
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 BlockRunner = Callable[[Forward, CheckpointContexts | None, Args, Kwargs], Any]
-"""Runs a forward with its arguments such that backward computes it again, in its contexts."""
+"""Function that runs a forward with its arguments, such that backward computes it again in its contexts."""
 
 
 def recompute_blocks(
@@ -276,16 +286,16 @@ def recompute_blocks(
 
     Args:
         model: changed in place; names of parameters stay.
-        choose: the blocks of a model; by default the entries of every `nn.ModuleList`.
-        how: "blocks" keeps the input of every one of L blocks and runs it twice, "0,1,4" that of the blocks
-            with these numbers; "segments" keeps about sqrt(L) of them and runs most blocks three times
-            (`paceline.parallel.recompute`).
+        choose: returns the blocks of a model; by default the entries of every `nn.ModuleList`.
+        how: "blocks" keeps the input of every block and runs it twice; "0,1,4" does so for the blocks with
+            these numbers; "segments" keeps about sqrt(L) of the inputs of L blocks and runs most blocks
+            three times.
     Returns:
-        Number of blocks that are computed again.
+        Number of blocks that are recomputed.
     Raises:
-        TaskError: there are no blocks, or not so many.
-    Exactness: bitwise; keyed dropout draws the same masks, PyTorch's own has its state restored, and buffers
-    that the forward changes are changed once.
+        TaskError: there are no blocks, or fewer than `how` names.
+    Exactness: bitwise. Keyed dropout draws the same masks, the state of PyTorch's generator is restored, and
+        buffers that the forward changes are changed once.
     Source: Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost, arXiv:1604.06174.
     """
     blocks = recomputed_blocks(model, choose)
@@ -303,28 +313,28 @@ def recompute_blocks(
 
 
 def _parse_block_numbers(written: str, num_blocks: int) -> list[int]:
-    found = [int(n) for n in written.split(",")]
-    if found[-1] >= num_blocks:
+    numbers = [int(n) for n in written.split(",")]
+    if numbers[-1] >= num_blocks:
         raise TaskError(
-            f"memory.recompute names block {found[-1]}, and the model has blocks 0 to {num_blocks - 1}",
+            f"memory.recompute names block {numbers[-1]}, but the model has blocks 0 to {num_blocks - 1}",
             next_step='set memory.recompute = "auto"',
         )
-    return found
+    return numbers
 
 
 def recomputed_blocks(
     model: nn.Module, choose: Callable[[nn.Module], Iterable[nn.Module]] | None
 ) -> list[nn.Module]:
-    """The blocks of a model: those that are chosen, or the entries of every `nn.ModuleList`."""
+    """Return the blocks of a model: those that `choose` returns, or the entries of every `nn.ModuleList`."""
     return list(dict.fromkeys((choose or _module_lists)(model)))
 
 
 def outermost_blocks(
     model: nn.Module, choose: Callable[[nn.Module], Iterable[nn.Module]] | None
 ) -> dict[int, nn.Module]:
-    """By number, the blocks that lie in no other block."""
+    """Return by number the blocks that are inside no other block."""
     blocks = recomputed_blocks(model, choose)
-    inside = {one for block in blocks for one in block.modules() if one is not block}
+    inside = {module for block in blocks for module in block.modules() if module is not block}
     return {number: block for number, block in enumerate(blocks) if block not in inside}
 
 
@@ -335,7 +345,7 @@ def _module_lists(model: nn.Module) -> Iterable[nn.Module]:
 
 
 def _recomputed_class(kind: type[nn.Module], run: BlockRunner) -> type[nn.Module]:
-    """A subclass whose forward is recomputed; unlike a wrapped method it follows a copy of the block."""
+    """Return a subclass whose forward is recomputed; unlike a replaced method it also works in copies."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         plain = partial(kind.forward, self)
@@ -352,7 +362,8 @@ def _checkpoint_block(plain: Forward, contexts: CheckpointContexts | None, args:
 
 
 def _checkpoint_in_segments(num_blocks: int) -> BlockRunner:
-    longest = math.isqrt(num_blocks - 1) + 1  # the root, rounded up
+    # The square root, rounded up.
+    longest = math.isqrt(num_blocks - 1) + 1
 
     def run(plain: Forward, contexts: CheckpointContexts | None, args: Args, kwargs: Kwargs) -> Any:
         link = BlockCall(plain, longest, contexts, args, kwargs)

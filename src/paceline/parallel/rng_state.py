@@ -1,6 +1,8 @@
-"""Everything random in a micro-batch follows from its key.
+"""Random numbers of a micro-batch: seeded from its key, and carried from chunk to chunk of a pipeline.
 
-Where PyTorch's own generator stands, as it goes on from chunk to chunk once somebody has drawn from it.
+Invariant: everything random in a micro-batch follows from its key, so it does not depend on the rank, the
+number of ranks or the order of micro-batches. What is drawn from PyTorch's global generator continues from
+chunk to chunk: a chunk that draws sends the state of its generator to the next one.
 """
 
 from __future__ import annotations
@@ -19,11 +21,12 @@ from paceline.models.dropout import KeyedDropout
 def seed_micro_batch(
     key: int, device: torch.device | None, dropouts: Iterable[KeyedDropout], *, everything: bool = False
 ) -> None:
-    """Seed PyTorch's own generators (not without a device), and give keyed dropout its key.
+    """Seed PyTorch's global generators for a micro-batch and pass its key to keyed dropout.
 
     Args:
-        everything: Python's and NumPy's generators too, which the model or its loss may draw from; it takes
-            some 20 microseconds.
+        device: device of the generators; None leaves them alone, because other threads share them.
+        everything: seed Python's and NumPy's generators, too, which the model or its loss may use; takes
+            about 20 microseconds.
     """
     if device is not None:
         torch.default_generator.manual_seed(key)
@@ -31,38 +34,44 @@ def seed_micro_batch(
         torch.cuda.manual_seed(key)
     if everything:
         random.seed(key)
+        # NumPy takes 32-bit seeds only.
         np.random.seed(key % 2**32)
     for dropout in dropouts:
         dropout.take_key(key)
 
 
 def append_rng_state(
-    found: Sequence[Tensor], fresh: Tensor | None, device: torch.device
+    tensors: Sequence[Tensor], fresh: Tensor | None, device: torch.device
 ) -> tuple[Sequence[Tensor], float]:
-    """What a chunk sends on, and 1.0 if the state of the generator is behind it, since it has moved.
+    """Append the state of the global generator to the tensors that a chunk sends, if the chunk has drawn
+    from it.
 
     Args:
-        fresh: where it stood; None: nobody looks.
+        fresh: state of the generator before the chunk; None if it is not tracked.
+    Returns:
+        The tensors to send, and 1.0 if the state is the last of them, else 0.0.
     """
-    now = torch.default_generator.get_state() if fresh is not None else None
-    if now is None or fresh is None or torch.equal(now, fresh):
-        return found, 0.0
-    return [*found, now.to(device)], 1.0
+    state = torch.default_generator.get_state() if fresh is not None else None
+    if state is None or fresh is None or torch.equal(state, fresh):
+        return tensors, 0.0
+    return [*tensors, state.to(device)], 1.0
 
 
 def require_unchanged_rng(earlier_state: Tensor | None) -> None:
-    """What is drawn for a part of a micro-batch is not what is drawn for that part of the whole.
+    """Require that the forward of a part of a micro-batch has not used the global generator.
+
+    Numbers drawn for a part differ from those drawn for the same samples in the whole micro-batch.
 
     Args:
-        earlier_state: where the generator was before; None: nobody looks.
+        earlier_state: state of the generator before the forward; None if it is not tracked.
     Raises:
-        TaskError: it has moved since.
+        TaskError: the generator has advanced since.
     """
     if earlier_state is not None and not torch.equal(
         torch.default_generator.get_state(), earlier_state.cpu()
     ):
         raise TaskError(
-            "the forward draws from PyTorch's own generator, as nn.Dropout does, and a part of a micro-batch"
-            " would draw other numbers than the whole",
-            next_step="use paceline.models.KeyedDropout, or leave that stage's micro-batches whole (1)",
+            "the forward draws from PyTorch's global generator, as nn.Dropout does, and a part of a"
+            " micro-batch would draw other numbers than the whole",
+            next_step="use paceline.models.KeyedDropout, or set 1 in rechunk for that stage",
         )

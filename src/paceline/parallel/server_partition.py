@@ -1,10 +1,11 @@
-"""Which server holds which rows of which tensor. Pure: no tensor, no group.
+"""Partition of parameters and optimizer state over servers: which server holds which rows of which tensor.
 
-A tensor is cut along one dimension into as many pieces as its partitioner says, at most one for each server;
-the largest tensors go first, and their pieces to the servers that have least. Invariant: every value is on
-exactly one server, and a server has one run of rows of a tensor at most.
+A tensor is split along one dimension into as many pieces as the partitioner returns, at most one for each
+server. The largest tensors are placed first, and their pieces on the servers with the smallest load.
+Invariant: every value is on exactly one server, and a server has at most one run of rows of a tensor.
+Planning is pure: no tensor is read.
 
-Source: TensorFlow 2, `tf.distribute.experimental.partitioners` (fixed, min-size, max-size), for the numbers
+Sources: TensorFlow 2, `tf.distribute.experimental.partitioners` (fixed, min-size, max-size), for the numbers
 of pieces; Graham 1969, Bounds on Multiprocessing Timing Anomalies, for the order (longest first).
 """
 
@@ -21,18 +22,19 @@ from paceline.state.slot import TensorSlot, trained_parameters
 
 if TYPE_CHECKING:
     from paceline.parallel.session_context import SessionContext, TaskMaterial
+    from paceline.recipe.strategy_text import PieceSize
 
 RowsByServer = tuple[tuple[int, int] | None, ...]
-"""By server, the rows that it has of a tensor; None: nothing."""
+"""Rows [start, stop) of a tensor by server; None if a server has no rows."""
 
 
 @dataclass(frozen=True)
 class TensorExtent:
-    """A tensor as a partitioner sees it.
+    """Size of a tensor as a partitioner sees it.
 
     Args:
-        rows: places along the dimension that is cut; 1: it cannot be cut.
-        num_bytes: of all of them.
+        rows: length of the dimension that is split; 1 if the tensor cannot be split.
+        num_bytes: of all rows.
     """
 
     rows: int
@@ -40,61 +42,60 @@ class TensorExtent:
 
 
 Partitioner = Callable[[TensorExtent, int], int]
-"""How many pieces a tensor is cut into, for so many servers."""
+"""Function from a tensor and the number of servers to the number of pieces."""
 
 
 def one_piece_per_server(extent: TensorExtent, num_servers: int) -> int:
-    """One piece for each server."""
+    """Return one piece for each server."""
     return num_servers
 
 
 def pieces_of_min_bytes(fewest_bytes: int) -> Partitioner:
-    """As many pieces as have so many bytes or more each."""
+    """Return a partitioner into as many pieces as have at least `fewest_bytes` bytes each."""
     return lambda extent, num_servers: extent.num_bytes // fewest_bytes
 
 
 def pieces_of_max_bytes(most_bytes: int) -> Partitioner:
-    """As few pieces as have so many bytes or fewer each, where there are servers for that."""
+    """Return a partitioner into as few pieces as have at most `most_bytes` bytes each."""
     return lambda extent, num_servers: -(-extent.num_bytes // most_bytes)
 
 
-def parse_partitioner(word: str) -> Partitioner:
-    """What a partitioner is called in a strategy: `one_piece_per_server`, `min-size:BYTES`, `max-size:BYTES`."""
-    kind, _, argument = word.partition(":")
-    return {
-        "fixed": lambda n: one_piece_per_server,
-        "min-size": pieces_of_min_bytes,
-        "max-size": pieces_of_max_bytes,
-    }[kind](int(argument or 0))
+def make_partitioner(size: PieceSize) -> Partitioner:
+    """Return the partitioner for the `partition` of a strategy."""
+    if size.at_least is not None:
+        return pieces_of_min_bytes(size.at_least)
+    return one_piece_per_server if size.at_most is None else pieces_of_max_bytes(size.at_most)
 
 
 def plan_partition(
     extents: Mapping[str, TensorExtent], num_servers: int, pieces: Partitioner
 ) -> dict[str, RowsByServer]:
-    """By tensor, the rows of every server.
+    """Return the rows of every server, by the name of the tensor.
 
     Args:
         extents: by name.
         num_servers: at least 1.
-        pieces: the partitioner; what it says is kept between 1 and what can be cut or held.
+        pieces: the partitioner; its result is limited to at least 1 piece and at most one for each server
+            and row.
     """
     load = [0.0] * num_servers
-    found: dict[str, RowsByServer] = {}
-    for name, extent in sorted(extents.items(), key=lambda one: (-one[1].num_bytes, one[0])):
+    rows_by_name: dict[str, RowsByServer] = {}
+    for name, extent in sorted(extents.items(), key=lambda item: (-item[1].num_bytes, item[0])):
         count = max(1, min(pieces(extent, num_servers), num_servers, extent.rows))
         spans = sorted(
-            (even_span(extent.rows, count, place) for place in range(count)), key=lambda s: s[0] - s[1]
+            (even_span(extent.rows, count, index) for index in range(count)), key=lambda s: s[0] - s[1]
         )
+        # The smallest load first; the index makes ties equal on all ranks.
         servers = sorted(range(num_servers), key=lambda server: (load[server], server))
-        mine = dict(zip(servers, spans, strict=False))
-        found[name] = tuple(mine.get(server) for server in range(num_servers))
-        for server, (start, stop) in mine.items():
+        span_by_server = dict(zip(servers, spans, strict=False))
+        rows_by_name[name] = tuple(span_by_server.get(server) for server in range(num_servers))
+        for server, (start, stop) in span_by_server.items():
             load[server] += extent.num_bytes * (stop - start) / max(1, extent.rows)
-    return found
+    return rows_by_name
 
 
 def bytes_by_server(extents: Mapping[str, TensorExtent], plan: Mapping[str, RowsByServer]) -> list[int]:
-    """How many bytes every server holds."""
+    """Return the bytes that every server holds."""
     num_servers = len(next(iter(plan.values())))
     return [
         sum(
@@ -108,11 +109,12 @@ def bytes_by_server(extents: Mapping[str, TensorExtent], plan: Mapping[str, Rows
 
 @dataclass(frozen=True)
 class ServerTransform:
-    """What is updated, spread over servers; they and all workers hold whole what is computed with.
+    """Updated tensors, spread over servers; servers and workers all hold the whole tensors that they compute
+    with.
 
     Args:
         plan: by name, the rows of every server.
-        dims: by name, the dimension that is cut; the first where none is named.
+        dims: by name, the dimension that is split; the first if not named.
     Source: Li et al. 2014, Scaling Distributed Machine Learning with the Parameter Server, OSDI, section 4.2.
     """
 
@@ -121,10 +123,12 @@ class ServerTransform:
     axis = "replica"
 
     def cut(self, held: TensorPlacement, coordinate: int) -> TensorPlacement | None:
-        """A server updates its rows; workers, which come after the servers, update nothing."""
+        """Let a server update its rows; workers, whose coordinates follow those of the servers, update
+        nothing.
+        """
         spans: Sequence[tuple[int, int] | None] = (*self.plan[held.computes.name], None)
-        parts = tuple(self._part(held.computes, span) for span in spans)
-        return replace(held, parts=parts, place=min(coordinate, len(spans) - 1))
+        slots = tuple(self._part(held.computes, span) for span in spans)
+        return replace(held, parts=slots, place=min(coordinate, len(spans) - 1))
 
     def _part(self, slot: TensorSlot, span: tuple[int, int] | None) -> TensorSlot | None:
         if span is None:
@@ -135,7 +139,7 @@ class ServerTransform:
 
 
 def partition_among_servers(context: SessionContext, material: TaskMaterial) -> ModelPartition:
-    """What is updated, by the strategy's partitioner; its bytes on every server are told.
+    """Return the partition of what is updated over servers, and note the bytes on each.
 
     Raises:
         StrategyError: a server would hold nothing.
@@ -145,12 +149,13 @@ def partition_among_servers(context: SessionContext, material: TaskMaterial) -> 
         slot.name: TensorExtent(p.shape[dims[slot.name]] if p.dim() else 1, p.numel() * p.element_size())
         for slot, p in trained_parameters(material.model).items()
     }
-    plan = plan_partition(extents, strategy.servers, parse_partitioner(strategy.partition))
-    held = bytes_by_server(extents, plan)
-    if not all(held):
+    plan = plan_partition(extents, strategy.servers, make_partitioner(strategy.piece_size))
+    num_bytes = bytes_by_server(extents, plan)
+    if not all(num_bytes):
         raise StrategyError(
-            f"partition={strategy.partition} leaves nothing to server {held.index(0)} of {strategy.servers}",
-            next_step="take fewer servers, or partition=fixed",
+            f"partition={strategy.partition} leaves server {num_bytes.index(0)} of {strategy.servers} without"
+            " parameters",
+            next_step="use fewer servers, or partition=fixed",
         )
-    context.note("servers", {"partition": strategy.partition, "bytes": held})
+    context.note("servers", {"partition": strategy.partition, "bytes": num_bytes})
     return ModelPartition(ServerTransform(plan, dims))

@@ -1,7 +1,8 @@
-"""What one rank holds of a model: its own parts are in memory, everything else has a name and a shape only.
+"""The part of a model that one rank holds, and how a strategy word partitions a model.
 
-Invariant: the modules and names are those of the whole model. A tensor that this rank does not hold lies on
-the `meta` device, so that nothing reads an old value by mistake, and nothing pays for it.
+Invariant: modules and names are those of the whole model. A tensor that this rank does not hold is on the
+`meta` device, so nothing can read an outdated value of it, and it takes no memory. What the rank holds is
+decided in `placement`; this file only allocates, frees and slices.
 """
 
 from __future__ import annotations
@@ -29,11 +30,12 @@ if TYPE_CHECKING:
 
 
 class ParameterLifecycle(Protocol):
-    """What has to be done around the use of a model that is not all in memory.
+    """Hooks around the use of a model whose parameters are not always in memory.
 
     Attributes:
         gathers: whether there is anything to do.
-        pace: what ranks tell each other where they wait for each other during backward; None: they do not.
+        pace: counts of scatters that ranks exchange where they wait for each other during backward; None if
+            they do not.
     """
 
     @property
@@ -42,34 +44,34 @@ class ParameterLifecycle(Protocol):
     def pace(self) -> ScatterPacer | None: ...
 
     def begin(self) -> None:
-        """A run begins, or, where gradients are off, an evaluation; collective."""
+        """Begin a run, or an evaluation if gradients are off; collective."""
 
     def next(self) -> None:
-        """Before each micro-batch; collective. Ranks without one take part in `end`."""
+        """Prepare for a micro-batch; collective. Ranks without one take part in `end`."""
 
     def end(self) -> None:
-        """After the last micro-batch; collective: also waits for ranks that have more."""
+        """End the run; collective: also waits for ranks that have more micro-batches."""
 
     def drop(self) -> None:
-        """The run has failed; nothing is waited for."""
+        """Release everything after a failed run, without waiting for other ranks."""
 
 
 class ResidentParameters:
-    """The use of a model that is in memory."""
+    """Lifecycle of a model that is always in memory."""
 
     gathers, pace = False, None
 
     def begin(self) -> None:
-        """See `ParameterLifecycle`."""
+        pass
 
     def next(self) -> None:
-        """See `ParameterLifecycle`."""
+        pass
 
     def end(self) -> None:
-        """See `ParameterLifecycle`."""
+        pass
 
     def drop(self) -> None:
-        """See `ParameterLifecycle`."""
+        pass
 
 
 @dataclass(frozen=True)
@@ -77,16 +79,16 @@ class ShardedModel:
     """One rank's part of a model.
 
     Args:
-        model: the modules; names are those of the whole.
-        slots: all trained tensors of the model, whole, in its order, whoever holds them.
-        held: what this rank holds of them, by name.
-        computes: what it computes with.
-        updates: what its optimizer updates; a part shares its memory with what it is a part of, unless the
-            rank keeps its part only.
-        buffer_axes: axes by which buffers are cut: only some ranks hold one.
-        use: what is done around every use.
-        seen: makes the block in which the model is run on a batch, forward and backward; what comes out of
-            it is the part of the batch that this rank runs.
+        model: the modules; names are those of the whole model.
+        slots: all trained tensors of the model, whole, in its order, whichever rank holds them.
+        held: placements of the tensors that this rank holds, by name.
+        computes: parameters that it computes with.
+        updates: parameters that its optimizer updates; each is a view of what it is a part of, unless the
+            rank keeps only the part that it updates.
+        buffer_axes: axes over which buffers are split: only some ranks hold one.
+        use: hooks around every use of the model.
+        seen: returns the context manager in which the model runs on a batch, forward and backward; it yields
+            the part of the batch that this rank runs.
     """
 
     model: nn.Module
@@ -100,34 +102,35 @@ class ShardedModel:
 
     @property
     def parts(self) -> dict[TensorSlot, tuple[TensorSlot | None, ...]]:
-        """By what is computed with, the part of every rank of the shard axis."""
-        return {one.computes: one.parts for one in self.held.values()}
+        """Parts of every rank of the shard axis, by the tensor that is computed with."""
+        return {placement.computes: placement.parts for placement in self.held.values()}
 
     @cached_property
     def device(self) -> torch.device:
-        """Where this rank computes."""
-        found = chain(self.computes.values(), self.model.parameters(), self.model.buffers())
-        return next((t.device for t in found if not t.is_meta), torch.device("cpu"))
+        """Device on which this rank computes."""
+        tensors = chain(self.computes.values(), self.model.parameters(), self.model.buffers())
+        return next((t.device for t in tensors if not t.is_meta), torch.device("cpu"))
 
     @property
     def reduction_axes(self) -> frozenset[str]:
-        """Axes over which some gradient is summed by a reduction; stages and tensor ranks meet before."""
-        axes = frozenset(axis for one in self.held.values() for axis in one.sums)
+        """Axes over which the reduction sums gradients; stages and tensor ranks sum before it."""
+        axes = frozenset(axis for placement in self.held.values() for axis in placement.sums)
         return axes - {"pipeline", "tensor"}
 
     @property
     def frees_gradients(self) -> bool:
-        """Whether a gradient is let go of with every micro-batch, once it was handed on."""
-        return any(one.frees_gradients for one in self.held.values())
+        """Whether a gradient is freed after every micro-batch, once it was handed on."""
+        return any(placement.frees_gradients for placement in self.held.values())
 
     @property
     def updates_partially(self) -> bool:
-        """Whether this rank, or one that shares its tensors, updates less than all of one."""
-        return any(part is not None and not part.is_whole for one in self.held.values() for part in one.parts)
+        """Whether this rank, or one that shares its tensors, updates only a part of one."""
+        slots = (slot for placement in self.held.values() for slot in placement.parts)
+        return any(slot is not None and not slot.is_whole for slot in slots)
 
 
 def unsharded_model(model: nn.Module) -> ShardedModel:
-    """A model of which this rank holds, and updates, everything."""
+    """Return a model of which this rank holds and updates everything."""
     return shard_model(model, ModelPlacement(tuple(trained_parameters(model))), {})
 
 
@@ -139,48 +142,50 @@ def shard_model(
     links: Iterable[nn.Module] | None = None,
     make: ParameterFactory | None = None,
 ) -> ShardedModel:
-    """Let go of what another rank holds, and make what has no memory yet; the model is changed in place.
+    """Free what other ranks hold and allocate what has no memory yet; changes the model in place.
 
     Args:
-        model: whole, in memory or with a shape only.
-        coordinates: of this rank.
-        links: the modules that this rank runs; all if None.
-        make: the values of a part of a parameter that has no memory.
+        model: the whole model, in memory or on `meta`.
+        coordinates: mesh coordinates of this rank.
+        links: modules that this rank runs; None for all.
+        make: returns the values of a part of a parameter that has no memory.
     Raises:
-        TaskError: a parameter has hooks that would not see the part of it that is left.
+        TaskError: a parameter has hooks, which would see only the part of it that is left.
     """
-    held, kept = placement.at(coordinates), {id(p) for p in model.parameters()}
+    held, kept_ids = placement.at(coordinates), {id(p) for p in model.parameters()}
     by_name = {slot.name: p for slot, p in trained_parameters(model).items()}
     if links is not None:
         modules = [m for link in links for m in link.modules()]
-        kept = {id(t) for m in modules for t in (*m._parameters.values(), *m._buffers.values())}
-        move_to_meta(model, kept)
-    made: dict[int, nn.Parameter] = {}
+        kept_ids = {id(t) for m in modules for t in (*m._parameters.values(), *m._buffers.values())}
+        # Freed before anything is allocated below, so the peak is never more than the whole model.
+        move_to_meta(model, kept_ids)
+    replacements: dict[int, nn.Parameter] = {}
     computes: dict[TensorSlot, nn.Parameter] = {}
     updates: dict[TensorSlot, nn.Parameter] = {}
-    for name, one in held.items():
+    for name, placed in held.items():
         values = _parameter_values(by_name[name], make)
-        p = _computed_parameter(by_name[name], one, values)
+        p = _computed_parameter(by_name[name], placed, values)
         if p is not by_name[name]:
-            made[id(by_name[name])] = p
-        computes[one.computes] = p
-        if one.updates is not None:
-            updates[one.updates] = _updated_parameter(p, one, values)
+            replacements[id(by_name[name])] = p
+        computes[placed.computes] = p
+        if placed.updates is not None:
+            updates[placed.updates] = _updated_parameter(p, placed, values)
     for name, p in model.named_parameters():
-        if p.is_meta and not p.requires_grad and make is not None and id(p) in kept:
-            made[id(p)] = nn.Parameter(make(TensorSlot.whole(name, p)), requires_grad=False)
-    replace_parameters(model, made)
+        # Frozen parameters are in no placement, as nothing reduces or updates them: they are made whole.
+        if p.is_meta and not p.requires_grad and make is not None and id(p) in kept_ids:
+            replacements[id(p)] = nn.Parameter(make(TensorSlot.whole(name, p)), requires_grad=False)
+    replace_parameters(model, replacements)
     axes = frozenset({"pipeline"}) if links is not None else frozenset[str]()
     return ShardedModel(model, placement.slots, held, computes, updates, axes)
 
 
-def move_to_meta(model: nn.Module, kept: Collection[int]) -> None:
-    """Put every parameter and buffer on `meta` but those whose `id` is kept; tied ones stay tied."""
+def move_to_meta(model: nn.Module, kept_ids: Collection[int]) -> None:
+    """Move every parameter and buffer to `meta` except those whose `id` is in `kept`; tied ones stay tied."""
     empty: dict[int, Tensor] = {}
     for module in model.modules():
         for table in (module._parameters, module._buffers):
             for name, value in table.items():
-                if value is not None and id(value) not in kept:
+                if value is not None and id(value) not in kept_ids:
                     table[name] = empty.setdefault(id(value), _meta_tensor(value))  # type: ignore[assignment]
 
 
@@ -191,23 +196,25 @@ def _meta_tensor(value: Tensor) -> Tensor:
 
 
 ParameterFactory = Callable[[TensorSlot], Tensor]
-"""Makes the values of a part of a parameter."""
+"""Function that returns the values of a part of a parameter."""
 
 
 def _parameter_values(p: nn.Parameter, make: ParameterFactory | None) -> ParameterFactory:
-    """Where the values of a parameter come from."""
+    """Return the function that makes the values of a part of a parameter."""
     if not p.is_meta:
         return lambda slot: p.detach()[slot.index]
     if make is None:
         raise TaskError(
-            "the model was built without memory, and nothing says how its parameters are made",
-            next_step="pass Task(initialize=paceline.models.InitializeByName(...)), or build it as usual",
+            "the model was built on the meta device, and the task cannot initialize its parameters",
+            next_step="pass Task(initialize=paceline.models.InitializeByName(...)), or build it on the CPU",
         )
     return make
 
 
 def _computed_parameter(p: nn.Parameter, held: TensorPlacement, values: ParameterFactory) -> nn.Parameter:
-    """What the rank computes with: the parameter, made if it has no memory, or a part of it."""
+    """Return what the rank computes with: the parameter itself, allocated if it is on `meta`, or a part of
+    it.
+    """
     slot = held.computes
     if slot.is_whole and not p.is_meta:
         return p
@@ -215,39 +222,45 @@ def _computed_parameter(p: nn.Parameter, held: TensorPlacement, values: Paramete
     if held.kept:
         return nn.Parameter(values(slot).clone(), p.requires_grad)
     empty = torch.empty(slot.sizes, dtype=p.dtype)
-    empty.untyped_storage().resize_(0)  # it comes when it is used
+    # ZeRO 3 allocates the memory when a gather needs it.
+    empty.untyped_storage().resize_(0)
     return nn.Parameter(empty, p.requires_grad)
 
 
 def _updated_parameter(p: nn.Parameter, held: TensorPlacement, values: ParameterFactory) -> nn.Parameter:
-    """What the optimizer gets: the parameter, a part that shares its memory, or a part of its own."""
-    own = held.updates
-    assert own is not None
+    """Return what the optimizer gets: the parameter, a view of a part of it, or a part with memory of its
+    own.
+    """
+    updated = held.updates
+    assert updated is not None
     if not held.kept:
-        return nn.Parameter(values(own).clone())
-    if own.part == held.computes.part:  # all of it, whoever else has none: what knows the module knows this
+        return nn.Parameter(values(updated).clone())
+    if updated.part == held.computes.part:
+        # The same object even if other ranks have no part: code that knows the module must find its
+        # parameter in
+        # the optimizer.
         return p
-    return nn.Parameter(p.detach()[own.inside(held.computes)])
+    return nn.Parameter(p.detach()[updated.inside(held.computes)])
 
 
 def _require_no_hooks(p: nn.Parameter, slot: TensorSlot) -> None:
     if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
         raise TaskError(
-            f"'{slot.name}' has gradient hooks, and this rank would hold a part of it only",
+            f"'{slot.name}' has gradient hooks, and this rank would hold only a part of it",
             next_step="leave it out of the tensor plan, or remove the hooks",
         )
 
 
 def copy_to_meta(model: nn.Module) -> nn.Module:
-    """A copy of a model all of whose tensors have a shape only."""
+    """Return a copy of a model whose tensors are all on `meta`."""
     tensors = [*model.parameters(), *model.buffers()]
     known: dict[int, Any] = {id(t): _meta_like(t) for t in tensors}
     return copy.deepcopy(model, known)
 
 
 def _meta_like(t: Tensor) -> Tensor:
-    found = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
-    return nn.Parameter(found, t.requires_grad) if isinstance(t, nn.Parameter) else found
+    empty = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+    return nn.Parameter(empty, t.requires_grad) if isinstance(t, nn.Parameter) else empty
 
 
 def _keep_model(sharded_model: ShardedModel) -> ShardedModel:
@@ -256,13 +269,14 @@ def _keep_model(sharded_model: ShardedModel) -> ShardedModel:
 
 @dataclass(frozen=True)
 class ModelPartition:
-    """One cut of a model, as its word makes it.
+    """Partition of a model by one word of a strategy.
 
     Args:
         transform: what it leaves to each rank.
-        stage: the stage of this rank, if the cut is into stages.
-        prepare: changes modules, or what is done around their use, once the rank has let go of the rest.
-        gather: makes what is called after every update.
+        stage: the stage of this rank, if the model is split into stages.
+        prepare: changes modules, or the hooks around their use, after the rank has freed what it does not
+            hold.
+        gather: returns the function that is called after every update; None if there is nothing to gather.
     """
 
     transform: PlacementTransform
@@ -272,7 +286,7 @@ class ModelPartition:
 
 
 def outermost_dims(model: nn.Module) -> dict[str, int]:
-    """By name, the dimension along which a part of a trained tensor is one run of memory."""
+    """Return by name the dimension along which a part of a trained tensor is contiguous in memory."""
     return {
         slot.name: max(range(p.dim()), key=lambda d: (p.stride(d), -d)) if p.dim() else 0
         for slot, p in trained_parameters(model).items()
@@ -280,6 +294,9 @@ def outermost_dims(model: nn.Module) -> dict[str, int]:
 
 
 def refuse_compile(context: SessionContext, word: str) -> None:
+    """Raise StrategyError if `runtime.compile` is set: the word would change modules after they were
+    traced.
+    """
     if context.recipe.runtime.compile:
         raise StrategyError(
             f"runtime.compile traces the model once, and {word} changes how its modules run",
@@ -288,7 +305,10 @@ def refuse_compile(context: SessionContext, word: str) -> None:
 
 
 def allocate_copy(link: nn.Module) -> nn.Module:
-    """A copy; parameters without memory get some, with small values, and buffers with zeros."""
+    """Return a copy of a module in training mode, with memory for all of its tensors.
+
+    Parameters on `meta` get small random values, buffers on `meta` get zeros.
+    """
     twin = copy.deepcopy(link).train()
     for module in twin.modules():
         for name, p in module._parameters.items():
@@ -302,7 +322,7 @@ def allocate_copy(link: nn.Module) -> nn.Module:
 
 
 def sample_input(sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """An input of a module: numbers of ordinary size, or zeros where it holds none."""
+    """Return an input for a module: standard normal values, or zeros for integer dtypes."""
     if not dtype.is_floating_point:
         return torch.zeros(sizes, dtype=dtype)
     return torch.randn(sizes, dtype=dtype)

@@ -1,4 +1,8 @@
-"""Hashes of the state: of a whole, which do not depend on the layout, and of what each rank holds of it."""
+"""Hashes of the training state: of the whole, independent of the layout, and of what ranks hold in common.
+
+Invariant: the hash of the whole state is equal for every layout that holds the same bits. Hashing gathers one
+slice at a time, so it needs no memory for a whole model.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +23,16 @@ from paceline.state.train_state import TrainState
 
 
 def tensor_sha256(x: Tensor) -> str:
-    """SHA-256, in hex, of dtype, shape and bytes in row-major order."""
-    found = hashlib.sha256(f"{x.dtype} {tuple(x.shape)} ".encode())
-    found.update(x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return found.hexdigest()
+    """Return the SHA-256, in hex, of dtype, shape and bytes in row-major order."""
+    sha = hashlib.sha256(f"{x.dtype} {tuple(x.shape)} ".encode())
+    sha.update(x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return sha.hexdigest()
 
 
 def state_sha256(tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256, in hex, of a whole state: of the names and hashes of its tensors, by name.
+    """Return the SHA-256, in hex, of the names and hashes of all tensors of a whole state, sorted by name.
 
-    Equal for every layout, number of ranks and of lanes that holds these bits.
+    It is equal for every layout, number of ranks and number of lanes that holds these bits.
     """
     return _combine_sha256({name: tensor_sha256(tensor) for name, tensor in tensors.items()})
 
@@ -40,12 +44,12 @@ def _combine_sha256(shas: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True)
 class StateDivergence:
-    """Ranks that should hold the same bits and do not.
+    """Ranks that should hold the same bits but do not.
 
     Args:
-        tensor: its name in the state; the first in the order of the state.
-        ranks: those that differ from most; all of them if no bits are held by most.
-        step: after which it was seen.
+        tensor: name of the first such tensor in the order of the state.
+        ranks: ranks that differ from the majority; all of them if no majority agrees.
+        step: step after which it was found.
     """
 
     tensor: str
@@ -53,23 +57,26 @@ class StateDivergence:
     step: int
 
     def __str__(self) -> str:
-        who = f"rank {self.ranks[0]} differs" if len(self.ranks) == 1 else f"ranks {self.ranks} differ"
-        return f"{who} in '{self.tensor}' after step {self.step}"
+        ranks = f"rank {self.ranks[0]} differs" if len(self.ranks) == 1 else f"ranks {self.ranks} differ"
+        return f"{ranks} in '{self.tensor}' after step {self.step}"
 
 
 def find_divergence(state: TrainState, mesh: Mesh, net: Net) -> StateDivergence | None:
     """Compare what ranks hold in common; collective, equal on every rank.
 
+    Returns:
+        The first divergence, or None if all copies are equal.
     Wire: one all_gather of about 100 bytes for each tensor of the state.
     """
+    # Hashes travel instead of tensors.
     mine = [_hash_piece(piece) for piece in state.replicated_pieces()]
     tables = [json.loads(text) for text in all_gather_texts(json.dumps(mine), mesh.world, net)]
-    held: dict[tuple[str, str], dict[int, str]] = {}
+    sha_by_rank: dict[tuple[str, str], dict[int, str]] = {}
     for rank, table in enumerate(tables):
-        for name, part, sha in table:
-            held.setdefault((name, part), {})[rank] = sha
-    for (name, _), found in held.items():
-        wrong = _diverging_ranks(found)
+        for name, box, sha in table:
+            sha_by_rank.setdefault((name, box), {})[rank] = sha
+    for (name, _), shas in sha_by_rank.items():
+        wrong = _diverging_ranks(shas)
         if wrong:
             return StateDivergence(name, wrong, state.step - 1)
     return None
@@ -79,25 +86,26 @@ def _hash_piece(piece: TensorPiece) -> tuple[str, str, str]:
     return piece.slot.name, str(piece.slot.part), tensor_sha256(piece.tensor)
 
 
-def _diverging_ranks(found: Mapping[int, str]) -> list[int]:
-    """Ranks without the bits that most hold; all, if no bits are held by most."""
-    shas = list(found.values())
-    most = max(set(shas), key=shas.count)
-    if shas.count(most) == len(shas):
+def _diverging_ranks(sha_by_rank: Mapping[int, str]) -> list[int]:
+    """Return the ranks whose bits differ from the majority; all of them if there is no majority."""
+    shas = list(sha_by_rank.values())
+    majority = max(set(shas), key=shas.count)
+    if shas.count(majority) == len(shas):
         return []
-    clear = 2 * shas.count(most) > len(shas)
-    return [rank for rank, sha in found.items() if sha != most or not clear]
+    is_majority = 2 * shas.count(majority) > len(shas)
+    return [rank for rank, sha in sha_by_rank.items() if sha != majority or not is_majority]
 
 
 def whole_sha256(state: TrainState, mesh: Mesh, net: Net) -> str:
-    """The hash of the whole state; collective, equal on every rank, which has one slice of it at a time.
+    """Return the hash of the whole state; collective, equal on every rank, which holds one slice of it at a
+    time.
 
     Wire: as `take_snapshot`, and a table of names for every slice.
     """
     shas: dict[str, str] = {}
     pieces = state.pieces()
-    for group, apart in ((mesh.inside, False), (mesh.world, True)):
-        own = [piece for piece in pieces if ("replica" in piece.slot.axes) == apart]
-        for tensors in gather_in_slices(own, group, net):
+    for group, is_per_replica in ((mesh.inside, False), (mesh.world, True)):
+        local_pieces = [piece for piece in pieces if ("replica" in piece.slot.axes) == is_per_replica]
+        for tensors in gather_in_slices(local_pieces, group, net):
             shas |= {name: tensor_sha256(tensor) for name, tensor in tensors.items()}
     return _combine_sha256(shas)

@@ -1,13 +1,11 @@
-"""Threads of one process that compute side by side, on copies of the modules around the same parameters.
+"""Worker threads of one process (lanes in a recipe) that run virtual shards on copies around shared
+parameters.
 
-Each computes with one thread, as a process of its own would. Invariant: a thread owns its gradients, its
-buffers and whatever else its modules hold; parameters are one memory, which nobody writes while threads run.
-All have ended when `run` returns or raises.
-
-Lanes: threads of one process that run virtual shards side by side, on copies that share the parameters.
-
-A lane sums its shards to nodes of the tree of additions (`comm.reduction.tree`); all nodes go to the sink.
-Invariant: the bits are those of one lane.
+Each thread computes with one CPU thread, as a process of its own would. Invariant: a thread owns its
+gradients, its buffers and everything else in its modules; parameters are one memory, which no thread writes
+while threads run. All threads have ended when `run` returns or raises. A lane sums its shards to nodes of
+the summation tree (`comm.reduction.summation_tree`), and all nodes go to the sink, so the bits are those of
+one lane.
 """
 
 from __future__ import annotations
@@ -41,12 +39,12 @@ T = TypeVar("T")
 
 
 class WorkerThreads:
-    """Runs some functions at a time, the first on the thread that asks.
+    """Pool that runs several functions at a time, the first of them on the calling thread.
 
     Args:
         number: of functions.
         name: of one thread, for errors.
-        deadline_seconds: the longest that the others may take once the first has ended.
+        deadline_seconds: the longest that the others may take after the first has ended.
     """
 
     def __init__(self, number: int, name: str, deadline_seconds: float) -> None:
@@ -54,15 +52,16 @@ class WorkerThreads:
         self._pool = ThreadPoolExecutor(number - 1, name, initializer=torch.set_num_threads, initargs=(1,))
 
     def run(self, functions: Sequence[Callable[[], T]]) -> list[T]:
-        """Their results, in order.
+        """Run the functions and return their results in order.
 
         Raises:
-            TaskError: one still runs at the deadline.
+            TaskError: a function is still running at the deadline.
         """
         others = [self._pool.submit(function) for function in functions[1:]]
         try:
             first = functions[0]()
-        except CommunicationError as error:  # because another one has failed?
+        except CommunicationError as error:
+            # A lost neighbour is usually the consequence: raise the error of the thread that failed first.
             self._join(others)
             raise next((e for other in others if (e := other.exception()) is not None), error) from None
         finally:
@@ -74,17 +73,17 @@ class WorkerThreads:
         self._pool.shutdown()
 
     def _join(self, others: Sequence[Future[T]]) -> None:
-        """Nobody may still run when `run` returns."""
+        """Wait for the other functions, since no thread may run after `run` has returned."""
         _, late = wait(others, self._deadline_seconds)
         if late:
             raise TaskError(
                 f"{len(late)} {self._name}s still run {self._deadline_seconds:g} s after the first has ended",
-                next_step="look for a wait in the model or its loss, or raise runtime.deadline_seconds",
+                next_step="look for a wait in the model or its loss, or increase runtime.deadline_seconds",
             )
 
 
 class ThreadedRunnerBase:
-    """What a layout of several threads shows: what the first holds."""
+    """Properties that runners of several threads take from their first thread."""
 
     _first: ModelRunner
     _threads: WorkerThreads
@@ -99,7 +98,7 @@ class ThreadedRunnerBase:
 
     @property
     def norms(self) -> Mapping[TensorSlot, Sequence[Tensor]]:
-        """Gradients of shards are added where they lie, and kept."""
+        """Nothing: gradients of shards are added in place and kept."""
         return {}
 
     @property
@@ -112,12 +111,12 @@ class ThreadedRunnerBase:
 
 
 def copy_sharing_parameters(model: nn.Module, why: str) -> nn.Module:
-    """A copy of the modules and buffers; parameters have gradients of their own and share their memory.
+    """Return a copy of modules and buffers whose parameters share memory but have gradients of their own.
 
-    Hooks and attributes of a parameter go with it.
+    Hooks and attributes of a parameter are copied.
 
     Args:
-        why: a word for what needs the copy.
+        why: a word for what needs the copy, for the error.
     Raises:
         TaskError: the model cannot be copied.
     """
@@ -129,6 +128,7 @@ def copy_sharing_parameters(model: nn.Module, why: str) -> nn.Module:
             f"{why} run copies of the model, and {type(model).__name__} cannot be copied: {error}",
             next_step="let copy.deepcopy(model) work, or choose a strategy without lanes",
         ) from error
+    # Keyed dropout finds its name in the model, which the copy has to learn again.
     name_dropouts(twin)
     return twin
 
@@ -144,10 +144,12 @@ def _parameter_sharing_memory(p: nn.Parameter) -> nn.Parameter:
 
 
 class GlobalRngGuard:
-    """Threads share PyTorch's own generator, so what they draw from it depends on who is first.
+    """Context manager that rejects use of PyTorch's global generator.
+
+    Threads share it, so the numbers that each draws would depend on timing.
 
     Raises:
-        TaskError: somebody drew.
+        TaskError: the generator has advanced.
     """
 
     def __enter__(self) -> None:
@@ -156,20 +158,20 @@ class GlobalRngGuard:
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if error is None and not torch.equal(self._before, torch.default_generator.get_state()):
             raise TaskError(
-                "the model or its loss draws from PyTorch's own generator, which lanes would share",
+                "the model or its loss draws from PyTorch's global generator, which all lanes would share",
                 next_step="use paceline.models.KeyedDropout for nn.Dropout, or a strategy without lanes",
             )
 
 
 class ThreadedRunner(ThreadedRunnerBase):
-    """One whole model, and further copies of its modules around the same parameters.
+    """Runner of a whole model on several threads, each with a copy of the modules around the same parameters.
 
     Args:
-        sharded_model: of a whole model on the processor.
+        sharded_model: a whole model on the CPU.
         loss, metric_names, precision: as for `ReplicatedRunner`.
-        phases: of the first lane; the others run meanwhile.
-        num_lanes: threads.
-        deadline_seconds: the longest that the other lanes may take once the first has ended.
+        phases: timer of the first lane; the others run at the same time.
+        num_lanes: number of threads.
+        deadline_seconds: the longest that the other lanes may take after the first has ended.
     Raises:
         TaskError: the model cannot be copied.
     """
@@ -186,54 +188,55 @@ class ThreadedRunner(ThreadedRunnerBase):
         deadline_seconds: float,
     ) -> None:
         twins = (copy_sharing_parameters(sharded_model.model, "lanes") for _ in range(num_lanes - 1))
-        holdings = [sharded_model, *map(unsharded_model, twins)]
-        clocks = [phases, *(PhaseTimer() for _ in holdings[1:])]
+        sharded_models = [sharded_model, *map(unsharded_model, twins)]
+        clocks = [phases, *(PhaseTimer() for _ in sharded_models[1:])]
         self._lanes = [
             ReplicatedRunner(
-                h, loss, metric_names, precision=precision, phases=clock, overlap=False, seeds=False
+                sharded, loss, metric_names, precision=precision, phases=clock, overlap=False, seeds=False
             )
-            for h, clock in zip(holdings, clocks, strict=True)
+            for sharded, clock in zip(sharded_models, clocks, strict=True)
         ]
         self._first = self._lanes[0]
         self._phases, self._threads = phases, WorkerThreads(num_lanes, "lane", deadline_seconds)
         self.used: Collection[str] = ()
-        self._tried = False
+        self._was_checked = False
 
     def run(
         self, micro_batches: Iterable[LoadedBatch], count: int, sink: GradientSink, scale: float
     ) -> LossSums:
-        """See `ModelRunner.run`; each lane takes a contiguous share of the micro-batches."""
+        """Run the micro-batches; each lane takes a contiguous share of them."""
         self._phases.begin("data")
-        came = list(islice(micro_batches, count))
-        loaded = sorted(came, key=_shard_of)  # so that a lane has neighbours, which meet low in the tree
+        pulled = list(islice(micro_batches, count))
+        # In order of the shards, so that a lane has neighbours, whose sums meet in low nodes of the tree.
+        loaded = sorted(pulled, key=_shard_of)
         shares = [_share_of_lane(loaded, len(self._lanes), k) for k in range(len(self._lanes))]
         before = self.buffers.values()
         for lane in self._lanes[1:]:
             lane.buffers.reset(before)
         with GlobalRngGuard():
-            if loaded and not self._tried:
-                self._try_second_lane(loaded[0], scale)
+            if loaded and not self._was_checked:
+                self._check_second_lane(loaded[0], scale)
             pairs = zip(self._lanes, shares, strict=True)
-            found = self._threads.run([partial(_run_lane, lane, share, scale) for lane, share in pairs])
+            results = self._threads.run([partial(_run_lane, lane, share, scale) for lane, share in pairs])
         sums = LossSums(self.metric_names)
-        for lane, (_, own) in zip(self._lanes, found, strict=True):
-            sums.extend(own)
+        for lane, (_, lane_sums) in zip(self._lanes, results, strict=True):
+            sums.extend(lane_sums)
             if lane is not self._first:
                 self.buffers.append_changes(lane.buffers)
-        places = [loaded.index(one) for one in came]
-        sums.reorder(places)
-        self.buffers.reorder(places)
+        indices = [loaded.index(micro_batch) for micro_batch in pulled]
+        sums.reorder(indices)
+        self.buffers.reorder(indices)
         self.used = {name for lane in self._lanes for name in lane.used}
-        self._hand_on([part for parts, _ in found for part in parts], sink)
+        self._hand_on([node for nodes, _ in results for node in nodes], sink)
         return sums
 
-    def _try_second_lane(self, loaded: LoadedBatch, scale: float) -> None:
-        """Run one micro-batch on a copy alone, before threads would write the same gradients at a time.
+    def _check_second_lane(self, loaded: LoadedBatch, scale: float) -> None:
+        """Run one micro-batch on a copy alone, before threads could write the same gradients at a time.
 
         Raises:
-            TaskError: the loss used the original.
+            TaskError: the loss used the original model.
         """
-        self._tried = True
+        self._was_checked = True
         originals = self._first.sharded_model.computes
         for p in originals.values():
             p.grad = None
@@ -243,45 +246,45 @@ class ThreadedRunner(ThreadedRunnerBase):
         touched = [slot.name for slot, p in originals.items() if p.grad is not None]
         if touched:
             raise TaskError(
-                f"the loss touches '{touched[0]}' of a model from around it, not of the one that it is given,"
-                " and lanes run copies",
-                next_step="use the first argument of loss(model, batch) only, or a strategy without lanes",
+                f"the loss uses '{touched[0]}' of a model outside of its arguments, and lanes run copies",
+                next_step="use only the model argument of loss(model, batch), or a strategy without lanes",
             )
 
-    def _hand_on(self, parts: Sequence[_NodeSums], sink: GradientSink) -> None:
-        for k, (shards, grads) in enumerate(parts):
-            sink.micro_batch(shards, k == len(parts) - 1)
+    def _hand_on(self, nodes: Sequence[_NodeSums], sink: GradientSink) -> None:
+        for k, (shards, grads) in enumerate(nodes):
+            sink.micro_batch(shards, k == len(nodes) - 1)
             for slot in reversed(grads):
                 sink.ready(slot, grads[slot])
 
     def abort(self) -> None:
-        """See `ModelRunner`."""
         for lane in self._lanes:
             lane.abort()
 
-    def answer(self, micro_batches: Iterable[LoadedBatch], ask: ModelFunction) -> None:
-        """See `ModelRunner`; on one lane."""
-        self._first.answer(micro_batches, ask)
+    def forward_only(self, micro_batches: Iterable[LoadedBatch], function: ModelFunction) -> None:
+        self._first.forward_only(micro_batches, function)
 
     def evaluate(self, micro_batches: Iterable[LoadedBatch]) -> LossSums:
-        """See `ModelRunner`; on one lane."""
+        """Evaluate on the first lane."""
         return self._first.evaluate(micro_batches)
 
 
 _NodeSums = tuple[range, dict[TensorSlot, Tensor | None]]
-"""A node of the tree of additions, and the sums over it."""
+"""Node of the summation tree, and the sums over it by slot."""
 
 
 def _run_lane(
     lane: ReplicatedRunner, share: list[LoadedBatch], scale: float
 ) -> tuple[list[_NodeSums], LossSums]:
-    """Forward and backward of one lane's share; its sums by node."""
+    """Run forward and backward of one lane's share; return its gradients by node, and its loss sums."""
     first, last = (share[0].micro_batch.shard, share[-1].micro_batch.shard) if share else (0, -1)
     nodes = covering_nodes(range(first, last + 1))
     sink = TreeReducer(lane.sharded_model.computes, nodes)
     sums = lane.run(share, len(share), sink, scale)
     by_slot = sink.take()
-    return [(node, {s: found.get(k) for s, found in by_slot.items()}) for k, node in enumerate(nodes)], sums
+    return [
+        (node, {s: sums_by_node.get(k) for s, sums_by_node in by_slot.items()})
+        for k, node in enumerate(nodes)
+    ], sums
 
 
 def _shard_of(loaded: LoadedBatch) -> int:
@@ -289,5 +292,5 @@ def _shard_of(loaded: LoadedBatch) -> int:
 
 
 def _share_of_lane(loaded: list[LoadedBatch], num_lanes: int, lane: int) -> list[LoadedBatch]:
-    part = split_evenly(len(loaded), num_lanes, lane)
-    return loaded[part.start : part.stop]
+    indices = split_evenly(len(loaded), num_lanes, lane)
+    return loaded[indices.start : indices.stop]

@@ -1,4 +1,6 @@
-"""Parameters that are not in memory: whoever computes with one gets it first, or an error, and no signal."""
+"""Guard of parameters without memory: an operation on one gathers it first or raises, and never reads freed
+memory.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+# None of these reads the values, so none of them has to gather the parameter.
 _METADATA_ATTRIBUTES = frozenset(
     [
         "shape",
@@ -51,10 +54,10 @@ _METADATA_ATTRIBUTES = frozenset(
 
 
 def freed_parameter_class(bring: Callable[[nn.Parameter], None]) -> type[nn.Parameter]:
-    """The class of a parameter while it has no memory.
+    """Return the class of a parameter while it has no memory.
 
     Args:
-        bring: is called with such a parameter before anything reads its values.
+        bring: called with such a parameter before an operation reads its values.
     """
 
     class FreedParameter(nn.Parameter):
@@ -69,6 +72,7 @@ def freed_parameter_class(bring: Callable[[nn.Parameter], None]) -> type[nn.Para
             if _name_of(func) not in _METADATA_ATTRIBUTES:
                 for p in _parameters_in(cls, (args, kwargs or {})):
                     bring(p)
+            # Without the override, so that the operation sees an ordinary tensor.
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
 
@@ -76,18 +80,18 @@ def freed_parameter_class(bring: Callable[[nn.Parameter], None]) -> type[nn.Para
 
 
 def _name_of(func: Any) -> str:
-    """Of a function, or of the attribute that it gets or sets."""
+    """Return the name of a function, or of the attribute that it gets or sets."""
     if getattr(func, "__name__", "") in ("__get__", "__set__"):
         func = func.__self__
     return str(getattr(func, "__name__", ""))
 
 
 def _parameters_in(kind: type[nn.Parameter], value: Any) -> Iterator[nn.Parameter]:
-    """Parameters of a class in the arguments of a call."""
+    """Yield the parameters of a class in the arguments of a call."""
     if type(value) is kind:
         yield value
     elif isinstance(value, (tuple, list)):
-        for one in value:
-            yield from _parameters_in(kind, one)
+        for item in value:
+            yield from _parameters_in(kind, item)
     elif isinstance(value, dict):
         yield from _parameters_in(kind, [*value.values()])

@@ -1,32 +1,27 @@
-"""ZeRO 1 and 2: every rank computes with whole tensors, updates its parts, and is given those of the others.
+"""ZeRO: shard optimizer state (1), gradients (2) and parameters (3) over the ranks of the shard axis.
 
-Source: Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 5.1 (optimizer state partitioning).
+ZeRO 1 and 2 compute with whole tensors. Each rank updates its parts, and after the update the parts of the
+other ranks are gathered (`GatherAfterUpdate`, `SharedReadAfterUpdate`). That gradients are freed is decided
+in the placement; `GradientHooks` and the reduction do it.
 
-Parameters that come and go together: whole while they are used, parts of them otherwise.
+ZeRO 3 keeps only the parts in memory. Before a block's forward its parameters are gathered, and after it
+their memory is freed; before its backward they are gathered again, and freed when the last of their
+gradients is complete and the next block computes. While a block computes, the next gather is in flight.
+Parameters outside of all blocks are gathered for a whole `run`. A gathered parameter has the bits of the
+whole one. Only the memory of a parameter is freed, never its object or shape, so autograd finds in backward
+what it saved in forward.
 
-Gathers of blocks in one order on every rank, whatever order each rank uses them in.
-
-A cycle gathers every block once in their order, for forwards, and, unless it is an evaluation, once back, for
-backwards. A rank that needs a block takes part in the gathers before it, and drops what it does not need; a
+Gathers run in one order on every rank, whatever order each rank uses the blocks in (`GatherCycle`). A cycle
+gathers every block once in their order for forwards, and, unless it is an evaluation, once in reverse for
+backwards. A rank that needs a block takes part in the gathers before it and drops what it does not need; a
 block that the cycle has passed comes in the next one. So ranks may skip blocks, use them in another order or
-several times, each as its samples ask for: no gather meets that of another block. Before each cycle the ranks
-agree whether anybody needs one; then, and beside each gather for backwards, they tell how many scatters of
-gradients each has launched.
+several times, as their samples require: a gather of one block never meets that of another.
 
-ZeRO 3: a rank keeps its parts; whole tensors exist while a block computes with them.
+A parameter that is used outside its block, as by a loss, is gathered with its block at its first use and
+stays until the end of the micro-batch, since it is unknown which backward needs it.
 
-Before a block's forward its parameters are gathered, after it their memory is given back; before its
-backward they are gathered again, and given back when the last of their gradients is there and the next block
-computes. While a block computes, the next one is on its way. What lies in no block is gathered for a whole
-`run`. A gathered parameter has the bits of the whole one.
-
-A parameter that is used outside its block, as by a loss, is gathered with its block at its first use, and
-stays until the micro-batch has ended, since nobody knows who needs it in backward.
-
-The parameters of the modules keep their shape; only their memory comes and goes, so that autograd finds in
-backward what it saved in forward.
-Source: Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 5.3; Zhao et al. 2023, PyTorch FSDP,
-arXiv:2304.11277, section 3.2.
+Sources: Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, sections 5.1 and 5.3; Zhao et al. 2023, PyTorch
+FSDP, arXiv:2304.11277, section 3.2.
 """
 
 from __future__ import annotations
@@ -66,19 +61,22 @@ from paceline.state.slot import TensorSlot
 if TYPE_CHECKING:
     from paceline.parallel.session_context import SessionContext, TaskMaterial
 
-_READ_BYTES = 2**24  # ranks meet for each, and its buffer stays
+# Ranks synchronize for each of these reads, and a buffer of this size stays allocated.
+_READ_BYTES = 2**24
 
 
 class GatherAfterUpdate:
-    """Collective over the shard group; call it after an update.
+    """All-gather of updated parameters after an optimizer step; calling it is collective over the shard
+    group.
 
     Args:
-        sharded_model: whose updated parts share memory with what they are parts of.
-        collective: over the shard group; exact.
-        bucket_bytes: of parameters that go together; see `bucket_bytes_of`.
-        memory: of what is under way, two buckets at a time; others may use it between calls.
-    Wire: (S-1)/S n bytes, in an all_gather for each bucket. A call allocates nothing, but what the backend
-        takes for itself.
+        sharded_model: its updated parts are views of what they are parts of.
+        collective: over the shard group; must be exact.
+        bucket_bytes: bytes of parameters that are gathered together; see `bucket_bytes_of`.
+        memory: workspace of the gathers in flight, two buckets at a time; others may use it between calls.
+    Wire: (S-1)/S n bytes, in one all_gather for each bucket. A call allocates nothing except for what the
+    backend
+        allocates itself.
     """
 
     def __init__(
@@ -87,76 +85,78 @@ class GatherAfterUpdate:
         self._collective, self._memory = collective, memory
         self._tensors, self._device = sharded_model.computes, sharded_model.device
         self._shapes = _bucket_shapes(sharded_model, bucket_bytes_of(self._tensors.values(), bucket_bytes))
-        for number in range(len(self._shapes)):  # none has to grow while a thread of a backend has it
+        # Allocated now: memory must not grow while a thread of the backend reads it.
+        for number in range(len(self._shapes)):
             self._rows(number)
 
     def __call__(self) -> None:
-        """Send this rank's parts, and read everybody's."""
-        arriving: deque[tuple[PartBuffer, Handle]] = deque()
+        """Send this rank's parts and read those of all other ranks."""
+        in_flight: deque[tuple[PartBuffer, Handle]] = deque()
         for number, shape in enumerate(self._shapes):
-            if len(arriving) == MAX_IN_FLIGHT:
-                self._read(*arriving.popleft())
-            arriving.append((shape, self._start(number)))
-        for one in arriving:
-            self._read(*one)
+            # At most two buckets in flight, because only two have memory.
+            if len(in_flight) == MAX_IN_FLIGHT:
+                self._read(*in_flight.popleft())
+            in_flight.append((shape, self._start(number)))
+        for pending in in_flight:
+            self._read(*pending)
 
     def _start(self, number: int) -> Handle:
-        place, shape, rows = self._collective.group.rank, self._shapes[number], self._rows(number)
-        shape.write_row(place, self._tensors, rows[place])
+        rank, shape, rows = self._collective.group.rank, self._shapes[number], self._rows(number)
+        shape.write_row(rank, self._tensors, rows[rank])
         key = f"parameters.{rows.dtype}.{number % MAX_IN_FLIGHT}"
-        return self._collective.all_gather(rows[place], key, rows)
+        return self._collective.all_gather(rows[rank], key, rows)
 
     def _rows(self, number: int) -> Tensor:
-        """Memory of a bucket, which the next but one has as well."""
+        """Return the memory of a bucket, which every second bucket shares."""
         rows = self._shapes[number].rows
         return self._memory.take(
             transfer_buffer_name(number % MAX_IN_FLIGHT), rows.shape, rows.dtype, self._device
         )
 
-    def _read(self, shape: PartBuffer, arriving: Handle) -> None:
-        for row, part in enumerate(arriving.wait()):
+    def _read(self, shape: PartBuffer, handle: Handle) -> None:
+        for row, values in enumerate(handle.wait()):
             if row != self._collective.group.rank:
-                shape.read_row(row, part, self._tensors)
+                shape.read_row(row, values, self._tensors)
 
 
 class SharedReadAfterUpdate:
-    """The same on one host: each rank reads the others' parts where these have put them, some at a time.
+    """Read of updated parameters from shared memory after an optimizer step, for the ranks of one host.
 
     Args:
         sharded_model: see `GatherAfterUpdate`.
-        memory: of the ranks of the shard group.
-    Wire: nothing; the ledger counts an all_gather for each 16 MiB, or part of all. A call allocates nothing.
+        memory: shared by the ranks of the shard group.
+    Wire: nothing; the ledger counts an all_gather for each 16 MiB or rest. A call allocates nothing.
     """
 
     def __init__(self, sharded_model: ShardedModel, memory: SharedMemoryCollective) -> None:
         self._memory, self._tensors = memory, sharded_model.computes
         self._shapes = _bucket_shapes(sharded_model, bucket_bytes_of(self._tensors.values(), _READ_BYTES))
         widest = _widest_by_dtype(self._shapes)
-        self._own = {
+        self._row_by_dtype = {
             dtype: memory.buffer(*_row_size(shape), _buffer_key(dtype)) for dtype, shape in widest.items()
         }
 
     def __call__(self) -> None:
-        """Put this rank's parts where the others read them, and read theirs."""
+        """Write this rank's parts to shared memory and read those of the other ranks."""
         group = self._memory.group
         for shape in self._shapes:
             dtype, width = shape.rows.dtype, shape.rows.shape[1]
-            own = self._own[dtype][:width]
-            shape.write_row(group.rank, self._tensors, own)
-            calls = [("all_gather", group, own.nbytes)]
+            local_row = self._row_by_dtype[dtype][:width]
+            shape.write_row(group.rank, self._tensors, local_row)
+            calls = [("all_gather", group, local_row.nbytes)]
             self._memory.combine([_buffer_key(dtype)], calls, partial(self._read, shape, width)).wait()
 
-    def _read(self, shape: PartBuffer, width: int, parts: Sequence[Sequence[Tensor]]) -> None:
-        for row, part in enumerate(parts[0]):
+    def _read(self, shape: PartBuffer, width: int, rows_by_key: Sequence[Sequence[Tensor]]) -> None:
+        for row, values in enumerate(rows_by_key[0]):
             if row != self._memory.group.rank:
-                shape.read_row(row, part[:width], self._tensors)
+                shape.read_row(row, values[:width], self._tensors)
 
 
-def _bucket_shapes(sharded_model: ShardedModel, together: int) -> list[PartBuffer]:
-    """Where parts lie in what goes together."""
+def _bucket_shapes(sharded_model: ShardedModel, bucket_bytes: int) -> list[PartBuffer]:
+    """Return where parts are in each bucket, without allocating the buckets."""
     return [
         PartBuffer(slots, sharded_model.computes, sharded_model.parts, _meta_row)
-        for slots in plan_buckets(sharded_model.computes, together)
+        for slots in plan_buckets(sharded_model.computes, bucket_bytes)
     ]
 
 
@@ -170,7 +170,7 @@ def _buffer_key(dtype: torch.dtype) -> str:
 
 
 def _row_size(shape: PartBuffer) -> tuple[int, Tensor]:
-    """Values of a row, and a tensor without any that it is like."""
+    """Return the number of values of a row, and an empty tensor of its dtype."""
     return shape.rows.shape[1], torch.empty(0, dtype=shape.rows.dtype)
 
 
@@ -179,16 +179,17 @@ def _meta_row(num_values: int, like: Tensor) -> Tensor:
 
 
 class GatheredBlock:
-    """The parameters of one block of a model.
+    """Parameters of one block of a model, which are gathered and freed together.
 
     Args:
-        tensors: whole-shaped parameters, in memory or without.
+        tensors: parameters in their whole shape, with or without memory.
         updates: this rank's parts.
-        parts: of every rank of the shard group.
-        collective: over the shard group; exact.
-        name: of its buffers.
-        away: the class of a parameter that has no memory.
-        memory: where gathers arrive, of which one is under way at a time; None: each has memory of its own.
+        parts: parts of every rank of the shard group.
+        collective: over the shard group; must be exact.
+        name: prefix of buffer names.
+        freed_class: class of a parameter that has no memory.
+        memory: where gathers arrive, if at most one of them is in flight; None: each allocates its own
+            memory.
     """
 
     def __init__(
@@ -198,68 +199,71 @@ class GatheredBlock:
         parts: PartsBySlot,
         collective: Collective,
         name: str,
-        away: type[nn.Parameter],
+        freed_class: type[nn.Parameter],
         memory: Workspace | None = None,
     ) -> None:
         self.tensors, self._updates, self._parts = tensors, updates, parts
         self._collective, self._name, self._memory = collective, name, memory
         self._groups: Sequence[Sequence[TensorSlot]] = plan_buckets(tensors, 2**62)
-        self._freed_class, self._kinds = away, {slot: type(p) for slot, p in tensors.items()}
+        self._freed_class, self._kinds = freed_class, {slot: type(p) for slot, p in tensors.items()}
         self.is_gathered, self.stays = True, False
         self._arriving: list[tuple[PartBuffer, Handle]] = []
-        self._missing_gradients: set[TensorSlot] | None = None  # None: no backward has begun
+        # None: no backward of this block has begun.
+        self._missing_gradients: set[TensorSlot] | None = None
         for p in tensors.values():
             if p.untyped_storage().size():
-                p.data = torch.empty_like(p).copy_(p.detach())  # memory of its own, that can be given back
+                # A storage of its own, so that it can be freed alone.
+                p.data = torch.empty_like(p).copy_(p.detach())
 
     def _rows(self, number: int, num_values: int, like: Tensor) -> Tensor:
-        """What arrives, by rank; beyond the parts it may be anything."""
+        """Return memory for a gather, by rank; its contents beyond the parts are undefined."""
         if self._memory is None:
             return like.new_empty(num_values)
         return self._memory.take(f"gathered.{number}", (num_values,), like.dtype, like.device)
 
     @property
     def num_bytes(self) -> int:
-        """Of its parameters, whole."""
+        """Bytes of its whole parameters."""
         return sum(p.numel() * p.element_size() for p in self.tensors.values())
 
     def start(self) -> None:
-        """Begin to gather, unless it is on its way; collective."""
+        """Start the gather unless it is in flight; collective."""
         if self._arriving:
             return
-        place = self._collective.group.rank
+        rank = self._collective.group.rank
         with torch.no_grad():
             for number, slots in enumerate(self._groups):
                 buffer = PartBuffer(slots, self.tensors, self._parts, partial(self._rows, number))
-                buffer.write_row(place, self._updates)
-                rows = self._collective.all_gather(buffer.rows[place], f"{self._name}.{number}", buffer.rows)
-                self._arriving.append((buffer, rows))
+                buffer.write_row(rank, self._updates)
+                handle = self._collective.all_gather(buffer.rows[rank], f"{self._name}.{number}", buffer.rows)
+                self._arriving.append((buffer, handle))
 
     def gather(self) -> None:
-        """Bring everything here; collective, unless it is here."""
+        """Allocate the parameters and gather their values; collective, unless they are gathered already."""
         if self.is_gathered:
             return
         self.start()
         with torch.no_grad():
-            for buffer, rows in self._arriving:
-                rows.wait()
+            for buffer, handle in self._arriving:
+                handle.wait()
                 for slot in buffer.slots:
                     p = self.tensors[slot]
                     p.__class__ = self._kinds[slot]
+                    # Resizing the storage keeps the tensor that autograd has saved.
                     p.untyped_storage().resize_(p.numel() * p.element_size())
                     buffer.read(slot, p.data)
         self._arriving, self.is_gathered = [], True
 
     def join(self) -> None:
-        """Take part in a gather whose result nobody needs here; collective."""
+        """Take part in a gather whose result this rank does not need; collective."""
         self.start()
-        for _, rows in self._arriving:
-            rows.wait()
+        for _, handle in self._arriving:
+            handle.wait()
         self._arriving = []
 
     def release(self) -> None:
-        """Give the memory back, also of what is on its way."""
-        wait_ignoring_errors(rows for _, rows in self._arriving)
+        """Free the memory of the parameters and drop a gather in flight."""
+        wait_ignoring_errors(handle for _, handle in self._arriving)
         if self.is_gathered:
             for p in self.tensors.values():
                 p.untyped_storage().resize_(0)
@@ -268,28 +272,34 @@ class GatheredBlock:
         self.is_gathered = self.stays = False
 
     def expect_gradients(self) -> None:
-        """A backward begins: once all gradients are there, hardly anybody needs the parameters."""
+        """Wait for the gradients of a backward that begins.
+
+        When all of them are complete, the parameters are rarely needed again.
+        """
         self._missing_gradients = set(self.tensors)
 
     def mark_gradient_ready(self, slot: TensorSlot, _p: Any) -> None:
-        """A gradient is complete."""
+        """Mark the gradient of a parameter as complete."""
         if self._missing_gradients is not None:
             self._missing_gradients.discard(slot)
 
     @property
     def can_be_released(self) -> bool:
-        """Whether it may go once another block computes: all its gradients are there."""
+        """Whether the parameters may be freed once another block computes: all gradients are complete."""
         return self.is_gathered and self._missing_gradients == set() and not self.stays
 
 
 class GatherCycle:
-    """The gathers of one run or evaluation.
+    """Sequence of gathers of one run or evaluation, equal on all ranks.
+
+    Before each cycle the ranks agree whether any of them needs one. With that, and next to each gather for
+    backwards, they exchange how many scatters of gradients each has launched.
 
     Args:
         blocks: in the order in which most micro-batches use them.
-        group: the ranks that gather.
-        net: carries the agreement, and what ranks tell.
-        pace: of the scatters of the gradients; None: there are no blocks.
+        group: ranks that gather.
+        net: carries the agreement and the counts.
+        pace: counts of the scatters of gradients; None if there are no blocks.
     """
 
     def __init__(
@@ -297,29 +307,29 @@ class GatherCycle:
     ) -> None:
         self._blocks, self._group, self._net, self._pace = blocks, group, net, pace
         self._order: list[int] = []
-        self._place = 0
-        self._telling: Handle | None = None
+        self._position = 0
+        self._count_exchange: Handle | None = None
         self._trains = self._is_idle = False
 
-    def begin(self, *, both_ways: bool) -> None:
-        """Of a run, both ways; of an evaluation, forward only."""
-        there = [*range(len(self._blocks))]
-        self._order = there + there[::-1] if both_ways else there
+    def begin(self, *, both_directions: bool) -> None:
+        """Begin a run, with gathers in both directions, or an evaluation, with forward gathers only."""
+        forward_order = [*range(len(self._blocks))]
+        self._order = forward_order + forward_order[::-1] if both_directions else forward_order
         self.stop()
-        self._trains, self._is_idle = both_ways, False
+        self._trains, self._is_idle = both_directions, False
 
     def stop(self) -> None:
-        """Nothing more is gathered."""
-        wait_ignoring_errors([self._telling])
-        self._place, self._telling = len(self._order), None
+        """Stop: nothing more is gathered."""
+        wait_ignoring_errors([self._count_exchange])
+        self._position, self._count_exchange = len(self._order), None
 
     def next(self) -> None:
-        """A micro-batch begins; collective."""
+        """Begin a micro-batch; collective."""
         self._finish()
         self._open(is_needed=True)
 
     def end(self) -> None:
-        """Nothing more is needed here; take part until that is so on every rank."""
+        """Take part in further cycles until no rank needs one."""
         self._finish()
         self._is_idle = self._trains
         while self._open(is_needed=False):
@@ -327,77 +337,81 @@ class GatherCycle:
         self.stop()
 
     def bring(self, number: int) -> None:
-        """Have a block here; the next one is on its way then."""
-        for place, block in enumerate(self._blocks):
-            if place != number and block.can_be_released:
+        """Gather a block and start the gather of the next one."""
+        # Freed before the gather below allocates, which bounds the memory of a run.
+        for index, block in enumerate(self._blocks):
+            if index != number and block.can_be_released:
                 block.release()
         if self._blocks[number].is_gathered:
             return
-        if number not in self._order[self._place :]:
+        if number not in self._order[self._position :]:
+            # The cycle has passed this block: complete it, since the other ranks count on every gather.
             self._finish()
             self._open(is_needed=True)
-        while self._order[self._place] != number:
+        while self._order[self._position] != number:
             self._join()
         self._start()
         self._blocks[number].gather()
         self._pass()
-        if self._place < len(self._order) and not self._blocks[self._order[self._place]].is_gathered:
+        if self._position < len(self._order) and not self._blocks[self._order[self._position]].is_gathered:
             self._start()
 
     def _join(self) -> None:
         self._start()
-        self._blocks[self._order[self._place]].join()
+        self._blocks[self._order[self._position]].join()
         self._pass()
 
     def _start(self) -> None:
-        """Begin the gather that comes next, unless it is on its way, and tell, unless this rank has."""
-        self._blocks[self._order[self._place]].start()
-        if self._pace is not None and self._telling is None and self._place >= len(self._blocks):
-            self._telling = self._tell(self._pace)
+        """Start the next gather and the exchange of counts, unless they are in flight."""
+        self._blocks[self._order[self._position]].start()
+        if self._pace is not None and self._count_exchange is None and self._position >= len(self._blocks):
+            self._count_exchange = self._start_count_exchange(self._pace)
 
     def _pass(self) -> None:
-        """A gather is over; hear what the others have told beside it."""
-        telling, self._telling = self._telling, None
-        self._place += 1
-        if telling is not None and self._pace is not None:
-            self._pace.update_counts(telling.wait().tolist(), is_idle=self._is_idle)
+        """Advance to the next gather and read the counts that were exchanged next to this one."""
+        exchange, self._count_exchange = self._count_exchange, None
+        self._position += 1
+        if exchange is not None and self._pace is not None:
+            self._pace.update_counts(exchange.wait().tolist(), is_idle=self._is_idle)
 
-    def _tell(self, pace: ScatterPacer) -> Handle:
-        told = torch.tensor(pace.launch_counts(), dtype=torch.float64, device=group_device(self._group))
-        return self._net.all_reduce(told, self._group, "max")
+    def _start_count_exchange(self, pace: ScatterPacer) -> Handle:
+        counts = torch.tensor(pace.launch_counts(), dtype=torch.float64, device=group_device(self._group))
+        return self._net.all_reduce(counts, self._group, "max")
 
     def _finish(self) -> None:
-        """The rest of a cycle, for those who need it."""
-        while self._place < len(self._order):
+        """Take part in the rest of the cycle."""
+        while self._position < len(self._order):
             self._join()
 
     def _open(self, *, is_needed: bool) -> bool:
-        """Agree on another cycle, if any rank needs it; whether there is one."""
-        told = [float(is_needed), *(self._pace.launch_counts() if self._pace is not None else ())]
-        said = torch.tensor(told, dtype=torch.float64, device=group_device(self._group))
-        is_wanted, *most = self._net.all_reduce(said, self._group, "max").wait().tolist()
-        self._place = 0 if is_wanted else len(self._order)
+        """Agree on another cycle and return whether any rank needs one."""
+        counts = [float(is_needed), *(self._pace.launch_counts() if self._pace is not None else ())]
+        tensor = torch.tensor(counts, dtype=torch.float64, device=group_device(self._group))
+        is_needed_anywhere, *max_counts = self._net.all_reduce(tensor, self._group, "max").wait().tolist()
+        self._position = 0 if is_needed_anywhere else len(self._order)
         if self._pace is not None:
-            self._pace.update_counts(most, is_idle=self._is_idle)
-        return bool(is_wanted)
+            self._pace.update_counts(max_counts, is_idle=self._is_idle)
+        return bool(is_needed_anywhere)
 
 
 class ParameterGatherer:
-    """Gathers and releases one rank's parameters around their use.
+    """Parameter lifecycle of ZeRO 3: gathers and frees one rank's parameters around their use.
 
-    Ranks may have different numbers of micro-batches, and use blocks in different orders: see `GatherCycle`.
+    Ranks may have different numbers of micro-batches and use blocks in different orders; see `GatherCycle`.
 
     Args:
-        computes: whole-shaped parameters; their memory is given back here.
+        computes: parameters in their whole shape; their memory is freed here.
         updates: this rank's parts.
-        parts: of every rank of the shard group.
+        parts: parts of every rank of the shard group.
         blocks: modules that are gathered by themselves, in the order in which most micro-batches use them;
-            none: everything is gathered for a whole run.
-        collective: over the shard group; exact.
+            without any, everything is gathered for a whole run.
+        collective: over the shard group; must be exact.
         net: carries the agreement.
-    Wire: for every micro-batch two gathers of (S-1)/S n bytes, one in evaluation, and all_reduces of 8 bytes
-    and 16 for each reduction, one and, but in evaluation, one for each block. As much again for every time
-    that a micro-batch uses blocks in another order.
+    Wire: for every micro-batch two gathers of (S-1)/S n bytes, or one in evaluation, and all_reduces of 8
+    bytes
+        plus 16 for each reduction: one, and except in evaluation one for each block. The same again whenever
+            a
+        micro-batch uses blocks in another order.
     """
 
     gathers = True
@@ -412,78 +426,84 @@ class ParameterGatherer:
         net: Net,
     ) -> None:
         self._blocks: list[GatheredBlock] = []
-        self._home: dict[int, tuple[str, int]] = {}
-        away = freed_parameter_class(self._gather_outside_block)
-        left, memory = dict(computes), Workspace()
+        self._block_of_parameter: dict[int, tuple[str, int]] = {}
+        freed_class = freed_parameter_class(self._gather_outside_block)
+        remaining, memory = dict(computes), Workspace()
         for block in blocks:
-            inside = set(block.parameters())
-            own = {slot: p for slot, p in left.items() if p in inside}
-            if own:
-                left = {slot: p for slot, p in left.items() if slot not in own}
+            parameters_inside = set(block.parameters())
+            block_parameters = {slot: p for slot, p in remaining.items() if p in parameters_inside}
+            if block_parameters:
+                remaining = {slot: p for slot, p in remaining.items() if slot not in block_parameters}
                 name = f"block {len(self._blocks)}"
-                self._add(block, GatheredBlock(own, updates, parts, collective, name, away, memory))
-        self._rest = GatheredBlock(left, updates, parts, collective, "rest", away) if left else None
-        self._home |= {id(p): (slot.name, len(self._blocks)) for slot, p in left.items()}
+                self._add(
+                    block,
+                    GatheredBlock(block_parameters, updates, parts, collective, name, freed_class, memory),
+                )
+        # What no block contains is used at unknown times, so it stays gathered for a whole run.
+        self._rest = (
+            GatheredBlock(remaining, updates, parts, collective, "rest", freed_class) if remaining else None
+        )
+        self._block_of_parameter |= {id(p): (slot.name, len(self._blocks)) for slot, p in remaining.items()}
         self.pace = self._make_pace() if self._blocks else None
         self._cycle = GatherCycle(self._blocks, collective.group, net, self.pace)
         self.drop()
 
     def _make_pace(self) -> ScatterPacer:
-        rest = 0 if self._rest is None else self._rest.num_bytes
-        return ScatterPacer(unconfirmed_bytes([block.num_bytes for block in self._blocks], rest))
+        rest_bytes = 0 if self._rest is None else self._rest.num_bytes
+        return ScatterPacer(unconfirmed_bytes([block.num_bytes for block in self._blocks], rest_bytes))
 
     def _add(self, module: nn.Module, block: GatheredBlock) -> None:
-        """Gather and release as the module computes."""
+        """Register hooks that gather and free a block as its module computes."""
         number = len(self._blocks)
         self._blocks.append(block)
         module.register_forward_pre_hook(lambda *_: self._bring(number))
-        module.register_forward_hook(lambda *_: self._go(number))
+        module.register_forward_hook(lambda *_: self._after_forward(number))
         module.register_full_backward_pre_hook(lambda *_: self._on_backward_start(number))
         for slot, p in block.tensors.items():
-            self._home[id(p)] = slot.name, number
+            self._block_of_parameter[id(p)] = slot.name, number
             p.register_post_accumulate_grad_hook(partial(block.mark_gradient_ready, slot))
 
     def begin(self) -> None:
-        """See `ParameterLifecycle`."""
         if self._rest is not None:
             self._rest.gather()
-        self._cycle.begin(both_ways=torch.is_grad_enabled())
+        self._cycle.begin(both_directions=torch.is_grad_enabled())
         self._is_running = True
 
     def next(self) -> None:
-        """See `ParameterLifecycle`."""
         if self._blocks:
             self._cycle.next()
             for block in self._blocks:
                 block.release()
 
     def end(self) -> None:
-        """See `ParameterLifecycle`."""
         if self._blocks:
             self._cycle.end()
         self.drop()
 
     def drop(self) -> None:
-        """See `ParameterLifecycle`."""
         for block in (*self._blocks, *([self._rest] if self._rest is not None else [])):
             block.release()
         self._cycle.stop()
         self._is_running = False
 
-    def _go(self, number: int) -> None:
-        """A forward has ended; one that was done again inside a backward is followed by its backward."""
+    def _after_forward(self, number: int) -> None:
+        """Free a block after its forward.
+
+        A forward that is recomputed inside a backward is followed by the block's backward, so it keeps the
+        block.
+        """
         block = self._blocks[number]
         if not (_is_in_backward() or block.stays):
             block.release()
 
     def _on_backward_start(self, number: int) -> None:
-        """A backward begins."""
+        """Gather a block for its backward."""
         self._bring(number)
         self._blocks[number].expect_gradients()
 
     def _gather_outside_block(self, p: nn.Parameter) -> None:
-        """Somebody computes with a parameter that is not here."""
-        name, number = self._home[id(p)]
+        """Gather the block of a freed parameter that is used outside of it."""
+        name, number = self._block_of_parameter[id(p)]
         self._require_running(name)
         self._bring(number)
         self._blocks[number].stays = True
@@ -493,15 +513,15 @@ class ParameterGatherer:
         self._cycle.bring(number)
 
     def _require_running(self, name: str) -> None:
-        """Where ranks gather.
+        """Require that ranks are inside a run, where gathers can meet.
 
         Raises:
             TaskError: this is between two runs.
         """
         if not self._is_running:
             raise TaskError(
-                f"'{name}' is used between steps, when a rank holds its part of it only (zero=3)",
-                next_step="use it in the loss, take whole tensors from session.snapshot() on every rank, or"
+                f"'{name}' is used between steps, when a rank holds only its part of it (zero=3)",
+                next_step="use it in the loss, read whole tensors from session.snapshot() on every rank, or"
                 " choose zero=2",
             )
 
@@ -513,7 +533,9 @@ def _is_in_backward() -> bool:
 def shard_optimizer_state(
     context: SessionContext, material: TaskMaterial, *, frees_gradients: bool = False
 ) -> ModelPartition:
-    """What is updated; everybody computes with whole tensors, which are gathered after an update."""
+    """Return the partition of zero=1: each rank updates parts of the tensors and gathers the others
+    afterwards.
+    """
     group = context.mesh.axes["shard"]
 
     def gather(sharded_model: ShardedModel) -> Callable[[], None]:
@@ -529,19 +551,24 @@ def shard_optimizer_state(
 
 
 def shard_gradients(context: SessionContext, material: TaskMaterial) -> ModelPartition:
-    """What is updated, and the gradients, which are scattered as soon as they are there."""
+    """Return the partition of zero=2: as zero=1, and gradients are scattered as soon as they are complete."""
     return shard_optimizer_state(context, material, frees_gradients=True)
 
 
 def shard_parameters(context: SessionContext, material: TaskMaterial) -> ModelPartition:
-    """What is held at all; tensors lie once on a host, or are gathered by block, in a stage for a run."""
+    """Return the partition of zero=3: each rank holds only the parts that it updates.
+
+    Whole tensors are in memory that the ranks of a host share, or are gathered by block; a pipeline stage
+    gathers them for a whole run.
+
+    Raises:
+        StrategyError: the model is compiled.
+    """
     refuse_compile(context, "zero=3")
     group = context.mesh.axes["shard"]
 
     def prepare(sharded_model: ShardedModel) -> ShardedModel:
-        staged = (
-            context.mesh.axes["pipeline"].size > 1
-        )  # whose ranks run forwards and backwards in other orders
+        staged = context.mesh.axes["pipeline"].size > 1
         blocks = [] if staged else recomputed_blocks(material.model, material.task.blocks)
         collective = context.exact_collective(group)
         if isinstance(collective, SharedMemoryCollective):
@@ -563,5 +590,5 @@ def shard_parameters(context: SessionContext, material: TaskMaterial) -> ModelPa
 
 
 def _shard_dims(context: SessionContext, material: TaskMaterial) -> dict[str, int]:
-    """Along which dimension tensors are cut; where sums have one order, the norm is added by rows."""
+    """Return the dimension along which each tensor is split; with ordered sums the norm is added by rows."""
     return {} if context.recipe.is_ordered else outermost_dims(material.model)

@@ -1,4 +1,6 @@
-"""Pipeline schedules as data: tables, where they come from, and what is proven of them. Torch-free."""
+"""Pipeline schedules as tables of actions: standard ones, files, and a simulation that checks them.
+Torch-free.
+"""
 
 from paceline.pipeline_schedule.schedule_formats import (
     describe_timeline,

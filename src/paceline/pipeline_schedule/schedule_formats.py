@@ -1,9 +1,8 @@
-"""A schedule in a file: rows of time, stage, operation, micro_batch and chunk, separated by commas.
+"""Formats of schedules: CSV files, text and SVG.
 
-A stage runs its rows in the order of their times. Times only order: a stage goes on when what it needs is
-there. Where a stage runs micro-batches in parts, a further column says which.
-
-A schedule for the eye: as lines of text, and as SVG.
+A file has rows of time, stage, operation, micro_batch and chunk, separated by commas. A stage runs its rows
+in the order of their times. Times only order the rows: a stage continues when its inputs have arrived. Where
+a stage runs micro-batches in parts, a further column has the index of the part.
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ _PART_COLUMN = "part"
 
 
 def is_schedule_file(word: str) -> bool:
-    """Whether a word of a strategy is the name of a file: it ends with .csv."""
+    """Return whether a word of a strategy is the name of a schedule file, which ends with .csv."""
     return word.endswith(".csv")
 
 
 def schedule_word(text: str) -> str:
-    """A schedule as a word and its argument: FILE.csv is file:FILE.csv."""
+    """Return a schedule as word and argument: FILE.csv is file:FILE.csv."""
     return f"file:{text}" if is_schedule_file(text) and not text.startswith("file:") else text
 
 
 def write_schedule_csv(proof: ScheduleTimeline, path: Path) -> None:
-    """Write a schedule as `read_schedule_csv` reads it."""
+    """Write a schedule in the format of `read_schedule_csv`."""
     with path.open("w", encoding="utf-8", newline="") as file:
         rows = csv.writer(file, lineterminator="\n")
         columns = (*CSV_COLUMNS, *[_PART_COLUMN] * any(row.part for row in proof.rows))
@@ -45,10 +44,10 @@ def write_schedule_csv(proof: ScheduleTimeline, path: Path) -> None:
 
 
 def read_schedule_csv(path: Path) -> ScheduleTable:
-    """Read a schedule; it is not proven yet.
+    """Read a schedule, without checking that it can run.
 
     Raises:
-        StrategyError: there is no such file, or a row that cannot be read; names the line.
+        StrategyError: the file does not exist, or a row cannot be parsed; the error has the line number.
     """
     try:
         with path.open(encoding="utf-8", newline="") as file:
@@ -58,13 +57,13 @@ def read_schedule_csv(path: Path) -> ScheduleTable:
             f"the schedule {path} cannot be read: {error}",
             next_step='write one with "paceline schedule show 1f1b --csv FILE", and give its path',
         ) from error
-    found = sorted(_parse_row(row, line, path) for line, row in enumerate(rows, 2))
-    if not found:
+    actions = sorted(_parse_row(row, line, path) for line, row in enumerate(rows, 2))
+    if not actions:
         raise StrategyError(f"the schedule {path} has no rows", next_step=_format_hint())
-    orders: list[list[PipelineAction]] = [[] for _ in range(1 + max(stage for _, _, stage, _ in found))]
-    for _, _, stage, action in found:
+    orders: list[list[PipelineAction]] = [[] for _ in range(1 + max(stage for _, _, stage, _ in actions))]
+    for _, _, stage, action in actions:
         orders[stage].append(action)
-    return ScheduleTable(orders, 1 + max(action.chunk for _, _, _, action in found))
+    return ScheduleTable(orders, 1 + max(action.chunk for _, _, _, action in actions))
 
 
 def _parse_row(
@@ -73,32 +72,35 @@ def _parse_row(
     try:
         stage, micro_batch, chunk = (int(row[name] or "") for name in ("stage", "micro_batch", "chunk"))
         time, kind = float(row["time"] or ""), row["operation"] or ""
-        part = int(row[_PART_COLUMN] or "") if _PART_COLUMN in row else 0
-        if kind not in ("F", "B", "W") or min(stage, micro_batch, chunk, part) < 0:
+        part_index = int(row[_PART_COLUMN] or "") if _PART_COLUMN in row else 0
+        if kind not in ("F", "B", "W") or min(stage, micro_batch, chunk, part_index) < 0:
             raise ValueError
     except (KeyError, ValueError):
         raise StrategyError(
-            f"the schedule has a row that is none: {', '.join(str(value) for value in row.values())}",
+            f"the schedule has an invalid row: {', '.join(str(value) for value in row.values())}",
             where=f"{path}, line {line}",
             next_step=_format_hint(),
         ) from None
-    return time, line, stage, PipelineAction(kind, micro_batch, chunk, part)
+    return time, line, stage, PipelineAction(kind, micro_batch, chunk, part_index)
 
 
 def _format_hint() -> str:
     return (
-        f"the first line is {','.join(CSV_COLUMNS)}, and {_PART_COLUMN} where there are parts; operations are F, B and"
-        " W, numbers begin at 0"
+        f"the first line must be {','.join(CSV_COLUMNS)}, with {_PART_COLUMN} if there are parts; operations"
+        " are F, B and W, and numbers begin at 0"
     )
 
 
 _COLORS = {"F": "#5b8fd6", "B": "#5fae7b", "W": "#d8a24a"}
-_CELL, _HEIGHT, _LEFT = 22, 24, 64  # pixels: of one time unit, of a stage, before the first
+# Pixels of one time unit, of a stage, and before the first time unit.
+_CELL, _HEIGHT, _LEFT = 22, 24, 64
 _NAMES = {"F": "forward", "B": "backward", "W": "gradients of weights"}
 
 
 def render_text(proof: ScheduleTimeline) -> Iterator[str]:
-    """One line for each stage, one cell for each unit of time; letters are chunks, behind a dot are parts."""
+    """Yield one line for each stage, with a cell for each unit of time; letters are chunks, parts follow a
+    dot.
+    """
     unit, parted = min(row.seconds for row in proof.rows), _stages_with_parts(proof)
     width = max(len(_action_label(row, parted)) for row in proof.rows) + 1
     for stage in range(len(proof.in_flight)):
@@ -110,27 +112,29 @@ def render_text(proof: ScheduleTimeline) -> Iterator[str]:
 
 
 def describe_timeline(proof: ScheduleTimeline) -> Iterator[str]:
-    """Bubble and activations in words."""
+    """Yield lines about the bubble and the activations."""
     stages = len(proof.in_flight)
     yield f"bubble: {100 * proof.bubble:.1f} % of {proof.total:g} forwards' time on {stages} stages"
-    kept = ", ".join(f"{n:g}" for n in proof.in_flight)
-    yield f"micro-batches in flight, by stage: {kept}"
+    in_flight = ", ".join(f"{n:g}" for n in proof.in_flight)
+    yield f"micro-batches in flight, by stage: {in_flight}"
 
 
 def render_svg(proof: ScheduleTimeline, title: str) -> str:
-    """A picture: time to the right, a row for each stage."""
+    """Return a picture as SVG: time from left to right, one row for each stage."""
     scale = _CELL / min(row.seconds for row in proof.rows)
     width, height = _LEFT + scale * proof.total + 8, _HEIGHT * len(proof.in_flight) + 56
-    parts = [
+    elements = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" font-family="sans-serif"'
         f' font-size="11"><title>{escape(title)}</title>',
         f'<text x="4" y="16" font-size="13">{escape(title)}</text>',
     ]
     for stage in range(len(proof.in_flight)):
-        parts.append(f'<text x="4" y="{40 + _HEIGHT * stage}">stage {stage}</text>')
-    parts += [_render_box(row, scale, _stages_with_parts(proof)) for row in proof.rows]
-    parts.append(f'<text x="4" y="{height - 8:g}">{escape("; ".join(describe_timeline(proof)))}</text></svg>')
-    return "\n".join(parts) + "\n"
+        elements.append(f'<text x="4" y="{40 + _HEIGHT * stage}">stage {stage}</text>')
+    elements += [_render_box(row, scale, _stages_with_parts(proof)) for row in proof.rows]
+    elements.append(
+        f'<text x="4" y="{height - 8:g}">{escape("; ".join(describe_timeline(proof)))}</text></svg>'
+    )
+    return "\n".join(elements) + "\n"
 
 
 def _render_box(row: TimelineRow, scale: float, parted: Collection[int]) -> str:
@@ -151,5 +155,5 @@ def _action_label(row: TimelineRow, parted: Collection[int]) -> str:
 
 
 def _stages_with_parts(proof: ScheduleTimeline) -> set[int]:
-    """Stages that run micro-batches in parts."""
+    """Return the stages that run micro-batches in parts."""
     return {row.stage for row in proof.rows if row.part}

@@ -1,13 +1,11 @@
-"""What a schedule is: for every stage, in which order it runs which operation of which micro-batch.
+"""Schedule tables: the order in which every stage runs its actions, and a simulation that checks a table.
 
 A rank runs one stage, or several chunks of the model: chunk c of rank r is number c P + r of all v P chunks,
 which follow each other in the model. A stage may run a micro-batch in parts, by its samples; its neighbours
-may run it in more, or in fewer. Pure values, without torch.
+may run it in more parts, or in fewer. Everything is a pure value, without torch.
 
-Run a schedule without doing anything: that it can run, how long it takes, and what it keeps.
-
-A forward takes 1, a backward 2; where it is split, 1 for each half; a chunk of v takes a v-th of it, and so
-does a part of v. What travels takes no time.
+In the simulation a forward takes 1 and a backward 2; where it is split, each half takes 1. A chunk of v
+takes a v-th of that, and so does a part of v. Messages take no time.
 """
 
 from __future__ import annotations
@@ -25,14 +23,14 @@ ActionKey = tuple[int, int, int]
 
 
 class PipelineAction(NamedTuple):
-    """One operation on one micro-batch; what it needs is received before it, what it makes is sent after it.
+    """One action on one micro-batch; its inputs are received before it, and its outputs are sent after it.
 
     Args:
-        kind: "F" forward; "B" backward; "W" gradients of weights. Where a stage has a W of the same
-            micro-batch and chunk, its B makes the gradients of what came in only.
-        micro_batch: counted from 0 in a step, on every rank of a replica alike.
-        chunk: which of the rank's chunks.
-        part: which of the parts in which the stage runs a micro-batch.
+        kind: "F" for forward, "B" for backward, "W" for gradients of weights. If a stage has a W of the same
+            micro-batch and chunk, its B computes only the gradients of the inputs.
+        micro_batch: counted from 0 in a step, equally on every rank of a replica.
+        chunk: index of the chunk on the rank.
+        part: index of the part of the micro-batch.
     """
 
     kind: str
@@ -42,21 +40,23 @@ class PipelineAction(NamedTuple):
 
     @property
     def place(self) -> ActionKey:
-        """Micro-batch, chunk and part: what a forward and its backward have in common."""
+        """Micro-batch, chunk and part, which a forward and its backward share."""
         return self.micro_batch, self.chunk, self.part
 
     def ends(self, split: Collection[ActionKey]) -> bool:
-        """Whether it is the last of its micro-batch there, if these backwards are split."""
+        """Return whether this is the last action of its micro-batch, if the backwards in `split` are
+        split.
+        """
         return self.kind == "W" or (self.kind == "B" and self.place not in split)
 
 
 @dataclass(frozen=True)
 class ScheduleTable:
-    """A schedule.
+    """Order of actions of all stages.
 
     Args:
-        orders: by stage, what it does one after another.
-        chunks: how many chunks of the model each stage has.
+        orders: by stage, its actions in order.
+        chunks: number of chunks of the model on each stage.
     """
 
     orders: Sequence[Sequence[PipelineAction]]
@@ -64,36 +64,36 @@ class ScheduleTable:
 
     @property
     def num_stages(self) -> int:
-        """Ranks of a pipeline."""
+        """Number of stages."""
         return len(self.orders)
 
     @property
     def num_micro_batches(self) -> int:
-        """In a step."""
+        """Number of micro-batches in a step."""
         return 1 + max((action.micro_batch for order in self.orders for action in order), default=-1)
 
     @property
     def parts(self) -> list[int]:
-        """By stage, in how many parts it runs each micro-batch."""
+        """By stage, the number of parts in which it runs each micro-batch."""
         return [1 + max((action.part for action in order), default=0) for order in self.orders]
 
     @property
     def splits(self) -> bool:
-        """Whether a backward is split into the gradients of inputs and those of weights."""
+        """Whether backwards are split into the gradients of inputs and those of weights."""
         return any(action.kind == "W" for order in self.orders for action in order)
 
     def first(self, num_micro_batches: int) -> ScheduleTable:
-        """The same for fewer micro-batches: whatever waits for whom is inside one micro-batch."""
-        kept = [[a for a in order if a.micro_batch < num_micro_batches] for order in self.orders]
-        return ScheduleTable(kept, self.chunks)
+        """Return the same table with fewer micro-batches: actions wait only for the same micro-batch."""
+        orders = [[a for a in order if a.micro_batch < num_micro_batches] for order in self.orders]
+        return ScheduleTable(orders, self.chunks)
 
 
 ScheduleFactory = Callable[..., ScheduleTable]
-"""From numbers of stages and of micro-batches; and what stands behind the colon of its word, if anything."""
+"""Function of the numbers of stages and micro-batches, and of the word's argument if it has one."""
 
 
 def previous_chunk(stage: int, action: PipelineAction, num_stages: int) -> tuple[int, PipelineAction] | None:
-    """Stage and forward whose result a forward needs; None: it is the first."""
+    """Return the stage and the forward whose output a forward needs, or None for the first chunk."""
     if stage > 0:
         return stage - 1, action
     return (num_stages - 1, action._replace(chunk=action.chunk - 1)) if action.chunk else None
@@ -102,73 +102,76 @@ def previous_chunk(stage: int, action: PipelineAction, num_stages: int) -> tuple
 def next_chunk(
     stage: int, action: PipelineAction, num_stages: int, chunks: int
 ) -> tuple[int, PipelineAction] | None:
-    """Stage and backward whose result a backward needs; None: it is the last chunk's."""
+    """Return the stage and the backward whose output a backward needs, or None for the last chunk."""
     if stage < num_stages - 1:
         return stage + 1, action
     return (0, action._replace(chunk=action.chunk + 1)) if action.chunk < chunks - 1 else None
 
 
 def count_messages_by_source(table: ScheduleTable, stage: int) -> Mapping[int, int]:
-    """By neighbour, how many messages it sends; nothing where there are parts, which may be empty."""
+    """Return how many messages each neighbour sends; empty if there are parts, which may be empty."""
     if max(table.parts) > 1:
         return {}
     sources = {
         "F": lambda action: previous_chunk(stage, action, table.num_stages),
         "B": lambda action: next_chunk(stage, action, table.num_stages, table.chunks),
     }
-    found = [sources[action.kind](action) for action in table.orders[stage] if action.kind in sources]
-    return Counter(source[0] for source in found if source is not None)
+    senders = [sources[action.kind](action) for action in table.orders[stage] if action.kind in sources]
+    return Counter(source[0] for source in senders if source is not None)
 
 
 def max_messages_in_flight(table: ScheduleTable, stage: int, to: int) -> int:
-    """The most messages of one stage that another may not have taken yet; the order of both says so.
+    """Return the most messages of a stage that another may not have received yet, given the orders of both.
 
-    Forwards of which no gradient has come back, and gradients of forwards that the other has not followed up.
+    They are forwards whose gradient has not returned, and gradients of forwards that the other has not
+    followed up.
     """
-    own = table.parts[stage]
-    return _max_open_forwards(table, stage, to, own) + _max_open_forwards(table, to, stage, own)
+    num_parts = table.parts[stage]
+    return _max_open_forwards(table, stage, to, num_parts) + _max_open_forwards(table, to, stage, num_parts)
 
 
-def _max_open_forwards(table: ScheduleTable, stage: int, there: int, parts: int) -> int:
-    """The most forwards of a stage that went on to another and whose backward has not been.
+def _max_open_forwards(table: ScheduleTable, stage: int, receiver: int, num_parts: int) -> int:
+    """Return the most forwards of a stage that went to another one and whose backward has not run.
 
     Args:
-        parts: in how many of a micro-batch they are counted.
+        parts: number of parts of a micro-batch in which they are counted.
     """
     open_places, most = set[ActionKey](), 0
     for action in table.orders[stage]:
-        then = (
+        next_action = (
             next_chunk(stage, action, table.num_stages, table.chunks) if action.kind in ("F", "B") else None
         )
-        if then is None or then[0] != there:
+        if next_action is None or next_action[0] != receiver:
             continue
-        found = overlapping_parts(action.part, table.parts[stage], parts)
-        places = {action._replace(part=part).place for part in found}
+        part_range = overlapping_parts(action.part, table.parts[stage], num_parts)
+        places = {action._replace(part=part).place for part in part_range}
         open_places = open_places | places if action.kind == "F" else open_places - places
         most = max(most, len(open_places))
     return most
 
 
-def overlapping_parts(part: int, own: int, theirs: int) -> range:
-    """Which parts of a neighbour, who has so many, have samples of one of the own parts."""
-    return range(part * theirs // own, -(-(part + 1) * theirs // own))
+def overlapping_parts(part: int, num_parts: int, num_other_parts: int) -> range:
+    """Return which parts of a neighbour share samples with a part of this stage."""
+    return range(part * num_other_parts // num_parts, -(-(part + 1) * num_other_parts // num_parts))
 
 
-def part_samples(num_samples: int, parts: int, part: int) -> range:
-    """The samples of a part. With fewer samples than parts the first are empty; the last never is."""
-    return range(num_samples * part // parts, num_samples * (part + 1) // parts)
+def part_samples(num_samples: int, num_parts: int, part: int) -> range:
+    """Return the samples of a part. With fewer samples than parts the first parts are empty; the last never
+    is.
+    """
+    return range(num_samples * part // num_parts, num_samples * (part + 1) // num_parts)
 
 
-def parts_divide_evenly(parts: Sequence[int]) -> bool:
-    """Whether neighbours can join each other's parts, or divide them, by an integer."""
-    return all(max(pair) % min(pair) == 0 for pair in pairwise(parts))
+def parts_divide_evenly(parts_by_stage: Sequence[int]) -> bool:
+    """Return whether neighbours can join or divide each other's parts by an integer."""
+    return all(max(pair) % min(pair) == 0 for pair in pairwise(parts_by_stage))
 
 
-_NEXT_STEP = 'repair the rows; "paceline schedule show gpipe --csv FILE" writes some that are right'
+_NEXT_STEP = 'fix the rows; "paceline schedule show gpipe --csv FILE" writes a valid schedule'
 
 
 class TimelineRow(NamedTuple):
-    """One operation in time."""
+    """One action on the time axis."""
 
     time: float
     stage: int
@@ -181,13 +184,13 @@ class TimelineRow(NamedTuple):
 
 @dataclass(frozen=True)
 class ScheduleTimeline:
-    """What is known of a schedule that can run.
+    """Timeline of a schedule that can run.
 
     Args:
-        rows: in the order of time.
-        total: until the last stage has ended; 1 is the time of a forward of one stage.
-        in_flight: by stage, the most micro-batches (of v chunks each counts a v-th, and so does a part of v)
-            whose activations it keeps at a time: from the forward to the end of the backward.
+        rows: actions in order of time.
+        total: time until the last stage has ended; 1 is the time of a forward of one stage.
+        in_flight: by stage, the most micro-batches whose activations it keeps at a time, from the forward to
+            the end of the backward. Each of v chunks counts a v-th, and so does a part of v.
     """
 
     rows: Sequence[TimelineRow]
@@ -196,63 +199,63 @@ class ScheduleTimeline:
 
     @property
     def bubble(self) -> float:
-        """Share of the time in which a stage is idle, from 0 to 1, over all stages."""
+        """Share of the time in which stages are idle, from 0 to 1."""
         busy = sum(row.seconds for row in self.rows)
         return 1.0 - busy / (self.total * len(self.in_flight)) if self.total else 0.0
 
 
 def simulate_schedule(table: ScheduleTable, num_micro_batches: int) -> ScheduleTimeline:
-    """Run it.
+    """Simulate a schedule and return its timeline.
 
     Raises:
-        StrategyError: an operation is missing or twice, forwards are out of order, a backward comes before
-            its forward, parts of neighbours do not fit together, or stages wait for each other.
+        StrategyError: an action is missing or occurs twice, forwards are out of order, a backward comes
+            before its forward, parts of neighbours do not fit together, or stages wait for each other.
     """
-    parts = table.parts
-    _require_divisible_parts(table, parts)
-    split = [_require_complete(table, parts, s, num_micro_batches) for s in range(table.num_stages)]
+    parts_by_stage = table.parts
+    _require_divisible_parts(table, parts_by_stage)
+    split = [_require_complete(table, parts_by_stage, s, num_micro_batches) for s in range(table.num_stages)]
     ends: EndTimes = {}
     clocks, done = [0.0] * table.num_stages, [0] * table.num_stages
     rows: list[TimelineRow] = []
-    while moved := _ready_stages(table, parts, done, ends):
-        for stage, starts in moved:
+    while ready := _ready_stages(table, parts_by_stage, done, ends):
+        for stage, starts in ready:
             action = table.orders[stage][done[stage]]
-            seconds = _action_seconds(action, split[stage]) / (table.chunks * parts[stage])
+            seconds = _action_seconds(action, split[stage]) / (table.chunks * parts_by_stage[stage])
             start = max(starts, clocks[stage])
             clocks[stage] = ends[stage, action] = start + seconds
             rows.append(TimelineRow(start, stage, *action, seconds))
             done[stage] += 1
     stuck = [(s, table.orders[s][n]) for s, n in enumerate(done) if n < len(table.orders[s])]
     if stuck:
-        waits = ", ".join(f"stage {s} at {_describe_action(a, parts[s])}" for s, a in stuck)
+        waits = ", ".join(f"stage {s} at {_describe_action(a, parts_by_stage[s])}" for s, a in stuck)
         raise StrategyError(f"the schedule's stages wait for each other: {waits}", next_step=_NEXT_STEP)
-    kept = [
+    in_flight = [
         _max_in_flight(order, splits) / (table.chunks * n)
-        for order, splits, n in zip(table.orders, split, parts, strict=True)
+        for order, splits, n in zip(table.orders, split, parts_by_stage, strict=True)
     ]
-    return ScheduleTimeline(sorted(rows), max(clocks), kept)
+    return ScheduleTimeline(sorted(rows), max(clocks), in_flight)
 
 
 EndTimes = dict[tuple[int, PipelineAction], float]
-"""When an operation of a stage has ended."""
+"""End time of an action, by stage and action."""
 
 
 def _ready_stages(
-    table: ScheduleTable, parts: Sequence[int], done: Sequence[int], ends: EndTimes
+    table: ScheduleTable, parts_by_stage: Sequence[int], done: Sequence[int], ends: EndTimes
 ) -> list[tuple[int, float]]:
-    """Stages whose next operation has what it needs, and since when."""
-    found = []
+    """Return the stages whose next action has its inputs, and since when."""
+    ready = []
     for stage, order in enumerate(table.orders):
         if done[stage] < len(order):
-            since = _inputs_ready_at(table, parts, stage, order[done[stage]], ends)
-            found += [] if since is None else [(stage, since)]
-    return found
+            since = _inputs_ready_at(table, parts_by_stage, stage, order[done[stage]], ends)
+            ready += [] if since is None else [(stage, since)]
+    return ready
 
 
 def _inputs_ready_at(
-    table: ScheduleTable, parts: Sequence[int], stage: int, action: PipelineAction, ends: EndTimes
+    table: ScheduleTable, parts_by_stage: Sequence[int], stage: int, action: PipelineAction, ends: EndTimes
 ) -> float | None:
-    """When what an operation needs is there; None: not yet."""
+    """Return the time at which the inputs of an action are complete, or None if they are not."""
     if action.kind == "F":
         source = previous_chunk(stage, action, table.num_stages)
     elif action.kind == "B":
@@ -261,54 +264,59 @@ def _inputs_ready_at(
         source = None
     if source is None:
         return 0.0
-    there, wanted = source
-    within = overlapping_parts(action.part, parts[stage], parts[there])
-    found = [ends.get((there, wanted._replace(part=part))) for part in within]
-    return None if None in found else max(end for end in found if end is not None)
+    source_stage, wanted = source
+    part_range = overlapping_parts(action.part, parts_by_stage[stage], parts_by_stage[source_stage])
+    end_times = [ends.get((source_stage, wanted._replace(part=source_part))) for source_part in part_range]
+    return None if None in end_times else max(end for end in end_times if end is not None)
 
 
-def _require_divisible_parts(table: ScheduleTable, parts: Sequence[int]) -> None:
-    """Chunks go round, so the last stage is a neighbour of the first."""
-    if not parts_divide_evenly([*parts, *parts[: int(table.chunks > 1)]]):
+def _require_divisible_parts(table: ScheduleTable, parts_by_stage: Sequence[int]) -> None:
+    """Require that parts of neighbours can be joined or divided.
+
+    Chunks go around, so the last stage is a neighbour of the first.
+    """
+    if not parts_divide_evenly([*parts_by_stage, *parts_by_stage[: int(table.chunks > 1)]]):
         raise StrategyError(
-            f"stages run micro-batches in {', '.join(map(str, parts))} parts, and what one sends the next can"
-            " neither be divided nor joined by an integer",
-            next_step="choose numbers of which each divides its neighbours', or is divided by them",
+            f"stages run micro-batches in {', '.join(map(str, parts_by_stage))} parts, and those of"
+            " neighbours cannot be divided or joined by an integer",
+            next_step="choose numbers of which each is a multiple or a divisor of its neighbours'",
         )
 
 
 def _require_complete(
-    table: ScheduleTable, divided: Sequence[int], stage: int, num_micro_batches: int
+    table: ScheduleTable, parts_by_stage: Sequence[int], stage: int, num_micro_batches: int
 ) -> set[ActionKey]:
-    """Which backwards of a stage are split."""
-    order, parts = table.orders[stage], divided[stage]
+    """Return which backwards of a stage are split; raise StrategyError if an action is missing or out of
+    order.
+    """
+    order, num_parts = table.orders[stage], parts_by_stage[stage]
     at = {action: number for number, action in enumerate(order)}
-    places = [*product(range(num_micro_batches), range(table.chunks), range(parts))]
-    wanted = {PipelineAction(kind, *place) for kind in "FB" for place in places}
+    keys = [*product(range(num_micro_batches), range(table.chunks), range(num_parts))]
+    wanted = {PipelineAction(kind, *key) for kind in "FB" for key in keys}
     split = {a.place for a in order if a.kind == "W"}
-    if len(at) < len(order) or {a for a in at if a.kind != "W"} != wanted or not split <= {*places}:
+    if len(at) < len(order) or {a for a in at if a.kind != "W"} != wanted or not split <= {*keys}:
         raise StrategyError(
             f"the schedule of stage {stage} does not run each of {num_micro_batches} micro-batches forward"
             f" and backward once{f' in each of {table.chunks} chunks' if table.chunks > 1 else ''}"
-            f"{f' in each of {parts} parts' if parts > 1 else ''}",
+            f"{f' in each of {num_parts} parts' if num_parts > 1 else ''}",
             next_step=_NEXT_STEP,
         )
-    for place in places:
-        own = [at[PipelineAction(kind, *place)] for kind in "FBW" if kind != "W" or place in split]
-        if own != sorted(own):
+    for key in keys:
+        positions = [at[PipelineAction(kind, *key)] for kind in "FBW" if kind != "W" or key in split]
+        if positions != sorted(positions):
             raise StrategyError(
-                f"the schedule of stage {stage} runs micro-batch {place[0]} of chunk {place[1]} backward"
-                " before forward, or makes gradients of weights before those of what came in",
+                f"the schedule of stage {stage} runs micro-batch {key[0]} of chunk {key[1]} backward"
+                " before forward, or computes gradients of weights before those of the inputs",
                 next_step=_NEXT_STEP,
             )
     _require_ascending(order, stage)
-    _require_parts_in_order(order, split, stage, parts)
+    _require_parts_in_order(order, split, stage, num_parts)
     return split
 
 
 def _require_ascending(order: Sequence[PipelineAction], stage: int) -> None:
     forwards = [(a.chunk, a.micro_batch, a.part) for a in order if a.kind == "F"]
-    if sorted(forwards, key=lambda place: place[0]) != sorted(forwards):
+    if sorted(forwards, key=lambda entry: entry[0]) != sorted(forwards):
         raise StrategyError(
             f"the schedule of stage {stage} runs forwards out of order: give the micro-batch that comes first"
             " the smaller number",
@@ -317,12 +325,15 @@ def _require_ascending(order: Sequence[PipelineAction], stage: int) -> None:
 
 
 def _require_parts_in_order(
-    order: Sequence[PipelineAction], split: set[ActionKey], stage: int, parts: int
+    order: Sequence[PipelineAction], split: set[ActionKey], stage: int, num_parts: int
 ) -> None:
-    """The gradient of a micro-batch is complete with its last part, before another's begins."""
+    """Require that the parts of a micro-batch end one after another, before those of the next begin.
+
+    The gradient of a micro-batch is complete with its last part.
+    """
     ends = sorted((a for a in order if a.ends(split)), key=lambda a: a.chunk)
-    if [a.part for a in ends] != [*range(parts)] * (len(ends) // parts) or any(
-        len({a.micro_batch for a in ends[k : k + parts]}) > 1 for k in range(0, len(ends), parts)
+    if [a.part for a in ends] != [*range(num_parts)] * (len(ends) // num_parts) or any(
+        len({a.micro_batch for a in ends[k : k + num_parts]}) > 1 for k in range(0, len(ends), num_parts)
     ):
         raise StrategyError(
             f"the schedule of stage {stage} mixes backwards of the parts of several micro-batches, or runs"
@@ -331,9 +342,9 @@ def _require_parts_in_order(
         )
 
 
-def _describe_action(action: PipelineAction, parts: int) -> str:
-    part = f".{action.part}" if parts > 1 else ""
-    return f"{action.kind}{action.micro_batch}{part} of chunk {action.chunk}"
+def _describe_action(action: PipelineAction, num_parts: int) -> str:
+    suffix = f".{action.part}" if num_parts > 1 else ""
+    return f"{action.kind}{action.micro_batch}{suffix} of chunk {action.chunk}"
 
 
 def _action_seconds(action: PipelineAction, split: set[ActionKey]) -> float:

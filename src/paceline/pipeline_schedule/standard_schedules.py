@@ -1,4 +1,7 @@
-"""Schedules by name. Each makes a table from numbers of stages and of micro-batches; all are proven."""
+"""Standard schedules: GPipe, 1F1B, PipeDream-2BW, interleaved 1F1B and zero bubble.
+
+Each function makes a table from the numbers of stages and micro-batches. All tables pass `simulate_schedule`.
+"""
 
 from __future__ import annotations
 
@@ -14,29 +17,29 @@ T = TypeVar("T")
 
 
 def gpipe(num_stages: int, num_micro_batches: int, parts: Sequence[int] = ()) -> ScheduleTable:
-    """All forwards, then all backwards in the opposite order.
+    """Return all forwards, then all backwards in reverse order.
 
     A stage stores the activations of all micro-batches.
 
     Args:
-        parts: by stage, in how many parts it runs each micro-batch; one if there are none.
+        parts: by stage, the number of parts in which it runs each micro-batch; 1 by default.
     Source: Huang et al. 2019, GPipe, arXiv:1811.06965, section 2.3 and figure 2c.
     """
-    up = range(num_micro_batches)
+    micro_batches = range(num_micro_batches)
     return ScheduleTable(
         [
-            _actions_in_parts("F", up, n) + _actions_in_parts("B", reversed(up), n)
+            _actions_in_parts("F", micro_batches, n) + _actions_in_parts("B", reversed(micro_batches), n)
             for n in parts or [1] * num_stages
         ]
     )
 
 
 def one_f_one_b(num_stages: int, num_items: int, parts: Sequence[int] = ()) -> ScheduleTable:
-    """One forward, one backward in turn: stage s runs p-s-1 forwards ahead.
+    """Return alternating forwards and backwards: stage s runs p-s-1 forwards ahead.
 
-    A stage stores the activations of at most p-s items, however many there are. PipeDream runs it over steps,
-    without a flush between them; a synchronous pipeline over the micro-batches of one step. Where stages run
-    items in parts, none stores more for it, and those before smaller parts may store less.
+    A stage stores the activations of at most p-s items, however many there are. PipeDream runs it over
+    steps, without a flush between them; a synchronous pipeline over the micro-batches of one step. Where
+    stages run items in parts, none stores more for it, and stages before smaller parts may store less.
 
     Args:
         parts: see `gpipe`.
@@ -45,18 +48,19 @@ def one_f_one_b(num_stages: int, num_items: int, parts: Sequence[int] = ()) -> S
     """
     parts = parts or [1] * num_stages
     orders = []
-    for stage, (n, kept) in enumerate(zip(parts, _max_parts_in_flight(parts), strict=True)):
+    for stage, (n, max_in_flight) in enumerate(zip(parts, _max_parts_in_flight(parts), strict=True)):
         forwards, backwards = (_actions_in_parts(kind, range(num_items), n) for kind in "FB")
         turn = _parts_per_turn(parts, stage)
-        ahead = -(-kept // turn) - 1
+        ahead = -(-max_in_flight // turn) - 1
         orders.append(_alternate(_group_by_turn(forwards, turn), _group_by_turn(backwards, turn), ahead))
     return ScheduleTable([[*chain.from_iterable(order)] for order in orders])
 
 
 def pipedream_2bw(num_stages: int, counts: Sequence[int]) -> ScheduleTable:
-    """1F1B over the micro-batches of several steps without a flush between them, never two updates behind.
+    """Return 1F1B over the micro-batches of several steps without a flush between them, at most one update
+    behind.
 
-    A step's first forward waits for the last backward of the step before the one before it.
+    A step's first forward waits for the last backward of the step two before it.
 
     Args:
         counts: micro-batches of each step.
@@ -71,7 +75,7 @@ def pipedream_2bw(num_stages: int, counts: Sequence[int]) -> ScheduleTable:
 
 
 def _bounded_staleness_order(ahead: int, needed: Sequence[int]) -> Iterator[PipelineAction]:
-    """Forwards so many ahead of backwards, and behind those that each needs."""
+    """Yield forwards that are `ahead` of the backwards, but wait for the backwards that each needs."""
     done = 0
     for number, least in enumerate([*needed, len(needed)]):
         until = max(least, number - ahead) if number < len(needed) else len(needed)
@@ -82,12 +86,14 @@ def _bounded_staleness_order(ahead: int, needed: Sequence[int]) -> Iterator[Pipe
 
 
 def interleaved(num_stages: int, num_micro_batches: int, chunks: int | str = 2) -> ScheduleTable:
-    """1F1B over several chunks of the model on every rank: the bubble is a v-th, for more in flight.
+    """Return 1F1B over several chunks of the model on every rank: 1/v of the bubble, with more micro-batches
+    in flight.
 
-    Micro-batches go through the chunks in groups of p. Where the last group is smaller, stages run more
-    forwards ahead, as few as can run.
-    Source: Narayanan et al. 2021, Efficient Large-Scale Language Model Training, arXiv:2104.04473,
-    section 2.2.2.
+    Micro-batches go through the chunks in groups of p. If the last group is smaller, stages run more
+    forwards ahead, as few as are possible.
+
+    Source: Narayanan et al. 2021, Efficient Large-Scale Language Model Training, arXiv:2104.04473, section
+    2.2.2.
     """
     p, m, chunks = num_stages, num_micro_batches, int(chunks)
     groups = [range(start, min(start + p, m)) for start in range(0, m, p)]
@@ -95,19 +101,20 @@ def interleaved(num_stages: int, num_micro_batches: int, chunks: int | str = 2) 
     backwards = [
         PipelineAction("B", k, c) for group in groups for c in reversed(range(chunks)) for k in group
     ]
+    # An incomplete last group can deadlock with the usual lead: take the smallest lead that runs.
     for more in range(len(forwards) + 1):
         ahead = [min(2 * (p - 1 - s) + (chunks - 1) * p + more, len(forwards)) for s in range(p)]
         table = ScheduleTable([_alternate(forwards, backwards, n) for n in ahead], chunks)
         if _can_run(table, m):
             return table
-    raise AssertionError("all forwards before all backwards can always run")
+    raise AssertionError("internal error: all forwards before all backwards can always run")
 
 
 def zero_bubble(num_stages: int, num_micro_batches: int, parts: Sequence[int] = ()) -> ScheduleTable:
-    """The backward split in two: gradients of weights fill the time in which a stage would wait.
+    """Return 1F1B with split backwards: gradients of weights fill the time in which a stage would wait.
 
-    1F1B, in which stage s puts the gradients of weights off by s micro-batches. So each stage keeps at most p
-    micro-batches, and the last ones of a step have work while the first fill and drain.
+    Stage s defers the gradients of weights by s micro-batches. So each stage keeps at most p micro-batches,
+    and the last stages have work while the first ones fill and drain.
 
     Args:
         parts: see `gpipe`.
@@ -120,7 +127,7 @@ def zero_bubble(num_stages: int, num_micro_batches: int, parts: Sequence[int] = 
 
 
 def _defer_weight_gradients(order: Sequence[PipelineAction], later: int) -> Iterator[PipelineAction]:
-    """The gradients of weights after the backward that comes so many backwards later, or at the end."""
+    """Yield the gradients of weights `later` backwards after their own backward, or at the end."""
     waiting = deque[PipelineAction]()
     for action in order:
         yield action
@@ -131,25 +138,27 @@ def _defer_weight_gradients(order: Sequence[PipelineAction], later: int) -> Iter
     yield from waiting
 
 
-def _actions_in_parts(kind: str, micro_batches: Iterable[int], parts: int) -> list[PipelineAction]:
-    return [PipelineAction(kind, k, 0, part) for k in micro_batches for part in range(parts)]
+def _actions_in_parts(kind: str, micro_batches: Iterable[int], num_parts: int) -> list[PipelineAction]:
+    return [PipelineAction(kind, k, 0, index) for k in micro_batches for index in range(num_parts)]
 
 
 def _max_parts_in_flight(parts: Sequence[int]) -> list[int]:
-    """By stage, how many of its parts 1F1B keeps: all of which the next stage keeps some, and what travels.
+    """Return by stage how many of its parts 1F1B keeps: those of which the next stage keeps some, and those
+    in flight.
 
-    What the next stage keeps need not begin where a part of this stage begins. Never more than without parts.
+    What the next stage keeps need not begin where a part of this stage begins. It is never more than without
+    parts.
     """
-    found = [1]
+    max_parts = [1]
     for later, earlier in pairwise(reversed(parts)):
         travelling, joined = min(later, earlier), max(1, later // earlier)
-        touched = (found[-1] + joined - 2) // joined + 1
-        found.append(min((touched + 1) * earlier // travelling, (len(found) + 1) * earlier))
-    return found[::-1]
+        touched = (max_parts[-1] + joined - 2) // joined + 1
+        max_parts.append(min((touched + 1) * earlier // travelling, (len(max_parts) + 1) * earlier))
+    return max_parts[::-1]
 
 
 def _parts_per_turn(parts: Sequence[int], stage: int) -> int:
-    """Parts that 1F1B runs in one turn: as many as neighbours on both sides have joined, else one."""
+    """Return how many parts 1F1B runs in one turn: as many as both neighbours have joined, else one."""
     around = parts[max(0, stage - 1) : stage + 2]
     return parts[stage] // min(parts[stage], max(around[0], around[-1]))
 
@@ -159,12 +168,12 @@ def _group_by_turn(actions: Sequence[PipelineAction], turn: int) -> list[Sequenc
 
 
 def _alternate(forwards: Sequence[T], backwards: Sequence[T], ahead: int) -> list[T]:
-    """Some forwards ahead, then a forward and a backward in turn, then the rest of the backwards."""
+    """Return `ahead` forwards, then forwards and backwards in turn, then the remaining backwards."""
 
     def order() -> Iterator[T]:
         yield from forwards[:ahead]
-        for place, backward in enumerate(backwards):
-            yield from forwards[ahead + place : ahead + place + 1]
+        for index, backward in enumerate(backwards):
+            yield from forwards[ahead + index : ahead + index + 1]
             yield backward
 
     return list(order())

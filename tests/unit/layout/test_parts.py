@@ -206,8 +206,8 @@ class LastPositions:
 def test_parts_are_one_micro_batch_of_the_sums() -> None:
     """Buffers of other stages move by the mean over micro-batches, so parts may not count as some."""
     sums = LossSums(MetricNames())
-    for total, joins in ((1.0, False), (2.0, True), (4.0, True), (8.0, False)):
-        sums.add(Loss(torch.tensor(total), 2, {"right": 1.0}), joins=joins)
+    for total, continues_micro_batch in ((1.0, False), (2.0, True), (4.0, True), (8.0, False)):
+        sums.add(Loss(torch.tensor(total), 2, {"right": 1.0}), continues_micro_batch=continues_micro_batch)
     assert sums.micro_batches == 2
     assert sums.read() == (15.0, 8.0, {"right": 4.0})
 

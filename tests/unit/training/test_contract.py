@@ -98,7 +98,7 @@ def test_what_is_right_or_cannot_be_told_is_let_through() -> None:
 
     for loss in (masked, contrast):
         assert (
-            build_test_session(Cluster.single(), RECIPE, partial(task_of, loss)).runner.metric_names.found
+            build_test_session(Cluster.single(), RECIPE, partial(task_of, loss)).runner.metric_names.names
             == ()
         )
     nothing = Loss(torch.tensor(0.0), 1)
@@ -180,7 +180,7 @@ def test_a_batch_beyond_the_data_is_told() -> None:
     said: list[str] = []
     warn_large_batch(RECIPE.replace(batch={"size": 13, "shards": 1}), scored(), said.append)
     warn_large_batch(RECIPE.replace(batch={"size": 97, "shards": 1}), scored(), said.append)
-    assert said == ["batch.size = 97 is more than the 96 samples: every step trains on all of them"]
+    assert said == ["warning: batch.size = 97 is larger than the data set of 96 samples, so every step trains on all of them."]
 
 
 def refused_model(cluster: Cluster) -> str:

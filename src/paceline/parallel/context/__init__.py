@@ -1,4 +1,4 @@
-"""Context: sequences are split over ranks by positions, and attention goes over all of them."""
+"""Context parallelism: sequences are split over ranks by positions, and attention sees all positions."""
 
 from paceline.parallel.context.context_attention import SequenceSplitter, TrialBatch
 

@@ -1,28 +1,20 @@
-"""What a rank sends for one call of attention, by closed form, and which way is cheaper. Pure.
+"""Context parallelism: run a model on a part of the positions of every sequence.
 
-With N ranks, a sequence of S positions of which a rank has T, B sequences, H heads of queries and G of keys,
-of width D, in types of b bytes and sums of a bytes:
+`ContextParallelMode` is active around a micro-batch. In it, `scaled_dot_product_attention` attends to the
+positions of all ranks, by a ring or by an all-to-all over heads, whichever sends less; `positions`,
+`KeyedDropout` and PyTorch's dropout use the places in the whole sequence. All other functions see the local
+part. Nothing is patched, and nothing stays changed afterwards. Invariant: what cannot be made right is
+refused by name. A block that memory.recompute repeats in backward runs in the same mode; the model's own use
+of `torch.utils.checkpoint` would not, so it is refused.
+
+Bytes of one call of attention, in closed form. With N ranks, a sequence of S positions of which a rank has T,
+B sequences, H query heads and G key heads of width D, values of b bytes and sums of a bytes:
 
     ring   b B G 2D (S - T) forward; b B G 2D (S - T) + a B G 2D (S - T) backward
     heads  b B (2H + 2G) D (N-1)/N T forward, and as much backward
 
-where S - T is what other ranks have. Where sizes differ, keys and values leave out the next rank's positions,
-gradients the own.
-
-A model that recomputes by `torch.utils.checkpoint` itself: under `context=N` that would go wrong.
-
-What it repeats in backward runs outside of the mode in which attention, positions and dropout see the whole
-sequence: each rank would go on with its part alone. `memory.recompute` repeats inside of it.
-
-What a model calls while it runs on a part of the positions, and what is done in its place.
-
-`scaled_dot_product_attention` goes over all ranks; `positions`, `KeyedDropout` and PyTorch's dropout see the
-places in the whole sequence. All else sees what it is given. It is a mode of one block of code, so nothing is
-patched and nothing stays; a block that is recomputed in backward is so inside the same mode (`precision`).
-
-Invariant: what cannot be made right is refused by name.
-
-A model on a part of every sequence: the block in which a micro-batch runs.
+where S - T is what other ranks have. Where sizes differ, keys and values leave out the next rank's
+positions, and gradients the rank's own.
 """
 
 from __future__ import annotations
@@ -70,14 +62,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AttentionSizes:
-    """The sizes of one call of attention.
+    """Sizes of one call of attention.
 
     Args:
         sequences: B.
-        heads, groups: of queries, and of keys and values.
-        width, value_width: of a head of queries and keys, and of values.
-        item_bytes: of a value in its type.
-        sum_bytes: of a value in the type in which gradients are added.
+        heads, groups: number of heads of queries, and of keys and values.
+        width, value_width: width of a head of queries and keys, and of values.
+        item_bytes: bytes of a value in its dtype.
+        sum_bytes: bytes of a value in the dtype in which gradients are summed.
     """
 
     sequences: int
@@ -90,27 +82,28 @@ class AttentionSizes:
 
 
 def ring_bytes(call: AttentionSizes, runs: tuple[PositionRuns, ...], rank: int) -> tuple[int, int]:
-    """Bytes that a rank sends in forward and in backward, around the ring."""
-    length, num_ranks = sum(one.size for one in runs), len(runs)
+    """Return the bytes that a rank sends in forward and in backward of ring attention."""
+    length, num_ranks = sum(positions.size for positions in runs), len(runs)
     row = call.sequences * call.groups * (call.width + call.value_width)
     forward = (length - runs[(rank + 1) % num_ranks].size) * row * call.item_bytes
     return forward, forward + (length - runs[rank].size) * row * call.sum_bytes
 
 
 def ulysses_bytes(call: AttentionSizes, runs: tuple[PositionRuns, ...], rank: int) -> tuple[int, int]:
-    """Bytes that a rank sends in forward and in backward, by all-to-all over heads."""
-    length, num_ranks, mine = sum(one.size for one in runs), len(runs), runs[rank].size
+    """Return the bytes that a rank sends in forward and in backward of an all-to-all over heads."""
+    length, num_ranks, local_length = sum(positions.size for positions in runs), len(runs), runs[rank].size
     inputs = call.heads * call.width + call.groups * (call.width + call.value_width)
     outputs = call.heads * call.value_width
-    away, home = mine * (num_ranks - 1), length - mine  # rows for others x N, and rows of others
+    # Rows for other ranks, times N, and rows of other ranks.
+    outgoing, incoming = local_length * (num_ranks - 1), length - local_length
     unit = call.sequences * call.item_bytes
-    return unit * (inputs * away + outputs * home) // num_ranks, unit * (
-        outputs * away + inputs * home
+    return unit * (inputs * outgoing + outputs * incoming) // num_ranks, unit * (
+        outputs * outgoing + inputs * incoming
     ) // num_ranks
 
 
 def is_ulysses_cheaper(call: AttentionSizes, runs: tuple[PositionRuns, ...]) -> bool:
-    """Whether all-to-all is possible and all ranks together send less than around the ring."""
+    """Return whether an all-to-all is possible and all ranks together send less than around the ring."""
     num_ranks = len(runs)
     if call.heads % num_ranks or call.groups % num_ranks:
         return False
@@ -123,17 +116,17 @@ _CHECKPOINT_CODE = unwrap(checkpoint).__code__
 
 
 def refuse_user_checkpoint(frame: FrameType | None) -> None:
-    """Look at what has called a function that a mode answers.
+    """Search the callers of a function for a checkpoint of the model's own.
 
     Raises:
-        TaskError: a checkpoint of the model's own is among it.
+        TaskError: there is one. What it repeats in backward would run outside of the mode.
     """
     if any(map(_is_user_checkpoint, _outer_frames(frame))):
         raise TaskError(
-            "the model computes a part of itself again in backward by torch.utils.checkpoint, where a rank"
-            " under context=N would see its own positions only",
-            next_step='leave it out of the model and set memory.recompute = "blocks" (Task(blocks=...) names'
-            " them), or choose a strategy without context",
+            "the model uses torch.utils.checkpoint, whose recomputation under context=N would see only the"
+            " positions of its rank",
+            next_step='remove it and set memory.recompute = "blocks" (Task(blocks=...) names the blocks), or'
+            " choose a strategy without context",
         )
 
 
@@ -148,36 +141,38 @@ def _is_user_checkpoint(frame: FrameType) -> bool:
         return True
     if frame.f_code is not _CHECKPOINT_CODE:
         return False
-    given = frame.f_locals
-    return not (has_checkpoint_contexts(given["context_fn"]) or isinstance(given["function"], BlockCall))
+    arguments = frame.f_locals
+    return not (
+        has_checkpoint_contexts(arguments["context_fn"]) or isinstance(arguments["function"], BlockCall)
+    )
 
 
 class ContextParallelMode(TorchFunctionMode):
-    """Runs a model on a part of the positions.
+    """Function mode in which a model runs on a part of the positions.
 
     Args:
-        part: of the sequences.
-        group: the ranks that have the other parts.
+        part: this rank's part of the sequences.
+        group: ranks that have the other parts.
     """
 
-    def __init__(self, part: SequencePart, group: RankGroup, net: Net) -> None:
+    def __init__(self, sequence_part: SequencePart, group: RankGroup, net: Net) -> None:
         super().__init__()
-        self.part, self._group, self._net = part, group, net
+        self.part, self._group, self._net = sequence_part, group, net
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """What every function of PyTorch becomes inside the block."""
+        """Call a function of PyTorch, or what replaces it in this mode."""
         if func in _RANDOM_FUNCTIONS:
             raise TaskError(
-                f"{func.__name__} draws by position, from a stream that begins anew on every rank",
+                f"{func.__name__} draws a number for each position, and every rank would draw the same ones",
                 next_step="use paceline.models.KeyedDropout, or choose a strategy without context",
             )
-        instead = _INSTEAD.get(func)
-        if instead is None:
+        replacement = _INSTEAD.get(func)
+        if replacement is None:
             return func(*args, **(kwargs or {}))
         refuse_user_checkpoint(sys._getframe(1))
-        return instead(self, *args, **(kwargs or {}))
+        return replacement(self, *args, **(kwargs or {}))
 
     def attend(
         self,
@@ -190,10 +185,12 @@ class ContextParallelMode(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """`scaled_dot_product_attention` of this rank's queries to all keys; leading dimensions are any.
+        """Attend from this rank's queries to the keys of all ranks; replaces `scaled_dot_product_attention`.
 
+        Args:
+            query, key, value: [..., heads, local positions, width], with any leading dimensions.
         Raises:
-            TaskError: what is asked for is not right on a part of the positions.
+            TaskError: the arguments have no right answer on a part of the positions.
         """
         self._require_right(query, key, value, attn_mask, dropout_p)
         q, k, v = (_as_heads(_cast_for_autocast(x)) for x in (query, key, value))
@@ -202,62 +199,64 @@ class ContextParallelMode(TorchFunctionMode):
             q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.element_size(), _sum_bytes(q)
         )
         if is_ulysses_cheaper(call, self.part.runs):
-            found = self._by_heads(q, k, v, is_causal, scale)
+            out = self._by_heads(q, k, v, is_causal, scale)
         else:
             ring = AttentionRing(self._net, self._group, self.part.runs, is_causal, scale)
-            found = ring_attention(q, k, v, ring)
-        return found.reshape(*query.shape[:-1], v.shape[-1])
+            out = ring_attention(q, k, v, ring)
+        return out.reshape(*query.shape[:-1], v.shape[-1])
 
     def _by_heads(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> Tensor:
         heads = HeadExchange(self._net, self._group, self.part.runs)
         whole_q, whole_k, whole_v = ScatterHeadsGatherPositions.apply(heads, q, k, v)
-        grouped = q.shape[1] != k.shape[1]
+        is_grouped = q.shape[1] != k.shape[1]
         out = F.scaled_dot_product_attention(
-            whole_q, whole_k, whole_v, is_causal=is_causal, scale=scale, enable_gqa=grouped
+            whole_q, whole_k, whole_v, is_causal=is_causal, scale=scale, enable_gqa=is_grouped
         )
-        found: Tensor = GatherHeadsScatterPositions.apply(heads, out)
-        return found
+        local_out: Tensor = GatherHeadsScatterPositions.apply(heads, out)
+        return local_out
 
     def _require_right(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float
     ) -> None:
-        found = [x.shape[-2] for x in (query, key, value)]
-        why = ""
+        """Raise TaskError for arguments that would give a wrong result on a part of the positions."""
+        lengths = [x.shape[-2] for x in (query, key, value)]
+        reason = ""
         if attn_mask is not None:
-            why = f"a mask of shape {tuple(attn_mask.shape)} knows some positions: use is_causal, or none"
+            reason = (
+                f"a mask of shape {tuple(attn_mask.shape)} covers local positions: use is_causal, or none"
+            )
         elif dropout_p > 0:
-            why = f"dropout_p={dropout_p:g} drops by a stream inside the kernel: set attention dropout to 0"
-        elif found != [self.part.size] * 3:
-            why = f"queries, keys and values of {found} positions, where this rank has {self.part.size}"
+            reason = f"dropout_p={dropout_p:g} draws its mask inside the kernel: set attention dropout to 0"
+        elif lengths != [self.part.size] * 3:
+            reason = f"queries, keys and values have {lengths} positions, but this rank has {self.part.size}"
         elif query.dim() < 3 or query.shape[:-3] != key.shape[:-3] or key.shape[:-2] != value.shape[:-2]:
-            why = f"queries of shape {tuple(query.shape)} and keys of {tuple(key.shape)}"
+            reason = f"queries of shape {tuple(query.shape)} do not match keys of {tuple(key.shape)}"
         elif query.shape[-3] % key.shape[-3]:
-            why = f"{query.shape[-3]} heads of queries share {key.shape[-3]} of keys"
-        if why:
+            reason = f"{query.shape[-3]} query heads cannot share {key.shape[-3]} key heads evenly"
+        if reason:
             raise TaskError(
-                f"scaled_dot_product_attention under context={self._group.size}: {why}",
+                f"scaled_dot_product_attention under context={self._group.size}: {reason}",
                 next_step="change the model, or choose a strategy without context",
             )
 
     def positions(self, x: Tensor, dim: int) -> Tensor:
-        """See `paceline.models.positions`."""
         if x.shape[dim] != self.part.size:
             raise TaskError(
-                f"positions() is asked of dimension {dim} of a tensor of shape {tuple(x.shape)}, and this"
+                f"positions() was called for dimension {dim} of a tensor of shape {tuple(x.shape)}, but this"
                 f" rank has {self.part.size} of {self.part.length} positions",
-                next_step="name the dimension that Task.sequence cuts",
+                next_step="pass the dimension that Task.sequence splits",
             )
         return self.part.positions(x.device)
 
     def keep_mask(self, module: KeyedDropout, x: Tensor) -> Tensor:
-        """The mask of the whole sequence, at this rank's positions."""
+        """Return the dropout mask of the whole sequence at this rank's positions."""
         shape = shape_of_all_positions(module, x)
         dim = self.part.dim_in(shape, "KeyedDropout")
         mask = draw_mask(module, self.part.whole_shape(shape, dim), x.device)
         return mask_of_own_positions(module, self.part.take(mask, dim))
 
     def dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:  # noqa: A002
-        """PyTorch's, which draws for the whole sequence from the stream, as one process does."""
+        """Apply PyTorch's dropout with a mask that is drawn for the whole sequence, as in one process."""
         x = input
         if not training or p == 0.0:
             return F.dropout(x, p, training, inplace)
@@ -267,22 +266,24 @@ class ContextParallelMode(TorchFunctionMode):
         return x.mul_(noise) if inplace else x * noise
 
     def multi_head(self, *args: Any, **kwargs: Any) -> Any:
-        """The body of `nn.MultiheadAttention`, in which this mode sees the attention.
+        """Run the body of `nn.MultiheadAttention` such that this mode sees the attention inside it.
 
         Raises:
-            TaskError: it would return attention weights, which no rank has.
+            TaskError: it should return attention weights, which no rank has.
         """
         if kwargs.get("need_weights", True):
             raise TaskError(
-                "nn.MultiheadAttention is asked for its weights, and context=N computes none",
+                "nn.MultiheadAttention should return attention weights, which context=N does not compute",
                 next_step="call it with need_weights=False",
             )
         with self:
-            return _BODY(*args, **kwargs)
+            return _MULTI_HEAD_BODY(*args, **kwargs)
 
 
 _GUARD = {"has_torch_function": lambda tensors: False}
-_BODY = FunctionType(  # PyTorch hands the whole function to a mode, which then does not see what is in it
+# PyTorch hands the whole function to a mode, which then does not see the attention inside it. A copy whose
+# global has_torch_function is always False runs the body instead.
+_MULTI_HEAD_BODY = FunctionType(
     F.multi_head_attention_forward.__code__,
     {**vars(F), **_GUARD},
     argdefs=F.multi_head_attention_forward.__defaults__,
@@ -304,12 +305,12 @@ _INSTEAD: Mapping[Any, Callable[..., Any]] = {
 
 
 def _as_heads(x: Tensor) -> Tensor:
-    """[..., H, T, D] as [B, H, T, D]."""
+    """Return [..., H, T, D] as [B, H, T, D]."""
     return x.reshape(-1, *x.shape[-3:])
 
 
 def _cast_for_autocast(x: Tensor) -> Tensor:
-    """In the type that autocast gives to attention."""
+    """Cast to the dtype in which autocast runs attention."""
     kind = x.device.type
     lower = torch.is_autocast_enabled(kind) and x.is_floating_point() and x.dtype != torch.float64
     return x.to(torch.get_autocast_dtype(kind)) if lower else x
@@ -320,19 +321,19 @@ def _sum_bytes(q: Tensor) -> int:
 
 
 def _ones_in_memory_order(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """Ones in the order of memory of x, in which masks are drawn."""
+    """Return ones with the memory order of x, in which PyTorch draws masks."""
     strides = list(x.stride())
     order = sorted(range(x.dim()), key=lambda dim: (-strides[dim], dim))
-    lying = torch.ones([shape[dim] for dim in order], dtype=x.dtype, device=x.device)
-    back = tuple(order.index(dim) for dim in range(x.dim()))
-    return lying.permute(back).requires_grad_(x.requires_grad and x.is_floating_point())
+    permuted = torch.ones([shape[dim] for dim in order], dtype=x.dtype, device=x.device)
+    inverse = tuple(order.index(dim) for dim in range(x.dim()))
+    return permuted.permute(inverse).requires_grad_(x.requires_grad and x.is_floating_point())
 
 
 class TrialBatch(NamedTuple):
-    """A batch that is run to be looked at, in the parameters' type.
+    """Batch that is run only to compare results, in the dtype of the parameters.
 
     Args:
-        is_whole: every rank runs all positions, as without a cut.
+        is_whole: every rank runs all positions, as without a split.
     """
 
     batch: Any
@@ -340,12 +341,12 @@ class TrialBatch(NamedTuple):
 
 
 class SequenceSplitter:
-    """Makes such blocks.
+    """Factory of the context manager in which a micro-batch runs on this rank's positions.
 
     Args:
-        sequence: the task's.
-        group: the ranks among which sequences are split, on a process group of their own: what attention
-            sends has an order of its own.
+        sequence: of the task; splits a batch.
+        group: ranks over which sequences are split, on a process group of their own, since what attention
+            sends has its own order.
     """
 
     def __init__(self, sequence: Callable[[Any, PositionSlicer], Any], group: RankGroup, net: Net) -> None:
@@ -353,46 +354,48 @@ class SequenceSplitter:
 
     @contextmanager
     def seen(self, batch: Any) -> Iterator[Any]:
-        """See `ShardedModel.seen`; of a `TrialBatch` all of it, or its part.
+        """Run a block on this rank's part of a batch, or on all of a whole `TrialBatch`.
 
         Raises:
-            TaskError: the task cuts nothing, or cannot be cut.
+            TaskError: the task splits nothing, or cannot be split.
         """
-        with ExitStack() as around:
+        with ExitStack() as stack:
             if isinstance(
-                _get_current_function_mode(), ContextParallelMode
-            ):  # an own loop evaluates on its way
-                around.enter_context(_pop_mode_temporarily())
+                _get_current_function_mode(),
+                ContextParallelMode,
+            ):
+                # The user's own loop may evaluate in the middle of a micro-batch.
+                stack.enter_context(_pop_mode_temporarily())
             if not isinstance(batch, TrialBatch):
-                yield self._entered(batch, around)
+                yield self._enter_mode(batch, stack)
                 return
-            around.enter_context(_autocast_disabled())
-            yield batch.batch if batch.is_whole else self._entered(batch.batch, around)
+            stack.enter_context(_autocast_disabled())
+            yield batch.batch if batch.is_whole else self._enter_mode(batch.batch, stack)
 
-    def _entered(self, batch: Any, around: ExitStack) -> Any:
-        """This rank's part of a batch, whose mode is on from here."""
-        part = SequencePart(self._group.size, self._group.rank)
-        own = self._sequence(batch, part)
-        if not part.length:
+    def _enter_mode(self, batch: Any, stack: ExitStack) -> Any:
+        """Activate the mode and return this rank's part of a batch."""
+        sequence_part = SequencePart(self._group.size, self._group.rank)
+        local_batch = self._sequence(batch, sequence_part)
+        if not sequence_part.length:
             raise TaskError(
-                "Task.sequence(batch, part) has not called part(x, dim): every rank would run all positions",
-                next_step="return part(x, dim) of each tensor that has positions along a dimension",
+                "Task.sequence(batch, part) did not call part(x, dim), so every rank would run all positions",
+                next_step="return part(x, dim) for each tensor that has positions along a dimension",
             )
-        around.enter_context(ContextParallelMode(part, self._group, self._net))
-        return own
+        stack.enter_context(ContextParallelMode(sequence_part, self._group, self._net))
+        return local_batch
 
 
 @contextmanager
 def _autocast_disabled() -> Iterator[None]:
-    """Without the casts of a lower precision."""
-    with ExitStack() as around:
+    """Disable autocast on all devices."""
+    with ExitStack() as stack:
         for kind in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
-            around.enter_context(torch.autocast(kind, enabled=False))
+            stack.enter_context(torch.autocast(kind, enabled=False))
         yield
 
 
 def partition_sequences(context: SessionContext, material: TaskMaterial) -> ModelPartition:
-    """Every sequence, by the task's `sequence`; attention goes over the ranks that have its other positions.
+    """Return the partition of context=N: every sequence is split by the task's `sequence`.
 
     Raises:
         StrategyError: the task does not say where positions are, or the model is compiled.
@@ -401,10 +404,11 @@ def partition_sequences(context: SessionContext, material: TaskMaterial) -> Mode
     sequence = material.task.sequence
     if sequence is None:
         raise StrategyError(
-            "context splits sequences, and nothing says where the positions of a batch are",
+            "context splits sequences, but the task does not say where the positions of a batch are",
             next_step="pass Task(sequence=lambda batch, part: part(batch, 1)), or leave out context",
         )
     context_group = context.mesh.axes["context"]
+    # A process group of its own, since attention sends while gradients are reduced over the same ranks.
     split = SequenceSplitter(
         sequence, replace(duplicate_group(context_group, "ring"), name=context_group.name), context.net
     )

@@ -1,13 +1,13 @@
-"""Which positions of a sequence a rank has, and which of two ranks' positions attend to each other. Pure.
+"""Split of sequences over the ranks of the context axis: positions of each rank, and which of them attend to
+which.
 
-A sequence is cut into 2 N runs, and rank r has the runs r and 2 N - 1 - r. Under a causal mask an early
-position attends to few others and a late one to many, so every rank has the same work. Sizes differ by one at
-most, whatever the length. Ranks keep their positions in ascending order.
+A sequence is split into 2 N runs, and rank r has the runs r and 2 N - 1 - r. Under a causal mask an early
+position attends to few others and a late one to many, so every rank has the same work. Sizes differ by at
+most one, whatever the length. Ranks keep their positions in ascending order. The split is pure;
+`SequencePart` applies it to the tensors of a batch.
 
-Source: Brandon et al. 2023, Striped Attention, arXiv:2311.09431 (why work must be balanced). An early run is
-paired with a late one as in Grattafiori et al. 2024, Llama 3, arXiv:2407.21783, section 3.3.2.
-
-The positions of one rank: cut out of a batch, and found again in what the model makes of it.
+Sources: Brandon et al. 2023, Striped Attention, arXiv:2311.09431 (why work must be balanced). An early run
+is paired with a late one as in Grattafiori et al. 2024, Llama 3, arXiv:2407.21783, section 3.3.2.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ PositionRun = tuple[int, int]
 
 
 class PositionRuns(NamedTuple):
-    """The positions of one rank: [start, stop) of its early run and of its late one."""
+    """Positions of one rank: [start, stop) of its early run and of its late one."""
 
     early: PositionRun
     late: PositionRun
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """How many positions each run has."""
+        """Number of positions of each run."""
         return self.early[1] - self.early[0], self.late[1] - self.late[0]
 
     @property
     def size(self) -> int:
-        """How many positions the rank has."""
+        """Number of positions of the rank."""
         return sum(self.sizes)
 
 
 def split_positions(length: int, num_ranks: int) -> tuple[PositionRuns, ...]:
-    """The runs of every rank.
+    """Return the runs of every rank.
 
     Raises:
         TaskError: there are fewer positions than ranks.
@@ -59,20 +59,20 @@ def split_positions(length: int, num_ranks: int) -> tuple[PositionRuns, ...]:
 
 
 def _consecutive_runs(sizes: list[int], start: int) -> list[PositionRun]:
-    found = []
+    runs = []
     for size in sizes:
-        found.append((start, start + size))
+        runs.append((start, start + size))
         start += size
-    return found
+    return runs
 
 
 class AttentionBlock(NamedTuple):
-    """What one rank's queries see of one rank's keys.
+    """Part of the attention between one rank's queries and one rank's keys.
 
     Args:
-        queries: of the rank's own positions.
-        keys: of those that came.
-        causal: each query sees keys up to its own place; else all of them.
+        queries: slice of the rank's own positions.
+        keys: slice of the positions whose keys were received.
+        causal: each query attends to keys up to its own place; otherwise to all of them.
     """
 
     queries: slice
@@ -86,23 +86,25 @@ class AttentionBlock(NamedTuple):
 
 
 def attention_block(
-    runs: tuple[PositionRuns, ...], mine: int, theirs: int, *, causal: bool
+    runs: tuple[PositionRuns, ...], query_rank: int, key_rank: int, *, causal: bool
 ) -> AttentionBlock:
-    """Which of the queries of rank `mine` see which of the keys of rank `theirs`."""
-    queries, keys = slice(0, runs[mine].size), slice(0, runs[theirs].size)
-    if not causal or mine == theirs:
+    """Return which queries of rank `mine` attend to which keys of rank `theirs`."""
+    queries, keys = slice(0, runs[query_rank].size), slice(0, runs[key_rank].size)
+    if not causal or query_rank == key_rank:
         return AttentionBlock(queries, keys, causal)
-    if theirs < mine:  # its early run is before both of mine, its late one after both
-        return AttentionBlock(queries, slice(0, runs[theirs].sizes[0]), False)
-    return AttentionBlock(slice(runs[mine].sizes[0], runs[mine].size), keys, False)
+    if key_rank < query_rank:
+        # Its early run is before both local runs, and its late run after both.
+        return AttentionBlock(queries, slice(0, runs[key_rank].sizes[0]), False)
+    # Only the local late run is after the keys, and it is after both of their runs.
+    return AttentionBlock(slice(runs[query_rank].sizes[0], runs[query_rank].size), keys, False)
 
 
 class SequencePart:
-    """What one rank runs of the sequences of one micro-batch; `Task.sequence` calls it.
+    """One rank's part of the sequences of one micro-batch; `Task.sequence` calls it.
 
     Args:
-        num_ranks: among which sequences are split.
-        rank: this one.
+        num_ranks: number of ranks over which sequences are split.
+        rank: this rank.
     """
 
     def __init__(self, num_ranks: int, rank: int) -> None:
@@ -112,16 +114,16 @@ class SequencePart:
         self._dims: set[int] = set()
 
     def __call__(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's positions of a tensor, along a dimension.
+        """Return this rank's positions of a tensor, along a dimension.
 
         Raises:
-            TaskError: sequences of two lengths are in one batch, or shorter than the ranks are many.
+            TaskError: sequences of one batch have two lengths, or fewer positions than there are ranks.
         """
         length = x.shape[dim]
         if self.length not in (0, length):
             raise TaskError(
-                f"Task.sequence cuts sequences of {self.length} and of {length} positions in one batch",
-                next_step="cut tensors of one length along the dimension of positions only",
+                f"Task.sequence splits sequences of {self.length} and of {length} positions in one batch",
+                next_step="split only tensors of one length, along the dimension of positions",
             )
         if not self.length:
             self.length, self.runs = length, split_positions(length, self._num_ranks)
@@ -129,34 +131,35 @@ class SequencePart:
         return self.take(x, dim)
 
     def take(self, x: Tensor, dim: int) -> Tensor:
-        """These positions of something that has all of them along a dimension."""
+        """Return this rank's positions of a tensor that has all of them along a dimension."""
         return torch.cat([x.narrow(dim, start, stop - start) for start, stop in self.runs[self._rank]], dim)
 
     @property
     def size(self) -> int:
-        """How many positions the rank has."""
+        """Number of positions of this rank."""
         return self.runs[self._rank].size
 
     def positions(self, device: torch.device) -> Tensor:
-        """Their places in the whole sequence, int64 [T], ascending."""
+        """Return the places of this rank's positions in the whole sequence, int64 [T], ascending."""
         return self.take(torch.arange(self.length, device=device), 0)
 
     def dim_in(self, shape: Sequence[int], what: str) -> int:
-        """Along which dimension a tensor of the model has the positions, as those of the batch have.
+        """Return the dimension along which a tensor of the model has the positions, as tensors of the batch
+        have them.
 
         Raises:
-            TaskError: that dimension is of another size, so nobody knows.
+            TaskError: no such dimension, or several, have the right size.
         """
-        found = [dim for dim in self._dims if dim < len(shape) and shape[dim] == self.size]
-        if len(found) != 1:
+        candidates = [dim for dim in self._dims if dim < len(shape) and shape[dim] == self.size]
+        if len(candidates) != 1:
             dims = " or ".join(map(str, sorted(self._dims)))
             raise TaskError(
-                f"{what} sees a tensor of shape {tuple(shape)}, and context=N has to find this rank's"
-                f" {self.size} positions in it along dimension {dims}",
-                next_step="call it where positions lie along the dimension that Task.sequence cuts",
+                f"{what} got a tensor of shape {tuple(shape)}, in which context=N cannot find this rank's"
+                f" {self.size} positions along dimension {dims}",
+                next_step="call it where positions are along the dimension that Task.sequence splits",
             )
-        return found[0]
+        return candidates[0]
 
     def whole_shape(self, shape: Sequence[int], dim: int) -> list[int]:
-        """The shape that a tensor would have with all positions."""
+        """Return the shape that a tensor would have with all positions."""
         return [self.length if d == dim else n for d, n in enumerate(shape)]

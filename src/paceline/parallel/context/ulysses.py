@@ -1,4 +1,5 @@
-"""All-to-all over heads: every rank gets all positions of some heads, attends, and sends the result back.
+"""All-to-all over heads (DeepSpeed Ulysses): every rank gets all positions of some heads, attends, and sends
+back.
 
 Between the two exchanges attention is that of one process on fewer heads.
 
@@ -23,10 +24,10 @@ from paceline.parallel.context.sequence_split import PositionRuns
 
 @dataclass(frozen=True)
 class HeadExchange:
-    """Between positions of all heads and all positions of some heads; heads are dealt out evenly.
+    """Exchange between local positions of all heads and all positions of local heads; heads are split evenly.
 
     Args:
-        runs: the positions of every rank.
+        runs: positions of every rank.
     """
 
     net: Net
@@ -34,34 +35,35 @@ class HeadExchange:
     runs: tuple[PositionRuns, ...]
 
     def gather(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """[B, H, T, D] each to [B, H/N, S, D], in one exchange."""
+        """Turn each [B, H, T, D] into [B, H/N, S, D], in one exchange."""
         size = self.group.size
         pieces = [x.chunk(size, dim=1) for x in tensors]
-        parts = [torch.cat([mine[rank].reshape(-1) for mine in pieces]) for rank in range(size)]
+        # All tensors for a rank travel as one: queries, keys and values cost one message.
+        outgoing = [torch.cat([heads[rank].reshape(-1) for heads in pieces]) for rank in range(size)]
         shapes = [
             [(x.shape[0], x.shape[1] // size, runs.size, x.shape[3]) for x in tensors] for runs in self.runs
         ]
-        found = self._exchange(parts, shapes)
-        return tuple(self._in_order([row[i] for row in found]) for i in range(len(tensors)))
+        received = self._exchange(outgoing, shapes)
+        return tuple(self._in_order([row[i] for row in received]) for i in range(len(tensors)))
 
     def scatter(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """[B, H/N, S, D] each to [B, H, T, D], in one exchange."""
-        mine = self.runs[self.group.rank].size
-        parts = [torch.cat([_positions_of(x, runs).reshape(-1) for x in tensors]) for runs in self.runs]
-        shapes = [[(*x.shape[:2], mine, x.shape[3]) for x in tensors]] * self.group.size
-        found = self._exchange(parts, shapes)
-        return tuple(torch.cat([row[i] for row in found], dim=1) for i in range(len(tensors)))
+        """Turn each [B, H/N, S, D] into [B, H, T, D], in one exchange."""
+        num_positions = self.runs[self.group.rank].size
+        outgoing = [torch.cat([_positions_of(x, runs).reshape(-1) for x in tensors]) for runs in self.runs]
+        shapes = [[(*x.shape[:2], num_positions, x.shape[3]) for x in tensors]] * self.group.size
+        received = self._exchange(outgoing, shapes)
+        return tuple(torch.cat([row[i] for row in received], dim=1) for i in range(len(tensors)))
 
-    def _exchange(self, parts: list[Tensor], shapes: Any) -> list[list[Tensor]]:
+    def _exchange(self, outgoing: list[Tensor], shapes: Any) -> list[list[Tensor]]:
         sizes = [[torch.Size(shape).numel() for shape in row] for row in shapes]
-        arrived = all_to_all_v(self.net, parts, [sum(row) for row in sizes], self.group).wait()
+        arrived = all_to_all_v(self.net, outgoing, [sum(row) for row in sizes], self.group).wait()
         return [
-            [piece.view(shape) for piece, shape in zip(flat.split(row), of, strict=True)]
-            for flat, row, of in zip(arrived, sizes, shapes, strict=True)
+            [piece.view(shape) for piece, shape in zip(flat.split(row), row_shapes, strict=True)]
+            for flat, row, row_shapes in zip(arrived, sizes, shapes, strict=True)
         ]
 
     def _in_order(self, by_rank: Sequence[Tensor]) -> Tensor:
-        """The positions of all ranks, ascending."""
+        """Concatenate the positions of all ranks in ascending order."""
         split = [x.split(runs.sizes, dim=2) for x, runs in zip(by_rank, self.runs, strict=True)]
         return torch.cat([*(early for early, _ in split), *(late for _, late in reversed(split))], dim=2)
 
@@ -71,7 +73,7 @@ def _positions_of(x: Tensor, runs: PositionRuns) -> Tensor:
 
 
 class ScatterHeadsGatherPositions(torch.autograd.Function):
-    """`HeadExchange.gather` of several tensors; the gradients are scattered."""
+    """Autograd function of `HeadExchange.gather` for several tensors; gradients are scattered."""
 
     @staticmethod
     def forward(ctx: Any, heads: HeadExchange, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -84,7 +86,7 @@ class ScatterHeadsGatherPositions(torch.autograd.Function):
 
 
 class GatherHeadsScatterPositions(torch.autograd.Function):
-    """`HeadExchange.scatter` of one tensor; the gradient is gathered."""
+    """Autograd function of `HeadExchange.scatter` for one tensor; the gradient is gathered."""
 
     @staticmethod
     def forward(ctx: Any, heads: HeadExchange, x: Tensor) -> Tensor:

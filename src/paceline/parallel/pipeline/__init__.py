@@ -1,4 +1,4 @@
-"""Pipeline: consecutive layers on consecutive ranks. `stage` cuts, `runner` runs, in the order of a table."""
+"""Pipeline parallelism: consecutive layers on consecutive ranks, run in the order of a schedule table."""
 
 from paceline.parallel.pipeline.forward_backward import InFlightMicroBatch
 from paceline.parallel.pipeline.model_chain import module_chain

@@ -1,13 +1,12 @@
-"""Stand-ins for the model on a stage, so that the user writes one loss for every layout.
+"""The chain of modules that a pipeline splits, and stand-ins for the model on a stage.
 
-The first stage runs the loss until it calls the model: that is what goes into the pipeline, whatever the loss
-does to the batch before. The last stage answers that call with what came out. The loss must call the model
-once, and must not look into it: a stage holds a part.
+With the stand-ins, the user writes one loss for every layout. The first stage runs the loss until it calls
+the model: these arguments go into the pipeline, whatever the loss does to the batch before. The last stage
+answers that call with the output of the pipeline. The loss must call the model once and must not look into
+it, since a stage holds only a part.
 
-The chain of modules that a model is, which the task names and a pipeline cuts.
-
-Invariant: a chain that passed `check_chain` computes what the model computes, in training as in evaluation,
-to the bit on the samples that were tried; between its links there are only tensors.
+Invariant: a chain that passed `check_chain` computes what the model computes, in training and in evaluation,
+bit by bit on the samples that were tried; between its links there are only tensors.
 """
 
 from __future__ import annotations
@@ -30,19 +29,21 @@ from paceline.task import Loss, LossFunction, Task
 
 
 class ModelCall(NamedTuple):
-    """The arguments of a model."""
+    """Arguments of a call of the model."""
 
     inputs: tuple[Any, ...]
     named: dict[str, Any]
 
 
 def record_call(loss: ModelFunction, batch: Any, *, training: bool) -> ModelCall:
-    """See `CallRecorder.of`."""
-    return CallRecorder().of(loss, batch, training=training)
+    """Return what a loss calls the model with, for one batch."""
+    return CallRecorder().record(loss, batch, training=training)
 
 
 class _CallRecorded(BaseException):
-    """Ends the loss where it calls the model; no `except Exception` of the user's takes it for an error."""
+    """Exception that ends the loss where it calls the model; a BaseException, so that `except Exception`
+    lets it pass.
+    """
 
     def __init__(self, call: ModelCall) -> None:
         super().__init__()
@@ -51,27 +52,27 @@ class _CallRecorded(BaseException):
 
 class _ModelStandIn(nn.Module):
     def named_modules(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Parameters, buffers and modules are all found through this."""
+        """Raise TaskError; parameters, buffers and modules are all found through this method."""
         raise TaskError(
-            "the loss looks at the model's parameters or modules, and a stage holds a part of them",
+            "the loss uses the model's parameters or modules, but a stage holds only a part of them",
             next_step="use optimizer.weight_decay or l2 for a penalty, or choose a strategy without pipeline",
         )
 
 
 class CallRecorder(_ModelStandIn):
-    """Finds out what a model is called with; for any number of batches."""
+    """Stand-in for the model that records what it is called with; reusable for any number of batches."""
 
-    def of(self, loss: ModelFunction, batch: Any, *, training: bool) -> ModelCall:
-        """What the loss, or whatever else asks, calls the model with, for a batch.
+    def record(self, loss: ModelFunction, batch: Any, *, training: bool) -> ModelCall:
+        """Return what the loss, or another function, calls the model with for a batch.
 
         Raises:
-            TaskError: it never does, or it looks at the model's parameters before.
+            TaskError: it never calls the model, or uses the model's parameters first.
         """
         self.training = training
         try:
             loss(self, batch)
-        except _CallRecorded as found:
-            return found.call
+        except _CallRecorded as recorded:
+            return recorded.call
         raise TaskError(
             "the loss never called the model", next_step="call it: loss(model, batch) computes model(...)"
         )
@@ -81,74 +82,79 @@ class CallRecorder(_ModelStandIn):
 
 
 class OutputStandIn(_ModelStandIn):
-    """Answers the call of the loss with what the pipeline has computed; for any number of batches.
+    """Stand-in for the model that returns the output of the pipeline; reusable for any number of batches.
 
     Raises:
-        TaskError: a second call; it would be answered with the result of the first.
+        TaskError: it is called a second time, which would return the result of the first call.
     """
 
-    def __init__(self, answer: Callable[[], Any] | None = None) -> None:
+    def __init__(self, output: Callable[[], Any] | None = None) -> None:
         super().__init__()
-        self._answer = answer
+        self._output = output
 
-    def by(self, answer: Callable[[], Any], *, training: bool) -> OutputStandIn:
-        """Itself, for the next batch.
+    def with_output(self, output: Callable[[], Any], *, training: bool) -> OutputStandIn:
+        """Prepare for the next batch and return itself.
 
         Args:
-            answer: makes what came out of the model.
+            output: function that computes the output of the model.
         """
-        self._answer, self.training = answer, training
+        self._output, self.training = output, training
         return self
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        answer, self._answer = self._answer, None
-        if answer is None:
+        output, self._output = self._output, None
+        if output is None:
             raise TaskError(
-                "the loss calls the model twice, and a pipeline runs a batch once",
+                "the loss calls the model twice, but a pipeline runs a batch once",
                 next_step="put both parts into one batch, or choose a strategy without pipeline",
             )
-        return answer()
+        return output()
 
 
 def module_chain(task: Task, model: nn.Module) -> list[nn.Module]:
-    """The modules whose composition is the model."""
+    """Return the modules whose composition is the model.
+
+    Raises:
+        TaskError: the task names no chain, and the model is no `nn.Sequential`.
+    """
     if task.stages is not None:
         return list(task.stages(model))
     if isinstance(model, nn.Sequential):
         return list(model)
     raise TaskError(
-        f"a pipeline cuts a chain of modules, and nothing says which chain {type(model).__name__} is",
+        f"a pipeline splits a chain of modules, but {type(model).__name__} is not nn.Sequential",
         next_step="pass Task(stages=lambda model: [first, ...]), or choose a strategy without pipeline",
     )
 
 
 def check_chain(task: Task, model: nn.Module, links: Sequence[nn.Module]) -> None:
-    """Run two samples through both, in training and in evaluation: they must agree to the bit.
+    """Run two samples through the model and the chain, in training and in evaluation, and compare bit by bit.
 
     Raises:
-        TaskError: they do not, or the chain leaves a trained parameter out, or the loss asks for more than
-            one call of the model.
+        TaskError: they differ, the chain leaves out a trained parameter, or the loss needs more than one
+            call of the model.
     """
     without_memory = any(p.is_meta for p in model.parameters())
-    if without_memory:  # shapes and types are compared, not bits
+    # Without values, only shapes and dtypes can be compared.
+    if without_memory:
         model = copy.deepcopy(model).to("meta")
         links = module_chain(task, model)
     device = next(model.parameters()).device
     batch = collate_samples(task, [task.data[0], task.data[len(task.data) - 1]], device)
-    held = {p for link in links for p in link.parameters()}
-    missing = [n for n, p in model.named_parameters() if p.requires_grad and p not in held]
+    parameters = {p for link in links for p in link.parameters()}
+    missing = [n for n, p in model.named_parameters() if p.requires_grad and p not in parameters]
     wrong = [f"leaves out '{name}'" for name in missing]
     for training in (False,) if without_memory else (True, False):
-        given = record_call(task.loss, batch, training=training)
+        call = record_call(task.loss, batch, training=training)
         with torch.no_grad(), torch.random.fork_rng():
-            right = _call_seeded(model, model, given, training=training)
+            right = _call_seeded(model, model, call, training=training)
             if not without_memory:
                 _require_own_model(task.loss, right, batch)
-            found = wrong or _call_seeded(model, partial(_call_chain, links), given, training=training)
-        other = "" if wrong else describe_difference(right, found)
-        if other:
+            result = wrong or _call_seeded(model, partial(_call_chain, links), call, training=training)
+        difference = "" if wrong else describe_difference(right, result)
+        if difference:
             when = "training" if training else "evaluation"
-            wrong = [f"gives another result than the model in {when}: {other}"]
+            wrong = [f"gives another result than the model in {when}: {difference}"]
     if wrong:
         raise _chain_error(wrong[0])
 
@@ -163,31 +169,38 @@ def _chain_error(why: str) -> TaskError:
 
 
 def _require_own_model(loss: LossFunction, answer: Any, batch: Any) -> None:
-    """The rest of a loss, after a model's answer without a graph, has no gradient to give.
+    """Require that the loss uses parameters only through its model argument.
+
+    With an output that has no graph, a loss that still has a gradient must have used parameters in another
+    way.
 
     Raises:
-        TaskError: it has, so it touches parameters by another way than through its argument.
+        TaskError: it has.
     """
     with torch.enable_grad():
-        found = loss(OutputStandIn(partial(_identity, answer)), batch)
-    if isinstance(found, Loss) and isinstance(found.total, Tensor) and found.total.requires_grad:
+        loss_of_output = loss(OutputStandIn(partial(_identity, answer)), batch)
+    if (
+        isinstance(loss_of_output, Loss)
+        and isinstance(loss_of_output.total, Tensor)
+        and loss_of_output.total.requires_grad
+    ):
         raise TaskError(
-            "the loss touches parameters of a model from around it, and a stage holds a part of them",
+            "the loss uses parameters of a model outside of its arguments, but a stage holds a part of them",
             next_step="use optimizer.weight_decay or l2 for a penalty, or choose a strategy without pipeline",
         )
 
 
-def _call_seeded(model: nn.Module, module: Callable[..., Any], given: ModelCall, *, training: bool) -> Any:
-    """Call a module with keyed random numbers; the model's buffers stay as they are."""
+def _call_seeded(model: nn.Module, module: Callable[..., Any], call: ModelCall, *, training: bool) -> Any:
+    """Call a module with fixed random numbers; the model's buffers stay as they are."""
     model.train(training)
     torch.manual_seed(0)
     dropouts, buffers = name_dropouts(model), MicroBatchBuffers(model)
     for dropout in dropouts:
         dropout.micro_batch_key = 0
     buffers.begin_step()
-    buffers.lend()
+    buffers.swap_in()
     try:
-        return module(*given.inputs, **given.named)
+        return module(*call.inputs, **call.named)
     finally:
         buffers.abort_step()
         for dropout in dropouts:
@@ -195,12 +208,12 @@ def _call_seeded(model: nn.Module, module: Callable[..., Any], given: ModelCall,
 
 
 def _call_chain(links: Sequence[nn.Module], *inputs: Any, **named: Any) -> Any:
-    """The result of a chain; between two links there are only tensors."""
+    """Return the result of a chain; raise TaskError if anything but tensors is between two links."""
     x = links[0](*inputs, **named)
-    for before, link in pairwise(links):
-        if not all(isinstance(part, Tensor) for part in as_tuple(x)):
+    for previous, link in pairwise(links):
+        if not all(isinstance(value, Tensor) for value in as_tuple(x)):
             raise TaskError(
-                f"{type(before).__name__} returns {type(x).__name__}, and only tensors travel between stages",
+                f"{type(previous).__name__} returns {type(x).__name__}, but stages can only send tensors",
                 next_step="return a tensor or a tuple of tensors, which are the arguments of the next module",
             )
         x = link(*as_tuple(x))
@@ -208,7 +221,7 @@ def _call_chain(links: Sequence[nn.Module], *inputs: Any, **named: Any) -> Any:
 
 
 def as_tuple(x: Any) -> tuple[Any, ...]:
-    """What a link returned, as the arguments of the next."""
+    """Return the result of a link as the arguments of the next one."""
     return x if isinstance(x, tuple) else (x,)
 
 
@@ -216,35 +229,46 @@ def _identity(x: Any) -> Any:
     return x
 
 
-def describe_difference(right: Any, found: Any) -> str:
-    """How the result of a chain differs from the model's, in types, shapes or bits; empty: not at all.
+def describe_difference(expected: Any, actual: Any) -> str:
+    """Describe how the result of a chain differs from the model's, in dtypes, shapes or bits; empty if equal.
 
-    A result may be a tensor, a tuple, or a mapping, whose values the chain gives in their order. A NaN equals
-    itself.
+    A result can be a tensor, a tuple, or a mapping, whose values the chain returns in their order. A NaN
+    equals a NaN.
     """
-    names = list(right) if isinstance(right, Mapping) else [str(i) for i in range(len(as_tuple(right)))]
-    theirs, ours = (list(x.values()) if isinstance(x, Mapping) else as_tuple(x) for x in (right, found))
-    if len(ours) != len(theirs):
-        return f"the model returns {len(theirs)} values ({', '.join(names)}), the chain {len(ours)}"
-    pairs = zip(names, theirs, ours, strict=True)
+    names = (
+        list(expected) if isinstance(expected, Mapping) else [str(i) for i in range(len(as_tuple(expected)))]
+    )
+    expected_values, actual_values = (
+        list(x.values()) if isinstance(x, Mapping) else as_tuple(x) for x in (expected, actual)
+    )
+    if len(actual_values) != len(expected_values):
+        num_expected, num_actual = len(expected_values), len(actual_values)
+        return f"the model returns {num_expected} values ({', '.join(names)}), the chain {num_actual}"
+    pairs = zip(names, expected_values, actual_values, strict=True)
     return next((text for name, a, b in pairs if (text := _describe_value_difference(name, a, b))), "")
 
 
-def _describe_value_difference(name: str, right: Any, found: Any) -> str:
-    """How one value differs; empty: not at all."""
-    if not (isinstance(right, Tensor) and isinstance(found, Tensor)):
-        return f"value {name} is {type(right).__name__} of the model and {type(found).__name__} of the chain"
-    kinds = [f"{t.dtype} {list(t.shape)}".removeprefix("torch.") for t in (right, found)]
+def _describe_value_difference(name: str, expected: Any, actual: Any) -> str:
+    """Describe how one value differs; empty if equal."""
+    if not (isinstance(expected, Tensor) and isinstance(actual, Tensor)):
+        return (
+            f"value {name} is {type(expected).__name__} in the model and {type(actual).__name__} in the chain"
+        )
+    kinds = [f"{t.dtype} {list(t.shape)}".removeprefix("torch.") for t in (expected, actual)]
     if kinds[0] != kinds[1]:
-        return f"value {name} is {kinds[0]} of the model and {kinds[1]} of the chain"
-    if right.is_meta or torch.equal(right.nan_to_num(), found.nan_to_num()):
+        return f"value {name} is {kinds[0]} in the model and {kinds[1]} in the chain"
+    if expected.is_meta or torch.equal(expected.nan_to_num(), actual.nan_to_num()):
         return ""
-    largest = float((right.double() - found.double()).abs().max()) if not right.is_complex() else float("nan")
+    largest = (
+        float((expected.double() - actual.double()).abs().max())
+        if not expected.is_complex()
+        else float("nan")
+    )
     return f"value {name} differs by up to {largest:.2g}"
 
 
 class StageModule(nn.Module):
-    """The links of one stage, called one after another."""
+    """Module that calls the links of one stage one after another."""
 
     def __init__(self, links: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -259,11 +283,13 @@ class StageModule(nn.Module):
 
 
 class WritableInput(torch.autograd.Function):
-    """What arrived, as a tensor that a module may change in place: a leaf of autograd must not be."""
+    """Identity on a received tensor that a module may change in place, which a leaf of autograd does not
+    allow.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        # the same memory, and no view of it
+        # The same memory, but not a view: autograd forbids in-place changes of views of leaves, too.
         return x.new_empty(0).set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride())
 
     @staticmethod

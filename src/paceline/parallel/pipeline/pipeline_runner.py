@@ -1,19 +1,14 @@
-"""One stage of a pipeline as a layout.
+"""Runners of a pipeline: one stage of it on this rank, or all stages as threads of one process.
 
-Every stage reads the same micro-batches. A stage receives activations, runs its links, sends what comes out;
-the last one runs the task's own loss on it. Gradients come back the same way (`passing`). A stage has one
-chunk of the model, or several, and runs micro-batches whole or in parts.
+Every stage reads the same micro-batches. A stage receives activations, runs its links and sends the outputs;
+the last one runs the task's own loss on them. Gradients return the same way (`forward_backward`). A stage
+has one chunk of the model or several, and runs micro-batches whole or in parts. The order in which it works
+is a table (`paceline.pipeline_schedule`) that is simulated before it runs.
 
 Invariant: gradients are added over the micro-batches as autograd does it, and those of a chunk are handed on
-while its last backward runs. In which order a stage works is a table (`paceline.pipeline_schedule`), proven before it
-runs.
-
-All stages of a pipeline as threads of one process: stage k computes while its neighbours do.
-
-Each stage runs its links on a copy of the modules, hands activations and their gradients to its neighbours,
-and keeps the gradients of its own parameters until all stages have ended; then all go to the sink,
-micro-batch by micro-batch. Invariant: nobody writes a parameter while a stage runs, so every backward uses
-the parameters of its forward, in whatever order the threads are run; the bits are those of one thread.
+while its last backward runs. With threads, parameters are never written while a stage runs, so every
+backward uses the parameters of its forward, in whatever order the threads run, and the bits are those of one
+thread.
 """
 
 from __future__ import annotations
@@ -61,20 +56,20 @@ from paceline.state.slot import TensorSlot
 from paceline.task import Task
 
 MAX_EVALUATION_LEAD = 2
-"""Parts of messages that the next stage has not taken, when an evaluation goes on."""
+"""Most message parts of an evaluation that the next stage has not received yet."""
 
 
 class PipelineRunner:
-    """One stage of one replica.
+    """Runner of one stage of one replica.
 
     Args:
-        task: its loss; the first stage finds out from it what the model is called with.
-        sharded_model: what this stage holds of the model.
+        task: its loss; the first stage learns from it what the model is called with.
+        sharded_model: the part of the model that this stage holds.
         cut: this rank's stage.
-        wire: to the stages before and after it.
+        wire: transport to the stages before and after it.
         schedule: makes the order of forwards and backwards.
-        overlap: see `GradientHooks`.
-        seeds: seed PyTorch's own generators for every micro-batch; not where other threads share them.
+        overlap: hand gradients on during backward; see `GradientHooks`.
+        seeds: seed PyTorch's global generators for every micro-batch; off if other threads share them.
         reports, counts: see `ReplicatedRunner`.
     """
 
@@ -95,42 +90,41 @@ class PipelineRunner:
         counts: bool = True,
     ) -> None:
         self.sharded_model, self.metric_names, self.cut = sharded_model, metric_names, cut
-        told = reports and counts
-        self.passing = ChunkExecutor(
-            task, sharded_model, cut, wire, precision, phases, seeds=seeds, reports=told
+        self.executor = ChunkExecutor(
+            task, sharded_model, cut, wire, precision, phases, seeds=seeds, reports=reports and counts
         )
-        release_gradients = (
-            sharded_model.frees_gradients or sharded_model.updates_partially
-        )  # what is updated has another shape than the gradient
+        # A rank that updates a part of a tensor cannot keep the gradient in `.grad` of the whole: the
+        # shapes differ.
+        release_gradients = sharded_model.frees_gradients or sharded_model.updates_partially
         self.gradients = GradientHooks(
             sharded_model.computes, overlap=overlap, frees_gradients=release_gradients
         )
         self.peak_in_flight = 0
         self._wire, self._phases, self._loss, self._make_schedule = wire, phases, task.loss, schedule
         self._reports, self._counts, self._orders = reports, counts, dict[int, _StageOrder]()
-        self._of_chunk, self._parts = _slots_by_chunk(sharded_model, cut), cut.parts[cut.stage]
+        self._slots_of_chunk, self._num_parts = _slots_by_chunk(sharded_model, cut), cut.parts[cut.stage]
 
     @property
     def buffers(self) -> MicroBatchBuffers:
-        """See `ModelRunner`."""
-        return self.passing.buffers
+        return self.executor.buffers
 
     @property
     def used(self) -> Collection[str]:
-        """See `ModelRunner`."""
         return self.gradients.used
 
     @property
     def norms(self) -> Mapping[TensorSlot, Sequence[Tensor]]:
-        """See `ModelRunner`."""
         return self.gradients.norms
 
     def run(
         self, micro_batches: Iterable[LoadedBatch], count: int, sink: GradientSink, scale: float
     ) -> LossSums:
-        """See `ModelRunner`, in the order of the schedule."""
+        """Run the micro-batches in the order of the schedule."""
         self.begin_step()
-        sums, flying = LossSums(self.metric_names, counts=self._counts), dict[ActionKey, InFlightMicroBatch]()
+        sums, in_flight = (
+            LossSums(self.metric_names, counts=self._counts),
+            dict[ActionKey, InFlightMicroBatch](),
+        )
         order = self._order(count)
         self._wire.await_messages(order.awaited)
         loaded = _LoadedMicroBatches(micro_batches, self._phases)
@@ -138,14 +132,15 @@ class PipelineRunner:
         self.sharded_model.use.begin()
         for action in order.actions:
             if action.kind == "F":
-                self._start(action, loaded, flying, sums, scale)
-            elif action.place not in flying:  # it has no samples
+                self._start(action, loaded, in_flight, sums, scale)
+            # The part has no samples, so its forward was not run.
+            elif action.place not in in_flight:
                 continue
             elif not action.ends(order.split):
-                self.passing.backward(flying[action.place], split=True)
+                self.executor.backward(in_flight[action.place], split=True)
             else:
-                self._end(action, flying.pop(action.place), sink, order)
-            self.peak_in_flight = max(self.peak_in_flight, len(flying))
+                self._end(action, in_flight.pop(action.place), sink, order)
+            self.peak_in_flight = max(self.peak_in_flight, len(in_flight))
         self.flush()
         self.sharded_model.use.end()
         if not (count or sink.by_micro_batch):
@@ -154,7 +149,7 @@ class PipelineRunner:
         return sums if self._reports else LossSums(self.metric_names)
 
     def _order(self, count: int) -> _StageOrder:
-        """This stage's row of the table for so many micro-batches; each table is proven once."""
+        """Return this stage's row of the table for that many micro-batches; each table is checked once."""
         if count not in self._orders:
             table = self._make_schedule(self.cut.num_stages, count)
             simulate_schedule(table, count)
@@ -165,15 +160,17 @@ class PipelineRunner:
         self,
         action: PipelineAction,
         loaded: _LoadedMicroBatches,
-        flying: dict[ActionKey, InFlightMicroBatch],
+        in_flight: dict[ActionKey, InFlightMicroBatch],
         sums: LossSums,
         scale: float,
     ) -> None:
-        """A forward, if there is something to run: a small micro-batch may have fewer samples than parts."""
+        """Run a forward, if there is something to run: a small micro-batch may have fewer samples than
+        parts.
+        """
         micro_batch = loaded[action.micro_batch]
-        if part_samples(len(micro_batch.micro_batch.indices), self._parts, action.part):
-            flying[action.place] = self.passing.forward(action, micro_batch, sums, scale, None)
-        if (action.chunk, action.part) == (self.cut.num_chunks - 1, self._parts - 1):
+        if part_samples(len(micro_batch.micro_batch.indices), self._num_parts, action.part):
+            in_flight[action.place] = self.executor.forward(action, micro_batch, sums, scale, None)
+        if (action.chunk, action.part) == (self.cut.num_chunks - 1, self._num_parts - 1):
             loaded.drop(action.micro_batch)
 
     def _end(
@@ -183,83 +180,84 @@ class PipelineRunner:
         sink: GradientSink,
         order: _StageOrder,
     ) -> None:
-        """A backward, or its second half, after which gradients may leave: the chunk's, if it is its last."""
-        is_complete = action.part == self._parts - 1
+        """Run a backward, or its second half, and hand gradients on: those of the chunk, after its last
+        backward.
+        """
+        is_complete = action.part == self._num_parts - 1
         is_last = is_complete and order.last[action.chunk] == action.micro_batch
-        leaves = is_last or (is_complete and sink.by_micro_batch)
-        if leaves and sink.by_micro_batch:
+        hands_on = is_last or (is_complete and sink.by_micro_batch)
+        if hands_on and sink.by_micro_batch:
             sink.micro_batch(range(in_flight_batch.shard, in_flight_batch.shard + 1), is_last)
-        self.gradients.open(sink if leaves else None, self._of_chunk[action.chunk])
+        self.gradients.open(sink if hands_on else None, self._slots_of_chunk[action.chunk])
         if action.kind == "W":
-            self.passing.end_backward(in_flight_batch)
+            self.executor.end_backward(in_flight_batch)
         else:
-            self.passing.backward(in_flight_batch)
+            self.executor.backward(in_flight_batch)
         self.gradients.close()
 
     def begin_step(self) -> None:
-        """Forget the gradients of the step before, and remember the buffers."""
+        """Drop the gradients of the last step, and save the buffers."""
         if not self.sharded_model.model.training:
             self.sharded_model.model.train()
-        self.passing.train(True)
+        self.executor.train(True)
         self.gradients.begin()
         self.buffers.begin_step()
 
     def flush(self) -> None:
-        """Wait until the neighbours have taken everything."""
+        """Wait until the neighbours have received everything."""
         self._phases.begin("communication")
         self._wire.flush()
 
     @property
     def num_sent(self) -> int:
-        """Parts of messages, so far."""
+        """Number of message parts sent so far."""
         return self._wire.num_sent
 
-    def let_go(self, num_sent: int) -> None:
-        """Of what was sent when so many parts were; the neighbours have taken it, or are about to."""
+    def wait_until_received(self, num_sent: int) -> None:
+        """Wait until the neighbours have received what had been sent when `num_sent` was read; then its
+        memory is free.
+        """
         self._wire.flush(most=self._wire.num_sent - num_sent)
 
     def abort(self) -> None:
-        """See `ModelRunner`."""
         self.gradients.stop()
         self.sharded_model.use.drop()
         self._wire.abort()
-        self.passing.abort()
+        self.executor.abort()
         self.buffers.abort_step()
 
-    def answer(self, micro_batches: Iterable[LoadedBatch], ask: ModelFunction) -> None:
-        """See `ModelRunner`; batches pass through the stages one after another."""
+    def forward_only(self, micro_batches: Iterable[LoadedBatch], function: ModelFunction) -> None:
+        """Run the forward of each batch; several batches can be on their way through the stages."""
         self.sharded_model.model.eval()
-        self.passing.train(False)
+        self.executor.train(False)
         with torch.no_grad():
             self.sharded_model.use.begin()
             for loaded in micro_batches:
-                self.passing.answer(loaded, ask)
-                self._wire.flush(
-                    most=MAX_EVALUATION_LEAD
-                )  # the first stage must not run far ahead of the last
+                self.executor.forward_only(loaded, function)
+                # Without a backward, nothing else keeps the first stage from running far ahead of the last.
+                self._wire.flush(most=MAX_EVALUATION_LEAD)
             self.flush()
             self.sharded_model.use.end()
 
     def evaluate(self, micro_batches: Iterable[LoadedBatch]) -> LossSums:
-        """See `ModelRunner`."""
         sums = LossSums(self.metric_names)
-        self.answer(micro_batches, lambda model, batch: sums.add(check_loss(self._loss(model, batch))))
+        self.forward_only(micro_batches, lambda model, batch: sums.add(check_loss(self._loss(model, batch))))
         return sums if self._reports else LossSums(self.metric_names)
 
 
 def _slots_by_chunk(sharded_model: ShardedModel, cut: StagePartition) -> list[list[TensorSlot]]:
-    """What each chunk of a stage computes with, in the model's order."""
+    """Return what each chunk of a stage computes with, in the order of the model."""
     homes = [(slot, cut.chunk_of(slot.name)) for slot in sharded_model.computes]
     return [[slot for slot, home in homes if home == chunk] for chunk in range(cut.num_chunks)]
 
 
 class _StageOrder(NamedTuple):
-    """What one stage does.
+    """Actions of one stage in a step.
 
     Args:
-        split: backwards in two halves.
+        split: actions whose backward is split in two halves.
         last: by chunk, the micro-batch whose backward ends last.
-        awaited: by neighbour, how many messages it sends.
+        awaited: by neighbour, the number of messages it sends.
     """
 
     actions: Sequence[PipelineAction]
@@ -276,34 +274,37 @@ class _StageOrder(NamedTuple):
 
 
 class _LoadedMicroBatches:
-    """The micro-batches of a step, pulled as they are asked for."""
+    """Micro-batches of a step, loaded when they are first needed."""
 
     def __init__(self, micro_batches: Iterable[LoadedBatch], phases: PhaseTimer) -> None:
-        self._pulled, self._phases = iter(micro_batches), phases
-        self._here: dict[int, LoadedBatch] = {}
-        self._num_pulled = 0
+        self._iterator, self._phases = iter(micro_batches), phases
+        self._loaded: dict[int, LoadedBatch] = {}
+        self._num_loaded = 0
 
     def __getitem__(self, number: int) -> LoadedBatch:
         self._phases.begin("data")
-        while number >= self._num_pulled:
-            self._here[self._num_pulled] = next(self._pulled)
-            self._num_pulled += 1
-        return self._here[number]
+        while number >= self._num_loaded:
+            self._loaded[self._num_loaded] = next(self._iterator)
+            self._num_loaded += 1
+        return self._loaded[number]
 
     def drop(self, number: int) -> None:
-        """Nobody asks for it any more."""
-        del self._here[number]
+        """Free a micro-batch that no action needs any more."""
+        del self._loaded[number]
 
 
 class ThreadedPipelineRunner(ThreadedRunnerBase):
-    """One whole model, cut into stages that run side by side.
+    """Runner of a whole model that is split into stages, which run in parallel as threads.
+
+    Each stage runs its links on a copy of the modules, sends activations and gradients to its neighbours,
+    and keeps the gradients of its own parameters until all stages have ended. Then all of them go to the
+    sink, micro-batch by micro-batch.
 
     Args:
-        task: see `PipelineRunner`.
-        sharded_model: of a whole model on the processor.
-        schedule: see `PipelineRunner`.
-        phases: of the first stage; the others run meanwhile.
-        num_stages: and threads.
+        task, schedule: see `PipelineRunner`.
+        sharded_model: a whole model on the CPU.
+        phases: timer of the first stage; the others run at the same time.
+        num_stages: number of stages and threads.
         deadline_seconds: the longest that a stage waits for another.
     Raises:
         TaskError: the model cannot be copied, or is no chain.
@@ -323,12 +324,14 @@ class ThreadedPipelineRunner(ThreadedRunnerBase):
         deadline_seconds: float,
     ) -> None:
         twins = (copy_sharing_parameters(sharded_model.model, "stages") for _ in range(num_stages - 1))
-        holdings = [sharded_model, *map(unsharded_model, twins)]
-        cuts = [partition_model(task, h.model, num_stages, k) for k, h in enumerate(holdings)]
+        sharded_models = [sharded_model, *map(unsharded_model, twins)]
+        cuts = [
+            partition_model(task, sharded.model, num_stages, k) for k, sharded in enumerate(sharded_models)
+        ]
         self._shared = frozenset(cuts[0].shared)
-        clocks = [phases, *(PhaseTimer() for _ in holdings[1:])]
-        self._wires, self._phases = thread_transports(num_stages, deadline_seconds), phases
-        shared: dict[str, Any] = {
+        clocks = [phases, *(PhaseTimer() for _ in sharded_models[1:])]
+        self._transports, self._phases = thread_transports(num_stages, deadline_seconds), phases
+        options: dict[str, Any] = {
             "precision": precision,
             "schedule": schedule,
             "overlap": False,
@@ -336,9 +339,9 @@ class ThreadedPipelineRunner(ThreadedRunnerBase):
         }
         self._stages = [
             PipelineRunner(
-                task, _restrict_to_stage(h, cut), cut, metric_names, wire=w, phases=clock, **shared
+                task, _restrict_to_stage(sharded, cut), cut, metric_names, wire=wire, phases=clock, **options
             )
-            for h, cut, w, clock in zip(holdings, cuts, self._wires, clocks, strict=True)
+            for sharded, cut, wire, clock in zip(sharded_models, cuts, self._transports, clocks, strict=True)
         ]
         self._threads = WorkerThreads(num_stages, "stage", deadline_seconds)
         self._first = self._whole = ReplicatedRunner(
@@ -355,107 +358,118 @@ class ThreadedPipelineRunner(ThreadedRunnerBase):
     def run(
         self, micro_batches: Iterable[LoadedBatch], count: int, sink: GradientSink, scale: float
     ) -> LossSums:
-        """See `ModelRunner.run`; each stage works in the order of its schedule."""
+        """Run the micro-batches; each stage works in the order of its schedule."""
         self._phases.begin("data")
         loaded = list(islice(micro_batches, count))
         for p in self.sharded_model.computes.values():
-            p.grad = None  # of the step before; the stages have gradients of their own
+            # The stages have gradients of their own; these are of the step before.
+            p.grad = None
         before = self.buffers.values()
         self.buffers.begin_step()
         for stage in self._stages:
             stage.buffers.reset(before)
-        self._wires[0].abort()  # what stages said when they ended
-        kept = [_StageGradients(stage, self._shared, loaded) for stage in self._stages]
+        # Empty the queues: they contain what stages sent when they left the last step.
+        self._transports[0].abort()
+        stage_gradients = [_StageGradients(stage, self._shared, loaded) for stage in self._stages]
         with GlobalRngGuard():
             sums = self._threads.run(
                 [
-                    partial(_run_stage, stage, wire, loaded, own, scale)
-                    for stage, wire, own in zip(self._stages, self._wires, kept, strict=True)
+                    partial(_run_stage, stage, wire, loaded, gradients, scale)
+                    for stage, wire, gradients in zip(
+                        self._stages, self._transports, stage_gradients, strict=True
+                    )
                 ]
             )
         self.buffers.sum_changes_of([stage.buffers for stage in self._stages])
         self.used = {name for stage in self._stages for name in stage.used}
-        self._hand_on(kept, sink)
+        self._hand_on(stage_gradients, sink)
         return sums[-1]
 
-    def _hand_on(self, kept: Sequence[_StageGradients], sink: GradientSink) -> None:
-        """Every gradient once: shared ones meet inside their shard, as in the backward of one thread."""
+    def _hand_on(self, stage_gradients: Sequence[_StageGradients], sink: GradientSink) -> None:
+        """Hand every gradient on once; shared ones are summed within their shard, as in the backward of one
+        thread.
+        """
         slots = [*self.sharded_model.computes]
-        places = sorted({place for one in kept for _, place in one.shared}, key=lambda place: place.start)
-        for place in places:
-            sink.micro_batch(place, place == places[-1])
+        shard_ranges = sorted(
+            {shards for gradients in stage_gradients for _, shards in gradients.shared},
+            key=lambda shards: shards.start,
+        )
+        for shards in shard_ranges:
+            sink.micro_batch(shards, shards == shard_ranges[-1])
             for slot in (s for s in reversed(slots) if s.name in self._shared):
-                sink.ready(slot, _sum_present([one.shared.get((slot, place)) for one in kept]))
-        sums = [one.take() for one in kept]
-        nodes = kept[0].nodes
+                sink.ready(
+                    slot,
+                    _sum_present([gradients.shared.get((slot, shards)) for gradients in stage_gradients]),
+                )
+        sums = [gradients.take() for gradients in stage_gradients]
+        nodes = stage_gradients[0].nodes
         for k, node in enumerate(nodes):
             sink.micro_batch(node, k == len(nodes) - 1)
             for slot in (s for s in reversed(slots) if s.name not in self._shared):
-                sink.ready(slot, _sum_present([found.get(slot, {}).get(k) for found in sums]))
+                sink.ready(slot, _sum_present([by_slot.get(slot, {}).get(k) for by_slot in sums]))
 
     def abort(self) -> None:
-        """See `ModelRunner`."""
         for stage in self._stages:
             stage.abort()
         self.buffers.abort_step()
 
-    def answer(self, micro_batches: Iterable[LoadedBatch], ask: ModelFunction) -> None:
-        """See `ModelRunner`; on this thread."""
-        self._whole.answer(micro_batches, ask)
+    def forward_only(self, micro_batches: Iterable[LoadedBatch], function: ModelFunction) -> None:
+        self._whole.forward_only(micro_batches, function)
 
     def evaluate(self, micro_batches: Iterable[LoadedBatch]) -> LossSums:
-        """See `ModelRunner`; on this thread."""
+        """Evaluate the whole model on this thread."""
         return self._whole.evaluate(micro_batches)
 
 
 class _StageGradients:
-    """What one stage knows of its gradients: sums by node of the tree of additions, shared ones by shard."""
+    """Sink for the gradients of one stage: sums by node of the summation tree, shared ones by shard."""
 
     by_micro_batch = True
 
     def __init__(self, stage: PipelineRunner, shared: Collection[str], loaded: Sequence[LoadedBatch]) -> None:
         self._shared = shared
-        shards = [one.micro_batch.shard for one in loaded]
+        shards = [micro_batch.micro_batch.shard for micro_batch in loaded]
         self.nodes = covering_nodes(range(shards[0], shards[-1] + 1)) if shards else []
         self._sums = TreeReducer(stage.sharded_model.computes, self.nodes)
-        self._place = range(0)
+        self._shards = range(0)
         self.shared: dict[tuple[TensorSlot, range], Tensor | None] = {}
 
     def micro_batch(self, shards: range, is_last: bool) -> None:
-        self._place = shards
+        self._shards = shards
         self._sums.micro_batch(shards, is_last)
 
     def ready(self, slot: TensorSlot, grad: Tensor | None) -> None:
         if slot.name in self._shared:
-            self.shared[slot, self._place] = grad
+            self.shared[slot, self._shards] = grad
         else:
             self._sums.ready(slot, grad)
 
     def take(self) -> dict[TensorSlot, dict[int, Tensor]]:
-        """By slot, the sums by place of their node."""
+        """Return the sums by slot, and in it by index of their node."""
         return self._sums.take()
 
 
 def _restrict_to_stage(sharded_model: ShardedModel, cut: StagePartition) -> ShardedModel:
-    """What one stage computes with; the rest stays in memory, for the other threads."""
-    own = {s: p for s, p in sharded_model.computes.items() if cut.stage in cut.holders[s.name]}
-    return replace(sharded_model, computes=own)
+    """Return the model with what one stage computes with; the rest stays in memory for other threads."""
+    computes = {s: p for s, p in sharded_model.computes.items() if cut.stage in cut.holders[s.name]}
+    return replace(sharded_model, computes=computes)
 
 
 def _run_stage(
     stage: PipelineRunner,
     wire: ThreadTransport,
     loaded: Sequence[LoadedBatch],
-    kept: _StageGradients,
+    gradients: _StageGradients,
     scale: float,
 ) -> LossSums:
     try:
-        return stage.run(loaded, len(loaded), kept, scale)
+        return stage.run(loaded, len(loaded), gradients, scale)
     finally:
+        # Also after an error, so that no neighbour waits until its deadline.
         wire.leave()
 
 
-def _sum_present(parts: Sequence[Tensor | None]) -> Tensor | None:
-    """The sum of what there is; other stages have nothing of a parameter that only one holds."""
-    there = [part for part in parts if part is not None]
-    return sum(there[1:], start=there[0]) if there else None
+def _sum_present(grads: Sequence[Tensor | None]) -> Tensor | None:
+    """Return the sum of the gradients that exist; a stage has none of a parameter that another one holds."""
+    present = [grad for grad in grads if grad is not None]
+    return sum(present[1:], start=present[0]) if present else None

@@ -1,10 +1,11 @@
-"""The backward of one micro-batch in two halves: gradients of what came in, and later those of the weights.
+"""Backward of one micro-batch in two halves: gradients of the inputs first, and those of the weights later.
 
-No hooks: the first half asks autograd for the gradients of the inputs, and for those at the operations that
-weights go into; the second half starts at these operations and reaches the weights alone. A weight that goes
-into several operations is done in the first half, since a path from one of them leads through another.
-What made an output and leads to no input waits for the second half with the gradient that was given: asked
-for in the first, it would have passed the hooks of that output once too often.
+It uses no hooks. The first half asks autograd for the gradients of the inputs, and for those at the
+operations that weights go into; the second half starts at these operations and reaches only the weights. A
+weight that goes into several operations is done in the first half, since a path from one of them leads
+through another. What made an output and leads to no input waits for the second half with the gradient that
+it was given: in the first half, the hooks of that output would run once too often.
+
 Source: Qi et al. 2023, Zero Bubble Pipeline Parallelism, arXiv:2401.10241, section 2.
 """
 
@@ -25,12 +26,12 @@ _REENTRANT_NODE = "CheckpointFunctionBackward"
 def split_backward(
     outputs: Sequence[Tensor], inputs: Sequence[Tensor], weights: Sequence[Tensor]
 ) -> SplitBackward | UnsplitBackward:
-    """One backward.
+    """Plan the two halves of one backward.
 
     Args:
-        outputs: what came out and takes a gradient.
-        inputs: what came in, leaves of autograd.
-        weights: trained, leaves of autograd.
+        outputs: outputs that get a gradient.
+        inputs: received tensors, leaves of autograd.
+        weights: trained weights, leaves of autograd.
     """
     graph = _AutogradGraph(outputs)
     return (UnsplitBackward if graph.is_reentrant else partial(SplitBackward, graph))(
@@ -39,7 +40,10 @@ def split_backward(
 
 
 class UnsplitBackward:
-    """A backward that is not cut: a reentrant checkpoint has one of its own, inside a whole one only."""
+    """Backward that runs in the first half as a whole.
+
+    A reentrant checkpoint runs a backward of its own, which autograd allows only inside a whole backward.
+    """
 
     is_fully_deferred, has_called_hooks = False, True
 
@@ -47,28 +51,29 @@ class UnsplitBackward:
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], weights: Sequence[Tensor]
     ) -> None:
         self._outputs, self._inputs, self._weights = outputs, inputs, weights
-        self._found: dict[Tensor, Tensor] = {}
+        self._weight_grads: dict[Tensor, Tensor] = {}
 
     def input_gradients(self, grads: Sequence[Tensor]) -> list[Tensor | None]:
-        """All of it; the gradients of weights are kept apart."""
+        """Run the whole backward; the gradients of weights are kept aside."""
         before = [(weight, weight.grad) for weight in self._weights]
         for weight in self._weights:
+            # Autograd adds to `.grad`, so the sum so far is put aside and restored afterwards.
             weight.grad = None
         try:
             torch.autograd.backward(self._outputs, grads)
-            self._found = {weight: weight.grad for weight in self._weights if weight.grad is not None}
+            self._weight_grads = {weight: weight.grad for weight in self._weights if weight.grad is not None}
         finally:
             for weight, g in before:
                 weight.grad = g
         return [x.grad for x in self._inputs]
 
     def weight_gradients(self) -> GradientByWeight:
-        """What has been found."""
-        return self._found
+        """Return the gradients of weights from the first half."""
+        return self._weight_grads
 
 
 class SplitBackward:
-    """A backward that is cut; see `split_backward`."""
+    """Backward in two halves; see `split_backward`."""
 
     has_called_hooks = False
 
@@ -89,63 +94,68 @@ class SplitBackward:
                 self._later.setdefault(entries.pop(), []).append(weight)
             elif entries:
                 self._at_once.append(weight)
-        self._leave_to_the_second(graph, leads_to_inputs)
+        self._defer_output_nodes(graph, leads_to_inputs)
         self._edges = {node: graph.edges(node) for node in self._later}
         self._at: dict[GradientEdge, Tensor | None] = {}
-        self._found: dict[Tensor, Tensor] = {}
+        self._weight_grads: dict[Tensor, Tensor] = {}
         self.is_fully_deferred = not (inputs or self._at_once)
 
-    def _leave_to_the_second(self, graph: _AutogradGraph, leads_to_inputs: set[Node]) -> None:
-        """What made an output and leads to no input; all of it at once if a gradient comes from elsewhere."""
-        apart = [node for node in self._later if node not in leads_to_inputs]
-        self._waiting = {node for node in apart if not graph.above([node])}
-        for node in apart:
+    def _defer_output_nodes(self, graph: _AutogradGraph, leads_to_inputs: set[Node]) -> None:
+        """Defer what made an output and leads to no input, unless a gradient comes from elsewhere, too."""
+        output_nodes = [node for node in self._later if node not in leads_to_inputs]
+        self._waiting = {node for node in output_nodes if not graph.above([node])}
+        for node in output_nodes:
             if node not in self._waiting:
                 self._at_once += self._later.pop(node)
 
     def input_gradients(self, grads: Sequence[Tensor]) -> list[Tensor | None]:
-        """The first half; None where an input has no gradient.
+        """Run the first half and return the gradients of the inputs; None if an input has no gradient.
 
         Args:
             grads: of the outputs.
         """
-        edges = [edge for node, found in self._edges.items() if node not in self._waiting for edge in found]
+        edges = [
+            edge for node, results in self._edges.items() if node not in self._waiting for edge in results
+        ]
         wanted: Any = [*self._inputs, *self._at_once, *edges]
         if not wanted:
-            self._at = self._given(grads)
+            self._at = self._output_gradients(grads)
             return []
-        found = torch.autograd.grad(self._outputs, wanted, grads, retain_graph=True, allow_unused=True)
+        # The graph is kept for the second half.
+        results = torch.autograd.grad(self._outputs, wanted, grads, retain_graph=True, allow_unused=True)
         num_inputs, num_both = len(self._inputs), len(self._inputs) + len(self._at_once)
-        at_once = zip(self._at_once, found[num_inputs:num_both], strict=True)
-        self._found = {weight: g for weight, g in at_once if g is not None}
-        self._at = self._given(grads) | dict(zip(edges, found[num_both:], strict=True))
-        return list(found[:num_inputs])
+        at_once = zip(self._at_once, results[num_inputs:num_both], strict=True)
+        self._weight_grads = {weight: g for weight, g in at_once if g is not None}
+        self._at = self._output_gradients(grads) | dict(zip(edges, results[num_both:], strict=True))
+        return list(results[:num_inputs])
 
-    def _given(self, grads: Sequence[Tensor]) -> dict[GradientEdge, Tensor | None]:
-        """The gradients at what waits."""
+    def _output_gradients(self, grads: Sequence[Tensor]) -> dict[GradientEdge, Tensor | None]:
+        """Return the gradients at the operations that wait for the second half."""
         at = dict.fromkeys(edge for node in self._waiting for edge in self._edges[node])
         for output, g in zip(self._outputs, grads, strict=True):
-            made = get_gradient_edge(output)
-            edge = GradientEdge(made.node, made.output_nr)
+            output_edge = get_gradient_edge(output)
+            edge = GradientEdge(output_edge.node, output_edge.output_nr)
             if edge in at:
                 earlier = at[edge]
                 at[edge] = g if earlier is None else earlier + g
         return at
 
     def weight_gradients(self) -> GradientByWeight:
-        """The second half."""
-        found = dict(self._found)
+        """Run the second half and return the gradients of all weights."""
+        grads_by_weight = dict(self._weight_grads)
         for node, weights in self._later.items():
             pairs = [(edge, g) for edge in self._edges[node] if (g := self._at[edge]) is not None]
             if pairs:
                 at, grads = [edge for edge, _ in pairs], [g for _, g in pairs]
-                own = torch.autograd.grad(at, weights, grads, retain_graph=True, allow_unused=True)
-                found |= {weight: g for weight, g in zip(weights, own, strict=True) if g is not None}
-        return found
+                node_grads = torch.autograd.grad(at, weights, grads, retain_graph=True, allow_unused=True)
+                grads_by_weight |= {
+                    weight: g for weight, g in zip(weights, node_grads, strict=True) if g is not None
+                }
+        return grads_by_weight
 
 
 class _AutogradGraph:
-    """What autograd has recorded between some outputs and the leaves."""
+    """Graph that autograd has recorded between some outputs and the leaves."""
 
     def __init__(self, outputs: Sequence[Tensor]) -> None:
         roots = [get_gradient_edge(x) for x in outputs]
@@ -155,6 +165,7 @@ class _AutogradGraph:
         for edge in roots:
             self._numbers.setdefault(edge.node, set()).add(edge.output_nr)
         self.is_reentrant = False
+        # Iterative: graphs are deeper than Python's recursion limit.
         waiting, seen = [*self._roots], {*self._roots}
         while waiting:
             node = waiting.pop()
@@ -168,25 +179,27 @@ class _AutogradGraph:
                         waiting.append(below)
 
     def above(self, nodes: Sequence[Node]) -> set[Node]:
-        """All from which one of these is reached."""
-        found: set[Node] = set()
+        """Return all nodes from which one of these is reached."""
+        ancestors: set[Node] = set()
         waiting = [*nodes]
         while waiting:
-            new = self._above.get(waiting.pop(), set()) - found
-            found |= new
+            new = self._above.get(waiting.pop(), set()) - ancestors
+            ancestors |= new
             waiting += new
-        return found
+        return ancestors
 
     def entries(self, leaf: Node, leads_to_inputs: set[Node]) -> set[Node]:
-        """Operations on the way to the inputs that a weight goes into; without one, the outputs' own."""
-        found: set[Node] = set()
+        """Return the operations on paths to the inputs that a weight goes into; without one, those of the
+        outputs.
+        """
+        entry_nodes: set[Node] = set()
         waiting, seen = [leaf], {leaf}
         while waiting:
             for node in self._above.get(waiting.pop(), set()) - seen:
                 seen.add(node)
-                (found.add if node in leads_to_inputs or node in self._roots else waiting.append)(node)
-        return found
+                (entry_nodes.add if node in leads_to_inputs or node in self._roots else waiting.append)(node)
+        return entry_nodes
 
     def edges(self, node: Node) -> list[GradientEdge]:
-        """Where gradients come into an operation."""
+        """Return the edges by which gradients come into an operation."""
         return [GradientEdge(node, number) for number in sorted(self._numbers[node])]

@@ -1,4 +1,8 @@
-"""Cut a model into stages: consecutive links of the chain that the task says it is."""
+"""Partition of a model into pipeline stages: consecutive links of the chain that the task names.
+
+Stages have about equal numbers of parameters, unless the strategy gives their lengths. The partition is
+pure; what a rank does not hold is freed later, by `sharded_model`.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +32,11 @@ class StagePartition:
 
     Args:
         stage: its index.
-        num_stages: how many there are.
-        chunks: the modules that it runs, in order, by chunk of the model.
+        num_stages: number of stages.
+        chunks: modules that it runs, in order, by chunk of the model.
         holders: by name of every trained parameter, the stages that use it, ascending.
-        homes: by name of those that this stage uses, in which of its chunks.
-        parts: by stage, in how many parts it runs each micro-batch.
+        homes: by name of the parameters of this stage, the index of the chunk that uses it.
+        parts: by stage, the number of parts in which it runs each micro-batch.
     """
 
     stage: int
@@ -44,7 +48,7 @@ class StagePartition:
 
     @property
     def links(self) -> list[nn.Module]:
-        """All modules that it runs."""
+        """All modules that the stage runs."""
         return [link for chunk in self.chunks for link in chunk]
 
     @property
@@ -52,12 +56,12 @@ class StagePartition:
         return len(self.chunks)
 
     def chunk_of(self, name: str) -> int:
-        """The chunk that uses a parameter of this stage."""
+        """Return the chunk that uses a parameter of this stage."""
         return self.homes[name]
 
     @property
     def shared(self) -> list[str]:
-        """Names of what several stages use."""
+        """Names of parameters that several stages use."""
         return [name for name, stages in self.holders.items() if len(stages) > 1]
 
     @property
@@ -79,50 +83,50 @@ def partition_model(
     *,
     divided: Sequence[int] = (),
 ) -> StagePartition:
-    """The links of one stage; all chunks have about equal numbers of parameters.
+    """Return the part of the model that one stage runs; all chunks have about equal numbers of parameters.
 
     Args:
-        lengths: or these numbers of links, by chunk of the model.
-        divided: by stage, in how many parts it runs each micro-batch; one if there are none.
+        lengths: numbers of links by chunk of the model, instead of equal numbers of parameters.
+        divided: by stage, the number of parts in which it runs each micro-batch; 1 by default.
     Raises:
-        TaskError: the model is no chain, its links are not the model, or samples see each other where a
-            micro-batch is run in parts.
+        TaskError: the model is no chain, its links do not compute what the model computes, or samples depend
+            on each other where a micro-batch is run in parts.
         StrategyError: fewer links than chunks, or two chunks of a stage share a weight.
     """
     links = module_chain(task, model)
     check_chain(task, model, links)
     chunks = _split_chunks(links, num_stages * num_chunks, lengths)
     used = [{p for link in chunk for p in link.parameters()} for chunk in chunks]
-    own = range(stage, len(chunks), num_stages)
+    local_chunks = range(stage, len(chunks), num_stages)
     trained = trained_parameters(model)
     holders = {
         slot.name: tuple(sorted({k % num_stages for k in range(len(chunks)) if p in used[k]}))
         for slot, p in trained.items()
     }
-    homes = _chunk_by_parameter(trained, [used[place] for place in own], stage)
+    homes = _chunk_by_parameter(trained, [used[k] for k in local_chunks], stage)
     divided = divided or [1] * num_stages
     check_sample_independence(task, model, chunks, divided)
-    return StagePartition(stage, num_stages, [chunks[k] for k in own], holders, homes, divided)
+    return StagePartition(stage, num_stages, [chunks[k] for k in local_chunks], holders, homes, divided)
 
 
 def _split_chunks(
     links: Sequence[nn.Module], number: int, lengths: Sequence[int] | None
 ) -> list[list[nn.Module]]:
     weights = [sum(p.numel() for p in link.parameters()) for link in links]
-    places = partition_evenly(weights, number) if lengths is None else partition_at(lengths, weights, number)
-    return [[links[i] for i in place] for place in places]
+    spans = partition_evenly(weights, number) if lengths is None else partition_at(lengths, weights, number)
+    return [[links[i] for i in span] for span in spans]
 
 
 def _chunk_by_parameter(
     trained: Mapping[TensorSlot, nn.Parameter], used: Sequence[set[nn.Parameter]], stage: int
 ) -> dict[str, int]:
-    """By name, the chunk of a stage that uses a parameter."""
+    """Return by name the chunk of a stage that uses a parameter."""
     homes: dict[str, int] = {}
-    for chunk, own in enumerate(used):
-        for name in (slot.name for slot, p in trained.items() if p in own):
+    for chunk, parameters in enumerate(used):
+        for name in (slot.name for slot, p in trained.items() if p in parameters):
             if name in homes:
                 raise StrategyError(
-                    f"two chunks of stage {stage} share '{name}', and their gradients leave apart",
+                    f"two chunks of stage {stage} share '{name}', whose gradients are reduced separately",
                     next_step="choose schedule=1f1b, or another number of stages",
                 )
             homes[name] = chunk
@@ -130,58 +134,61 @@ def _chunk_by_parameter(
 
 
 def partition_at(lengths: Sequence[int], weights: Sequence[int], num_parts: int) -> list[range]:
-    """Contiguous parts of given lengths, each with parameters; pure.
+    """Return contiguous parts of given lengths, each with parameters; pure.
 
     Raises:
-        StrategyError: they are not so many, do not add up to the chain, or one has no parameters.
+        StrategyError: there are not as many lengths as parts, they do not add up to the chain, or a part has
+            no parameters.
     """
     ends = [*accumulate(lengths, initial=0)]
-    places = [range(start, stop) for start, stop in pairwise(ends)]
-    said = f"stages={','.join(map(str, lengths))}"
-    why = ""
+    spans = [range(start, stop) for start, stop in pairwise(ends)]
+    term = f"stages={','.join(map(str, lengths))}"
+    problem = ""
     if len(lengths) != num_parts:
-        why = f"names {len(lengths)} of {num_parts} stages, or chunks of them"
+        problem = f"names {len(lengths)} of {num_parts} stages, or chunks of them"
     elif ends[-1] != len(weights):
-        why = f"has {ends[-1]} modules, and the chain of the model {len(weights)}"
-    elif not all(any(weights[i] for i in place) for place in places):
-        why = "leaves a stage without parameters"
-    if why:
-        raise StrategyError(f"{said} {why}", next_step="stages=time finds some that are even here")
-    return places
+        problem = f"has {ends[-1]} modules, but the chain of the model has {len(weights)}"
+    elif not all(any(weights[i] for i in span) for span in spans):
+        problem = "leaves a stage without parameters"
+    if problem:
+        raise StrategyError(f"{term} {problem}", next_step="use stages=time, which measures even stages")
+    return spans
 
 
 def partition_evenly(
     weights: Sequence[int],
     num_parts: int,
     sizes: Sequence[int] | None = None,
-    allowed: Callable[[int, range], bool] = lambda part, place: True,
+    allowed: Callable[[int, range], bool] = lambda index, span: True,
 ) -> list[range]:
-    """Contiguous parts, none without parameters: the heaviest as light as possible, the others as even; pure.
+    """Return contiguous parts, each with parameters: the heaviest as light as possible, the others as even;
+    pure.
 
     Args:
-        weights: of what is evened out: numbers of parameters, or times.
-        sizes: numbers of parameters, where the weights are something else.
-        allowed: whether a part may be this place.
+        weights: of the links: numbers of parameters, or times.
+        sizes: numbers of parameters, if the weights are something else.
+        allowed: returns whether part number `index` may be this span.
     Returns:
-        The parts; nothing if no cut is allowed.
+        The parts; empty if no partition is allowed.
     Raises:
         StrategyError: fewer links with parameters than parts.
     """
     sizes = weights if sizes is None else sizes
     _require_enough(sizes, num_parts)
-    sums, held = ([*accumulate(values, initial=0)] for values in (weights, sizes))
-    best = {0: (0, 0, list[range]())}  # by end: heaviest part, sum of squares, parts
-    for part in range(num_parts):
-        found: dict[int, tuple[int, int, list[range]]] = {}
+    sums, num_parameters = ([*accumulate(values, initial=0)] for values in (weights, sizes))
+    # Dynamic programming over the end of the last part: heaviest part, sum of squares, parts.
+    best = {0: (0, 0, list[range]())}
+    for index in range(num_parts):
+        extended: dict[int, tuple[int, int, list[range]]] = {}
         for end in range(1, len(weights) + 1):
             options = [
                 _extend_partition(before, range(start, end), sums)
                 for start, before in best.items()
-                if held[end] > held[start] and allowed(part, range(start, end))
+                if num_parameters[end] > num_parameters[start] and allowed(index, range(start, end))
             ]
             if options:
-                found[end] = min(options, key=lambda option: option[:2])
-        best = found
+                extended[end] = min(options, key=lambda option: option[:2])
+        best = extended
     return best[len(weights)][2] if len(weights) in best else []
 
 
@@ -189,50 +196,59 @@ def _require_enough(sizes: Sequence[int], num_parts: int) -> None:
     heavy = sum(size > 0 for size in sizes)
     if num_parts > heavy:
         raise StrategyError(
-            f"{num_parts} stages, or chunks of them: the model is a chain of {heavy} modules with parameters",
-            next_step=f"use at most {heavy} in all: pipeline, times the chunks of schedule=interleaved:V",
+            f"{num_parts} stages or chunks, but the model's chain has only {heavy} modules with parameters",
+            next_step=f"use at most {heavy} in all: pipeline times the chunks of schedule=interleaved:V",
         )
 
 
 def _extend_partition(
-    before: tuple[int, int, list[range]], part: range, sums: Sequence[int]
+    partition: tuple[int, int, list[range]], span: range, sums: Sequence[int]
 ) -> tuple[int, int, list[range]]:
-    weight = sums[part.stop] - sums[part.start]
-    return max(before[0], weight), before[1] + weight**2, [*before[2], part]
+    weight = sums[span.stop] - sums[span.start]
+    return max(partition[0], weight), partition[1] + weight**2, [*partition[2], span]
 
 
 def partition_into_stages(context: SessionContext, material: TaskMaterial) -> ModelPartition:
-    """Consecutive layers on consecutive ranks.
+    """Return the partition of pipeline=N: consecutive layers on consecutive ranks.
 
     Raises:
         StrategyError: the model is compiled whole, has too few layers, or shares a weight too often; or the
             schedule cannot run.
-        TaskError: it is no chain.
+        TaskError: the model is no chain.
     """
     if context.recipe.runtime.compile:
         raise StrategyError(
-            "runtime.compile compiles the whole model, and a stage runs a part of it",
+            "runtime.compile compiles the whole model, but a stage runs only a part of it",
             next_step="set runtime.compile = false, or choose a strategy without pipeline",
         )
     stages = context.mesh.axes["pipeline"]
     table = build_checked_table(context.recipe, context.shards)
     lengths = context.recipe.strategy.stage_lengths
-    place = stages.size, stages.rank, table.chunks, lengths
-    cut = partition_model(material.task, material.model, *place, divided=table.parts)
+    partition = partition_model(
+        material.task,
+        material.model,
+        stages.size,
+        stages.rank,
+        table.chunks,
+        lengths,
+        divided=table.parts,
+    )
     if context.recipe.is_ordered:
-        _require_one_addition(material, cut)
-    return ModelPartition(PipelineTransform(cut.holders, cut.homes), stage=cut)
+        _require_one_addition(material, partition)
+    return ModelPartition(PipelineTransform(partition.holders, partition.homes), stage=partition)
 
 
-def _require_one_addition(material: TaskMaterial, cut: StagePartition) -> None:
-    """Where sums have one order, at most two modules on several stages may use one tensor."""
+def _require_one_addition(material: TaskMaterial, partition: StagePartition) -> None:
+    """Raise StrategyError if more than two modules on several stages share a tensor, where sums are
+    ordered.
+    """
     links = module_chain(material.task, material.model)
     tensors = {slot.name: p for slot, p in trained_parameters(material.model).items()}
-    for name in cut.shared:
+    for name in partition.shared:
         users = sum(any(p is tensors[name] for p in link.parameters()) for link in links)
         if users > 2:
             raise StrategyError(
-                f"{users} modules on several stages share '{name}', and with more than two the order of their"
-                " sum would depend on the stages",
+                f"{users} modules on several stages share '{name}', and the order of a sum of more than two"
+                " gradients would depend on the stages",
                 next_step="leave out reproducible, or choose a strategy without pipeline",
             )

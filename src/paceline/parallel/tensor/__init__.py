@@ -1,4 +1,6 @@
-"""Tensor: large tensors are cut, and every rank of the axis computes its part of each sample."""
+"""Tensor parallelism: large tensors are split, and every rank of the axis computes its part of each
+sample.
+"""
 
 from paceline.parallel.tensor.tensor_plan import (
     TensorCuts,

@@ -1,8 +1,11 @@
-"""Attention by heads: a rank has some of the heads, with their rows of queries, keys and values.
+"""Attention split by heads: a rank has some of the heads, with their rows of queries, keys and values.
 
-Where queries share keys and values (grouped queries), those go with the heads that use them; where there are
-fewer of them than ranks, every rank has all of them and uses one.
-Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3; Ainslie et al. 2023, GQA, arXiv:2305.13245.
+Where queries share keys and values (grouped queries), these go with the heads that use them. Where there are
+fewer key heads than ranks, every rank has all of them and uses one. Modules are recognised by the names of
+their layers and numbers, as nothing else says what they are; whatever is not recognised is refused.
+
+Sources: Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053, section 3; Ainslie et al. 2023, GQA,
+arXiv:2305.13245.
 """
 
 from __future__ import annotations
@@ -34,40 +37,41 @@ _DROPOUT_NAMES = ("attn_dropout", "attention_dropout", "dropout_p")
 
 
 class HeadShare(NamedTuple):
-    """First and last but one head of queries, and of keys and values, of one rank."""
+    """Heads of one rank, as [start, stop): of queries, and of keys and values."""
 
     queries: tuple[int, int]
     shared: tuple[int, int]
 
 
 def assign_heads(heads: int, shared: int, degree: int) -> list[HeadShare]:
-    """Which heads each rank has; pure. Sizes differ by one head, or one group of them, at most.
+    """Return the heads of each rank; sizes differ by at most one head, or one group of heads.
 
     Args:
-        heads: of queries.
-        shared: of keys and values: `heads` of them, or a number that divides it.
-        degree: how many ranks.
+        heads: number of query heads.
+        shared: number of key and value heads: `heads`, or a divisor of it.
+        degree: number of ranks.
     """
     group = heads // shared
     if group == 1 or shared >= degree:
         spans = [even_span(shared, degree, rank) for rank in range(degree)]
         return [HeadShare((a * group, b * group), (a, b)) for a, b in spans]
-    found = []
-    for one in range(shared):
-        first, last = even_span(degree, shared, one)
-        for place in range(last - first):
-            a, b = even_span(group, last - first, place)
-            found.append(HeadShare((one * group + a, one * group + b), (one, one + 1)))
-    return found
+    shares = []
+    # Fewer key heads than ranks: several ranks share one and divide its queries.
+    for kv_head in range(shared):
+        first, last = even_span(degree, shared, kv_head)
+        for index in range(last - first):
+            a, b = even_span(group, last - first, index)
+            shares.append(HeadShare((kv_head * group + a, kv_head * group + b), (kv_head, kv_head + 1)))
+    return shares
 
 
 @dataclass(frozen=True)
 class AttentionCut:
-    """One attention module.
+    """One attention module and how it is split.
 
     Args:
         linears: of its projections.
-        numbers: by rank, what its forward goes by.
+        numbers: by rank, the attributes that its forward uses.
     """
 
     name: str
@@ -77,11 +81,11 @@ class AttentionCut:
 
 
 def cut_heads(name: str, module: nn.Module, degree: int) -> AttentionCut:
-    """How an attention module is cut.
+    """Return how an attention module is split by heads.
 
     Raises:
-        TaskError: its projections or its number of heads are not found, it has fewer heads than ranks,
-            or it draws from a stream.
+        TaskError: its projections or its number of heads are not found, it has fewer heads than ranks, or it
+            drops attention weights.
     """
     _refuse_attention_dropout(name, module)
     inputs, output = _projections(name, module)
@@ -92,8 +96,8 @@ def cut_heads(name: str, module: nn.Module, degree: int) -> AttentionCut:
             next_step=f"choose tensor={heads} or less, or leave '{name}' out of the tensor plan",
         )
     shares = assign_heads(heads, shared, degree)
-    cut_inputs = _fused_columns if len(inputs) == 1 else _separate_columns
-    columns = cut_inputs(name, module, inputs, (heads, shared), shares)
+    plan_columns = _fused_columns if len(inputs) == 1 else _separate_columns
+    columns = plan_columns(name, module, inputs, (heads, shared), shares)
     width = num_features(getattr(module, output), "inputs") // heads
     spans = [_rows([(0, share.queries)], width) for share in shares]
     row = LinearCut(_child_name(name, output), getattr(module, output), "row", spans)
@@ -105,93 +109,99 @@ def cut_heads(name: str, module: nn.Module, degree: int) -> AttentionCut:
 def _fused_columns(
     name: str, module: nn.Module, inputs: Sequence[str], counts: tuple[int, int], shares: Sequence[HeadShare]
 ) -> Iterator[LinearCut]:
-    """Queries, keys and values that follow each other in one layer: three runs of it."""
-    (part,), (heads, shared) = inputs, counts
-    width = num_features(getattr(module, part), "outputs") // (heads + 2 * shared)
+    """Yield the split of queries, keys and values in one layer: three runs of its outputs."""
+    (layer_name,), (heads, shared) = inputs, counts
+    width = num_features(getattr(module, layer_name), "outputs") // (heads + 2 * shared)
     starts = [0, heads * width, (heads + shared) * width]
     spans = [_rows(zip(starts, (s.queries, s.shared, s.shared), strict=True), width) for s in shares]
-    yield LinearCut(_child_name(name, part), getattr(module, part), "column", spans)
+    yield LinearCut(_child_name(name, layer_name), getattr(module, layer_name), "column", spans)
 
 
 def _separate_columns(
     name: str, module: nn.Module, inputs: Sequence[str], counts: tuple[int, int], shares: Sequence[HeadShare]
 ) -> Iterator[LinearCut]:
-    """A layer each; keys and values that several ranks use are whole on all of them."""
+    """Yield the split of one layer each; keys and values that several ranks use are whole on all of them."""
     (heads, shared), degree = counts, len(shares)
-    for part, count, kind in zip(inputs, (heads, shared, shared), (0, 1, 1), strict=True):
-        width = num_features(getattr(module, part), "outputs") // count
+    for layer_name, count, kind in zip(inputs, (heads, shared, shared), (0, 1, 1), strict=True):
+        width = num_features(getattr(module, layer_name), "outputs") // count
         spans = [_rows([(0, share[kind])], width) for share in shares]
         is_replicated = kind == 1 and shared < min(degree, heads)
-        yield LinearCut(_child_name(name, part), getattr(module, part), "column", spans, is_replicated)
+        yield LinearCut(
+            _child_name(name, layer_name), getattr(module, layer_name), "column", spans, is_replicated
+        )
 
 
-def _child_name(name: str, part: str) -> str:
-    return f"{name}.{part}" if name else part
+def _child_name(name: str, child: str) -> str:
+    return f"{name}.{child}" if name else child
 
 
 def _rows(runs: Any, width: int) -> Span:
-    """Features of heads, by (where these heads begin, heads)."""
+    """Return the features of heads, given for each run where it begins and which heads it has."""
     return join_runs((start + a * width, start + b * width) for start, (a, b) in runs)
 
 
 def _projections(name: str, module: nn.Module) -> tuple[Sequence[str], str]:
-    """The layers of queries, keys and values (one or three), and of the output."""
-    layers = [part for part, child in module.named_children() if linear_dims(child) is not None]
+    """Return the names of the layers of queries, keys and values (one or three), and of the output."""
+    layers = [name for name, child in module.named_children() if linear_dims(child) is not None]
     choices = [*((fused,) for fused in _FUSED_NAMES), *_SEPARATE_NAMES]
-    inputs = next((parts for parts in choices if {*parts} <= {*layers}), None)
-    output = next((part for part in _OUTPUT_NAMES if part in layers), None)
+    inputs = next((names for names in choices if {*names} <= {*layers}), None)
+    output = next((child for child in _OUTPUT_NAMES if child in layers), None)
     if inputs is None or output is None:
         what = "queries, keys and values" if inputs is None else "output projection"
         raise TaskError(
-            f"the tensor plan cuts '{name}' ({type(module).__name__}) by heads, and finds no {what} among"
+            f"the tensor plan splits '{name}' ({type(module).__name__}) by heads, but finds no {what} among"
             f" its linear layers: {', '.join(layers) or 'it has none'}",
-            next_step=f"call them {' or '.join('/'.join(parts) for parts in choices)}, and the output one of"
+            next_step=f"call them {' or '.join('/'.join(names) for names in choices)}, and the output one of"
             f" {', '.join(_OUTPUT_NAMES)}; or leave it out of the plan",
         )
     return inputs, output
 
 
 def _count_heads(name: str, module: nn.Module) -> tuple[int, int]:
-    """Heads of queries, and of keys and values."""
+    """Return the number of query heads, and of key and value heads."""
     config = getattr(module, "config", None)
     heads = _first_int(module, _NUM_HEADS_NAMES) or _first_int(config, _NUM_HEADS_NAMES)
     if not heads:
         raise TaskError(
-            f"the tensor plan cuts '{name}' by heads, and nothing says how many it has",
-            next_step=f"give the module a number called one of {', '.join(_NUM_HEADS_NAMES)}",
+            f"the tensor plan splits '{name}' by heads, but its number of heads is unknown",
+            next_step=f"give the module an integer attribute named one of {', '.join(_NUM_HEADS_NAMES)}",
         )
     return heads, _first_int(module, _NUM_KV_HEADS_NAMES) or _first_int(config, _NUM_KV_HEADS_NAMES) or heads
 
 
-def _first_int(one: Any, names: Sequence[str]) -> int:
-    return next((value for name in names if isinstance(value := getattr(one, name, None), int)), 0)
+def _first_int(owner: Any, names: Sequence[str]) -> int:
+    return next((value for name in names if isinstance(value := getattr(owner, name, None), int)), 0)
 
 
 def _local_numbers(module: nn.Module, heads: int, shared: int, share: HeadShare) -> dict[str, int]:
-    """What the numbers of a module are on a rank, of those that it has."""
-    here, here_shared = share.queries[1] - share.queries[0], share.shared[1] - share.shared[0]
+    """Return the values that a module's numbers have on a rank, of those that it has."""
+    local_heads, local_kv_heads = share.queries[1] - share.queries[0], share.shared[1] - share.shared[0]
     width = vars(module).get("head_dim", 0)
-    found: dict[str, int] = dict.fromkeys(_NUM_HEADS_NAMES, here) | dict.fromkeys(
-        _NUM_KV_HEADS_NAMES, here_shared
+    values: dict[str, int] = dict.fromkeys(_NUM_HEADS_NAMES, local_heads) | dict.fromkeys(
+        _NUM_KV_HEADS_NAMES, local_kv_heads
     )
-    found |= dict.fromkeys(_NUM_GROUPS_NAMES, here // here_shared if here_shared else heads // shared)
-    widths = {key: here * width for key in _WIDTH_NAMES if width and vars(module).get(key) == heads * width}
-    own = {key: value for key, value in vars(module).items() if isinstance(value, int)}
-    return {key: value for key, value in (found | widths).items() if key in own}
+    values |= dict.fromkeys(
+        _NUM_GROUPS_NAMES, local_heads // local_kv_heads if local_kv_heads else heads // shared
+    )
+    widths = {
+        key: local_heads * width for key in _WIDTH_NAMES if width and vars(module).get(key) == heads * width
+    }
+    attributes = {key: value for key, value in vars(module).items() if isinstance(value, int)}
+    return {key: value for key, value in (values | widths).items() if key in attributes}
 
 
 def _refuse_attention_dropout(name: str, module: nn.Module) -> None:
-    """Weights of attention that are dropped from a stream would differ from those of one process."""
+    """Raise TaskError if attention weights are dropped: the mask would differ from that of one process."""
     for key, value in _dropout_rates(module):
         if value > 0:
             raise TaskError(
-                f"'{name}.{key}' drops weights of attention with probability {value:g}, from a stream that"
-                " depends on how many heads a rank has",
+                f"'{name}.{key}' drops attention weights with probability {value:g}, and the mask would"
+                " depend on how many heads a rank has",
                 next_step="set it to 0: dropout outside of attention stays as it is",
             )
 
 
 def _dropout_rates(module: nn.Module) -> Iterator[tuple[str, float]]:
     for key in _DROPOUT_NAMES:
-        found = getattr(module, key, 0.0)
-        yield key, float(getattr(found, "p", found if isinstance(found, float) else 0.0))
+        value = getattr(module, key, 0.0)
+        yield key, float(getattr(value, "p", value if isinstance(value, float) else 0.0))

@@ -1,4 +1,8 @@
-"""What tensor ranks send each other: one sum where a part of a model begins to be cut, and one where it ends.
+"""Mappings between tensors that all tensor ranks have and tensors that each rank has a part of.
+
+The names are those of Megatron-LM: activations are copied to a tensor-parallel region, reduced from it or
+gathered from it, each with the matching collective in backward. Each mapping costs at most one collective in
+each direction.
 
 Source: Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053, section 3 (the functions f and g).
 """
@@ -16,7 +20,7 @@ from paceline.state.slot import Span
 
 
 class _CopyToRegion(torch.autograd.Function):
-    """The identity; the gradients of all ranks add up in backward (Megatron's f)."""
+    """Identity in forward; sum of the gradients of all ranks in backward (Megatron's f)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, collective: Collective, key: str) -> Tensor:
@@ -29,7 +33,7 @@ class _CopyToRegion(torch.autograd.Function):
 
 
 class _ReduceFromRegion(torch.autograd.Function):
-    """The sum over all ranks; the identity in backward (Megatron's g)."""
+    """Sum over all ranks in forward; identity in backward (Megatron's g)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, collective: Collective, key: str) -> Tensor:
@@ -41,29 +45,28 @@ class _ReduceFromRegion(torch.autograd.Function):
 
 
 def copy_to_tensor_region(x: Tensor, collective: Collective, key: str) -> Tensor:
-    """What every rank has whole, where each goes on with a part of a layer."""
-    found: Tensor = _CopyToRegion.apply(x, collective, key)
-    return found
+    """Return a tensor that every rank has, for layers that are split; its gradients are summed."""
+    y: Tensor = _CopyToRegion.apply(x, collective, key)
+    return y
 
 
 def reduce_from_tensor_region(x: Tensor, collective: Collective, key: str) -> Tensor:
-    """The sum of what every rank has a part of."""
-    found: Tensor = _ReduceFromRegion.apply(x, collective, key)
-    return found
+    """Return the sum of the partial results of all ranks."""
+    y: Tensor = _ReduceFromRegion.apply(x, collective, key)
+    return y
 
 
 class _GatherFromRegion(torch.autograd.Function):
-    """The features of all ranks, with which every rank goes on alike; its own part of the gradient."""
+    """Features of all ranks in forward; this rank's slice of the gradient in backward.
+
+    The gradient needs no sum, because every rank continues with the same features and computes the same
+    gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, spans: Sequence[Span], collective: Collective, key: str) -> Tensor:
         ctx.span = spans[collective.group.rank]
-        widths = [span[-1] - span[0] for span in spans]
-        padded = x.new_zeros(*x.shape[:-1], max(widths))
-        padded[..., : x.shape[-1]] = x.detach()
-        rows = collective.all_gather(padded.reshape(-1), f"{key}.forward").wait()
-        parts = [row.view(padded.shape)[..., :width] for row, width in zip(rows, widths, strict=True)]
-        return torch.cat(parts, -1)
+        return gather_uneven(x, [span[-1] - span[0] for span in spans], -1, collective, f"{key}.forward")
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -71,28 +74,43 @@ class _GatherFromRegion(torch.autograd.Function):
 
 
 def gather_from_tensor_region(x: Tensor, spans: Sequence[Span], collective: Collective, key: str) -> Tensor:
-    """All features [..., F] of those that each rank has.
+    """Return all features [..., F] from the parts of all ranks.
 
     Args:
         spans: of the features, by rank.
     """
-    found: Tensor = _GatherFromRegion.apply(x, spans, collective, key)
-    return found
+    y: Tensor = _GatherFromRegion.apply(x, spans, collective, key)
+    return y
+
+
+def gather_uneven(x: Tensor, widths: Sequence[int], dim: int, collective: Collective, key: str) -> Tensor:
+    """Concatenate the parts of all ranks along a dimension, in new memory; no gradient.
+
+    Args:
+        widths: size of each rank's part along `dim`.
+    """
+    # An all_gather needs equal sizes: every part is padded to the widest.
+    size = x.shape[dim]
+    padded = x.new_zeros([max(widths) if d == dim % x.dim() else n for d, n in enumerate(x.shape)])
+    padded.narrow(dim, 0, size).copy_(x.detach())
+    rows = collective.all_gather(padded.reshape(-1), key).wait()
+    pairs = zip(rows, widths, strict=True)
+    return torch.cat([row.view(padded.shape).narrow(dim, 0, width) for row, width in pairs], dim)
 
 
 def summed(x: Tensor, collective: Collective, key: str) -> Tensor:
-    """The sum over all ranks, in new memory; no gradient."""
+    """Return the sum over all ranks in new memory; no gradient."""
     flat = x.detach().reshape(-1).clone()
     total: Tensor = collective.all_reduce(flat, key).wait()
     return total.view_as(x)
 
 
 class SharedInput:
-    """Where layers take in the same tensor: it enters once, so that their gradients meet in one sum.
+    """Input that several layers share, mapped once, so that their gradients meet in one sum.
 
     Args:
-        enters: what is done with the tensor.
-        users: how many layers take it in; after the last of them nothing is kept.
+        enters: the mapping.
+        users: number of layers that use the input; nothing is kept after the last of them.
     """
 
     def __init__(self, enters: Callable[[Tensor], Tensor], users: int) -> None:
@@ -100,11 +118,12 @@ class SharedInput:
         self._used, self._x, self._entered = 0, torch.empty(0), torch.empty(0)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """What all layers get for the same tensor."""
+        """Return the mapped input, which is the same tensor for all layers."""
+        # Another tensor means another forward, which may come before all layers have used the last input.
         if self._used == 0 or x is not self._x:
             self._used, self._x, self._entered = 0, x, self._enters(x)
         self._used += 1
-        found = self._entered
+        mapped = self._entered
         if self._used == self._users:
             self._used, self._x, self._entered = 0, torch.empty(0), torch.empty(0)
-        return found
+        return mapped

@@ -1,4 +1,8 @@
-"""Modules that run otherwise while they are cut, and as before where they are whole again."""
+"""Replace the forward or numbers of a module in place, such that it can be restored.
+
+A module with parts of its tensors runs another forward. Where it gets whole tensors again, as in a copy for
+evaluation by the user, `restore_module` makes it run as before.
+"""
 
 from __future__ import annotations
 
@@ -11,34 +15,35 @@ _UNDO = "_whole_again"
 
 
 def swap_forward(module: nn.Module, word: str, forward: Callable[..., Any]) -> None:
-    """Give a module another forward, by a subclass of its own: unlike a method it follows a copy."""
+    """Replace a module's forward by means of a subclass; unlike a replaced method it also works in copies."""
     kind = type(module)
     name = f"{word}{kind.__name__}"
     module.__class__ = type(name, (kind,), {"forward": forward, "__module__": kind.__module__})
 
-    def undo(one: nn.Module) -> None:
-        one.__class__ = kind
+    def undo(target: nn.Module) -> None:
+        target.__class__ = kind
 
     register_undo(module, undo)
 
 
 def override_attributes(module: nn.Module, numbers: Mapping[str, int]) -> None:
-    """Set numbers by which a module's own forward goes."""
+    """Set numbers that a module's own forward uses."""
     before = {name: getattr(module, name) for name in numbers}
 
-    def undo(one: nn.Module) -> None:
-        vars(one).update(before)
+    def undo(target: nn.Module) -> None:
+        vars(target).update(before)
 
+    # Written to the dict directly: a module may refuse or convert attributes when they are set.
     vars(module).update(numbers)
     register_undo(module, undo)
 
 
 def register_undo(module: nn.Module, undo: Callable[[Any], None]) -> None:
-    """What is to be undone where the module has whole tensors again."""
+    """Register what `restore_module` has to undo, the last change first."""
     vars(module)[_UNDO] = (undo, *vars(module).get(_UNDO, ()))
 
 
 def restore_module(module: nn.Module) -> None:
-    """Let a module, which has whole tensors now, run as it did before it was cut."""
+    """Let a module that has whole tensors again run as before it was split."""
     for undo in vars(module).pop(_UNDO, ()):
         undo(module)

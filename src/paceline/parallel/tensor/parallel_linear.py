@@ -1,7 +1,8 @@
 """Column and row parallel linear layers: a pair of them costs one sum in forward and one in backward.
 
-The first of a pair is cut by its outputs (columns), the second by its inputs (rows); what lies between them
-works on a part of the features.
+The first of a pair is split by its outputs (columns) and the second by its inputs (rows); what is between
+them works on a part of the features.
+
 Source: Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053, section 3.
 """
 
@@ -23,35 +24,38 @@ from paceline.state.slot import Span, take_span
 
 @dataclass(frozen=True)
 class LinearDims:
-    """Along which dimensions of its weight a linear layer's features lie."""
+    """Dimensions of a linear layer's weight along which its outputs and inputs are."""
 
     outputs: int
     inputs: int
 
 
 def linear_dims(module: nn.Module) -> LinearDims | None:
-    """None: it is no linear layer. Transformers' `Conv1D` is one with its weight the other way round."""
+    """Return the dimensions of a linear layer's weight, or None if the module is no linear layer.
+
+    Transformers' `Conv1D` is one whose weight is transposed.
+    """
     if isinstance(module, nn.Linear):
         return LinearDims(0, 1)
     return LinearDims(1, 0) if type(module).__name__.endswith("Conv1D") and hasattr(module, "nf") else None
 
 
 def num_features(layer: nn.Module, side: str) -> int:
-    """How many "inputs" or "outputs" a linear layer has."""
+    """Return the number of "inputs" or "outputs" of a linear layer."""
     weight: Any = layer.weight
     return int(weight.shape[getattr(linear_dims(layer), side)])
 
 
 @dataclass(frozen=True)
 class LinearCut:
-    """One linear layer, and what each rank has of it.
+    """One linear layer, and the part of it that each rank has.
 
     Args:
         name, layer: of the model.
         word: "column", "row", "gathered", or "vocabulary": a column whose outputs are logits.
-        spans: of the features that are cut, by rank.
-        is_replicated: a column whose tensors are whole on every rank, which uses its span of them: others use
-            it too, and its gradients are to be summed over all.
+        spans: of the features that are split, by rank.
+        is_replicated: for a column whose tensors are whole on every rank, which uses its span of them: other
+            ranks use it, too, and its gradients are summed over all ranks.
     """
 
     name: str
@@ -62,21 +66,21 @@ class LinearCut:
 
     @property
     def dim(self) -> int:
-        """Of the weight, along which it is cut."""
+        """Dimension of the weight along which it is split."""
         dims = linear_dims(self.layer)
         assert dims is not None
         return dims.inputs if self.word == "row" else dims.outputs
 
     @property
     def tensors(self) -> Mapping[str, int]:
-        """Its tensors that are cut, and the dimension of each."""
-        found = {"weight": self.dim}
+        """Tensors that are split, with the dimension of each."""
+        dims = {"weight": self.dim}
         has_bias = getattr(self.layer, "bias", None) is not None
-        return found | {"bias": 0} if has_bias and self.word != "row" else found
+        return dims | {"bias": 0} if has_bias and self.word != "row" else dims
 
 
 def make_column_linear(cut: LinearCut, entrance: SharedInput, rank: int) -> None:
-    """Let a layer that is cut by outputs give a part of the outputs of whole inputs."""
+    """Let a layer that is split by outputs return a part of the outputs of whole inputs."""
     dim, span = cut.dim, cut.spans[rank]
 
     def forward(self: Any, x: Tensor) -> Tensor:
@@ -88,7 +92,7 @@ def make_column_linear(cut: LinearCut, entrance: SharedInput, rank: int) -> None
 
 
 def make_gathered_linear(cut: LinearCut, entrance: SharedInput, collective: Collective) -> None:
-    """Let a layer that is cut by outputs give all of them, of any shape [..., features].
+    """Let a layer that is split by outputs return all of them, [..., features].
 
     Wire: one all_gather of the outputs in forward, one sum of the gradient of the inputs in backward.
     """
@@ -102,7 +106,7 @@ def make_gathered_linear(cut: LinearCut, entrance: SharedInput, collective: Coll
 
 
 def make_vocab_linear(cut: LinearCut, entrance: SharedInput, vocabulary: VocabularyPartition) -> None:
-    """Let an output layer that is cut by tokens give a part of the logits."""
+    """Let an output layer that is split by tokens return a part of the logits."""
     make_column_linear(cut, entrance, vocabulary.collective.group.rank)
     column = type(cut.layer).forward
 
@@ -113,12 +117,13 @@ def make_vocab_linear(cut: LinearCut, entrance: SharedInput, vocabulary: Vocabul
 
 
 def make_row_linear(cut: LinearCut, leaves: Callable[[Tensor], Tensor], rank: int) -> None:
-    """Let a layer that is cut by inputs give whole outputs of a part of the inputs."""
+    """Let a layer that is split by inputs return whole outputs from a part of the inputs."""
     dim, span = cut.dim, cut.spans[rank]
 
     def forward(self: Any, x: Tensor) -> Tensor:
         weight = take_span(self.weight, dim, span)
         y = leaves(F.linear(x, weight if dim else weight.T))
-        return y if self.bias is None else y + self.bias.to(y.dtype)  # as one process adds it: in halves
+        # The bias is added after the sum and in the dtype of the output, as in one process.
+        return y if self.bias is None else y + self.bias.to(y.dtype)
 
     swap_forward(cut.layer, "Row", forward)

@@ -1,8 +1,9 @@
-"""Tensor plans: which modules are cut how, by patterns of their names.
+"""Tensor plans: which modules are split how, by patterns of their names, and the changes that follow from a
+plan.
 
-From the entries of a plan to what each rank holds; pure.
-
-Changing the modules of a model in place, once its tensors have been cut.
+Three steps. `resolve_tensor_plan` finds the modules that a plan names and refuses plans that compute
+something else. `plan_tensor_cuts` and `plan_tensor_transform` are pure: they decide what each rank holds.
+`apply_tensor_cuts` changes the modules in place, after their tensors have been split.
 """
 
 from __future__ import annotations
@@ -60,14 +61,13 @@ WordByPattern = Mapping[str, str]
 
 @dataclass(frozen=True)
 class TensorPlanEntry:
-    """What becomes of one module.
+    """One module of a plan, and its word.
 
     Args:
-        word: "column" or "row" of a linear layer; "gathered": a column by itself, whose outputs are put
-            together; "split": a dropout between the two, on a part of the
-            features of the column before it; "heads": an attention, with all its projections;
-            "vocabulary": an embedding or an output layer, by tokens;
-            "sequence": a block, by positions wherever it is not cut by features.
+        word: "column" or "row" for a linear layer; "gathered" for a column without a row, whose outputs are
+            gathered; "split" for a dropout between the two, on a part of the features of the column before
+            it; "heads" for an attention, with all its projections; "vocabulary" for an embedding or an output
+            layer, by tokens; "sequence" for a block, by positions wherever it is not split by features.
     """
 
     name: str
@@ -76,19 +76,20 @@ class TensorPlanEntry:
 
 
 def resolve_tensor_plan(plan: WordByPattern, model: nn.Module) -> list[TensorPlanEntry]:
-    """The modules that a plan names, in the order of the model.
+    """Return the modules that a plan names, in the order of the model.
 
     Args:
-        plan: words by pattern; a pattern fits a whole name, or the end of one after a dot. Where several fit,
-            the last one counts.
+        plan: words by pattern; a pattern matches a whole name, or the end of one after a dot. If several
+            match, the last one counts.
     Raises:
         StrategyError: there is no plan.
-        TaskError: a pattern fits nothing, or a module that cannot be cut so, or leaves out what it must cut.
+        TaskError: a pattern matches nothing, or a module that cannot be split in this way, or the plan leaves
+            out what it must split.
     """
     if not plan:
         raise StrategyError(
-            f"tensor cuts large layers, and nothing says which of {type(model).__name__}'s",
-            next_step='write tensor = { "*.up" = "column", "*.down" = "row" } into the recipe, or pass'
+            f"tensor splits large layers, but there is no plan for {type(model).__name__}",
+            next_step='add tensor = { "*.up" = "column", "*.down" = "row" } to the recipe, or pass'
             " Task(tensor=...), or leave out tensor",
         )
     modules = dict(model.named_modules())
@@ -99,109 +100,117 @@ def resolve_tensor_plan(plan: WordByPattern, model: nn.Module) -> list[TensorPla
             raise _plan_error(
                 pattern,
                 word,
-                f"is none of {', '.join(TENSOR_PLAN_WORDS)}{_suggest_word(word, TENSOR_PLAN_WORDS)}",
+                f"must be one of {', '.join(TENSOR_PLAN_WORDS)}{_suggest_word(word, TENSOR_PLAN_WORDS)}",
             )
         if not fitting:
             raise _plan_error(
-                pattern, word, f"fits no module of {type(model).__name__}{_suggest_module(pattern, modules)}"
+                pattern,
+                word,
+                f"matches no module of {type(model).__name__}{_suggest_module(pattern, modules)}",
             )
         words |= dict.fromkeys(fitting, word)
-    found = [TensorPlanEntry(n, m, words[n]) for n, m in modules.items() if words.get(n, "whole") != "whole"]
-    for entry in found:
+    entries = [
+        TensorPlanEntry(n, m, words[n]) for n, m in modules.items() if words.get(n, "whole") != "whole"
+    ]
+    for entry in entries:
         _require_kind(entry)
     for children in _linear_siblings(model, words):
         _require_pairs(children)
-    return found
+    return entries
 
 
 def _matches(name: str, pattern: str) -> bool:
-    wanted, parts = pattern.split("."), name.split(".")
-    if not name or len(wanted) > len(parts):
+    pattern_parts, name_parts = pattern.split("."), name.split(".")
+    if not name or len(pattern_parts) > len(name_parts):
         return False
-    return all(map(fnmatchcase, parts[-len(wanted) :], wanted))
+    return all(map(fnmatchcase, name_parts[-len(pattern_parts) :], pattern_parts))
 
 
 def _plan_error(pattern: str, word: str, reason: str) -> TaskError:
     return TaskError(
         f"the tensor plan's '{pattern}' = '{word}' {reason}",
-        next_step="name modules as model.named_modules() does; * stands for anything between two dots, and a"
+        next_step="name modules as in model.named_modules(); * matches anything between two dots, and a"
         " pattern may begin after a dot",
     )
 
 
 def _suggest_word(word: str, words: tuple[str, ...]) -> str:
-    found = closest_word(word, words)
-    return f"; did you mean '{found}'?" if found else ""
+    closest = closest_word(word, words)
+    return f"; did you mean '{closest}'?" if closest else ""
 
 
 def _suggest_module(pattern: str, modules: Mapping[str, nn.Module]) -> str:
-    """The module that a pattern may have meant: names and patterns are compared without their numbers."""
-    spelled = {".".join("*" if part.isdecimal() else part for part in name.split(".")) for name in modules}
+    """Suggest a module for a misspelled pattern; names and patterns are compared without their numbers."""
+    spelled = {
+        ".".join("*" if name_part.isdecimal() else name_part for name_part in name.split("."))
+        for name in modules
+    }
     depth = pattern.count(".") + 1
     ends = {".".join(name.split(".")[-depth:]) for name in spelled if name}
-    found = closest_word(pattern, sorted(ends | spelled))
-    return f"; the nearest is '{found}'" if found else ""
+    closest = closest_word(pattern, sorted(ends | spelled))
+    return f"; the nearest is '{closest}'" if closest else ""
 
 
 def _require_kind(entry: TensorPlanEntry) -> None:
-    """Raises: TaskError: the module is not of the kind that its word is for."""
+    """Raise TaskError if the module is not of the kind that its word is for."""
     linear = linear_dims(entry.module) is not None
     tokens = linear or isinstance(entry.module, nn.Embedding)
     keyed = isinstance(entry.module, KeyedDropout)
     fits = {"column": linear, "row": linear, "gathered": linear, "split": keyed, "vocabulary": tokens}
     if not fits.get(entry.word, True):
         raise TaskError(
-            f"the tensor plan calls '{entry.name}' {entry.word}, and it is a {type(entry.module).__name__}",
+            f"the tensor plan says {entry.word} for '{entry.name}', which is a {type(entry.module).__name__}",
             next_step="column, row and gathered are for linear layers, split is for KeyedDropout, heads for"
             " attention, vocabulary for embeddings and output layers",
         )
 
 
 def _linear_siblings(model: nn.Module, words: Mapping[str, str]) -> Iterator[list[TensorPlanEntry]]:
-    """Linear layers that have a parent in common, with their words, in order, but those of attention."""
+    """Yield linear layers with the same parent and their words, in order, except those of attention."""
     by_parent: dict[str, list[TensorPlanEntry]] = {}
     for name, module in model.named_modules():
         parent = name.rpartition(".")[0]
-        apart = words.get(parent) == "heads" or words.get(name) in ("vocabulary", "gathered")
-        if linear_dims(module) is not None and not apart:
+        is_separate = words.get(parent) == "heads" or words.get(name) in ("vocabulary", "gathered")
+        if linear_dims(module) is not None and not is_separate:
             by_parent.setdefault(parent, []).append(TensorPlanEntry(name, module, words.get(name, "whole")))
     for parent, children in by_parent.items():
         if any(child.word != "whole" for child in children):
             in_turn = isinstance(model.get_submodule(parent), nn.Sequential | nn.ModuleList)
+            # Only containers run their children in order; elsewhere rows are taken to be last.
             yield children if in_turn else sorted(children, key=lambda child: child.word == "row")
 
 
 def _require_pairs(children: list[TensorPlanEntry]) -> None:
-    """Raises: TaskError: between a column and its row a layer is not cut, or one of the two is missing."""
+    """Raise TaskError if a column has no row, a row no column, or a whole layer is between the two."""
     column = ""
     for child in children:
         if child.word == "whole" and column:
             raise TaskError(
-                f"the linear layer '{child.name}' is not cut, and stands behind '{column}', of whose outputs"
-                " a rank has a part",
+                f"the linear layer '{child.name}' is not split but follows '{column}', of whose outputs a"
+                " rank has only a part",
                 next_step=f'add "{child.name}" = "row" to the tensor plan, or leave out "{column}"',
             )
         if child.word == "row" and not column:
             raise TaskError(
-                f"the tensor plan calls '{child.name}' row, and no column stands before it",
-                next_step="a row takes the part of the features that a column gives: plan both",
+                f"the tensor plan says row for '{child.name}', but there is no column before it",
+                next_step="a row needs the part of the features that a column returns: plan both",
             )
         if child.word != "whole":
             column = child.name if child.word == "column" else ""
     if column:
         raise TaskError(
-            f"the tensor plan calls '{column}' column, and no row takes its part of the features",
-            next_step="plan the layer behind it as row",
+            f"the tensor plan says column for '{column}', but there is no row after it",
+            next_step="plan the layer after it as row",
         )
 
 
 @dataclass(frozen=True)
 class DropoutCut:
-    """A dropout between a column and a row, which sees a part of the features.
+    """Dropout between a column and a row, which sees a part of the features.
 
     Args:
         spans: of the features, by rank.
-        width: of all features.
+        width: number of all features.
     """
 
     module: KeyedDropout
@@ -211,7 +220,7 @@ class DropoutCut:
 
 @dataclass(frozen=True)
 class EmbeddingCut:
-    """An embedding, and the tokens of each rank."""
+    """Embedding, and the tokens of each rank."""
 
     name: str
     layer: nn.Embedding
@@ -220,13 +229,13 @@ class EmbeddingCut:
 
     @property
     def tensors(self) -> Mapping[str, int]:
-        """Its tensors that are cut, and the dimension of each."""
+        """Tensors that are split, with the dimension of each."""
         return {"weight": 0}
 
 
 @dataclass(frozen=True)
 class TensorCuts:
-    """What a plan makes of a model."""
+    """All splits of a model by a plan."""
 
     linears: Sequence[LinearCut]
     attentions: Sequence[AttentionCut]
@@ -237,15 +246,15 @@ class TensorCuts:
 
     @property
     def layers(self) -> list[LinearCut | EmbeddingCut]:
-        """All that have tensors of their own."""
+        """Layers with tensors of their own."""
         return [*self.linears, *self.embeddings]
 
 
 def plan_tensor_cuts(entries: Sequence[TensorPlanEntry], degree: int) -> TensorCuts:
-    """How each planned module is cut; pure.
+    """Return how each planned module is split; pure.
 
     Raises:
-        TaskError: an attention cannot be cut by heads.
+        TaskError: an attention cannot be split by heads.
     """
     linears: list[LinearCut] = []
     attentions: list[AttentionCut] = []
@@ -273,12 +282,14 @@ def plan_tensor_cuts(entries: Sequence[TensorPlanEntry], degree: int) -> TensorC
 
 
 def _refuse_gathered(block: str, linears: Sequence[LinearCut]) -> None:
-    """Raises: TaskError: a layer in a block that is cut by positions would give all features of a part."""
+    """Raise TaskError if a gathered layer is in a block that is split by positions: it has only a part of
+    them.
+    """
     for cut in linears:
         if cut.word == "gathered" and cut.name.startswith(f"{block}."):
             raise TaskError(
-                f"the tensor plan gathers the outputs of '{cut.name}', and cuts '{block}' by positions",
-                next_step=f"plan '{cut.name}' as whole, or as column with a row behind it",
+                f"the tensor plan gathers the outputs of '{cut.name}' but splits '{block}' by positions",
+                next_step=f"plan '{cut.name}' as whole, or as column with a row after it",
             )
 
 
@@ -287,7 +298,9 @@ def _even_spans(size: int, degree: int) -> list[Span]:
 
 
 def _require_tied_alike(cuts: TensorCuts, model: nn.Module) -> None:
-    """Raises: TaskError: a tensor is cut in one module, and not, or otherwise, in another that has it too."""
+    """Raise TaskError if a tensor is split in one module and not, or differently, in another that shares
+    it.
+    """
     known: dict[int, tuple[str, int, Sequence[Span]]] = {}
     planned: dict[tuple[int, str], tuple[int, Sequence[Span]]] = {}
     for cut in cuts.layers:
@@ -298,13 +311,13 @@ def _require_tied_alike(cuts: TensorCuts, model: nn.Module) -> None:
         for key, p in module.named_parameters(recurse=False):
             if id(p) in known and planned.get((id(module), key)) != known[id(p)][1:]:
                 raise TaskError(
-                    f"'{name}' has its {key} in common with '{known[id(p)][0]}', which the tensor plan cuts",
-                    next_step=f"cut '{name}' alike (both as vocabulary), or leave both whole",
+                    f"'{name}' shares its {key} with '{known[id(p)][0]}', which the tensor plan splits",
+                    next_step=f"split '{name}' in the same way (both as vocabulary), or leave both whole",
                 )
 
 
 def plan_tensor_transform(cuts: TensorCuts, model: nn.Module) -> TensorTransform:
-    """The transform of a placement that a plan is; tied tensors go by their first name."""
+    """Return the placement transform of a plan; tied tensors are known by their first name."""
     first = {id(p): name for name, p in model.named_parameters()}
     dims: dict[str, int] = {}
     spans: dict[str, Sequence[Span]] = {}
@@ -318,15 +331,16 @@ def plan_tensor_transform(cuts: TensorCuts, model: nn.Module) -> TensorTransform
             else:
                 dims[name], spans[name] = dim, cut.spans
     for block in cuts.blocks:
+        # Each rank computes with its positions only, so the gradients of whole tensors are partial.
         summed |= {first[id(p)] for p in block.module.parameters() if p.requires_grad} - dims.keys()
     return TensorTransform(dims, cuts.degree, spans, frozenset(summed))
 
 
 def apply_tensor_cuts(cuts: TensorCuts, collective: Collective, *, apart: bool = False) -> None:
-    """Let every module that is cut run with its part.
+    """Let every module that is split run with its part.
 
     Args:
-        apart: a block that is cut by positions gives all of them, as stages send them on.
+        apart: every block that is split by positions returns all of them, as stages send them on.
     """
     rank, positions = collective.group.rank, PositionPartition(collective)
     _make_columns(cuts, collective, positions)
@@ -345,12 +359,12 @@ def apply_tensor_cuts(cuts: TensorCuts, collective: Collective, *, apart: bool =
         span = dropout.spans[rank]
         dropout.module.take_part((span[0], span[-1]), dropout.width)
         register_undo(dropout.module, KeyedDropout.take_all)
-    for stretch in [[block] for block in cuts.blocks] if apart else _consecutive_blocks(cuts.blocks):
-        _make_consecutive_blocks(cuts, stretch, positions)
+    for blocks in [[block] for block in cuts.blocks] if apart else _consecutive_blocks(cuts.blocks):
+        _make_consecutive_blocks(cuts, blocks, positions)
 
 
 def _make_columns(cuts: TensorCuts, collective: Collective, positions: PositionPartition) -> None:
-    """Columns with the same parent take in the same tensor."""
+    """Replace the forwards of columns; columns with the same parent share their input."""
     for cut in (cut for cut in cuts.linears if cut.word == "gathered"):
         make_gathered_linear(
             cut,
@@ -376,38 +390,39 @@ def _make_column(cut: LinearCut, entrance: SharedInput, collective: Collective) 
 def _input_mapping(
     cuts: TensorCuts, parent: str, collective: Collective, positions: PositionPartition
 ) -> Callable[[Tensor], Tensor]:
-    """How what a column takes in becomes whole on all ranks."""
+    """Return the mapping that makes the input of a column whole on all ranks."""
     if not _is_sequence_parallel(cuts, parent):
         return partial(copy_to_tensor_region, collective=collective, key=parent or "model")
     if any(attention.name == parent for attention in cuts.attentions):
-        return lambda x: x  # the attention as a whole gathers
+        # The attention gathers once for all of its projections.
+        return lambda x: x
     return partial(gather_positions, positions=positions, key=parent)
 
 
 def _output_mapping(
     cuts: TensorCuts, name: str, collective: Collective, positions: PositionPartition
 ) -> Callable[[Tensor], Tensor]:
-    """How what a row gives is summed."""
+    """Return the mapping that sums the outputs of a row."""
     if _is_sequence_parallel(cuts, name):
         return partial(reduce_scatter_positions, positions=positions, key=name)
     return partial(reduce_from_tensor_region, collective=collective, key=name)
 
 
 def _is_sequence_parallel(cuts: TensorCuts, name: str) -> bool:
-    """Whether a module is inside of a block that is cut by positions."""
+    """Return whether a module is inside a block that is split by positions."""
     return any(f"{name}.".startswith(f"{block.name}.") for block in cuts.blocks)
 
 
 def _consecutive_blocks(blocks: Sequence[TensorPlanEntry]) -> list[list[TensorPlanEntry]]:
-    """Blocks that follow each other: between them nothing needs all positions."""
-    found: list[list[TensorPlanEntry]] = []
+    """Group blocks that follow each other: nothing between them needs all positions."""
+    groups: list[list[TensorPlanEntry]] = []
     for block in blocks:
-        before = found[-1][-1] if found else None
-        if before is not None and _next_name(before.name) == block.name:
-            found[-1].append(block)
+        previous = groups[-1][-1] if groups else None
+        if previous is not None and _next_name(previous.name) == block.name:
+            groups[-1].append(block)
         else:
-            found.append([block])
-    return found
+            groups.append([block])
+    return groups
 
 
 def _next_name(name: str) -> str:
@@ -416,11 +431,11 @@ def _next_name(name: str) -> str:
 
 
 def _make_consecutive_blocks(
-    cuts: TensorCuts, stretch: Sequence[TensorPlanEntry], positions: PositionPartition
+    cuts: TensorCuts, blocks: Sequence[TensorPlanEntry], positions: PositionPartition
 ) -> None:
     between = {id(dropout.module) for dropout in cuts.dropouts}
-    for block in stretch:
-        first, last = block is stretch[0], block is stretch[-1]
+    for block in blocks:
+        first, last = block is blocks[0], block is blocks[-1]
         make_sequence_parallel_block(block.module, positions, block.name, first=first, last=last)
         for module in block.module.modules():
             if isinstance(module, KeyedDropout) and id(module) not in between:
@@ -433,7 +448,8 @@ def _key_dropout_by_position(module: KeyedDropout, positions: PositionPartition)
 
 
 def partition_tensors(context: SessionContext, material: TaskMaterial) -> ModelPartition:
-    """Large layers, by the plan of the task, or that which ships for its model, and that of the recipe.
+    """Return the partition of tensor=N: large layers, by the plan of the task or of its model, and that of
+    the recipe.
 
     Raises:
         StrategyError: there is no plan, or the model is compiled.
@@ -444,32 +460,34 @@ def partition_tensors(context: SessionContext, material: TaskMaterial) -> ModelP
     cuts = plan_tensor_cuts(
         resolve_tensor_plan(tensor_plan_for(context, material.task, model), model), group.size
     )
-    staged = context.mesh.axes["pipeline"].size > 1
-    if staged:
+    has_stages = context.mesh.axes["pipeline"].size > 1
+    if has_stages:
         _require_run_whole(cuts.blocks, module_chain(material.task, model))
 
     def prepare(sharded_model: ShardedModel) -> ShardedModel:
-        apply_tensor_cuts(cuts, context.exact_collective(group), apart=staged)
+        apply_tensor_cuts(cuts, context.exact_collective(group), apart=has_stages)
         return sharded_model
 
     return ModelPartition(plan_tensor_transform(cuts, model), prepare=prepare)
 
 
 def _require_run_whole(blocks: Sequence[TensorPlanEntry], links: Sequence[nn.Module]) -> None:
-    """A block that is cut by positions does so where it is called: the chain has to call it.
+    """Require that the chain of stages calls the blocks that are split by positions as a whole.
+
+    Such a block splits its input where it is called.
 
     Raises:
-        StrategyError: the chain calls parts of one.
+        StrategyError: the chain calls parts of a block.
     """
     called = {id(module) for link in links for module in link.modules()}
     for block in blocks:
         if id(block.module) not in called:
             raise StrategyError(
-                f"the tensor plan cuts '{block.name}' by positions, and the chain of stages runs it in parts",
-                next_step="let Task(stages=...) name the whole block, or leave 'sequence' out of the plan",
+                f"the tensor plan splits '{block.name}' by positions, but the pipeline runs it in parts",
+                next_step="let Task(stages=...) return the whole block, or leave 'sequence' out of the plan",
             )
 
 
 def tensor_plan_for(context: SessionContext, task: Task, model: nn.Module) -> Mapping[str, str]:
-    """How a model's layers are cut: words by pattern."""
+    """Return the tensor plan of a model, as words by pattern; the recipe overrides the task."""
     return {**(task.tensor or tensor_plan_of(model)), **context.recipe.tensor}

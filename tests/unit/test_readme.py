@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 
 
-@pytest.mark.parametrize("name", ["own_model.py", "own_model.toml"])
+@pytest.mark.parametrize("name", ["quickstart.py", "quickstart.toml"])
 def test_the_example_is_the_file_that_the_tests_run(name: str) -> None:
     assert (ROOT / "examples" / name).read_text().strip() in README
 

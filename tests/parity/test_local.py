@@ -134,5 +134,5 @@ def test_what_is_approximate_by_nature_is_not_held_against_the_oracle(strategy: 
     from paceline.verification import compare_with_oracle
 
     recipe = digits(strategy)
-    with pytest.raises(StrategyError, match="approximate by nature"):
+    with pytest.raises(StrategyError, match="is an approximation"):
         compare_with_oracle(recipe, make_task(recipe), Cluster.single(), CPU, 1)

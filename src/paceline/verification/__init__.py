@@ -1,4 +1,4 @@
-"""Prove that a strategy computes what one process would have computed, or say where and why it does not."""
+"""Verification that a strategy computes the steps of one process, and a diagnosis where it does not."""
 
 from paceline.verification.oracle import Oracle
 from paceline.verification.verification_report import VerificationReport

@@ -1,13 +1,11 @@
-"""Guess the cause of a divergence from the shape of its error.
+"""Diagnosis of a divergence: the likely cause, from the shape of the error.
 
-The oracle can compute the gradient of every shard alone, so each known mistake has a formula: what the
-gradient *would* be if that mistake were made. The formula that fits the observed gradient names the cause.
+The oracle can compute the gradient of every shard alone, so each known mistake of a reduction has a formula:
+the gradient that this mistake would give. If the formula fits the observed gradient, it names the cause. If
+the sums are right, norm, clip and learning rate are checked in the same way; if they are right too, the
+oracle repeats the update with each known mistake of an optimizer.
 
-Guess the cause when the summed gradients are right and what became of them is not: divide, clip, rate.
-
-Guess the cause when gradients, norm and rate are right, and what the optimizer made of them is not.
-
-The oracle makes the update again as each known mistake would; the one that fits what is seen names the cause.
+A diagnosis is a guess: it does not decide whether a verification fails.
 """
 
 from __future__ import annotations
@@ -28,20 +26,20 @@ if TYPE_CHECKING:
 FlatGradients = Tensor
 """Gradients of some tensors, flattened and joined, float64 [N]."""
 FIT_TOLERANCE = 1e-3
-_DIGITS_LOST = 1e-3  # what float16 leaves of a value, and bfloat16 of most
+_DIGITS_LOST = 1e-3  # relative rounding error of sums in float16, and mostly in bfloat16
 
 
 @dataclass(frozen=True)
 class GradientEvidence:
-    """What is known about the first diverging step. Gradients are sums, not yet divided.
+    """The gradients of the first diverging step, as sums that are not yet divided.
 
     Args:
         world: number of replicas.
-        shards: gradient of each shard, in order; the oracle's.
-        samples, counts: number of samples and of items of each shard.
+        shards: the oracle's gradient of each shard, in order.
+        samples, counts: numbers of samples and of items of each shard.
         observed: the gradient that each rank gave to its update step.
         previous: the oracle's summed gradient of the step before; None in the first step.
-        with_first_keys: gradient of each shard as if every replica used the keys of the first; None if the same.
+        with_first_keys: gradient of each shard if all replicas used the keys of the first; None if equal.
     """
 
     world: int
@@ -54,22 +52,22 @@ class GradientEvidence:
 
     @property
     def right(self) -> FlatGradients:
-        """The sum over all shards."""
+        """Return the sum over all shards."""
         return torch.stack(list(self.shards)).sum(0)
 
     def of_rank(self, rank: int) -> FlatGradients:
-        """The sum over the shards of one rank."""
+        """Return the sum over the shards of one rank."""
         mine = split_evenly(len(self.shards), self.world, rank)
         return torch.stack([self.shards[i] for i in mine]).sum(0)
 
     def sum_over_ranks(self, part: Callable[[int], FlatGradients]) -> FlatGradients:
-        """Add up one value a rank."""
+        """Return the sum of one gradient per rank."""
         return torch.stack([part(r) for r in range(self.world)]).sum(0)
 
 
 @dataclass(frozen=True)
 class ErrorDiagnosis:
-    """A named cause, and how well its formula fits (relative residual; 0 is perfect)."""
+    """A named cause, with an explanation and the relative residual of its formula (0: it fits exactly)."""
 
     cause: str
     explanation: str
@@ -77,29 +75,27 @@ class ErrorDiagnosis:
     details: Mapping[str, Any] = field(default_factory=dict)
 
 
-UNKNOWN_CAUSE = ErrorDiagnosis(
-    "unknown", "no known mistake has this shape; look at the first tensor and rank", 1.0
-)
+UNKNOWN_CAUSE = ErrorDiagnosis("unknown", "no known mistake fits; start with the first tensor and rank", 1.0)
 
 NOT_REPEATED = ErrorDiagnosis(
     "the task is not deterministic",
-    "the oracle, run twice from the same weights and seeds, finds the losses {:.9g} and {:.9g}: the data, the"
-    " model or the loss draws from what nobody seeds, or remembers earlier calls",
+    "run twice from the same weights and seeds, the oracle gets the losses {:.9g} and {:.9g}: the data, the"
+    " model or the loss uses a generator that is not seeded, or depends on earlier calls",
 )
 
 DIFFERENT_START = ErrorDiagnosis(
-    "different start", "initial values differ: weights must be keyed by name, or broadcast", 0.0
+    "different start", "initial values differ: key weights by name, or broadcast them", 0.0
 )
 
 
 def diagnose_gradient(evidence: GradientEvidence) -> ErrorDiagnosis:
-    """The mistake whose formula fits the observed sums best."""
-    found = [
+    """Return the mistake whose formula fits the observed sums best."""
+    fitting = [
         ErrorDiagnosis(cause, text, residual)
         for cause, text, predict in _FORMULAS
         if (residual := _residual(evidence, predict)) < FIT_TOLERANCE
     ]
-    return min(found, key=lambda d: d.residual, default=_constant_factor(evidence))
+    return min(fitting, key=lambda d: d.residual, default=_constant_factor(evidence))
 
 
 def _residual(
@@ -126,16 +122,16 @@ def _constant_factor(evidence: GradientEvidence) -> ErrorDiagnosis:
         return UNKNOWN_CAUSE
     lost = _distance(seen, right)
     if lost < _DIGITS_LOST:
-        text = f"each is off by about {lost:.1e} of the whole: summed or sent in a type of fewer digits"
+        text = f"the relative error is about {lost:.1e}: summed or sent in a dtype with fewer digits"
         return ErrorDiagnosis("digits lost", text, lost)
     return name_factor(factor, evidence.world, len(evidence.shards), sum(evidence.counts))
 
 
 def name_factor(factor: float, world: int, num_shards: int, count: float) -> ErrorDiagnosis:
-    """Name a constant factor between what is there and what is right."""
+    """Name a constant factor between an observed gradient and the right one."""
     known = {
-        "sum instead of mean": (world, "is the number of replicas: it was summed where the mean is meant"),
-        "divided twice": (1 / world, "is one over the number of replicas: it was divided twice"),
+        "sum instead of mean": (world, "is the number of replicas: it was summed, not averaged"),
+        "divided twice": (1 / world, "is 1 / the number of replicas: it was divided twice"),
         "accumulation not divided": (num_shards / world, "is the number of accumulated micro-batches"),
         "not divided by the count": (count, "is the number of items: it was never divided"),
     }
@@ -243,16 +239,16 @@ _FORMULAS: tuple[tuple[str, str, Callable[[GradientEvidence, int], FlatGradients
 
 @dataclass(frozen=True)
 class UpdateEvidence:
-    """What is known when the sums are right and the final gradient, or the update, is not.
+    """The numbers of an update whose summed gradients are right.
 
     Args:
-        ratio: final gradient over the oracle's; None if they are not proportional.
-        world, num_shards, count: as above.
-        clip_norm: the recipe's; None: no clip.
-        norm, right_norm: global norm of the mean gradient, by the update step and by the oracle.
-        local_norms: norm of each rank's own mean gradient.
-        lr, right_lr: the rate that was used, and the one of this update.
-        near_lrs: rates of neighbouring updates, by offset.
+        ratio: final gradient / final gradient of the oracle; None if they are not proportional.
+        world, num_shards, count: numbers of replicas, shards and items of the step.
+        clip_norm: clip of the recipe; None: no clip.
+        norm, right_norm: global norm of the mean gradient, in the update step and in the oracle.
+        local_norms: norms of each rank's own gradient, divided by all items and by its own.
+        lr, right_lr: the learning rate that was used, and that of this update.
+        near_lrs: learning rates of neighbouring updates, by offset.
     """
 
     ratio: float | None
@@ -269,7 +265,7 @@ class UpdateEvidence:
 
 
 def diagnose_after_reduction(e: UpdateEvidence) -> ErrorDiagnosis:
-    """The mistake between the reduced sums and the update."""
+    """Return the mistake between the reduced sums and the update."""
     if abs(e.lr - e.right_lr) > 1e-9 * max(abs(e.lr), abs(e.right_lr)):
         return _wrong_rate(e)
     if abs(e.norm / e.right_norm - 1) > FIT_TOLERANCE:
@@ -285,20 +281,17 @@ def diagnose_after_reduction(e: UpdateEvidence) -> ErrorDiagnosis:
 def _wrong_rate(e: UpdateEvidence) -> ErrorDiagnosis:
     for offset, rate in e.near_lrs.items():
         if rate != e.right_lr and abs(e.lr - rate) <= 1e-9 * abs(rate):
-            text = f"the rate {e.lr:.6g} belongs to the update {offset:+d} from this one"
+            text = f"{e.lr:.6g} is the learning rate of another update (offset {offset:+d})"
             return ErrorDiagnosis("schedule off by one", text)
     return ErrorDiagnosis(
-        "wrong learning rate", f"the rate is {e.lr:.6g}, the schedule says {e.right_lr:.6g}"
+        "wrong learning rate", f"the learning rate is {e.lr:.6g}, in the schedule it is {e.right_lr:.6g}"
     )
 
 
 def _wrong_norm(e: UpdateEvidence) -> ErrorDiagnosis:
-    whose = (
-        "a rank's own gradient"
-        if any(abs(e.norm / n - 1) < FIT_TOLERANCE for n in e.local_norms)
-        else "something else"
-    )
-    text = f"the norm {e.norm:.6g} is that of {whose}; the global norm is {e.right_norm:.6g}"
+    is_local = any(abs(e.norm / n - 1) < FIT_TOLERANCE for n in e.local_norms)
+    source = "is that of one rank's gradient" if is_local else "is wrong"
+    text = f"the norm {e.norm:.6g} {source}; the global norm is {e.right_norm:.6g}"
     return ErrorDiagnosis("wrong clip norm", text)
 
 
@@ -333,11 +326,11 @@ _UNCOMPARED_OPTIONS = ("params", "param_names", "lr", "initial_lr")
 
 
 def diagnose_update(v: StrategyVerifier, update: int, reference: ReferenceUpdate) -> ErrorDiagnosis:
-    """The mistake between the final gradient and the parameters after the step."""
+    """Return the mistake between the final gradient and the parameters after the step."""
     failure = v.report.failure
     if failure is not None and failure.errors[0] <= failure.bound:
         wrong = [rank for rank, error in enumerate(failure.errors) if error > failure.bound]
-        text = f"rank 0 is right and {wrong} are not: they made another update, or changed something after it"
+        text = f"rank 0 is right and ranks {wrong} are not: their update differs, or its result was changed"
         return ErrorDiagnosis("ranks drifted apart", text)
     return _other_options(v) or _other_update(v, update, reference)
 
@@ -347,7 +340,7 @@ def _other_options(v: StrategyVerifier) -> ErrorDiagnosis | None:
     for number, (seen, right) in enumerate(pairs):
         for key in right.keys() - set(_UNCOMPARED_OPTIONS):
             if seen.get(key) != right[key]:
-                text = f"'{key}' of group {number} is {seen.get(key)}, and should be {right[key]}"
+                text = f"'{key}' of group {number} is {seen.get(key)} and should be {right[key]}"
                 return ErrorDiagnosis("wrong optimizer options", text)
     return None
 
@@ -358,12 +351,12 @@ def _other_update(v: StrategyVerifier, update: int, reference: ReferenceUpdate) 
     for cause, text, variant in _VARIANTS:
         v.oracle_state.load(reference.before, reference.scalars)
         variant(v, update, reference)
-        found = _change(reference.before, v.oracle_state.tensors(), names)
-        scale = max(float(seen.norm()), float(found.norm()), 1e-300)
-        if float((seen - found).norm()) <= _UPDATE_TOLERANCE * scale:
+        predicted = _change(reference.before, v.oracle_state.tensors(), names)
+        scale = max(float(seen.norm()), float(predicted.norm()), 1e-300)
+        if float((seen - predicted).norm()) <= _UPDATE_TOLERANCE * scale:
             return ErrorDiagnosis(cause, text)
     return ErrorDiagnosis(
-        "different update", "gradients agree and the update does not: look at the optimizer's state"
+        "different update", "gradients agree, but the update does not: check the state of the optimizer"
     )
 
 
@@ -389,11 +382,11 @@ def _step_without_state(v: StrategyVerifier, update: int, reference: ReferenceUp
 
 
 def _no_step(v: StrategyVerifier, update: int, reference: ReferenceUpdate) -> None:
-    """The parameters stay."""
+    """Leave the parameters as they are."""
 
 
 _VARIANTS: tuple[tuple[str, str, Callable[[Any, int, ReferenceUpdate], None]], ...] = (
-    ("stepped twice", "the optimizer made its step twice", _step_twice),
-    ("optimizer state lost", "the optimizer began with an empty state", _step_without_state),
-    ("not updated", "the optimizer's step left the parameters as they were, or it was undone", _no_step),
+    ("stepped twice", "the optimizer took its step twice", _step_twice),
+    ("optimizer state lost", "the optimizer started from an empty state", _step_without_state),
+    ("not updated", "the step of the optimizer did not change the parameters, or was undone", _no_step),
 )

@@ -1,4 +1,7 @@
-"""Collect the evidence of a divergence from all ranks, and ask for a diagnosis. Rank 0 guesses."""
+"""The evidence of a divergence: gradients of all ranks, and what the oracle computes for known mistakes.
+
+All ranks take part in the collectives, rank 0 diagnoses (`diagnosis`), and every rank gets its result.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,13 @@ if TYPE_CHECKING:
 def diagnose_failure(
     verifier: StrategyVerifier, step: int, update: int, reference: ReferenceUpdate | None
 ) -> ErrorDiagnosis:
-    """Diagnose the report's failure; collective."""
+    """Diagnose the first failure of the report; collective, equal result on every rank.
+
+    Args:
+        step: number of the step that failed.
+        update: number of the update in the run.
+        reference: the oracle's results on rank 0; None on other ranks.
+    """
     failure = verifier.report.failure
     if failure is None:
         return UNKNOWN_CAUSE
@@ -41,13 +50,13 @@ def diagnose_failure(
     tensors = sorted(
         {f.tensor for f in verifier.report.worst.values() if not f.ok and f.quantity == "gradient"}
     )
-    everywhere = _gather_sums(verifier, tensors) if failure.quantity in ("gradient", "loss") else []
-    observed = [everywhere[rank] for rank in _ranks_of_sum(verifier, failure)] if everywhere else []
-    found = UNKNOWN_CAUSE
-    at_once = verifier.session.recipe.batch.sync_batchnorm  # the oracle has no shards of ranks
-    if reference is not None and not (at_once and stage is _explain_gradient):
-        found = stage(verifier, step, update, reference, tensors, observed)
-    return _broadcast_diagnosis(verifier, found)
+    gathered = _gather_sums(verifier, tensors) if failure.quantity in ("gradient", "loss") else []
+    observed = [gathered[rank] for rank in _ranks_of_sum(verifier, failure)] if gathered else []
+    diagnosis = UNKNOWN_CAUSE
+    whole_batch = verifier.session.recipe.batch.sync_batchnorm  # then the oracle has no shards of ranks
+    if reference is not None and not (whole_batch and stage is _explain_gradient):
+        diagnosis = stage(verifier, step, update, reference, tensors, observed)
+    return _broadcast_diagnosis(verifier, diagnosis)
 
 
 def _explain_gradient(
@@ -65,12 +74,14 @@ def _explain_gradient(
     if abs(again - reference.sums.total) > 1e-5 * sum(abs(s.total) for s in shards):
         if v.loop is not None:
             return replace(
-                UNKNOWN_CAUSE, explanation="what the loop keeps from earlier batches decides: look there"
+                UNKNOWN_CAUSE,
+                explanation="the losses depend on values that the loop keeps from earlier batches",
             )
         return replace(NOT_REPEATED, explanation=NOT_REPEATED.explanation.format(reference.sums.total, again))
     if not tensors:
         return replace(
-            UNKNOWN_CAUSE, explanation="the loss differs and no gradient does: look at what it counts"
+            UNKNOWN_CAUSE,
+            explanation="the loss differs and no gradient does: check how the loss counts its items",
         )
     replicas = v.session.mesh.data.size
     first_keys = _keys_of_first(micro_batches, replicas)
@@ -133,7 +144,7 @@ def _explain_state(
     buffers = {f"model/{name}" for name in v.oracle.buffers()}
     if failure is not None and failure.tensor in buffers:
         return ErrorDiagnosis(
-            "buffers not synchronised", "parameters agree, running statistics differ between ranks"
+            "buffers not synchronised", "parameters agree, but running statistics differ between ranks"
         )
     tail = _explain_tail(v, step, update, reference, tensors, observed)
     if tail.cause in ("schedule off by one", "wrong learning rate"):
@@ -144,7 +155,7 @@ def _explain_state(
 def _explain_evaluation(*evidence: object) -> ErrorDiagnosis:
     return ErrorDiagnosis(
         "another evaluation",
-        "the state is the same: look at the held-out samples, and at what model and loss do in evaluation",
+        "the state is the same: check the held-out samples, and model and loss in evaluation mode",
     )
 
 
@@ -159,12 +170,12 @@ _STAGES: dict[str, Callable[..., ErrorDiagnosis]] = {
 
 
 def _keys_of_first(micro_batches: tuple[MicroBatch, ...], world: int) -> tuple[MicroBatch, ...]:
-    """The same micro-batches, each with the key that the first rank uses at the same place."""
+    """Return the micro-batches with the key that the first rank uses at the same index."""
     first = split_evenly(len(micro_batches), world, 0)
     keys = {
-        i: micro_batches[first[min(place, len(first) - 1)]].key
+        i: micro_batches[first[min(index, len(first) - 1)]].key
         for rank in range(world)
-        for place, i in enumerate(split_evenly(len(micro_batches), world, rank))
+        for index, i in enumerate(split_evenly(len(micro_batches), world, rank))
     }
     return tuple(replace(u, key=keys[i]) for i, u in enumerate(micro_batches))
 
@@ -194,7 +205,7 @@ def _flatten(gradients: Mapping[str, Tensor], names: list[str], v: StrategyVerif
 
 
 def _ranks_of_sum(v: StrategyVerifier, failure: TensorComparison) -> Sequence[int]:
-    """The ranks over which the gradient is summed where it is furthest off, in the order of their shards."""
+    """Return the ranks that sum the gradient with the largest error, in the order of their shards."""
     sizes = tuple(v.session.mesh.axes[axis].size for axis in AXES)
     worst = max(range(len(failure.errors)), key=lambda rank: failure.errors[rank])
     return next(ranks for ranks in span_ranks(DATA_AXES, sizes) if worst in ranks)
@@ -204,12 +215,12 @@ def _gather_sums(v: StrategyVerifier, names: list[str]) -> list[Tensor]:
     if not names:
         return []
     mine = _flatten(v.record.sums, names, v)
-    found: list[Tensor] = v.net.all_gather(mine, v.session.mesh.world).wait()
-    return found
+    sums: list[Tensor] = v.net.all_gather(mine, v.session.mesh.world).wait()
+    return sums
 
 
-def _broadcast_diagnosis(v: StrategyVerifier, found: ErrorDiagnosis) -> ErrorDiagnosis:
-    text = json.dumps([found.cause, found.explanation, found.residual]).encode()
+def _broadcast_diagnosis(v: StrategyVerifier, diagnosis: ErrorDiagnosis) -> ErrorDiagnosis:
+    text = json.dumps([diagnosis.cause, diagnosis.explanation, diagnosis.residual]).encode()
     data = torch.zeros(4096, dtype=torch.uint8)
     data[: len(text)] = torch.tensor(list(text[:4096]), dtype=torch.uint8)
     data = v.net.broadcast(data.to(v.session.runner.sharded_model.device), v.session.mesh.world).wait().cpu()

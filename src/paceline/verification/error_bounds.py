@@ -1,24 +1,24 @@
-"""Hold tensors of every rank against those of the oracle on rank 0, each with a bound.
+"""Comparisons of every rank's tensors with those of the oracle on rank 0, and the bounds of their errors.
 
-Bounds follow from what may differ between two right computations. u is the unit roundoff of a tensor's type,
-or of float32 if that is coarser; V is the number of shards.
+A bound is what rounding can cause between two correct computations. u is the unit roundoff of a tensor's
+dtype, but at least that of float32; V is the number of virtual shards of a step.
 
-Gradients. Two sums of the same V terms in any two orders differ by at most 2 (V - 1) u times the sum of the
-terms' magnitudes (Higham 2002, section 4.2), whatever cancels in the sum. Each term has the same bits on both
-sides if both run the same kernels; else its own roundings are added. Where a term itself is computed in
-parts, on several ranks, what may cancel inside it is measured (`noise`).
+Gradients. Two sums of the same V terms in different orders differ by at most 2 (V - 1) u times the sum of the
+magnitudes of the terms (Higham 2002, section 4.2), also where terms cancel. A term has the same bits on both
+sides if both run the same kernels; otherwise its own rounding errors are added. If several ranks compute a
+term together, the error of cancellation inside it is measured (`oracle_update.measure_rounding_noise`).
 
-Norm. A float32 sum of n squares is off by about sqrt(n) u, with a factor of 8 nearly for sure (Higham & Mary
-2019, A new approach to probabilistic rounding error analysis); its root by half of that.
+Norm. A float32 sum of n squares has an error of about sqrt(n) u, and with very high probability at most 8
+times that (Higham & Mary 2019, A new approach to probabilistic rounding error analysis); its root has half.
 
-Final gradients. One side divides and clips in one multiplication, the other in two: some u. If it is clipped,
-the multiplier has the error of the norm. Below the smallest normal number errors are absolute.
+Final gradients. One side divides and clips in one multiplication, the other in two: a few u. If the gradient
+is clipped, the multiplier has the error of the norm. Below the smallest normal number errors are absolute.
 
-Update. Both sides run the same optimizer on inputs that differ by a relative e. How much that moves its
-result is measured, not guessed: the oracle makes the update again with gradients and state changed by a known
-relative d, once to one side and once to opposite ones, which shows also what cancels in a moment. The larger
-of the two changes, times e / d, is the first order of the error; a factor of 8 covers the rest.
-Then each value is rounded when it is stored.
+Update. Both sides run the same optimizer on inputs that differ by a relative e. The effect is measured
+(`oracle_update.UpdateConditioning`): the oracle repeats the update with gradients and state changed by a
+relative d, once in the same and once in opposite directions, which also shows cancellation in a moment. The
+larger change times e / d is the first order of the error, and a factor of 8 covers the higher orders. Each
+value is rounded once more when it is stored.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from paceline.verification.oracle import as_reals
 NamedTensors = Mapping[str, Tensor]
 UNIT_ROUNDOFF = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}
 _U = UNIT_ROUNDOFF["fp32"]
-_KERNEL_SLACK = 8  # roundings of one kernel that may split its loop by the alignment of its input
-_OTHER_KERNELS_SLACK = 64  # compiled kernels, and sums in parts, round between other operations
-_MULTIPLIER_SLACK = 16  # roundings of what is divided, clipped and stored
+_KERNEL_SLACK = 8  # roundings of a kernel that splits its loop by the alignment of its input
+_OTHER_KERNELS_SLACK = 64  # compiled kernels and partial sums round between different operations
+_MULTIPLIER_SLACK = 16  # roundings of a division, a clip and a store
 _PROBABLE = 8  # standard deviations of a sum of rounding errors
-_FIRST_ORDER = 8  # what the second order of an update may add to the first
-_TINY = 2.0**-126  # below it float32 has fewer digits
+_FIRST_ORDER = 8  # factor for the higher orders of the error of an update
+_TINY = 2.0**-126  # below this float32 is subnormal and has fewer digits
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,10 @@ class TensorComparison:
     Args:
         quantity: "initial value", "loss", "gradient", "update" (norm and rate), "final gradient", "state" or
             "evaluation".
-        errors: largest absolute difference from the oracle on each rank; infinite if one side has none.
-        bound: what rounding alone may cause.
-        part: of the model, whose update it was; empty: there is one for all of it.
+        errors: largest absolute difference from the oracle on each rank; infinite if only one side has the
+            tensor.
+        bound: the largest error that rounding can cause.
+        part: submodule whose update was compared; empty: one update for the whole model.
     """
 
     step: int
@@ -66,23 +67,23 @@ class TensorComparison:
 
     @property
     def error(self) -> float:
-        """The largest error over all ranks."""
+        """Return the largest error over all ranks."""
         return max(self.errors)
 
     @property
     def ok(self) -> bool:
-        """Whether rounding explains the error."""
+        """Return whether rounding explains the error."""
         return self.error <= self.bound
 
 
 @dataclass(frozen=True)
 class KernelAgreement:
-    """Which arithmetic both sides run.
+    """Agreement of both sides about the arithmetic of a shard.
 
     Args:
-        same: both sides run the same kernels on the same shapes, so that a shard has the same bits.
-        compute: type of the arithmetic.
-        in_parts: a shard is computed by several ranks together.
+        same: both sides run the same kernels on the same shapes, so a shard has the same bits.
+        compute: number format of the arithmetic.
+        in_parts: several ranks compute a shard together.
     """
 
     same: bool
@@ -97,55 +98,54 @@ class KernelAgreement:
         count: float,
         noise: Mapping[str, float],
     ) -> dict[str, float]:
-        """Largest error of each mean gradient: (2 V u + roundings inside a term) max(sum |G_s|) / count.
+        """Return the bound of each mean gradient: (2 V u + roundings inside a term) max(sum |G_s|) / count.
 
         Args:
             magnitudes: sums of |G_s|, by name.
             roundoffs: unit roundoff of each gradient.
-            noise: how far other roundings inside terms were seen to move each, for terms that are computed in
-                parts.
+            count: items of the step, by which gradients are divided.
+            noise: measured change of each gradient under other roundings, if ranks share a shard.
         """
-        found = {}
+        bounds = {}
         for name, magnitude in magnitudes.items():
             u = roundoffs[name]
             inside = (_OTHER_KERNELS_SLACK if self.in_parts else _KERNEL_SLACK) * u
             if not self.same:
                 inside = _OTHER_KERNELS_SLACK * max(u, UNIT_ROUNDOFF[self.compute])
-            undecided = _PROBABLE * noise.get(name, 0.0)
-            found[name] = (
-                (2 * num_shards * u + inside) * largest_magnitude(magnitude) + undecided
-            ) / count + _TINY
-        return found
+            cancellation = _PROBABLE * noise.get(name, 0.0)
+            total = (2 * num_shards * u + inside) * largest_magnitude(magnitude) + cancellation
+            bounds[name] = total / count + _TINY
+        return bounds
 
 
 def unit_roundoff(t: Tensor) -> float:
-    """Unit roundoff of a tensor's type, but not below float32's; of float32 for integers."""
+    """Return the unit roundoff of a tensor's dtype, but at least that of float32; integers have float32's."""
     inexact = t.dtype.is_floating_point or t.dtype.is_complex
     return max(_U, torch.finfo(t.dtype).eps / 2) if inexact else _U
 
 
 def norm_error(gradients: NamedTensors) -> float:
-    """Relative error of the norm of all these gradients."""
+    """Return the relative error of the joint norm of gradients."""
     n = sum(g.numel() for g in gradients.values())
     return _PROBABLE * math.sqrt(n) * _U + _MULTIPLIER_SLACK * _coarsest(gradients)
 
 
 def multiplier_error(gradients: NamedTensors, clipped: bool) -> float:
-    """Relative error of gradients after they were divided and clipped."""
+    """Return the relative error of gradients after division and clipping."""
     return _MULTIPLIER_SLACK * _coarsest(gradients) + (norm_error(gradients) if clipped else 0.0)
 
 
 def final_bounds(final: NamedTensors, error: float) -> dict[str, float]:
-    """Bounds of gradients that were divided and clipped."""
+    """Return the bounds of gradients after division and clipping."""
     return {name: error * largest_magnitude(g) + _TINY for name, g in final.items()}
 
 
 def state_bounds(after: NamedTensors, moved: Mapping[str, float], error: float) -> dict[str, float]:
-    """Bounds of parameters, optimizer state and buffers.
+    """Return the bounds of parameters, optimizer state and buffers.
 
     Args:
-        after: all of them, after the update.
-        moved: by name, how far an update moves it that starts from relative errors of 1 (first order).
+        after: all of them after the update.
+        moved: change of each tensor per relative error of the gradients (first order), by name.
         error: relative error of the gradients.
     """
     return {
@@ -157,7 +157,7 @@ def state_bounds(after: NamedTensors, moved: Mapping[str, float], error: float) 
 
 
 def largest_magnitude(value: Tensor) -> float:
-    """The largest magnitude; 0 for none."""
+    """Return the largest magnitude; 0 for an empty tensor."""
     return float(as_reals(value).to(torch.float64).abs().max()) if value.numel() else 0.0
 
 
@@ -176,13 +176,13 @@ def compare_tensors(
     group: RankGroup,
     device: torch.device,
 ) -> list[TensorComparison]:
-    """Compare this rank's tensors with rank 0's reference; collective, equal result on every rank.
+    """Compare this rank's tensors with the reference of rank 0; collective, equal result on every rank.
 
     Args:
         mine: this rank's tensors.
-        reference, bounds: the oracle's, on rank 0; None on other ranks.
-        like: every name that can occur, with a tensor of its shape; equal on every rank.
-        device: where the values travel from.
+        reference, bounds: the oracle's tensors and their bounds on rank 0; None on other ranks.
+        like: a tensor of the right shape for every name that can occur; equal on every rank.
+        device: device of the collectives.
     Wire: one broadcast of all values, one of presence and bounds, one all_gather of errors.
     """
     names = list(like)
@@ -192,15 +192,19 @@ def compare_tensors(
         head[1] = torch.tensor([bounds.get(n, 0.0) for n in names])
     head = net.broadcast(head.to(device), group).wait().cpu()
     present = [bool(x) for x in head[0]]
+    # All ranks send the same number of values, so a tensor that the oracle does not have travels as zeros.
     flat = (
         torch.cat([_reference_values(reference, n, like[n], device) for n in names])
         if names
         else torch.zeros(0)
     )
     flat = net.broadcast(flat, group).wait()
-    pieces = flat.split([as_reals(like[n]).numel() for n in names])
+    references = flat.split([as_reals(like[n]).numel() for n in names])
     errors = torch.tensor(
-        [_largest_error(mine.get(n), p, there) for n, p, there in zip(names, pieces, present, strict=True)],
+        [
+            _largest_error(mine.get(n), x, is_present)
+            for n, x, is_present in zip(names, references, present, strict=True)
+        ],
         dtype=torch.float64,
         device=device,
     )
@@ -211,9 +215,9 @@ def compare_tensors(
     ]
 
 
-def first_failure(findings: Sequence[TensorComparison]) -> TensorComparison | None:
-    """The first finding that rounding does not explain."""
-    return next((f for f in findings if not f.ok), None)
+def first_failure(comparisons: Sequence[TensorComparison]) -> TensorComparison | None:
+    """Return the first comparison whose error exceeds its bound; None: all are within."""
+    return next((one for one in comparisons if not one.ok), None)
 
 
 def _reference_values(
@@ -226,7 +230,7 @@ def _reference_values(
 
 def _largest_error(mine: Tensor | None, reference: Tensor, present: bool) -> float:
     if (mine is not None) != present:
-        return float("inf")
+        return float("inf")  # a tensor that only one side has differs whatever its values are
     if mine is None or not mine.numel():
         return 0.0
     difference = (as_reals(mine).reshape(-1).to(torch.float64) - reference).abs().max()

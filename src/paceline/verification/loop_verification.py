@@ -1,16 +1,14 @@
-"""The replicas of a run with an own loop, all in one process: each runs the loop on a model of its own.
+"""Verification of a user's own loop: it runs once for the session, and again for the oracle.
 
-So a loop remembers here what it remembers there: how many batches it has seen, a sample that it made before
-an update and uses behind it. Invariant: a replica's model has the oracle's values whenever its loop runs, and
-of these only what an update has changed is written, as in a run.
+For the session the function runs as `paceline.own_loop` runs it, from one complete step to the next
+(`OwnLoopRounds`). For the oracle it runs a second time, in one process, once for each replica
+(`OracleLoopReplicas`): the losses that it passes to `backward` before `step` are the loss of an update, and
+the oracle does the rest. So the losses of the loop are verified, not those of the task. A loss outside the
+steps, to check the task or to explain a failure, comes from a loop that starts anew (`OwnLoopLoss`).
 
-A user's own loop on both sides of a verification: a round of the session, and the losses of the oracle.
-
-The loop is a function of `loop`, as `paceline.own_loop` gives one. On the strategy's side it runs as it is,
-from one complete step to the next. For the oracle the same function runs again, once for each replica
-(`OracleLoopReplicas`): what it gives to `backward` until it calls `step` is the loss of an update, and the oracle
-does the rest by itself. So the loop's own losses are verified, not those of the task. What asks for a loss
-beside the steps, to look at the task or to explain a failure, gets it from a loop that begins anew.
+Invariant: the model of a replica has the values of the oracle whenever its loop runs, and only values that an
+update has changed are written, as in a run. So a loop keeps what it keeps in a run: the number of batches
+that it has seen, or a sample that it computed before an update and uses after it.
 """
 
 from __future__ import annotations
@@ -61,30 +59,34 @@ from paceline.verification.plain_evaluation import EvaluationValues, PlainEvalua
 
 
 class OracleLoopReplicas:
-    """All replicas' loops.
+    """The loops of all replicas, in one process.
 
     Args:
-        oracle: whose state each of them computes with.
-        evaluates: in one process.
-        num_replicas: that share the virtual shards.
+        oracle: all loops compute with its state.
+        evaluate: evaluates a model in one process.
+        num_replicas: number of replicas that share the virtual shards.
 
     Attributes:
-        told: the evaluations of the run, which its loops hear here too.
-        found: each of these as it is in one process, once the first replica's loop has asked for it.
+        run_evaluations: the evaluations of the run, which the loops get here too.
+        own_evaluations: the same evaluations in one process, made when the first replica's loop evaluates.
     """
 
     def __init__(
-        self, oracle: Oracle, loop: OwnLoopFunction, evaluates: EvaluateModel, num_replicas: int
+        self, oracle: Oracle, loop: OwnLoopFunction, evaluate: EvaluateModel, num_replicas: int
     ) -> None:
-        self._oracle, self._evaluates = oracle, evaluates
-        self.told: Sequence[Evaluation | None] = ()
-        self.found: list[Evaluation | None] = []
-        self._asked = [0] * num_replicas
-        self._sides = [
-            OracleLoop(loop, copy_model(oracle.model), oracle, partial(self._evaluated, rank), num_replicas)
+        self._oracle, self._evaluate = oracle, evaluate
+        self.run_evaluations: Sequence[Evaluation | None] = ()
+        self.own_evaluations: list[Evaluation | None] = []
+        self._num_evaluations = [0] * num_replicas
+        self._loops = [
+            OracleLoop(
+                *(loop, copy_model(oracle.model), oracle),
+                partial(self._answer_evaluation, rank),
+                num_replicas,
+            )
             for rank in range(num_replicas)
         ]
-        self._made: UpdateResult | None = None
+        self._result: UpdateResult | None = None
 
     def totals(
         self,
@@ -92,124 +94,129 @@ class OracleLoopReplicas:
         scale: float,
         part: str,
         number: int,
-        made: UpdateResult | None,
+        result: UpdateResult | None,
     ) -> StepTotals:
-        """What the losses of the next update add up to; the oracle is in the state before it.
+        """Return the sums over the losses of the next update; the oracle is in the state before it.
 
         Args:
-            micro_batches: of the step, in order.
-            scale: of the loss in backward.
-            part: that the strategy has updated.
-            number: of the update in its step, from 0.
-            made: what `step` returns for it, later.
+            micro_batches: shards of the step, in order.
+            scale: factor of the loss in backward.
+            part: submodule that the strategy has updated.
+            number: number of the update in its step, from 0.
+            result: value that `step` returns for it in the loops.
         """
         before = self._oracle.buffers()
         if number == 0:
             self._finish()
         shards = self._shards(micro_batches, scale, part, number)
         totals = accumulate_shards(shards, before, self._oracle.task.buffers)
-        self._made = made
-        options = self._sides[0].options()
+        self._result = result
+        options = self._loops[0].options()
         if options is not None:
             self._oracle.options = lambda update: options
         return totals
 
-    def _evaluated(self, rank: int, model: nn.Module, step: int, source: Any) -> Evaluation | None:
-        """What the run has found where a replica's loop evaluates."""
-        place, self._asked[rank] = self._asked[rank], self._asked[rank] + 1
-        if place >= len(self.told):
+    def _answer_evaluation(self, rank: int, model: nn.Module, step: int, source: Any) -> Evaluation | None:
+        """Return the evaluation of the run at this point of a replica's loop."""
+        index = self._num_evaluations[rank]
+        self._num_evaluations[rank] += 1
+        if index >= len(self.run_evaluations):
             raise _different_updates_error("no evaluation", f"one after {step} steps")
         model.eval()
         if rank == 0:
-            self.found.append(self._evaluates(model, step, source))
-        return self.told[place]
+            self.own_evaluations.append(self._evaluate(model, step, source))
+        return self.run_evaluations[index]
 
     def close(self) -> None:
-        """Leave all loops where they stand."""
-        for side in self._sides:
-            side.close()
+        """End all loops at their present requests."""
+        for loop in self._loops:
+            loop.close()
 
     def _shards(
         self, micro_batches: tuple[MicroBatch, ...], scale: float, part: str, number: int
     ) -> Iterator[ShardResult]:
-        for together in self._by_turn(micro_batches):
-            sizes = [self._sizes(micro_batch, scale) for _, micro_batch in together]
-            said = [self._said(side, micro_batch, number) for side, micro_batch in together]
-            asked = resolve_reductions([side for side, _ in together], said)
-            for (side, micro_batch), one, size in zip(together, asked, sizes, strict=True):
-                if one is None or one.part != part:
-                    found = "no update" if one is None else _describe_update(one.part)
-                    raise _different_updates_error(_describe_update(part), found)
-                (one.loss.total * scale).backward()
-                yield self._shard(side, micro_batch, one, scale, size)
+        for turn in self._by_turn(micro_batches):
+            sizes = [self._use_magnitudes(micro_batch, scale) for _, micro_batch in turn]
+            requests = [self._request(loop, micro_batch, number) for loop, micro_batch in turn]
+            updates = resolve_reductions([loop for loop, _ in turn], requests)
+            for (loop, micro_batch), update, uses in zip(turn, updates, sizes, strict=True):
+                if update is None or update.part != part:
+                    actual = "no update" if update is None else _describe_update(update.part)
+                    raise _different_updates_error(_describe_update(part), actual)
+                (update.loss.total * scale).backward()
+                yield self._shard_result(loop, micro_batch, update, scale, uses)
 
     def _by_turn(
         self, micro_batches: tuple[MicroBatch, ...]
     ) -> Iterator[list[tuple[OracleLoop, MicroBatch]]]:
-        """The first micro-batch of every replica that has one, then the second, and so on."""
-        owned = [[m for m in micro_batches if self._owner(m) == rank] for rank in range(len(self._sides))]
-        for turn in range(max(map(len, owned), default=0)):
-            yield [(self._sides[rank], own[turn]) for rank, own in enumerate(owned) if turn < len(own)]
+        """Yield the first micro-batch of every replica with its loop, then the second, and so on.
 
-    def _said(self, side: OracleLoop, micro_batch: MicroBatch, number: int) -> LoopRequest:
-        """What a loop asks for in an update of its step."""
-        self._write(side)
-        side.model.zero_grad()
+        Replicas take turns, since a call of `loop.reduce` needs the values of all of them.
+        """
+        owned = [[m for m in micro_batches if self._owner(m) == rank] for rank in range(len(self._loops))]
+        for turn in range(max(map(len, owned), default=0)):
+            yield [(self._loops[rank], own[turn]) for rank, own in enumerate(owned) if turn < len(own)]
+
+    def _request(self, loop: OracleLoop, micro_batch: MicroBatch, number: int) -> LoopRequest:
+        """Continue a loop to its next request, with a new batch for the first update of a step."""
+        self._write_values(loop)
+        loop.model.zero_grad()
         if number:
-            return side.go_on(self._made)
-        side.go_on(None)  # where it accumulates, the micro-batch before is still open
-        self._write(side)
-        side.model.train()
-        side.step_number = micro_batch.step
+            return loop.go_on(self._result)
+        loop.go_on(None)  # under gradient accumulation its previous micro-batch is still open
+        self._write_values(loop)
+        loop.model.train()
+        loop.step_number = micro_batch.step
         batch = self._oracle.load(micro_batch)
-        seed_all(side.model, micro_batch.key)
-        return side.take(batch)
+        seed_all(loop.model, micro_batch.key)
+        return loop.take(batch)
 
     def _finish(self) -> None:
-        """Let the loops do what they do behind the last update of a step, or before the first batch."""
-        sides = [side for side in self._sides if not side.needs_next_batch]
-        for side in sides:
-            self._write(side)
-        for asked in resolve_reductions(sides, [side.go_on(self._made) for side in sides]):
-            if asked is not None:
-                raise _different_updates_error("no further update", _describe_update(asked.part))
+        """Continue the loops to their next batch, after the last update of a step."""
+        loops = [loop for loop in self._loops if not loop.needs_next_batch]
+        for loop in loops:
+            self._write_values(loop)
+        for request in resolve_reductions(loops, [loop.go_on(self._result) for loop in loops]):
+            if request is not None:
+                raise _different_updates_error("no further update", _describe_update(request.part))
 
     def _owner(self, micro_batch: MicroBatch) -> int:
-        shards, num = self._oracle.work.num_shards, len(self._sides)
+        shards, num = self._oracle.work.num_shards, len(self._loops)
         return next(r for r in range(num) if micro_batch.shard in split_evenly(shards, num, r))
 
-    def _write(self, side: OracleLoop) -> None:
-        """The oracle's values, where they differ: what is written in place cannot be differentiated later."""
+    def _write_values(self, loop: OracleLoop) -> None:
+        """Write the oracle's values to the model of a loop, where they differ."""
         right = self._oracle.model.state_dict()
         with torch.no_grad():
-            for name, value in side.model.state_dict(keep_vars=True).items():
+            for name, value in loop.model.state_dict(keep_vars=True).items():
+                # A write in place invalidates graphs that the loop keeps, so unchanged values are left alone.
                 if not torch.equal(value, right[name]):
                     value.copy_(right[name])
 
-    def _sizes(self, micro_batch: MicroBatch, scale: float) -> Tensors:
-        """Of a tied parameter the magnitudes of its uses, from a loop that begins anew."""
+    def _use_magnitudes(self, micro_batch: MicroBatch, scale: float) -> Tensors:
+        """Return the magnitudes of the uses of tied parameters, from a loop that starts anew."""
         if not has_tied_parameters(self._oracle.model):
             return {}
         (shard,) = list(self._oracle.shards((micro_batch,), scale))
         return shard.uses
 
-    def _shard(
-        self, side: OracleLoop, micro_batch: MicroBatch, asked: RequestedUpdate, scale: float, sizes: Tensors
+    def _shard_result(
+        self, loop: OracleLoop, micro_batch: MicroBatch, update: RequestedUpdate, scale: float, uses: Tensors
     ) -> ShardResult:
-        inside = f"{asked.part}." if asked.part else ""
+        prefix = f"{update.part}." if update.part else ""
         gradients = {
             n: p.grad / scale
-            for n, p in side.model.named_parameters()
-            if p.grad is not None and n.startswith(inside)
+            for n, p in loop.model.named_parameters()
+            if p.grad is not None and n.startswith(prefix)
         }
-        total, count = float(asked.loss.total.detach()), float(asked.loss.count)
-        return ShardResult(micro_batch, total, count, gradients, buffers_of(side.model), sizes)
+        total, count = float(update.loss.total.detach()), float(update.loss.count)
+        return ShardResult(micro_batch, total, count, gradients, buffers_of(loop.model), uses)
 
 
-def _different_updates_error(made: str, asked: str) -> StrategyError:
+def _different_updates_error(first: str, second: str) -> StrategyError:
     return StrategyError(
-        f"run a second time, for the oracle, the loop makes {asked} where it made {made}",
-        next_step="let the batches, and what the loop keeps in variables of its own, decide what is updated",
+        f"run a second time, for the oracle, the loop makes {second} where it made {first}",
+        next_step="let only the batches and local variables of the loop decide what is updated",
     )
 
 
@@ -221,79 +228,79 @@ _MOST_TURNS = 100
 
 
 class OwnLoopRounds(Iterator[StepStats]):
-    """The steps of an own loop as rounds: between two of them the state is consistent; collective."""
+    """The steps of an own loop as rounds of a session: the state is consistent between them; collective."""
 
     def __init__(self, session: Session, loop: OwnLoopFunction) -> None:
         self._session, self._loop = session, loop
-        self._turns = LoopThread(self._run, "own loop")
-        self._own: _RecordedOwnLoop | None = None
+        self._thread = LoopThread(self._run, "own loop")
+        self._recorded: _RecordedOwnLoop | None = None
         self._reason = ""
 
     def __next__(self) -> StepStats:
-        stats = self._turns.resume()
+        stats = self._thread.resume()
         if stats is None:
             if self._session.state.step < self._session.num_steps and not self._reason:
                 raise loop_ended_error()
             raise StopIteration
-        found: StepStats = stats
-        return found
+        round_stats: StepStats = stats
+        return round_stats
 
     @property
     def parts(self) -> Sequence[str]:
-        """What the last step has updated, in its order."""
-        return self._own.updated if self._own is not None else ()
+        """Return the submodules that the last step has updated, in order."""
+        return self._recorded.updated if self._recorded is not None else ()
 
     @property
     def evaluations(self) -> Sequence[Evaluation | None]:
-        """All that the loop has asked for so far."""
-        return self._own.evaluations if self._own is not None else ()
+        """Return all evaluations of the loop so far."""
+        return self._recorded.evaluations if self._recorded is not None else ()
 
     def close(self) -> None:
-        """Leave the loop where it stands."""
-        self._turns.end()
+        """End the loop at its present step."""
+        self._thread.end()
 
     def _run(self) -> None:
         with fitting(self._session, None, ()) as found:
-            self._own = _RecordedOwnLoop(self._session, found, after_round=self._turns.hand_over)
-            self._loop(self._own)
-            self._own.end()
-            self._reason = found.course.reason
+            self._recorded = _RecordedOwnLoop(self._session, found, after_round=self._thread.hand_over)
+            self._loop(self._recorded)
+            self._recorded.end()
+            self._reason = found.schedule.reason
 
 
 class _RecordedOwnLoop(OwnLoop):
-    """A loop whose evaluations are kept."""
+    """An own loop that records its evaluations."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.evaluations: list[Evaluation | None] = []
 
     def evaluate(self, source: Any = None) -> Evaluation | None:
-        """See `OwnLoop`."""
         self.evaluations.append(super().evaluate(source))
         return self.evaluations[-1]
 
 
 class LoopPair:
-    """A user's loop on the side of a session and on that of its oracle.
+    """A user's loop in a session and in its oracle.
 
     Args:
-        oracle: whose loss is the loop's from now on.
-        evaluates: in one process.
+        oracle: its loss becomes that of the loop.
+        evaluate: evaluates a model in one process.
     """
 
     def __init__(
-        self, session: Session, oracle: Oracle, loop: OwnLoopFunction, evaluates: EvaluateModel
+        self, session: Session, oracle: Oracle, loop: OwnLoopFunction, evaluate: EvaluateModel
     ) -> None:
-        self.rounds, self._loop_loss = OwnLoopRounds(session, loop), OwnLoopLoss(oracle, loop, evaluates)
+        self.rounds, self._loop_loss = OwnLoopRounds(session, loop), OwnLoopLoss(oracle, loop, evaluate)
         oracle.task = replace(oracle.task, loss=self._loop_loss)
-        num_replicas = min(session.mesh.data.size, oracle.work.num_shards)  # it may run all samples at once
+        # An oracle that runs the whole batch at once has one shard.
+        num_replicas = min(session.mesh.data.size, oracle.work.num_shards)
         self._replicas = (
-            OracleLoopReplicas(oracle, loop, evaluates, num_replicas) if session.is_first else None
+            OracleLoopReplicas(oracle, loop, evaluate, num_replicas) if session.is_first else None
         )
         self._compared = 0
 
     def parts(self) -> Sequence[str]:
-        """What the last step has updated, in its order; an empty name stands for all of the model."""
+        """Return the submodules that the last step has updated, in order; an empty name: the whole model."""
         return self.rounds.parts
 
     def totals(
@@ -302,83 +309,83 @@ class LoopPair:
         scale: float,
         part: str,
         number: int,
-        made: UpdateResult | None,
+        result: UpdateResult | None,
     ) -> StepTotals:
-        """See `OracleLoopReplicas.totals`; on rank 0."""
+        """Return the sums of the next update, as `OracleLoopReplicas.totals`; only on rank 0."""
         assert self._replicas is not None
-        self._replicas.told = self.rounds.evaluations
+        self._replicas.run_evaluations = self.rounds.evaluations
         self._loop_loss.update, self._loop_loss.step_number = number, micro_batches[0].step
-        return self._replicas.totals(micro_batches, scale, part, number, made)
+        return self._replicas.totals(micro_batches, scale, part, number, result)
 
     def evaluations(self, kernels: KernelAgreement) -> Sequence[EvaluationValues]:
-        """What is to be compared of the evaluations since the last call; behind `totals`.
+        """Return the values of all evaluations since the last call; called after `totals`.
 
         Raises:
-            StrategyError: the oracle's loop has not asked for all of them.
+            StrategyError: the loop of the oracle has made fewer evaluations.
         """
-        told, first = self.rounds.evaluations, self._compared
-        self._compared = len(told)
-        found = self._replicas.found if self._replicas is not None else [None] * len(told)
-        if len(found) < len(told):
+        run, first = self.rounds.evaluations, self._compared
+        self._compared = len(run)
+        own = self._replicas.own_evaluations if self._replicas is not None else [None] * len(run)
+        if len(own) < len(run):
             raise StrategyError(
                 "run a second time, for the oracle, the loop does not evaluate where it did",
-                next_step="let loop.step_number say when",
+                next_step="let loop.step_number decide when the loop evaluates",
             )
-        pairs = list(zip(told, found, strict=True))[first:]
-        return [evaluation_values(mine, right, kernels) for mine, right in pairs if mine is not None]
+        pairs = list(zip(run, own, strict=True))[first:]
+        return [evaluation_values(mine, theirs, kernels) for mine, theirs in pairs if mine is not None]
 
     def close(self) -> None:
-        """Leave all loops where they stand."""
+        """End all loops at their present requests."""
         self.rounds.close()
         if self._replicas is not None:
             self._replicas.close()
 
 
 def use_loop_loss(oracle: Oracle, loop: OwnLoopFunction | None, recipe: Recipe) -> EvaluateModel:
-    """Let the oracle's loss be that of an own loop, if there is one; returns what evaluates by the task's."""
-    evaluates = PlainEvaluation(oracle, oracle.task, recipe)
+    """Set the loss of an own loop, if there is one, as the oracle's; return an evaluation by the task."""
+    evaluate = PlainEvaluation(oracle, oracle.task, recipe)
     if loop is not None:
-        oracle.task = replace(oracle.task, loss=OwnLoopLoss(oracle, loop, evaluates))
-    return evaluates
+        oracle.task = replace(oracle.task, loss=OwnLoopLoss(oracle, loop, evaluate))
+    return evaluate
 
 
 class OwnLoopLoss:
-    """The loss of a micro-batch as an own loop computes it from its beginning; see `LossFunction`.
+    """The loss of a micro-batch in an own loop that starts anew; a `LossFunction`.
 
     Attributes:
-        update: which of a step's updates is asked for, from 0; those before it are not made.
-        step_number: of the step.
+        update: number of the update of a step whose loss is returned, from 0; earlier ones are not made.
+        step_number: number of the step.
     """
 
-    def __init__(self, oracle: Oracle, loop: OwnLoopFunction, evaluates: EvaluateModel) -> None:
-        self._oracle, self._loop, self._evaluates = oracle, loop, evaluates
+    def __init__(self, oracle: Oracle, loop: OwnLoopFunction, evaluate: EvaluateModel) -> None:
+        self._oracle, self._loop, self._evaluate = oracle, loop, evaluate
         self.update = self.step_number = 0
 
     def __call__(self, model: nn.Module, batch: Any) -> Loss:
-        """The loss of one update."""
-        side = OracleLoop(self._loop, model, self._oracle, self._evaluates)
-        side.step_number = self.step_number
+        """Return the loss of one update."""
+        loop = OracleLoop(self._loop, model, self._oracle, self._evaluate)
+        loop.step_number = self.step_number
         try:
-            return self._asked(side, batch)
+            return self._loss_of_update(loop, batch)
         finally:
-            side.close()
+            loop.close()
 
-    def _asked(self, side: OracleLoop, batch: Any) -> Loss:
+    def _loss_of_update(self, loop: OracleLoop, batch: Any) -> Loss:
         draws = GeneratorStates()
-        resolve_reductions([side], [side.go_on(None)])
+        resolve_reductions([loop], [loop.go_on(None)])
         draws.put_back()
-        for _ in range(_MOST_TURNS):  # not every turn of a loop makes every update
-            (asked,) = resolve_reductions([side], [side.take(batch)])
-            if asked is None:
+        for _ in range(_MOST_TURNS):  # a loop need not make every update in every step
+            (request,) = resolve_reductions([loop], [loop.take(batch)])
+            if request is None:
                 raise missing_step_error()
             for _ in range(self.update):
-                (found,) = resolve_reductions([side], [side.go_on(None)])
-                if found is None:
+                (following,) = resolve_reductions([loop], [loop.go_on(None)])
+                if following is None:
                     break
-                asked = found
+                request = following
             else:
-                return asked.loss
+                return request.loss
         raise StrategyError(
             f"in {_MOST_TURNS} steps on the same batch the loop makes no update number {self.update + 1}",
-            next_step="let what decides which parts are updated follow from the batches",
+            next_step="let the batches decide which parts of the model are updated",
         )

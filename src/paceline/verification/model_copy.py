@@ -1,4 +1,4 @@
-"""A copy of the user's model that shares nothing with it but code."""
+"""A deep copy of the user's model for the oracle: it shares code with the model and no tensor."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from torch import nn
 
 
 def copy_model(model: nn.Module) -> nn.Module:
-    """A deep copy that keeps what PyTorch's drops from parameters: gradient hooks and attributes.
+    """Return a deep copy with the gradient hooks and attributes of parameters, which `deepcopy` drops.
 
-    A hook is the same function: if it holds the model in a closure, it holds the first one.
+    Hooks are shared functions: a hook whose closure holds the model still holds the original.
     """
-    made: nn.Module = copy.deepcopy(model)
-    for first, second in zip(model.parameters(), made.parameters(), strict=True):
+    copied: nn.Module = copy.deepcopy(model)
+    for first, second in zip(model.parameters(), copied.parameters(), strict=True):
         _copy_attributes(first, second)
         for hook in _hooks(first, "_backward_hooks"):
             second.register_hook(hook)
         for hook in _hooks(first, "_post_accumulate_grad_hooks"):
             second.register_post_accumulate_grad_hook(hook)
-    return made
+    return copied
 
 
 def _hooks(p: nn.Parameter, name: str) -> list[Any]:
@@ -29,7 +29,7 @@ def _hooks(p: nn.Parameter, name: str) -> list[Any]:
 
 
 def _copy_attributes(first: nn.Parameter, second: nn.Parameter) -> None:
-    own = getattr(first, "__dict__", {})
-    for name, value in own.items():
+    for name, value in getattr(first, "__dict__", {}).items():
         if name not in second.__dict__:
+            # A tensor attribute can be another parameter; a copy of it would no longer be that parameter.
             second.__dict__[name] = value if isinstance(value, torch.Tensor) else copy.deepcopy(value)

@@ -1,35 +1,21 @@
-"""The norm of a whole gradient, written apart from `paceline.comm.reduction.gradient_norm`.
+"""The oracle: what one process computes in a step, in plain PyTorch, without hooks, buckets or wrappers.
 
-Persistent buffers of a model, and how a step moves them, written apart from `paceline.parallel.model_buffers`.
+It runs the virtual shards of a step one after another; with one shard it runs the whole batch in one forward.
 
-The tree of additions of a reproducible run, implemented independently of `comm.reduction.tree`.
+Everything that a verification judges is implemented here a second time, independently of the session:
+division and reading of a batch (`paceline.data`), random seeds (`parallel.rng_state`), buffers
+(`parallel.model_buffers`), the norm (`comm.reduction.gradient_norm`), the tree of additions of a reproducible
+run (`comm.reduction.summation_tree`), and in `plain_optimizer` the learning rate and the optimizer. A test
+forbids imports of those modules.
 
-The gradients of each use of a tied parameter, which may cancel in their sum.
-
-Two sides that add up uses and shards in other orders differ by rounding errors of the terms, not of the
-sum.
-Not seen apart: uses of one module in several places of a forward.
-
-The virtual shards of a step, how they are read and what is random in them, written apart from
-`paceline.data` and `paceline.parallel.rng_state`.
-
-Shared with the session, since two sides that choose them apart could not agree: the order of samples
-(`Order`), the key function (`paceline.state.keys.key`) and the words that it is called with, which are written out
-again here: "unit" for a shard, "loader" for reading one, and "dropout" with the module's name, which
-`KeyedDropout` itself adds, being a part of the user's model.
-
-The oracle: what one process computes, in plain PyTorch. No hooks, no buckets, no wrappers.
-
-The sharded oracle runs the virtual shards of a step one after another; with one shard it is the
-full-batch oracle. What it judges it has written apart: dealing and reading of shards, seeds
-(`plain_micro_batches`), the learning rate (`plain_schedule`), the norm (`plain_norm`), the optimizer
-(`plain_optimizer`) and the tree of additions (`tree_sum`). It shares with the session what defines the run: the
-order of samples, the key function and its words, the initial weights, the loss scale of fp16, and the user's
-model, loss and own optimizer.
+Shared with the session is only what defines the run: the order of samples (`BatchOrder`), the key function
+and its words, the initial weights, the loss scale of fp16, and the user's model, loss and optimizer. Two
+sides that chose those independently could not agree.
 """
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -53,17 +39,17 @@ from paceline.verification.plain_optimizer import PlainSchedule
 
 
 def plain_norm(gradients: Iterable[Tensor]) -> float:
-    """The Euclidean norm over all tensors together, summed in float64."""
+    """Return the joint Euclidean norm of all tensors, summed in float64."""
     return sqrt(sum(float(as_reals(g).to(torch.float64).square().sum()) for g in gradients))
 
 
 def ordered_norm(tensors: Iterable[Tensor]) -> float:
-    """The norm of a reproducible run as it is defined: row after row, in the order of the model.
+    """Return the norm of a reproducible run, which is defined row by row in the order of the model.
 
     Args:
-        tensors: of every trained parameter; zeros where it has no gradient, which keeps its rows in the sum.
-    Exactness: a row is what the first dimension counts. PyTorch's norm of the row alone, squared; then one
-        sum over all of them. Everything in float64, so bits depend on PyTorch's kernels alone.
+        tensors: gradients of all trained parameters; zeros where there is none, so its rows stay in the sum.
+    Exactness: rows are counted by the first dimension. Each is squared from PyTorch's norm of the row alone,
+        and all squares are added in one sum, in float64, so the bits depend only on PyTorch's kernels.
     """
     squares = []
     for tensor in tensors:
@@ -75,7 +61,7 @@ def ordered_norm(tensors: Iterable[Tensor]) -> float:
 
 
 def as_reals(t: Tensor) -> Tensor:
-    """Complex values as pairs of real ones."""
+    """Return complex values as pairs of real ones, and real values as they are."""
     t = t.detach()
     return torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
 
@@ -84,17 +70,17 @@ Tensors = dict[str, Tensor]
 
 
 def buffers_of(model: nn.Module) -> Tensors:
-    """Copies of a model's persistent buffers."""
+    """Return copies of the persistent buffers of a model, by name."""
     state = model.state_dict()
     return {n: b.detach().clone() for n, b in model.named_buffers() if n in state}
 
 
-def moved(before: Tensors, change: Tensors) -> Tensors:
-    """Buffers after a step: what no shard changed keeps its bits, counters are rounded."""
-    return {name: _buffer_after_step(base, change[name]) for name, base in before.items()}
+def buffers_after_step(before: Tensors, change: Tensors) -> Tensors:
+    """Add the change of a step to buffers: unchanged values keep their bits, integers are rounded."""
+    return {name: _add_change(base, change[name]) for name, base in before.items()}
 
 
-def _buffer_after_step(base: Tensor, change: Tensor) -> Tensor:
+def _add_change(base: Tensor, change: Tensor) -> Tensor:
     start = as_reals(base)
     value = start.to(torch.float64) + change
     value = value if start.dtype.is_floating_point else value.round()
@@ -103,14 +89,14 @@ def _buffer_after_step(base: Tensor, change: Tensor) -> Tensor:
 
 
 def tree_sum(leaves: Mapping[int, Tensor]) -> Tensor:
-    """The sum over shards: of the sums of both halves of the shards, and so on; -0.0 becomes 0.0.
+    """Sum over shards in the tree of a reproducible run: each node is the sum of its two halves.
 
     Args:
-        leaves: by shard; a shard that is not there counts as nothing.
+        leaves: one tensor per shard number; missing shards add nothing.
     """
-    found = _subtree_sum(leaves, 0, 1 << max(leaves).bit_length())
-    assert found is not None
-    return found + 0.0
+    total = _subtree_sum(leaves, 0, 1 << max(leaves).bit_length())
+    assert total is not None
+    return total + 0.0  # -0.0 becomes 0.0, as in a run
 
 
 def _subtree_sum(leaves: Mapping[int, Tensor], first: int, width: int) -> Tensor | None:
@@ -128,13 +114,18 @@ ParameterUses = Mapping[str, Sequence[nn.Parameter]]
 
 @contextmanager
 def untied_parameters(model: nn.Module) -> Iterator[ParameterUses]:
-    """In the block every place of a tied parameter has one of its own, of the same memory; by name."""
+    """Give every use of a tied parameter a parameter of its own in the same memory; yields them by name.
+
+    Gradients of the uses can cancel in their sum, so the bound of the sum needs their magnitudes: two sides
+    that add uses and shards in different orders differ by rounding errors of the terms. Several calls of one
+    module in a forward are not told apart.
+    """
     tied = _tied_parameters(model)
     uses: dict[str, list[nn.Parameter]] = {}
     for name, p, places in tied:
         uses[name] = [nn.Parameter(p.detach()) for _ in places]
-        for (table, attribute), own in zip(places, uses[name], strict=True):
-            table[attribute] = own
+        for (table, attribute), untied in zip(places, uses[name], strict=True):
+            table[attribute] = untied
     try:
         yield uses
     finally:
@@ -144,7 +135,7 @@ def untied_parameters(model: nn.Module) -> Iterator[ParameterUses]:
 
 
 def has_tied_parameters(model: nn.Module) -> bool:
-    """Whether a trained parameter is in several modules."""
+    """Return whether several modules share a trained parameter."""
     return bool(_tied_parameters(model))
 
 
@@ -152,39 +143,39 @@ _ParameterPlace = tuple[dict[str, nn.Parameter | None], str]
 
 
 def _tied_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter, list[_ParameterPlace]]]:
-    """Trained parameters that are in several modules, and where."""
+    """Return the trained parameters that several modules share, with their places in these modules."""
     places: dict[int, list[_ParameterPlace]] = {}
     for module in model.modules():
         for attribute, p in module._parameters.items():
             places.setdefault(id(p), []).append((module._parameters, attribute))
     named = [(name, p, places[id(p)]) for name, p in model.named_parameters() if p.requires_grad]
-    return [found for found in named if len(found[2]) > 1]
+    return [entry for entry in named if len(entry[2]) > 1]
 
 
-def magnitudes(uses: ParameterUses, scale: float) -> dict[str, Tensor]:
-    """Sums of |gradient| over the uses, float64, without the scale of the loss."""
-    found = {}
-    for name, own in uses.items():
-        grads = [p.grad.abs().to(torch.float64) / scale for p in own if p.grad is not None]
+def gradient_magnitudes(uses: ParameterUses, scale: float) -> dict[str, Tensor]:
+    """Return the sums of |gradient| over all uses, float64, divided by the scale of the loss."""
+    sums = {}
+    for name, parameters in uses.items():
+        grads = [p.grad.abs().to(torch.float64) / scale for p in parameters if p.grad is not None]
         if grads:
-            found[name] = torch.stack(grads).sum(0)
-    return found
+            sums[name] = torch.stack(grads).sum(0)
+    return sums
 
 
 class PlainMicroBatches:
-    """All shards of a step.
+    """The virtual shards of a step, as contiguous and nearly equal parts of its batch.
 
     Args:
-        order: of the samples.
-        shards: into how many a batch is cut, evenly; those that get no sample are left out.
-        seed: of the run.
+        order: order of the samples.
+        shards: number of shards of a batch; those without a sample are left out.
+        seed: seed of the run.
     """
 
     def __init__(self, order: BatchOrder, shards: int, seed: int) -> None:
         self.order, self.num_shards, self.seed = order, shards, seed
 
     def micro_batches(self, step: int) -> tuple[MicroBatch, ...]:
-        """The shards of a step, in their order."""
+        """Return the shards of a step in ascending order."""
         size = self.order.batch_size(step)
         whole = self.order.batch(step, range(size))
         ends = [size * number // self.num_shards for number in range(self.num_shards + 1)]
@@ -196,42 +187,42 @@ class PlainMicroBatches:
 
 
 def read_micro_batch(task: Task, micro_batch: MicroBatch) -> Any:
-    """Its samples, collated; what the data or the collate function draw follows from its key."""
+    """Read and collate the samples of a micro-batch; random numbers drawn meanwhile follow from its key."""
     with generators_seeded(key(micro_batch.key, "loader")):
         return collate(task, read_samples(task, [int(i) for i in micro_batch.indices]))
 
 
 def read_samples(task: Task, indices: list[int]) -> list[Any]:
-    """Some samples, all at once where the data can."""
+    """Read samples, with one call of `__getitems__` if the data has it."""
     fetch_many = getattr(task.data, "__getitems__", None)
     return list(fetch_many(indices) if callable(fetch_many) else [task.data[i] for i in indices])
 
 
 def collate(task: Task, samples: list[Any]) -> Any:
-    """Samples as a batch."""
+    """Collate samples to a batch, with the task's function or PyTorch's default."""
     return (task.collate or default_collate)(samples)
 
 
 @contextmanager
 def generators_seeded(seed: int) -> Iterator[None]:
-    """Seed `random`, `numpy.random` and torch in the block, and put their states back."""
-    kept = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    """Seed `random`, `numpy.random` and torch within the block, and restore their states after it."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)
     try:
         yield
     finally:
-        random.setstate(kept[0])
-        np.random.set_state(kept[1])
-        torch.set_rng_state(kept[2])
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
 
 
 def seed_all(model: nn.Module, micro_batch_key: int) -> None:
-    """Every random number of a micro-batch's forward and backward follows from its key.
+    """Seed all generators, and the dropouts of a model, from the key of a micro-batch.
 
-    Python's and NumPy's generators too, which the session seeds in a reproducible run only: elsewhere a model
-    that draws from them has no one right answer.
+    The session seeds the generators of Python and NumPy only in a reproducible run; in other runs a model
+    that draws from them has no single right answer.
     """
     torch.manual_seed(micro_batch_key)
     random.seed(micro_batch_key)
@@ -243,9 +234,14 @@ def seed_all(model: nn.Module, micro_batch_key: int) -> None:
 
 @dataclass(frozen=True)
 class ShardResult:
-    """One shard's forward and backward: sums, gradients of the sum, and the buffers it left.
+    """The result of a forward and backward of one shard.
 
-    Of a tied parameter `uses` has the sum of the magnitudes of the gradients of its uses, which may cancel.
+    Args:
+        micro_batch: the shard.
+        total, count: sums of the loss.
+        gradients: gradients of `total`, by name.
+        buffers: persistent buffers after the forward.
+        uses: sums of the gradient magnitudes over all uses of each tied parameter.
     """
 
     micro_batch: MicroBatch
@@ -260,18 +256,18 @@ class Oracle:
     """A model and its optimizer, trained by one process.
 
     Args:
-        task: model, data and loss, in no other hands.
-        order: of the samples.
-        shards: virtual shards a step; 1: the whole batch in one forward.
-        seed: of the run.
-        optimizer: over the task's model.
-        schedule: of the learning rate, by update.
+        task: model, data and loss, used by nothing else.
+        order: order of the samples.
+        optimizer: optimizer of the task's model.
+        schedule: learning rate by update.
+        shards: virtual shards of a step; 1: the whole batch in one forward.
+        seed: seed of the run.
         clip_norm, reduction: as in the recipe.
-        autocast: makes the context of a forward.
-        ordered: add shards in the tree of a reproducible run, and take its norm and its one multiplier.
+        autocast: makes the autocast context of a forward; None: full precision.
+        ordered: use the tree of additions and the norm of a reproducible run.
 
     Attributes:
-        options: of every group of the optimizer, in an update of a number; another's schedule may take over.
+        options: returns the options of each optimizer group for an update; an own loop may replace it.
     """
 
     def __init__(
@@ -299,30 +295,30 @@ class Oracle:
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """Return the device of the model."""
         return self._device
 
     def step(self, step: int, update: int) -> float:
-        """One whole step; returns the mean loss."""
+        """Run one whole step and return the mean loss."""
         before = self.buffers()
         sums = self.accumulate(self.work.micro_batches(step))
-        self.set_buffers(moved(before, sums.buffers))
+        self.set_buffers(buffers_after_step(before, sums.buffers))
         self.apply(sums.gradients, sums.count, update)
         return sums.total / sums.count
 
     def shards(self, micro_batches: tuple[MicroBatch, ...], scale: float = 1.0) -> Iterator[ShardResult]:
-        """Forward and backward of each shard, all from the same parameters and buffers.
+        """Run forward and backward of each shard, all from the same parameters and buffers.
 
         Args:
             micro_batches: the shards, in order.
-            scale: of the loss in backward (fp16); gradients are returned without it.
+            scale: factor of the loss in backward (fp16); gradients are returned without it.
         """
         before = self.buffers()
         for micro_batch in micro_batches:
             with untied_parameters(self.model) as uses:
-                if uses:
+                if uses:  # a second pass gives the gradients of the single uses
                     self._forward_backward(micro_batch, before, scale)
-            sizes = magnitudes(uses, scale)
+            sizes = gradient_magnitudes(uses, scale)
             loss = self._forward_backward(micro_batch, before, scale)
             gradients = {n: p.grad / scale for n, p in self.model.named_parameters() if p.grad is not None}
             yield ShardResult(
@@ -342,7 +338,7 @@ class Oracle:
         return loss
 
     def accumulate(self, micro_batches: tuple[MicroBatch, ...], scale: float = 1.0) -> StepTotals:
-        """What these shards add up to."""
+        """Return the sums over shards; in an ordered run in its tree of additions."""
         before = self.buffers()
         shards = (
             list(self.shards(micro_batches, scale)) if self.ordered else self.shards(micro_batches, scale)
@@ -353,14 +349,15 @@ class Oracle:
         return sums
 
     def apply(self, sums: Tensors, count: float, update: int) -> float:
-        """Divide, clip, update; returns the global norm before the clip."""
+        """Divide, clip and update; return the global norm before the clip."""
         norm = self.set_gradients(sums, count)
         self.update(update)
         return norm
 
     def set_gradients(self, sums: Tensors, count: float) -> float:
-        """Divide and clip; returns the global norm before the clip."""
+        """Divide and clip the sums, and set them as gradients; return the global norm before the clip."""
         divisor = count if self.reduction == "mean" else 1.0
+        # One multiplier for division and clip, as in the session: two multiplications would round twice.
         if self.ordered:
             norm = ordered_norm(sums.get(n, torch.zeros_like(p)) for n, p in self._trained()) / divisor
         else:
@@ -371,13 +368,13 @@ class Oracle:
         return norm
 
     def update(self, update: int) -> None:
-        """One step of the optimizer, with the rate of this update."""
+        """Take one step of the optimizer with the options of this update."""
         for group, options in zip(self.optimizer.param_groups, self.options(update), strict=True):
             group.update(options)
         self.optimizer.step()
 
     def _scheduled(self, update: int) -> Sequence[Mapping[str, Any]]:
-        """What the recipe's schedule says of each group."""
+        """Return the learning rate of each group in the schedule of the recipe."""
         factor = self._schedule.factor(update)
         return [{"lr": rate * factor} for rate in self._base_rates]
 
@@ -385,11 +382,11 @@ class Oracle:
         return [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
 
     def load(self, micro_batch: MicroBatch) -> Any:
-        """The batch of one micro-batch, sample by sample."""
+        """Read the batch of a micro-batch, and move it to the device."""
         return to_device(read_micro_batch(self.task, micro_batch), self._device)
 
     def buffers(self) -> Tensors:
-        """Copies of the persistent buffers."""
+        """Return copies of the persistent buffers."""
         return buffers_of(self.model)
 
     def set_buffers(self, values: Tensors) -> None:
@@ -401,20 +398,20 @@ class Oracle:
 
 
 def in_memory_order_of(p: Tensor, values: Tensor) -> Tensor:
-    """The values in memory in the order of the parameter's: fused kernels walk both side by side."""
+    """Return the values with the memory layout of the parameter, which fused kernels need."""
     return torch.empty_like(p, dtype=values.dtype).copy_(values).detach()
 
 
 @dataclass
 class StepTotals:
-    """What the shards of one step add up to, in their order.
+    """The sums over the shards of one step.
 
     Args:
-        total, count: of the loss.
-        gradients: sums, by parameter name; a parameter that no shard used is absent.
-        magnitudes: sums of absolute values: what rounding errors of any order of summation are relative to.
-        buffers: change of a step: the mean over the shards, or what the task says, float64.
-        num_shards: how many there were.
+        total, count: sums of the loss.
+        gradients: sums by parameter name; parameters that no shard used are absent.
+        magnitudes: sums of absolute values, to which the rounding errors of any summation order are relative.
+        buffers: change of the buffers, float64: the mean over shards unless the task names another reduction.
+        num_shards: number of shards.
     """
 
     total: float
@@ -429,13 +426,34 @@ def _by_shard(shards: Iterable[ShardResult], name: str) -> dict[int, Tensor]:
     return {s.micro_batch.shard: s.gradients[name] for s in shards if name in s.gradients}
 
 
+def copy_optimizer_attributes(optimizer: torch.optim.Optimizer, *skipped: str) -> dict[str, Any]:
+    """Return deep copies of the public attributes of an optimizer, such as a generator or a counter.
+
+    Parameters are shared with the original.
+
+    Args:
+        skipped: names of attributes that are left out.
+    """
+    shared = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    attributes = vars(optimizer).items()
+    chosen = {name: x for name, x in attributes if not name.startswith("_") and name not in skipped}
+    return copy.deepcopy(chosen, shared)
+
+
 def accumulate_shards(
     shards: Iterable[ShardResult], before: Tensors, buffer_reductions: Mapping[str, str]
 ) -> StepTotals:
-    """Add up shards as they come; buffers started `before`, and `buffer_reductions` is `Task.buffers`."""
-    how = {b: next((h for p, h in buffer_reductions.items() if fnmatchcase(b, p)), "mean") for b in before}
-    still = {n: torch.zeros_like(as_reals(b), dtype=torch.float64) for n, b in before.items()}
-    sums = StepTotals(0.0, 0.0, {}, {}, still, 0)
+    """Add up shards in the order in which they come.
+
+    Args:
+        before: buffers at the beginning of the step.
+        buffer_reductions: reduction by pattern of a buffer's name, as `Task.buffers`; "mean" where none fits.
+    """
+    reductions = {
+        b: next((r for p, r in buffer_reductions.items() if fnmatchcase(b, p)), "mean") for b in before
+    }
+    unchanged = {n: torch.zeros_like(as_reals(b), dtype=torch.float64) for n, b in before.items()}
+    sums = StepTotals(0.0, 0.0, {}, {}, unchanged, 0)
     for shard in shards:
         sums.total += shard.total
         sums.count += shard.count
@@ -445,10 +463,11 @@ def accumulate_shards(
             size = shard.uses[name] if name in shard.uses else g.abs().to(torch.float64)
             sums.magnitudes[name] = sums.magnitudes[name] + size if name in sums.magnitudes else size
         for name, base in before.items():
-            if how[name] == "first" and shard.micro_batch.shard != 0:
+            if reductions[name] == "first" and shard.micro_batch.shard != 0:
                 continue
             a, b = as_reals(shard.buffers[name]), as_reals(base)
+            # Equal values change by 0, also where both are infinite and their difference is not a number.
             sums.buffers[name] += torch.where(a == b, 0.0, a.to(torch.float64) - b.to(torch.float64))
     for name, change in sums.buffers.items():
-        change /= max(1, sums.num_shards) if how[name] == "mean" else 1
+        change /= max(1, sums.num_shards) if reductions[name] == "mean" else 1
     return sums

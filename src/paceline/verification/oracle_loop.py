@@ -1,12 +1,9 @@
-"""Two that take turns: a function on a thread of its own, which runs only while somebody waits for it.
+"""A user's own loop for the oracle: the loop computes losses, and the oracle does the rest of a step.
 
-Invariant: never do both run at once, so whatever is global (generators, the number of threads) is seen in the
-order of the turns. An error of the function is raised where its turn was waited for.
-
-A user's own loop on the oracle's side: it computes losses, and the oracle does what follows from them.
-
-It runs on a thread of its own, from one thing that it asks for to the next: a batch, or an update. What it
-draws goes on where it stopped, whatever was drawn in between.
+The loop runs on a thread of its own from one request to the next: a batch, a value of all replicas, or an
+update. Loop and verifier take turns and never run at the same time, so global state (generators, the number
+of threads) changes in the order of the turns. A loop finds the generators where it left them, whatever was
+drawn meanwhile. An error of the loop is raised where its turn was waited for.
 """
 
 from __future__ import annotations
@@ -33,75 +30,76 @@ from paceline.verification.oracle import Oracle
 
 
 class _LoopThreadEnded(BaseException):
-    """Ends the function where it hands over."""
+    """The exception that ends a loop; not an `Exception`, so that loops do not catch it."""
 
 
 class LoopThread:
-    """Runs a function from one `hand_over` to the next.
+    """A thread that runs a function from one `hand_over` to the next.
 
     Args:
-        function: calls `hand_over` wherever the other side is to go on.
+        function: calls `hand_over` wherever the other side shall continue.
+        name: name of the thread.
     """
 
     def __init__(self, function: Callable[[], None], name: str) -> None:
         self._function, self._pid = function, os.getpid()
-        self._mine: SimpleQueue[Any] = SimpleQueue()
-        self._theirs: SimpleQueue[Any] = SimpleQueue()
+        self._to_loop: SimpleQueue[Any] = SimpleQueue()
+        self._from_loop: SimpleQueue[Any] = SimpleQueue()
         self._pool, self._running = ThreadPoolExecutor(1, name), Future[None]()
         self._has_begun = self._ends = self.is_over = False
 
     def resume(self, value: Any = None) -> Any:
-        """Let the function go on with a value; returns what it hands over next, None when it has ended.
+        """Continue the function with a value; return what it hands over next, None if it has ended.
 
         Raises:
-            StrategyError: this is a fork, which has no such thread.
+            StrategyError: this process is a fork, in which the thread does not exist.
         """
         if os.getpid() != self._pid:
-            raise StrategyError("a loop cannot go on in a process that was forked from its own")
+            raise StrategyError("a training loop cannot continue in a fork of its process")
         if self.is_over:
             return None
         if self._has_begun:
-            self._mine.put(value)
+            self._to_loop.put(value)
         else:
             self._has_begun, self._running = True, self._pool.submit(self._function)
-            self._running.add_done_callback(lambda done: self._theirs.put(None))
-        said = self._theirs.get()
-        if said is None:  # the function has ended, well or not
+            self._running.add_done_callback(lambda done: self._from_loop.put(None))
+        request = self._from_loop.get()  # a tuple, since the function may hand over None
+        if request is None:  # the function has returned or failed
             self.is_over = True
             self._pool.shutdown()
-            self._running.result()
-        return said[0] if said else None
+            self._running.result()  # raises its error
+        return request[0] if request else None
 
     def hand_over(self, value: Any = None) -> Any:
-        """From the function: let the other side go on; returns what it answers."""
-        self._theirs.put((value,))
-        found = self._mine.get()
+        """Pass a value to the other side and wait for its answer; called by the function."""
+        self._from_loop.put((value,))
+        answer = self._to_loop.get()
         if self._ends:
             raise _LoopThreadEnded
-        return found
+        return answer
 
     def end(self) -> None:
-        """Leave the function where it stands; may be called twice, and before it has begun."""
+        """End the function at its present `hand_over`; can be called twice, and before it has begun."""
         if os.getpid() != self._pid or self.is_over:
             return
         self.is_over = self._ends = True
         if self._has_begun:
-            self._mine.put(None)
+            self._to_loop.put(None)
         self._pool.shutdown()
 
 
 OwnLoopFunction = Callable[[Any], None]
 EvaluateModel = Callable[[nn.Module, int, Any], Evaluation | None]
-"""Evaluates a model after so many steps, on some samples; None: on the held-out ones."""
+"""`evaluate(model, step, samples)`; samples None: the held-out data."""
 SchedulerT = TypeVar("SchedulerT")
 
 
 class RequestedUpdate(NamedTuple):
-    """An update that a loop asks for.
+    """An update that a loop requests.
 
     Args:
-        part: of the model, as its name is given to `step`; empty: all of it.
-        loss: of one micro-batch.
+        part: submodule to update, as named in `step`; empty: the whole model.
+        loss: loss of one micro-batch.
     """
 
     part: str
@@ -109,27 +107,28 @@ class RequestedUpdate(NamedTuple):
 
 
 class ReplicaValue(NamedTuple):
-    """A value of one replica, which is to become one of all; see `OwnLoop.reduce`."""
+    """A value of one replica that `loop.reduce` combines over all replicas."""
 
-    own: Tensor
-    how: str
+    value: Tensor
+    reduction: str
 
 
 LoopRequest = RequestedUpdate | ReplicaValue | None
-"""None: the loop waits for a batch."""
+"""None: the loop waits for its next batch."""
 
 
 class OracleLoop:
-    """What a loop is given in place of an `OwnLoop`.
+    """The object that a loop gets in place of an `OwnLoop`.
 
     Args:
         loop: the user's function.
-        model: whose losses it computes.
-        oracle: whose optimizer it sees, and whose autocast it runs in.
-        evaluated: answers `evaluate`.
+        model: the model whose losses it computes.
+        oracle: its optimizer and autocast are those of the loop.
+        evaluate: computes the result of `evaluate`.
+        num_replicas: number of replicas that the loop sees.
 
     Attributes:
-        step_number: of the batch that it takes next.
+        step_number: number of the step of the next batch.
     """
 
     def __init__(
@@ -137,116 +136,116 @@ class OracleLoop:
         loop: OwnLoopFunction,
         model: nn.Module,
         oracle: Oracle,
-        evaluated: EvaluateModel,
+        evaluate: EvaluateModel,
         num_replicas: int = 1,
     ) -> None:
         self.model, self.optimizer, self.session = model, oracle.optimizer, _SilentSession()
-        self._evaluated, self.num_replicas = evaluated, num_replicas
+        self._evaluate, self.num_replicas = evaluate, num_replicas
         self._autocast, self._losses = oracle.autocast, list[Loss]()
-        self._turns = LoopThread(lambda: loop(self), "own loop of the oracle")
+        self._thread = LoopThread(lambda: loop(self), "own loop of the oracle")
         self._draws, self._waits_for_batch = GeneratorStates(), False
         self._rates: _SchedulerGroups | None = None
-        self._made, self.step_number = False, 0
+        self._updated, self.step_number = False, 0
 
     @property
     def needs_next_batch(self) -> bool:
-        """Whether it has done all that it does with the batch before."""
+        """Return whether the loop is finished with its last batch."""
         return self._waits_for_batch
 
     def take(self, batch: Any) -> LoopRequest:
-        """Give it a batch, with the generators as they stand; returns what it asks for first."""
+        """Pass a batch to the loop, with the generators as they are; return its first request."""
         return self._resume((batch, torch.is_grad_enabled()))
 
     def go_on(self, answer: UpdateResult | Tensor | None) -> LoopRequest:
-        """Let it go on where it asked for something, or begin; returns what it asks for next."""
+        """Continue the loop after its request, or start it; return its next request."""
         if self._waits_for_batch:
             return None
         self._draws.put_back()
         return self._resume(answer)
 
     def close(self) -> None:
-        """Leave the loop where it stands."""
-        self._turns.end()
+        """End the loop at its present request."""
+        self._thread.end()
 
     def batches(self) -> Iterator[Any]:
-        """As `OwnLoop.batches`, without an end."""
+        """Yield batches as `OwnLoop.batches`, without an end."""
         while True:
-            batch, learns = self._turns.hand_over()
-            self._losses, self._made = [], False
+            batch, learns = self._thread.hand_over()
+            self._losses, self._updated = [], False
             with torch.set_grad_enabled(learns), self._autocast():
                 yield batch
 
     def backward(self, loss: Loss) -> None:
-        """As `OwnLoop.backward`; the oracle runs backward itself."""
+        """Record a loss; the oracle runs backward itself."""
         self._losses.append(check_loss(loss))
 
     def step(self, part: str = "") -> UpdateResult | None:
-        """As `OwnLoop.step`; the oracle updates by itself."""
+        """Request an update with the recorded losses; the oracle makes it."""
         if not self._losses:
-            raise TaskError("step() without a loss: nothing was given to backward()")
+            raise TaskError("step() was called without a loss: call backward(loss) before")
         total = torch.stack([loss.total.reshape(()) for loss in self._losses]).sum()
-        asked, self._losses = RequestedUpdate(part, Loss(total, self._losses[0].count)), []
-        update: UpdateResult | None = self._turns.hand_over(asked)
-        torch.clear_autocast_cache()  # it holds weights of before the update
-        self._made = update is not None
+        request, self._losses = RequestedUpdate(part, Loss(total, self._losses[0].count)), []
+        update: UpdateResult | None = self._thread.hand_over(request)
+        torch.clear_autocast_cache()  # it holds weights from before the update
+        self._updated = update is not None
         if update is not None and self._rates is not None:
             self._rates.step()
         return update
 
     def reduce(self, value: Tensor | float, how: str = "sum") -> Tensor:
-        """As `OwnLoop.reduce`."""
+        """Combine a value over all replicas, as `OwnLoop.reduce`."""
         require_reduction(how)
-        own = torch.as_tensor(value).detach()
-        found: Tensor = self._turns.hand_over(ReplicaValue(own, how))
-        return found.to(own.device)
+        local = torch.as_tensor(value).detach()
+        combined: Tensor = self._thread.hand_over(ReplicaValue(local, how))
+        return combined.to(local.device)
 
     def evaluate(self, source: Any = None) -> Evaluation | None:
-        """As `OwnLoop.evaluate`: the step is complete."""
-        self.step_number += self._made
-        self._made = False
-        return self._evaluated(self.model, self.step_number, source)
+        """Evaluate as `OwnLoop.evaluate`, which completes the step."""
+        self.step_number += self._updated
+        self._updated = False
+        return self._evaluate(self.model, self.step_number, source)
 
     def schedule(self, make: Callable[[torch.optim.Optimizer], SchedulerT]) -> SchedulerT:
-        """As `OwnLoop.schedule`; what it sets, the oracle's optimizer takes over before its update."""
+        """Make a scheduler as `OwnLoop.schedule`; the oracle takes over its options before an update."""
         self._rates = self._rates or _SchedulerGroups(self.optimizer)
         return make(self._rates)
 
     def options(self) -> Sequence[Mapping[str, Any]] | None:
-        """What a scheduler of the loop's has set in each group; None: it has none."""
+        """Return the options that the loop's scheduler has set in each group; None: there is none."""
         return self._rates.options() if self._rates is not None else None
 
     def stop(self, reason: str) -> None:
-        """As `OwnLoop.stop`; the oracle ends where the run ends."""
+        """Do nothing: the oracle ends where the run ends."""
 
     def _resume(self, value: Any) -> LoopRequest:
-        found: LoopRequest = self._turns.resume(value)
-        if self._turns.is_over:
+        request: LoopRequest = self._thread.resume(value)
+        if self._thread.is_over:
             raise loop_ended_error()
-        self._draws, self._waits_for_batch = GeneratorStates(), found is None
-        return found
+        self._draws, self._waits_for_batch = GeneratorStates(), request is None
+        return request
 
 
 class _SilentSession(NamedTuple):
-    """In place of a session: the oracle writes no files and talks to nobody."""
+    """The session that a loop of the oracle sees: not the first rank, so the loop writes no files."""
 
     is_first: bool = False
 
 
 class _SchedulerGroups(torch.optim.Optimizer):
-    """For a scheduler: the groups of an optimizer, with options of their own, and an idle step."""
+    """An optimizer for schedulers: groups with their own options, and a step that changes nothing."""
 
-    def __init__(self, of: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         groups = [
             {**copy.deepcopy(_options_of_group(group)), "params": [torch.zeros((), requires_grad=True)]}
-            for group in of.param_groups
+            for group in optimizer.param_groups
         ]
-        super().__init__(groups, dict(of.defaults))
+        super().__init__(groups, dict(optimizer.defaults))
 
     def step(self, closure: Any = None) -> Any:
-        """Change nothing; schedulers ask whether it was called."""
+        """Change nothing; schedulers check that it was called before them."""
 
     def options(self) -> Sequence[Mapping[str, Any]]:
-        """Of each group."""
+        """Return the options of each group."""
         return [_options_of_group(group) for group in self.param_groups]
 
 
@@ -255,7 +254,7 @@ def _options_of_group(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class GeneratorStates:
-    """Where the generators that `seed_all` seeds stand."""
+    """The states of the generators that `seed_all` seeds, as of the construction."""
 
     def __init__(self) -> None:
         self._python, self._numpy, self._torch = (
@@ -266,7 +265,7 @@ class GeneratorStates:
         self._devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
 
     def put_back(self) -> None:
-        """Let them stand there again."""
+        """Restore the states."""
         random.setstate(self._python)
         np.random.set_state(self._numpy)
         torch.set_rng_state(self._torch)
@@ -275,38 +274,39 @@ class GeneratorStates:
 
 
 def resolve_reductions(
-    sides: Sequence[OracleLoop], said: Sequence[LoopRequest]
+    loops: Sequence[OracleLoop], requests: Sequence[LoopRequest]
 ) -> list[RequestedUpdate | None]:
-    """What loops that run side by side ask for, once none waits for a value of all of them.
+    """Answer all calls of `reduce`, and return the next other request of each loop.
 
     Args:
-        said: by each of them.
+        loops: the loops of all replicas.
+        requests: their present requests.
     Raises:
-        StrategyError: only some of them wait for one.
+        StrategyError: only some of them call `reduce`.
     """
-    found = list(said)
-    while values := [one for one in found if isinstance(one, ReplicaValue)]:
-        if len(values) < len(found):
+    pending = list(requests)
+    while values := [request for request in pending if isinstance(request, ReplicaValue)]:
+        if len(values) < len(pending):
             raise StrategyError(
                 "loop.reduce() is called by some replicas and not by others",
-                next_step="let every rank call it at the same place of the loop",
+                next_step="call it on every rank at the same place of the loop",
             )
-        answer = reduce_values([one.own for one in values], values[0].how)
-        found = [side.go_on(answer) for side in sides]
-    return cast("list[RequestedUpdate | None]", found)
+        answer = reduce_values([request.value for request in values], values[0].reduction)
+        pending = [loop.go_on(answer) for loop in loops]
+    return cast("list[RequestedUpdate | None]", pending)
 
 
 def missing_step_error() -> TaskError:
-    """A batch has trained nothing."""
+    """Return the error of a loop that takes its next batch without a step."""
     return TaskError(
-        "the loop took the next batch without step()",
+        "the loop took its next batch without calling step()",
         next_step="for batch in loop.batches(): loss = ...; loop.backward(loss); loop.step()",
     )
 
 
 def loop_ended_error() -> StrategyError:
-    """The loop has left its batches."""
+    """Return the error of a loop that ends before the compared steps."""
     return StrategyError(
-        "the loop ended before the steps that are compared",
-        next_step="let it go on to the end of loop.batches(), or verify fewer steps",
+        "the loop ended before all steps were compared",
+        next_step="let it run to the end of loop.batches(), or verify fewer steps",
     )

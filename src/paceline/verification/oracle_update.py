@@ -1,15 +1,14 @@
-"""How far the result of an update moves when its inputs do, measured with the oracle's own optimizer.
+"""One update of the oracle from the state of the strategy, and how sensitive it is to rounding.
 
-How far the rounding of a micro-batch's own arithmetic moves a gradient, measured.
+Conditioning: the oracle repeats the update with slightly changed inputs, so the bound of its result follows
+from the user's own optimizer.
 
-Where both sides run other kernels on a term (a matrix product that is cut among ranks, statistics over all
-ranks), a gradient that is zero but for rounding has no digit in common on the two sides, and its own size
-says nothing about its error. So the oracle computes it again, with every parameter moved by one rounding in a
-direction that is drawn: what changes is what rounding leaves undecided.
+Rounding noise: if the two sides run different kernels on a term (a matrix product that ranks share,
+statistics over all ranks), a gradient that is zero except for rounding has no digit in common on both sides,
+and its size says nothing about its error. The oracle computes such gradients again with every parameter
+changed by one rounding in a random direction: what differs is what rounding leaves undecided.
 Source: Vignes 2004, Discrete Stochastic Arithmetic for Validating Results of Numerical Software (the CESTAC
 method).
-
-What the oracle computes in an update of a strategy, from the bits that the strategy starts from.
 """
 
 from __future__ import annotations
@@ -27,16 +26,24 @@ from paceline.session.session import Session
 from paceline.state.train_state import TrainState
 from paceline.sync.every_step import gradient_scale
 from paceline.verification.error_bounds import largest_magnitude, unit_roundoff
-from paceline.verification.oracle import Oracle, StepTotals, Tensors, as_reals, moved
+from paceline.verification.oracle import (
+    Oracle,
+    StepTotals,
+    Tensors,
+    as_reals,
+    buffers_after_step,
+    copy_optimizer_attributes,
+)
 
 
 @dataclass(frozen=True)
 class UpdateConditioning:
-    """One update of the oracle, to be made several times from the same state.
+    """An update of the oracle that can be repeated from the same state.
 
     Args:
-        state: the oracle's; after `measure` it is as `before` and `scalars` say.
-        gradients: as the optimizer gets them, by name.
+        state: state of the oracle; `measure` leaves it as `before` and `scalars` describe.
+        before, scalars: tensors and numbers of the state at the beginning of the update.
+        gradients: gradients after division and clipping, by name.
     """
 
     oracle: Oracle
@@ -46,34 +53,35 @@ class UpdateConditioning:
     gradients: Tensors
 
     def measure(self, update: int) -> dict[str, float]:
-        """By name of a tensor of the state: its largest change, over the relative change of the inputs."""
-        own = _own_attributes(self.oracle.optimizer)
+        """Return the largest change of each tensor of the state, per relative change of the inputs."""
+        attributes = copy_optimizer_attributes(self.oracle.optimizer, "state", "param_groups", "defaults")
         options = [_group_options(group) for group in self.oracle.optimizer.param_groups]
-        nothing = self._after(update, 0.0, 0.0, options)
+        unchanged = self._after(update, 0.0, 0.0, options)
+        # Large enough that the change is not lost in the rounding of the gradients.
         delta = max([2.0**-12, *(8 * unit_roundoff(g) for g in self.gradients.values())])
-        found = dict.fromkeys(nothing, 0.0)
-        for of_state in (delta, -delta):
-            vars(self.oracle.optimizer).update(copy.deepcopy(own))
-            changed = self._after(update, delta, of_state, options)
-            for name, value in nothing.items():
+        sensitivities = dict.fromkeys(unchanged, 0.0)
+        for state_change in (delta, -delta):
+            vars(self.oracle.optimizer).update(copy.deepcopy(attributes))
+            changed = self._after(update, delta, state_change, options)
+            for name, value in unchanged.items():
                 change = as_reals(changed[name]).to(torch.float64) - as_reals(value).to(torch.float64)
-                found[name] = max(found[name], largest_magnitude(change) / delta)
+                sensitivities[name] = max(sensitivities[name], largest_magnitude(change) / delta)
         self._start(0.0, options)
-        vars(self.oracle.optimizer).update(own)
-        return found
+        vars(self.oracle.optimizer).update(attributes)
+        return sensitivities
 
     def _after(
-        self, update: int, gradient_change: float, of_state: float, options: list[dict[str, Any]]
+        self, update: int, gradient_change: float, state_change: float, options: list[dict[str, Any]]
     ) -> dict[str, Tensor]:
-        self._start(of_state, options)
+        self._start(state_change, options)
         for name, p in self.oracle.model.named_parameters():
             p.grad = self.gradients[name] * (1.0 + gradient_change) if name in self.gradients else None
         self.oracle.update(update)
         return {name: t.detach().clone() for name, t in self.state.tensors().items()}
 
-    def _start(self, of_state: float, options: list[dict[str, Any]]) -> None:
+    def _start(self, state_change: float, options: list[dict[str, Any]]) -> None:
         tensors = {
-            name: t * (1.0 + of_state) if _is_moment(name, t) else t for name, t in self.before.items()
+            name: t * (1.0 + state_change) if _is_moment(name, t) else t for name, t in self.before.items()
         }
         self.state.load(tensors, self.scalars)
         for group, first in zip(self.oracle.optimizer.param_groups, options, strict=True):
@@ -81,16 +89,9 @@ class UpdateConditioning:
 
 
 def _is_moment(name: str, t: Tensor) -> bool:
-    """Whether it is made of gradients: not a parameter, and not a counter."""
+    """Return whether a tensor of the state is computed from gradients: no parameter and no counter."""
     inexact = t.dtype.is_floating_point or t.dtype.is_complex
     return name.startswith("optimizer/") and inexact and not name.endswith("/step")
-
-
-def _own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What an optimizer keeps beside its state and groups: a generator, a counter."""
-    known = ("state", "param_groups", "defaults")
-    found = {name: value for name, value in vars(optimizer).items() if name not in known}
-    return copy.deepcopy({name: value for name, value in found.items() if not name.startswith("_")})
 
 
 def _group_options(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -103,48 +104,48 @@ _DRAWS = 3
 def measure_rounding_noise(
     oracle: Oracle, micro_batches: tuple[MicroBatch, ...], scale: float, sums: Tensors, roundoff: float
 ) -> dict[str, float]:
-    """By name, the largest change of a summed gradient under other roundings.
+    """Return the largest change of each summed gradient under other roundings, by name.
 
     Args:
-        oracle: in the state from which `sums` were made; afterwards again.
-        scale: of the loss, see `Oracle.accumulate`.
-        sums: of the gradients as they are.
-        roundoff: of the arithmetic; coarser types of a parameter have their own.
+        oracle: in the state from which `sums` were computed; restored afterwards.
+        scale: factor of the loss in backward.
+        sums: summed gradients without other roundings.
+        roundoff: unit roundoff of the arithmetic; parameters of a coarser dtype have their own.
     """
-    found = dict.fromkeys(sums, 0.0)
+    noise = dict.fromkeys(sums, 0.0)
     generator = torch.Generator().manual_seed(0)
     parameters = dict(oracle.model.named_parameters())
-    kept = {name: p.detach().clone() for name, p in parameters.items()}
+    originals = {name: p.detach().clone() for name, p in parameters.items()}
     for _ in range(_DRAWS):
         with torch.no_grad():
             for name, p in parameters.items():
-                p.copy_(_move_by_roundoff(kept[name], roundoff, generator))
+                p.copy_(_move_by_roundoff(originals[name], roundoff, generator))
         for name, g in oracle.accumulate(micro_batches, scale).gradients.items():
             if name in sums:
-                found[name] = max(found[name], largest_magnitude(g - sums[name]))
+                noise[name] = max(noise[name], largest_magnitude(g - sums[name]))
     with torch.no_grad():
         for name, p in parameters.items():
-            p.copy_(kept[name])
-    return found
+            p.copy_(originals[name])
+    return noise
 
 
 def _move_by_roundoff(value: Tensor, roundoff: float, generator: torch.Generator) -> Tensor:
-    """Each value moved by a unit roundoff, up or down."""
+    """Return the values, each changed by two unit roundoffs up or down."""
     draws = torch.randint(2, value.shape, generator=generator).to(value.device)
     return value * (1 + 2 * max(roundoff, unit_roundoff(value)) * (2 * draws - 1).to(value.real.dtype))
 
 
 @dataclass
 class ReferenceUpdate:
-    """The oracle's view of one update, on rank 0.
+    """The oracle's results of one update, on rank 0.
 
     Args:
-        before: the state that the update starts from.
-        sums: of loss, count, gradients and buffers over all shards.
-        norm: of the mean gradient, before the clip; from `finish` on.
-        final: gradients as the optimizer got them; from `finish` on.
-        noise: by name of a gradient, see `measure_rounding_noise`; nothing unless it is measured.
-        moved: by name of a tensor, see `compare.state_bounds`; from `finish` on.
+        before, scalars: tensors and numbers of the state at the beginning of the update.
+        sums: sums of loss, count, gradients and buffers over all shards.
+        norm: norm of the mean gradient before the clip; set by `finish`.
+        final: gradients after division and clipping; set by `finish`.
+        moved: change of each tensor per relative error of the gradients, by name; set by `finish`.
+        noise: rounding noise of each gradient; empty unless it was measured.
     """
 
     before: Mapping[str, Tensor]
@@ -158,26 +159,27 @@ class ReferenceUpdate:
     def measure_noise(
         self, oracle: Oracle, state: TrainState, scale: float, roundoff: float, *, anew: bool
     ) -> None:
-        """Where ranks compute a shard together; the oracle's state is that before the update.
+        """Measure rounding noise, for ranks that compute a shard together.
 
         Args:
-            scale: of the loss.
-            roundoff: of the arithmetic.
-            anew: what is asked beside the steps may be another sum; see `OwnLoopLoss`.
+            oracle, state: in the state before the update.
+            scale: factor of the loss in backward.
+            roundoff: unit roundoff of the arithmetic.
+            anew: compute the sums again, since an own loop that starts anew can return other losses.
         """
         micro_batches = oracle.work.micro_batches(state.step)
         sums = oracle.accumulate(micro_batches, scale) if anew else self.sums
         self.noise = measure_rounding_noise(oracle, micro_batches, scale, sums.gradients, roundoff)
 
     def finish(self, oracle: Oracle, state: TrainState, sums: Mapping[str, Tensor], update: int) -> None:
-        """Let the oracle divide, clip and update, with the gradients that rank 0 really had.
+        """Divide, clip and update with the gradients that rank 0 really had, so that errors do not add up.
 
         Args:
-            state: the oracle's.
+            state: state of the oracle.
             sums: those gradients, by parameter.
-            update: its number, for the schedule.
+            update: number of the update, for the schedule.
         """
-        oracle.set_buffers(moved(oracle.buffers(), self.sums.buffers))
+        oracle.set_buffers(buffers_after_step(oracle.buffers(), self.sums.buffers))
         buffers = oracle.buffers()
         self.norm = oracle.set_gradients({name: g.clone() for name, g in sums.items()}, self.sums.count)
         self.final = {n: p.grad.clone() for n, p in oracle.model.named_parameters() if p.grad is not None}
@@ -186,7 +188,7 @@ class ReferenceUpdate:
                 update
             )
             self.moved |= {f"model/{n}": largest_magnitude(change) for n, change in self.sums.buffers.items()}
-        oracle.set_buffers(buffers)
+        oracle.set_buffers(buffers)  # `measure` has loaded those of before
         for name, p in oracle.model.named_parameters():
             p.grad = self.final[name].clone() if name in self.final else None
         oracle.update(update)
@@ -194,5 +196,5 @@ class ReferenceUpdate:
 
 
 def loss_scale_of(session: Session, state: TrainState) -> float:
-    """What losses are multiplied with before backward in a state."""
+    """Return the factor of the loss in backward for a state."""
     return gradient_scale(session.work, state, max(1, session.task.num_tokens_per_sample))

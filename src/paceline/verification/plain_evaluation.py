@@ -1,7 +1,7 @@
-"""Evaluation in one process, block after block, written apart from `paceline.session.evaluation`.
+"""Evaluation in one process, block by block, implemented independently of `paceline.session.evaluation`.
 
-Shared with it: what blocks there are (of `evaluate.batch` samples, in their order), since a loss may depend
-on what is in its batch, and what makes metrics of sums (`finish_metrics`), which is the task's.
+Shared with it are the blocks (of `evaluate.batch` samples, in order), since a loss can depend on what else is
+in its batch, and `finish_metrics`, which computes the metrics of the task from sums.
 """
 
 from __future__ import annotations
@@ -25,31 +25,40 @@ from paceline.verification.oracle import Oracle, read_micro_batch
 
 
 class PlainEvaluation:
-    """Evaluates a model as the task of a recipe asks for it.
+    """The evaluation of a recipe, in one process.
 
     Args:
-        oracle: in whose autocast and on whose device it runs.
-        task: with its own loss, whatever else the oracle is trained on.
+        oracle: its autocast and device are used.
+        task: with its own loss, even if the oracle trains on that of an own loop.
     """
 
     def __init__(self, oracle: Oracle, task: Task, recipe: Recipe) -> None:
         self._oracle, self._task, self._recipe = oracle, task, recipe
 
     def __call__(self, model: nn.Module, step: int, source: Any = None) -> Evaluation | None:
-        """On the held-out data, or on other samples; the model is left in evaluation, as in a run.
+        """Evaluate on the held-out data or on other samples; the model stays in evaluation mode, as in a run.
 
         Args:
-            step: training steps taken before it.
+            step: training steps taken before.
+            source: samples, or several sets of them by name; None: the held-out data.
         Returns:
-            None if there is nothing to evaluate on.
+            The evaluation; of several sets the first, with the metrics of all. None without samples.
         """
         model.eval()
         sets = held_out_sets(self._task.held_out if source is None else source)
-        found = {n: self._one(model, step, read_held_out(n, one, self._recipe)) for n, one in sets.items()}
-        named = {f"{n}.{key}": v for n, one in found.items() if n for key, v in _metrics_by_name(one).items()}
-        return next((replace(one, metrics=named) if n else one for n, one in found.items()), None)
+        results = {
+            name: self._evaluate_set(model, step, read_held_out(name, samples, self._recipe))
+            for name, samples in sets.items()
+        }
+        metrics = {
+            f"{name}.{key}": value
+            for name, result in results.items()
+            if name
+            for key, value in _metrics_by_name(result).items()
+        }
+        return next((replace(one, metrics=metrics) if name else one for name, one in results.items()), None)
 
-    def _one(self, model: nn.Module, step: int, held_out: Any) -> Evaluation:
+    def _evaluate_set(self, model: nn.Module, step: int, held_out: Any) -> Evaluation:
         options = self._recipe.evaluate
         num_samples = min(len(held_out), options.max_samples or len(held_out))
         sums: dict[str, float] = {}
@@ -78,13 +87,13 @@ def _loss_sums(loss: Loss) -> dict[str, float]:
 
 
 class EvaluationValues(NamedTuple):
-    """What is compared of an evaluation.
+    """The values of an evaluation that are compared.
 
     Args:
-        step: the last before it.
-        mine: the loss and the metrics by name, each float64 [1]; of other kernels losses only, since one
-            rounding may change what is right.
-        theirs, bounds: as they should be; None where nobody has looked.
+        step: the last step before it.
+        mine: loss and metrics of the run by name, each float64 [1]; only losses if kernels differ, since one
+            rounding can change a prediction.
+        theirs, bounds: those of one process, and their bounds; None on ranks without the oracle.
     """
 
     step: int
@@ -94,16 +103,16 @@ class EvaluationValues(NamedTuple):
 
 
 def evaluation_values(
-    told: Evaluation, found: Evaluation | None, kernels: KernelAgreement
+    evaluation: Evaluation, reference: Evaluation | None, kernels: KernelAgreement
 ) -> EvaluationValues:
-    """An evaluation of the run beside that of one process."""
+    """Return the values of an evaluation of the run, with those of one process and their bounds."""
     same = kernels.same and not kernels.in_parts
-    mine = {name: x for name, x in _metrics_by_name(told).items() if same or name.endswith("loss")}
-    if found is None:
-        return EvaluationValues(told.step - 1, _scalar_tensors(mine), None, None)
-    right = {name: x for name, x in _metrics_by_name(found).items() if name in mine}
-    bounds = {name: (1e-6 if same else 1e-2) * abs(x) for name, x in right.items()}
-    return EvaluationValues(told.step - 1, _scalar_tensors(mine), _scalar_tensors(right), bounds)
+    mine = {name: x for name, x in _metrics_by_name(evaluation).items() if same or name.endswith("loss")}
+    if reference is None:
+        return EvaluationValues(evaluation.step - 1, _scalar_tensors(mine), None, None)
+    theirs = {name: x for name, x in _metrics_by_name(reference).items() if name in mine}
+    bounds = {name: (1e-6 if same else 1e-2) * abs(x) for name, x in theirs.items()}
+    return EvaluationValues(evaluation.step - 1, _scalar_tensors(mine), _scalar_tensors(theirs), bounds)
 
 
 def _metrics_by_name(evaluation: Evaluation) -> Mapping[str, float]:

@@ -1,8 +1,7 @@
-"""The learning rate as the papers define it, written apart from `paceline.optim.lr_schedule`.
+"""Optimizer and learning rate of the oracle, implemented independently of `paceline.optim`.
 
-A test holds the two against each other, bit by bit, over every kind of schedule.
-
-The recipe's optimizer, straight from `torch.optim`, written apart from `paceline.optim.build_optimizer`.
+The optimizer comes straight from `torch.optim`, the learning rate from the papers. A test compares both with
+the session's, bit by bit, over every kind of schedule and optimizer.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from paceline.recipe.tables import OptimizerRecipe, ScheduleRecipe
 
 @dataclass(frozen=True)
 class PlainSchedule:
-    """The rate of every update, as a factor of the base rate.
+    """The learning rate of every update, as a factor of the base rate.
 
     Args:
-        recipe: the shape.
-        steps: updates of the whole run.
+        recipe: shape of the schedule.
+        steps: number of updates of the whole run.
         batch_size: samples of one update.
     Source: Goyal et al. 2017, arXiv:1706.02677, section 2 (linear scaling, warm-up from the base rate);
         Krizhevsky 2014, arXiv:1404.5997 (square root); Loshchilov & Hutter 2017, arXiv:1608.03983, eq. 5.
@@ -34,7 +33,7 @@ class PlainSchedule:
     batch_size: int
 
     def factor(self, update: int) -> float:
-        """What the base rate is multiplied with at `update` = 0, 1, ..."""
+        """Return the factor of the base rate at `update` = 0, 1, ..."""
         warmup = self.recipe.warmup_steps
         if update >= warmup:
             return self._peak() * self._after_warmup(update - warmup)
@@ -63,7 +62,7 @@ class PlainSchedule:
 
 
 def _cycle(t: int, first_length: int, factor: int) -> tuple[int, int]:
-    """Where the cycle that t lies in starts, and how long it is: T_i = T_0 * T_mult ** i."""
+    """Return start and length of the cycle that contains t, where T_i = T_0 * T_mult ** i."""
     start, number = 0, 0
     if factor == 1:
         return t - t % first_length, first_length
@@ -74,10 +73,10 @@ def _cycle(t: int, first_length: int, factor: int) -> tuple[int, int]:
 
 
 def plain_optimizer(model: nn.Module, recipe: OptimizerRecipe, fused_allowed: bool) -> torch.optim.Optimizer:
-    """The optimizer that the recipe names, over all trained parameters of a model.
+    """Build the optimizer that the recipe names, over all trained parameters of a model.
 
     Args:
-        fused_allowed: as the session has it, so that both run the same kernels.
+        fused_allowed: as in the session, so that both run the same kernels.
     """
     r = recipe
     trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
@@ -101,25 +100,19 @@ def plain_optimizer(model: nn.Module, recipe: OptimizerRecipe, fused_allowed: bo
             return kind(groups, r.lr, betas=r.betas, eps=r.eps, fused=fused)
         case "rmsprop":
             return torch.optim.RMSprop(groups, r.lr, alpha=r.alpha, eps=r.eps, momentum=r.momentum)
-    return _build_without_plain_version(model, groups, r, fused)
-
-
-def _build_without_plain_version(
-    model: nn.Module, groups: list[dict[str, Any]], recipe: OptimizerRecipe, fused: bool
-) -> torch.optim.Optimizer:
-    """As it is: PyTorch has none, so there is no second writing."""
-    found: torch.optim.Optimizer = recipe.spec.load()(model, groups, recipe, fused=fused)
-    return found
+    # PyTorch has no counterpart of other optimizers, so both sides run the same implementation.
+    own: torch.optim.Optimizer = r.spec.load()(model, groups, r, fused=fused)
+    return own
 
 
 def _can_be_fused(p: nn.Parameter) -> bool:
-    """Fused kernels are right on values without gaps, and on the processor not in types of two bytes."""
+    """Return whether fused kernels are correct for a parameter: dense, and on a CPU of 4 bytes or more."""
     dense = torch.ops.aten.is_non_overlapping_and_dense(p)
     return bool(dense and p.is_floating_point() and (p.is_cuda or p.dtype in (torch.float32, torch.float64)))
 
 
 def _fill_momenta(sgd: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Fused SGD takes momenta of all parameters or of none; zeros are what no gradient has left."""
+    """Set missing momenta to zeros, since fused SGD needs those of all parameters or of none."""
     for p in (p for group in sgd.param_groups for p in group["params"]):
         if sgd.state[p].get("momentum_buffer") is None:
             sgd.state[p]["momentum_buffer"] = torch.zeros_like(p)

@@ -1,9 +1,8 @@
-"""Run something from here in two processes that remember the same.
+"""Checks of the task before anything is trained: is it the same on all ranks, and is it repeatable?
 
-Look at the task alone, before anything is trained: is it the same on all ranks, and does it repeat itself?
-
-Every rank builds its own oracle and runs the first step's shards on it. What they built, read and computed is
-compared as hashes and numbers: a mistake here is one of the user's code, and no strategy could be right.
+Every rank builds its own oracle and runs the shards of the first step. Models, batches and losses are
+compared as hashes and numbers, within a rank and between ranks. A difference is a mistake of the user's code
+that no strategy could make right.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ _FORK_SECONDS = 20.0
 
 
 def repeats_in_fork(probe: Callable[[], str]) -> bool:
-    """Whether a copy of this process gets what this process gets, both from the present moment.
+    """Return whether a fork of this process gets the result that this process gets.
 
-    What depends on the number of earlier calls is the same in both; what draws from the clock or the system
-    is not. True if it cannot be said: the copy did not answer in time.
+    A result that depends on the number of earlier calls is equal in both; one that depends on the clock or on
+    random numbers of the system is not. Also true if the fork does not answer in time.
     """
     reading, writing = os.pipe()
     child = os.fork()
@@ -44,28 +43,28 @@ def repeats_in_fork(probe: Callable[[], str]) -> bool:
         try:
             os.write(writing, probe().encode())
         finally:
-            os._exit(0)
+            os._exit(0)  # without atexit handlers and open files, which belong to the parent
     os.close(writing)
     try:
         ready, _, _ = select.select([reading], [], [], _FORK_SECONDS)
-        theirs = os.read(reading, 65536).decode() if ready else ""
+        answer = os.read(reading, 65536).decode() if ready else ""
     finally:
         os.close(reading)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    return not theirs or theirs == probe()
+    return not answer or answer == probe()
 
 
 TaskFacts = Mapping[str, Any]
 TaskFault = tuple[TensorComparison, ErrorDiagnosis]
 _PLAIN = (str, bytes, int, float, bool, type(None))
-_HOST_TOLERANCE = 1e-3  # hosts of other kinds round otherwise
+_HOST_TOLERANCE = 1e-3  # CPUs of different kinds round differently
 
 
 def check_task(oracle: Oracle, group: RankGroup, net: Net) -> TaskFault | None:
-    """What is wrong with the task, if anything; collective, equal on every rank.
+    """Return the first fault of the task, if there is one; collective, equal on every rank.
 
-    Wire: one gathering of a few hundred bytes, and some for every tensor and shard.
+    Wire: one all_gather of a few hundred bytes, and some for every tensor and shard.
     """
     with generators_seeded(0):
         facts = all_gather_texts(json.dumps(collect_task_facts(oracle)), group, net)
@@ -73,7 +72,7 @@ def check_task(oracle: Oracle, group: RankGroup, net: Net) -> TaskFault | None:
 
 
 def collect_task_facts(oracle: Oracle) -> dict[str, Any]:
-    """What this rank has built, reads and computes, as JSON values."""
+    """Return hashes and numbers of what this rank has built, reads and computes, as JSON values."""
     micro_batches = oracle.work.micro_batches(0)
     data, again = (
         [sha_of_batch(read_micro_batch(oracle.task, micro_batch)) for micro_batch in micro_batches]
@@ -95,9 +94,9 @@ def collect_task_facts(oracle: Oracle) -> dict[str, Any]:
 
 
 def find_task_fault(facts: Sequence[TaskFacts]) -> TaskFault | None:
-    """The first mistake that the facts of all ranks show. Pure."""
+    """Return the first fault that the facts of all ranks show; pure."""
     checks = (_different_models, _changes_weights, _not_repeated, _different_data, _depends_on_rank)
-    return next((found for check in checks if (found := check(facts)) is not None), None)
+    return next((fault for check in checks if (fault := check(facts)) is not None), None)
 
 
 def _different_models(facts: Sequence[TaskFacts]) -> TaskFault | None:
@@ -106,8 +105,8 @@ def _different_models(facts: Sequence[TaskFacts]) -> TaskFault | None:
         wrong = [f["model"].get(name) != facts[0]["model"].get(name) for f in facts]
         if any(wrong):
             text = (
-                f"'{name}' is not the same on every rank as it is built; training starts from rank 0's, so a"
-                " seed, a file or the rank decides what is trained: build from the run's seed alone"
+                f"ranks build different values of '{name}', so a seed, a file or the rank decides what is"
+                " trained (training starts from rank 0's): build the model from the seed of the run alone"
             )
             return _task_fault("initial value", name, wrong, "ranks built different models", text)
     return None
@@ -118,16 +117,16 @@ def _changes_weights(facts: Sequence[TaskFacts]) -> TaskFault | None:
     if not any(wrong):
         return None
     name = next(f["changes"][0] for f in facts if f.get("changes"))
-    text = f"a forward or a backward changes '{name}': every rank would change its own, beside the update"
+    text = f"forward or backward changes '{name}': every rank would change its own copy, outside the update"
     return _task_fault("update", name, wrong, "stepped beside the update", text)
 
 
 def _not_repeated(facts: Sequence[TaskFacts]) -> TaskFault | None:
     for key, what, name in (
-        ("reads alike", "reading the same shard twice gives two batches", "shard 0 of the data"),
+        ("reads alike", "reading the same shard twice gives different batches", "shard 0 of the data"),
         (
             "computes alike",
-            "the same shard, run twice from the same weights and seeds, gives two losses",
+            "running the same shard twice from the same weights and seeds gives different losses",
             "loss",
         ),
     ):
@@ -136,9 +135,9 @@ def _not_repeated(facts: Sequence[TaskFacts]) -> TaskFault | None:
             counts = all(f.get("counts calls", True) for f in facts)
             cause = "depends on the number of calls" if counts else "the task is not deterministic"
             advice = (
-                "something that is no buffer remembers earlier calls: a counter, an own generator, a cache"
+                "it depends on earlier calls, through a counter, a generator or a cache that is no buffer"
                 if counts
-                else "something draws from a generator that nobody seeds or the clock, or threads race"
+                else "it uses the clock or a generator that is not seeded, or threads race"
             )
             return _task_fault("task", name, wrong, cause, f"{what}: {advice}")
     return None
@@ -147,14 +146,12 @@ def _not_repeated(facts: Sequence[TaskFacts]) -> TaskFault | None:
 def _different_data(facts: Sequence[TaskFacts]) -> TaskFault | None:
     wrong = [f["length"] != facts[0]["length"] for f in facts]
     if any(wrong):
-        text = "the data has another length on other ranks; give every rank all of it"
+        text = "the length of the data differs between ranks; give every rank all of the data"
         return _task_fault("task", "length of the data", wrong, "ranks read different data", text)
     for shard in range(len(facts[0]["data"])):
         wrong = [f["data"][shard] != facts[0]["data"][shard] for f in facts]
         if any(wrong):
-            text = (
-                f"shard {shard} of step 0 is another batch on other ranks: data must not depend on the rank"
-            )
+            text = f"shard {shard} of step 0 differs between ranks: data must not depend on the rank"
             return _task_fault("task", f"shard {shard} of the data", wrong, "ranks read different data", text)
     return None
 
@@ -164,8 +161,8 @@ def _depends_on_rank(facts: Sequence[TaskFacts]) -> TaskFault | None:
     if not any(wrong):
         return None
     text = (
-        "the same shard with the same weights and seeds gives another loss on other ranks: the model or loss"
-        " looks at the rank, the environment or the host"
+        "the same shard with the same weights and seeds gives different losses on different ranks: model or"
+        " loss depend on the rank, the environment or the host"
     )
     return _task_fault("task", "loss", wrong, "depends on the rank", text)
 
@@ -181,14 +178,14 @@ def _agree(a: Sequence[float], b: Sequence[float]) -> bool:
 
 
 def _numbers(oracle: Oracle, micro_batches: tuple[MicroBatch, ...]) -> list[float]:
-    """Loss, count and norm of the gradient of the first shard; not numbers as words."""
+    """Return loss, count and norm of the gradient of the first shard, with NaN as -1."""
     shard = next(iter(list(oracle.shards(micro_batches))))
-    found = [shard.total, shard.count, plain_norm(shard.gradients.values())]
-    return [x if x == x else -1.0 for x in found]
+    numbers = [shard.total, shard.count, plain_norm(shard.gradients.values())]
+    return [x if x == x else -1.0 for x in numbers]  # NaN differs from itself
 
 
 def _probe(oracle: Oracle, micro_batch: MicroBatch) -> str:
-    """One read and one forward, as a hash."""
+    """Read and run a micro-batch once; return the hash of its batch and the loss."""
     with torch.no_grad(), generators_seeded(micro_batch.key):
         oracle.model.train()
         before = oracle.buffers()
@@ -198,7 +195,7 @@ def _probe(oracle: Oracle, micro_batch: MicroBatch) -> str:
 
 
 def sha_of_batch(value: Any) -> str:
-    """A hash of a batch, whatever containers it is made of."""
+    """Return a hash of a batch in any nesting of containers, 16 hexadecimal digits."""
     leaves, shape = tree_flatten(value)
     digest = hashlib.sha256(str(shape).encode())
     for leaf in leaves:
@@ -207,10 +204,10 @@ def sha_of_batch(value: Any) -> str:
 
 
 def _bytes_of(leaf: Any) -> bytes:
-    """A tensor's or an array's values; how plain Python writes a value; nothing of other objects."""
+    """Return the values of a tensor or array, the `repr` of a plain value, and nothing for other objects."""
     if isinstance(leaf, Tensor):
-        kept = leaf.detach().cpu().contiguous() if leaf.layout == torch.strided else torch.zeros(0)
-        values = kept.reshape(-1).view(torch.uint8).numpy().tobytes() if kept.numel() else b""
+        dense = leaf.detach().cpu().contiguous() if leaf.layout == torch.strided else torch.zeros(0)
+        values = dense.reshape(-1).view(torch.uint8).numpy().tobytes() if dense.numel() else b""
         return f"{tuple(leaf.shape)}{leaf.dtype}".encode() + values
     if isinstance(leaf, np.ndarray):
         return leaf.tobytes()

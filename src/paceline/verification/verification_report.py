@@ -1,6 +1,8 @@
-"""What a verification found.
+"""The report of a verification: the worst comparison of every tensor, as values, JSON and sentences.
 
-A report as plain values and as words.
+A comparison has the class "bitwise" if all ranks have the oracle's bits, and "rounding" if they differ from
+it; `ok` says whether the difference is within its bound. This module decides nothing: bounds come from
+`error_bounds`, causes from `diagnosis`.
 """
 
 from __future__ import annotations
@@ -14,16 +16,16 @@ from paceline.verification.error_bounds import TensorComparison, first_failure
 
 @dataclass
 class VerificationReport:
-    """What a verification found; equal on every rank.
+    """The comparisons of a verification; equal on every rank.
 
     Args:
-        strategy: as text.
+        strategy: the strategy as text.
         world: number of ranks.
-        steps: steps that were compared.
-        worst: by quantity and tensor, the finding whose error is largest relative to its bound.
-        sha256: of the state after the last step, if it has to have the bits of the oracle.
-        failure: the first finding that rounding does not explain; None: all is well.
-        diagnosis: the guessed cause of the failure.
+        steps: number of steps that were compared.
+        worst: the comparison with the largest error relative to its bound, by quantity and tensor.
+        sha256: hash of the state after the last step, for a run that must have the bits of the oracle.
+        failure: the first comparison whose error exceeds its bound; None: there is none.
+        diagnosis: the likely cause of the failure.
     """
 
     strategy: str
@@ -36,25 +38,27 @@ class VerificationReport:
 
     @property
     def ok(self) -> bool:
-        """Whether every error of every step was within its bound."""
+        """Return whether every error of every step was within its bound."""
         return self.failure is None
 
-    def add(self, findings: list[TensorComparison]) -> None:
-        """Keep the worst of each tensor, and the first failure."""
-        for f in findings:
-            place = (f.quantity, f.tensor)
-            kept = self.worst.get(place)
-            if kept is None or _relative_error(f) > _relative_error(kept):
-                self.worst[place] = f
-        self.failure = self.failure or first_failure(findings)
+    def add(self, comparisons: list[TensorComparison]) -> None:
+        """Add the comparisons of a step: keep the worst of each tensor, and the first failure."""
+        for comparison in comparisons:
+            name = (comparison.quantity, comparison.tensor)
+            previous = self.worst.get(name)
+            if previous is None or _relative_error(comparison) > _relative_error(previous):
+                self.worst[name] = comparison
+        self.failure = self.failure or first_failure(comparisons)
 
 
-def _relative_error(f: TensorComparison) -> float:
-    return f.error / f.bound if f.bound else (float("inf") if f.error else 0.0)
+def _relative_error(comparison: TensorComparison) -> float:
+    if comparison.bound:
+        return comparison.error / comparison.bound
+    return float("inf") if comparison.error else 0.0
 
 
 def certificate(report: VerificationReport) -> dict[str, Any]:
-    """What was compared, with which errors and bounds; JSON values only."""
+    """Return the report as JSON values: every tensor with its error and bound, and the conclusion."""
     return {
         "format": 1,
         "strategy": report.strategy,
@@ -75,8 +79,8 @@ def _comparison_record(f: TensorComparison) -> dict[str, Any]:
         "quantity": f.quantity,
         "tensor": f.tensor,
         "part": f.part,
-        "class": "bitwise" if f.error == 0.0 else "exact",
-        "error": min(f.error, 1e308),
+        "class": "bitwise" if f.error == 0.0 else "rounding",
+        "error": min(f.error, 1e308),  # JSON has no infinity
         "bound": f.bound,
         "ok": f.ok,
         "step": f.step,
@@ -85,7 +89,7 @@ def _comparison_record(f: TensorComparison) -> dict[str, Any]:
 
 
 def conclusion_lines(report: VerificationReport) -> list[str]:
-    """The result in words."""
+    """Return the result in sentences, one per line."""
     if report.sha256 is not None:
         return [
             f"verified: {report.steps} steps, {len(report.worst)} tensors: equal bits",

@@ -1,12 +1,10 @@
-"""Remembers what went into an update step and what came out, so that it can be held against the oracle.
+"""The comparison of a session with the oracle, step by step and update by update.
 
-Run a strategy and the oracle side by side, and hold every step of the one against the other.
-
-Before each step the oracle takes over the state of rank 0, so both compute the same step from the same
-bits and errors cannot pile up: what is compared is the step itself, and its bounds are those of rounding.
-By induction a run of such steps is right. A step of several updates is compared update by update, in this
-order: loss, summed gradients, final gradients, parameters, optimizer state, buffers, on every rank. It stops
-at the first update that rounding does not explain, and guesses the cause.
+Before each step the oracle takes over the state of rank 0, so both sides compute the same step from the same
+bits, errors cannot add up, and the bounds are those of one step. By induction a run of correct steps is
+correct. Updates are compared in this order: loss, summed gradients, final gradients, parameters, optimizer
+state and buffers, on every rank. The comparison stops at the first update that rounding does not explain, and
+`divergence_evidence` looks for its cause.
 """
 
 from __future__ import annotations
@@ -31,7 +29,6 @@ from paceline.verification.divergence_evidence import diagnose_failure
 from paceline.verification.error_bounds import (
     UNIT_ROUNDOFF,
     KernelAgreement,
-    TensorComparison,
     compare_tensors,
     final_bounds,
     multiplier_error,
@@ -49,14 +46,14 @@ SlotTensors = Mapping[TensorSlot, Tensor]
 
 @dataclass(frozen=True)
 class OracleUpdateRecord:
-    """One update on one rank.
+    """The inputs and results of one update of the session, on one rank.
 
     Args:
-        total, count: agreed sums of the loss.
-        sums: gradients as they reached the update step, their scale taken out: this rank's parts.
-        final: gradients as the optimizer saw them.
-        update: what the update step said it did.
-        after: copies of the whole state behind it, if others of the same step may follow.
+        total, count: sums of the loss, on which all ranks agree.
+        sums: this rank's parts of the gradients that reached the update step, without the scale of the loss.
+        final: gradients as the optimizer got them.
+        update: result of the update step; None: it was not called.
+        after: copy of the whole state after the update, if the same step can have further updates.
     """
 
     total: float = 0.0
@@ -69,7 +66,7 @@ class OracleUpdateRecord:
 
 @dataclass(frozen=True)
 class WholeUpdateRecord:
-    """One update, put together from the records of the ranks of a replica; tensors are whole, by name."""
+    """One update, gathered from the records of all ranks of a replica; tensors are whole, by name."""
 
     total: float = 0.0
     count: float = 0.0
@@ -79,10 +76,11 @@ class WholeUpdateRecord:
 
 
 class UpdateRecorder:
-    """Listens to an update step.
+    """A recorder of the updates of a session.
 
     Args:
-        snapshot: takes the whole state, for steps of several updates; collective.
+        step: the update step; its first part and an observer record.
+        snapshot: returns the whole state, for steps of several updates; collective.
     """
 
     def __init__(self, step: UpdateStep, snapshot: Callable[[], StateSnapshot] | None = None) -> None:
@@ -92,9 +90,9 @@ class UpdateRecorder:
         step.observers.append(self._leave)
 
     def take(self) -> list[OracleUpdateRecord]:
-        """The updates since the last call, in their order."""
-        found, self._records = self._records, []
-        return found
+        """Return the updates since the last call, in order."""
+        records, self._records = self._records, []
+        return records
 
     def _enter(self, record: PendingUpdate) -> None:
         grads = record.grads
@@ -103,17 +101,20 @@ class UpdateRecorder:
     def _leave(self, record: PendingUpdate) -> None:
         final = {slot: p.grad.clone() for slot, p in record.updates.items() if p.grad is not None}
         after = self._snapshot().copied() if self._snapshot is not None else None
-        of = record.tally
-        self._records.append(OracleUpdateRecord(of.total, of.count, self._sums, final, record.update, after))
+        tally = record.tally
+        self._records.append(
+            OracleUpdateRecord(tally.total, tally.count, self._sums, final, record.update, after)
+        )
 
 
 class StrategyVerifier:
-    """Compares a session with the oracle, step by step; collective.
+    """The comparison of a session with the oracle; all methods are collective.
 
     Args:
-        session: whose update step is listened to.
-        oracle: its own model and optimizer of the same task, on every rank (only rank 0 computes).
-        loop: makes the session's rounds, and the oracle's losses; None: the recipe's rule and task do.
+        session: its update step is recorded.
+        oracle: the same task with a model and optimizer of its own, on every rank; only rank 0 computes.
+        loop: the user's own loop, which makes the rounds of the session and the losses of the oracle; None:
+            the rule of the recipe and the task do.
     """
 
     def __init__(self, session: Session, oracle: Oracle, loop: LoopPair | None = None) -> None:
@@ -126,7 +127,7 @@ class StrategyVerifier:
         compute, axes = recipe.precision.compute, session.mesh.axes
         same = not recipe.runtime.compile and session.runner.sharded_model.device.type == "cpu"
         in_parts = recipe.batch.sync_batchnorm or any(axes[axis].size > 1 for axis in ("tensor", "context"))
-        same = same and (compute == "fp32" or not in_parts)  # halves round other parts
+        same = same and (compute == "fp32" or not in_parts)  # bf16 rounds every partial product
         self.kernels = KernelAgreement(same, compute, in_parts)
         self.previous: Tensors | None = None
         self.record = WholeUpdateRecord()
@@ -134,11 +135,11 @@ class StrategyVerifier:
         self.part = ""
 
     def run(self, steps: int, observe: Callable[[int], None] = lambda step: None) -> VerificationReport:
-        """Compare up to `steps` steps; stop after the first that diverges."""
+        """Compare up to `steps` steps, and stop after the first that diverges."""
         self._check_start()
         rounds = self.session.rounds() if self.loop is None else self.loop.rounds
         for step in range(self.session.state.step, self.session.state.step + steps):
-            if self.report.failure is not None or not self._one(step, rounds):
+            if self.report.failure is not None or not self._compare_step(step, rounds):
                 break
             self.report.steps += 1
             observe(step)
@@ -147,7 +148,7 @@ class StrategyVerifier:
         return self.report
 
     def _check_start(self) -> None:
-        """Every rank starts from the oracle's own initial parameters."""
+        """Check that every rank starts from the initial parameters of the oracle."""
         mine = self.session.snapshot().tensors()
         theirs = self.oracle_state.tensors()
         bounds = dict.fromkeys(theirs, 0.0)
@@ -155,7 +156,7 @@ class StrategyVerifier:
         if self.report.failure is not None:
             self.report.diagnosis = DIFFERENT_START
 
-    def _one(self, step: int, rounds: Iterator[Any]) -> bool:
+    def _compare_step(self, step: int, rounds: Iterator[Any]) -> bool:
         update = self.session.state.updates
         before = self.session.snapshot()
         before = before.copied() if self.session.is_first else before
@@ -170,17 +171,17 @@ class StrategyVerifier:
             after = self.session.snapshot() if is_last else record.after
             assert after is not None
             self.now = after.tensors()
-            self._one_update(step, number, update, before)
+            self._verify_update(step, number, update, before)
             if self.report.failure is not None:
                 break
             update += record.update is not None and record.update.applied
             before = after
         return True
 
-    def _one_update(self, step: int, number: int, update: int, before: StateSnapshot) -> None:
+    def _verify_update(self, step: int, number: int, update: int, before: StateSnapshot) -> None:
         record, reference = self.record, None
         if self.session.is_first:
-            reference = self._look_up(number, before)
+            reference = self._reference_update(number, before)
         for one in self.loop.evaluations(self.kernels) if self.loop is not None else ():
             self._compare(one.step, "evaluation", one.mine, one.theirs, one.bounds, one.mine)
         if record.update is None or record.update.applied:
@@ -195,8 +196,8 @@ class StrategyVerifier:
             self.report.diagnosis = diagnose_failure(self, step, update, reference)
         self.previous = reference.sums.gradients if reference is not None else None
 
-    def _look_up(self, number: int, before: StateSnapshot) -> ReferenceUpdate:
-        """What the oracle computes in an update of the step; on rank 0."""
+    def _reference_update(self, number: int, before: StateSnapshot) -> ReferenceUpdate:
+        """Compute the sums of an update of the step with the oracle; on rank 0."""
         state, oracle = self.oracle_state, self.oracle
         state.load(before.tensors(), before.scalars())
         scale, micro_batches = loss_scale_of(self.session, state), oracle.work.micro_batches(state.step)
@@ -211,12 +212,12 @@ class StrategyVerifier:
         return reference
 
     def _whole(self, record: OracleUpdateRecord) -> WholeUpdateRecord:
-        """What the ranks of a replica recorded, put together."""
+        """Gather the records of all ranks of a replica."""
         sums, final = (
             gather_whole(
-                [TensorPiece(slot, g) for slot, g in found.items()], self.session.mesh.inside, self.net
+                [TensorPiece(slot, g) for slot, g in gradients.items()], self.session.mesh.inside, self.net
             )
-            for found in (record.sums, record.final)
+            for gradients in (record.sums, record.final)
         )
         return WholeUpdateRecord(record.total, record.count, sums, final, record.update)
 
@@ -253,7 +254,7 @@ class StrategyVerifier:
         self._compare(step, "state", mine, theirs, bounds, mine)
 
     def _compare_skip(self, step: int, reference: ReferenceUpdate | None) -> None:
-        """A step that was skipped overflowed in the oracle too, and changed no parameter."""
+        """Check that a skipped step overflows in the oracle too, and changed no parameter."""
         mine, theirs = {"skipped": _scalar(1.0)}, None
         before = None
         if reference is not None:
@@ -276,13 +277,13 @@ class StrategyVerifier:
         self._compare(step, "update", mine, theirs, bounds, mine)
 
     def _slots(self) -> dict[str, Tensor]:
-        """Tensors of the shapes of the trained parameters, by name, in the order of the gradients."""
+        """Return meta tensors like the trained parameters, by name, in the order of the gradients."""
         slots = self.session.runner.sharded_model.slots
         types = {n: p.dtype for n, p in self.session.runner.sharded_model.model.named_parameters()}
         return {s.name: torch.empty(s.shape, dtype=types[s.name], device="meta") for s in slots}
 
     def _parameters(self) -> dict[str, Tensor]:
-        """Their values, whole and up to date."""
+        """Return the whole trained parameters after the update, by name."""
         return {name: self.now[f"model/{name}"] for name in self._slots()}
 
     def _compare(
@@ -295,20 +296,16 @@ class StrategyVerifier:
         like: Mapping[str, Tensor],
     ) -> None:
         if self.session.recipe.reproducible and bounds is not None:
-            bounds = dict.fromkeys(bounds, 0.0)
-        given = (theirs, bounds) if self.session.is_first else (None, None)
+            bounds = dict.fromkeys(bounds, 0.0)  # both sides must have the same bits
+        reference = (theirs, bounds) if self.session.is_first else (None, None)
         device = self.session.runner.sharded_model.device
         world = self.session.mesh.world
-        findings = compare_tensors(step, quantity, mine, *given, like, self.net, world, device)
-        self.report.add([replace(f, part=self.part) for f in findings if self._is_about(f, quantity)])
-
-    def _is_about(self, f: TensorComparison, quantity: str) -> bool:
-        """Whether it says something: of a part's update, other gradients are nowhere."""
-        return "gradient" not in quantity or f.tensor.startswith(_part_prefix(self.part)) or not f.ok
-
-
-def _part_prefix(part: str) -> str:
-    return f"{part}." if part else ""
+        comparisons = compare_tensors(step, quantity, mine, *reference, like, self.net, world, device)
+        # The update of a part of the model has no gradients of other parameters, so "equal" means nothing.
+        prefix = f"{self.part}." if self.part and "gradient" in quantity else ""
+        self.report.add(
+            [replace(f, part=self.part) for f in comparisons if f.tensor.startswith(prefix) or not f.ok]
+        )
 
 
 def _scalar(value: float) -> Tensor:

@@ -1,4 +1,8 @@
-"""Verify on this rank, as one of however many there are."""
+"""Verification on one rank of a job: build the session, the oracle and the checks of the task, and compare.
+
+Invariant: session and oracle get the same recipe, with everything chosen that a machine chooses; what has no
+counterpart in one process (health rules, an average of the weights) is switched off on both sides.
+"""
 
 from __future__ import annotations
 
@@ -54,19 +58,19 @@ def verify(
     """Run the recipe's strategy and the oracle side by side for some steps; collective.
 
     Args:
-        recipe, task, steps, base_dir, cluster, pieces, observe, strict, loop: see `paceline.verify`, which
-            starts processes as well.
+        recipe, task, steps, base_dir, cluster, pieces, observe, strict, loop: as in `paceline.verify`, which
+            also starts processes.
     Returns:
         The report, equal on every rank.
     Raises:
-        StrategyError: the strategy is approximate by nature.
+        StrategyError: the strategy is an approximation, so it has no step of one process.
     """
     recipe, base_dir = resolve_recipe(recipe, task, base_dir)
-    with connected(recipe, cluster) as (found, device):
-        built = build_task_on_all_ranks(recipe, task, base_dir, found)
-        found.enter_phase(TRAINING)
+    with connected(recipe, cluster) as (joined, device):
+        built = build_task_on_all_ranks(recipe, task, base_dir, joined)
+        joined.enter_phase(TRAINING)
         return compare_with_oracle(
-            recipe, built, found, device, steps, pieces=pieces, observe=observe, strict=strict, loop=loop
+            recipe, built, joined, device, steps, pieces=pieces, observe=observe, strict=strict, loop=loop
         )
 
 
@@ -82,31 +86,31 @@ def compare_with_oracle(
     strict: bool = False,
     loop: OwnLoopFunction | None = None,
 ) -> VerificationReport:
-    """`verify` on a cluster that is connected already."""
+    """Verify on a cluster that is already connected; arguments as in `verify`."""
     _require_comparable(recipe)
     task = prepare_data(task, recipe)
     recipe = choose_hardware_defaults(_without_extras(recipe), task, cluster, device)
     oracle = _oracle_of_session(recipe, task, cluster, device)
-    evaluates = use_loop_loss(oracle, loop, recipe)
-    mistake = _check_task(recipe, oracle, cluster, strict)
-    if mistake is not None:
+    evaluate = use_loop_loss(oracle, loop, recipe)
+    fault = _check_task(recipe, oracle, cluster, strict)
+    if fault is not None:
         return VerificationReport(
-            str(recipe.strategy), cluster.world_size, failure=mistake[0], diagnosis=mistake[1]
+            str(recipe.strategy), cluster.world_size, failure=fault[0], diagnosis=fault[1]
         )
     session = build_session(recipe, task, cluster, device, pieces=pieces)
     if loop is None:
         return StrategyVerifier(session, oracle).run(steps, observe)
-    with closing(LoopPair(session, oracle, loop, evaluates)) as both:
-        return StrategyVerifier(session, oracle, both).run(steps, observe)
+    with closing(LoopPair(session, oracle, loop, evaluate)) as loop_pair:
+        return StrategyVerifier(session, oracle, loop_pair).run(steps, observe)
 
 
 def _without_extras(recipe: Recipe) -> Recipe:
-    """A step that is left out has nothing to compare, and the oracle keeps no average."""
+    """Return the recipe without an average of the weights and health rules, whose skipped steps differ."""
     return recipe.replace(health=HealthRecipe(), average=AverageRecipe())
 
 
 def _oracle_of_session(recipe: Recipe, task: Task, cluster: Cluster, device: torch.device) -> Oracle:
-    """The oracle of a session, on a copy of its model."""
+    """Build the oracle of a session, on a copy of its model."""
     shards = num_micro_batches(recipe, cluster.world_size)
     at_once = recipe.batch.sync_batchnorm  # statistics of the whole batch are those of one forward of it
     oracle = build_oracle(
@@ -120,47 +124,50 @@ def _oracle_of_session(recipe: Recipe, task: Task, cluster: Cluster, device: tor
 def _require_comparable(recipe: Recipe) -> None:
     if recipe.strategy.is_approximate:
         raise StrategyError(
-            f"'{recipe.strategy}' is approximate by nature: no step of it is that of one process",
+            f"'{recipe.strategy}' is an approximation, so there is no single-process step to compare it with",
             next_step="verify the same recipe with sync=every-step codec=fp32, and compare losses over seeds",
         )
     if recipe.strategy.servers:
         raise StrategyError(
-            f"'{recipe.strategy}' makes several steps between two points at which all ranks hold the same",
+            f"'{recipe.strategy}' takes several steps before all ranks hold the same state again",
             next_step="verify it with sync=every-step, and compare the hashes of two reproducible runs",
         )
 
 
 def _require_no_random_numbers(oracle: Oracle) -> None:
-    """Ranks draw for their own samples, and the oracle would draw for all of them at once."""
+    """Refuse a task with random numbers: ranks draw for their own samples, the oracle for all at once."""
     (first,) = oracle.work.micro_batches(0)
     other = replace(first, key=first.key + 1)
     losses = {float(shard.total) for shard in oracle.shards((first, other))}
     if len(losses) > 1:
         raise StrategyError(
-            "with batch.sync_batchnorm the oracle runs all samples at once, and this task draws random"
-            " numbers (dropout, augmentation) for each rank's samples apart",
-            next_step="verify it without what it draws, or with batch.sync_batchnorm = false",
+            "with batch.sync_batchnorm the oracle runs the whole batch at once, but this task draws random"
+            " numbers (dropout, augmentation) per rank",
+            next_step="verify it without dropout and augmentation, or with batch.sync_batchnorm = false",
         )
 
 
 def _check_task(recipe: Recipe, oracle: Oracle, cluster: Cluster, strict: bool) -> TaskFault | None:
-    most, called = max_sharers(recipe)
-    strategy = resolve_strategy(recipe.strategy, processes=cluster.world_size, shards=most, called=called)
+    most, limit_key = max_sharers(recipe)
+    strategy = resolve_strategy(
+        recipe.strategy, processes=cluster.world_size, shards=most, limit_key=limit_key
+    )
     mesh = Mesh.build(cluster, strategy.degrees)
-    found = check_task(oracle, mesh.world, Net(recipe.runtime.deadline_seconds))
+    fault = check_task(oracle, mesh.world, Net(recipe.runtime.deadline_seconds))
     mesh.give_back()
-    if found is None and strict:
+    if fault is None and strict:
         return check_user_code(oracle, recipe.precision.compute, cluster.world_size)
-    return found
+    return fault
 
 
 def build_oracle(recipe: Recipe, task: Task, device: torch.device, shards: int | None = None) -> Oracle:
-    """The oracle of a recipe, on a task that nobody else trains.
+    """Build the oracle of a recipe; it trains the model of the task itself.
 
     Args:
-        shards: virtual shards; those of one process if None, 1 for the full-batch oracle.
+        shards: virtual shards of a step; None: those of a run of one process; 1: the whole batch at once.
     """
-    if recipe.precision.compute == "auto":  # alone; beside a session, what all ranks agreed on stands here
+    # Next to a session the recipe already has the number format on which all ranks agreed.
+    if recipe.precision.compute == "auto":
         recipe = choose_hardware_defaults(recipe, task, Cluster.single(), device)
     model, batch = prepare_model(recipe, task, device, whole=True), recipe.batch
     order = build_order(recipe, task)
@@ -184,7 +191,10 @@ def _num_updates(recipe: Recipe, order: BatchOrder) -> int:
 
 
 def _autocast(recipe: Recipe, device: torch.device) -> Callable[[], Any]:
-    """Forward in the recipe's type; an ordered run casts a weight at every use, so no cache has a say."""
+    """Return a function that makes the autocast context of a forward.
+
+    An ordered run casts a weight at every use: a cached cast would be summed over its uses in another order.
+    """
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[recipe.precision.compute]
-    on, caches = recipe.precision.compute != "fp32", not recipe.is_ordered
-    return lambda: torch.autocast(device.type, dtype=dtype, enabled=on, cache_enabled=caches)
+    enabled, caches = recipe.precision.compute != "fp32", not recipe.is_ordered
+    return lambda: torch.autocast(device.type, dtype=dtype, enabled=enabled, cache_enabled=caches)

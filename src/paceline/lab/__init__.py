@@ -1,8 +1,8 @@
-"""A cluster on one machine: hosts from namespaces, links from veth pairs, faults from signals and link
+"""A virtual cluster on one machine: hosts are namespaces, links are veth pairs, faults are signals and link
 changes.
 
-Invariant: what runs in it is real (processes, sockets, kernels' queues), nothing of it is reachable from
-outside, and nothing is left of it. It imports no torch.
+Invariant: processes, sockets and the queues of the kernel are real, nothing can be reached from outside, and
+nothing is left behind. Imports no torch.
 """
 
 from paceline.lab.fault_plan import FaultPlan, FaultSpec

@@ -1,11 +1,8 @@
-"""Carries a fault plan out while a job runs, and writes down what it did.
+"""The fault injector: carries out a fault plan while a job runs, and logs the faults.
 
-Invariant: the log holds what the plan and its seed determine, and no time of the clock; a fault that was
-begun is healed at the latest when the job has ended.
-
-Damage to files of a host: a full disk, a file that was cut, a bit that flipped. Acts on the real files.
-
-Invariant: what is damaged and where follows from the numbers that are passed in, never from chance.
+Invariant: the log has only what the plan and its seed determine, and no times of the clock. Every fault is
+healed when the job has ended, at the latest. Damage to files acts on the real files of a host; the file, byte
+and bit follow from the numbers that are passed in.
 """
 
 from __future__ import annotations
@@ -33,35 +30,35 @@ from paceline.lab.worker_hook import PLAN_FILE, marker_path
 _FILLER = ".filler"
 
 DrawNumber = Callable[[int, str], int]
-"""A number below the first argument, for the purpose that the second one names."""
+"""Returns a number below the first argument; the second one names the purpose."""
 
 
 def path_in_host(first: int, path: str, directory: Path) -> Path:
-    """Where a file of a host is for a process outside: below the host's own root."""
+    """Return the path of a file of a host for a process outside, below the root of the host."""
     return Path(f"/proc/{first}/root") / (directory / path).relative_to("/")
 
 
 def newest_match(pattern: Path) -> Path:
-    """The newest file that fits.
+    """Return the newest file that matches a pattern.
 
     Raises:
-        LabError: none does.
+        LabError: no file matches.
     """
-    found = [Path(name) for name in glob.glob(str(pattern)) if Path(name).is_file()]  # noqa: PTH207, absolute
-    if not found:
+    matches = [Path(name) for name in glob.glob(str(pattern)) if Path(name).is_file()]  # noqa: PTH207, absolute
+    if not matches:
         raise LabError(
-            f"no file fits {pattern}",
+            f"no file matches {pattern}",
             where="the fault plan",
-            next_step="let it happen later, or check the path",
+            next_step="trigger the fault later, or check the path",
         )
-    return max(found, key=lambda path: path.stat().st_mtime_ns)
+    return max(matches, key=lambda path: path.stat().st_mtime_ns)
 
 
 def flip_bit(path: Path, draw: DrawNumber) -> dict[str, object]:
-    """Flip one bit of a file in place; says which."""
+    """Flip one bit of a file in place; return its position for the log."""
     size = path.stat().st_size
     if size == 0:
-        raise LabError(f"{path.name} is empty: it has no bit to flip")
+        raise LabError(f"{path.name} is empty, so it has no bit to flip")
     offset, bit = draw(size, "byte"), draw(8, "bit")
     with path.open("r+b") as stream:
         stream.seek(offset)
@@ -72,15 +69,15 @@ def flip_bit(path: Path, draw: DrawNumber) -> dict[str, object]:
 
 
 def truncate_file(path: Path, draw: DrawNumber) -> dict[str, object]:
-    """Cut a file in place; says where."""
+    """Truncate a file in place; return its new length for the log."""
     size = path.stat().st_size
-    kept = draw(max(1, size), "length")
-    os.truncate(path, kept)
-    return {"file": path.name, "kept_bytes": kept, "of_bytes": size}
+    length = draw(max(1, size), "length")
+    os.truncate(path, length)
+    return {"file": path.name, "kept_bytes": length, "of_bytes": size}
 
 
 def fill_disks(disks: Sequence[Path]) -> None:
-    """Take all space that is left on disks."""
+    """Fill all free space of disks with a file."""
     for disk in disks:
         fd = os.open(disk / _FILLER, os.O_WRONLY | os.O_CREAT)
         try:
@@ -90,19 +87,20 @@ def fill_disks(disks: Sequence[Path]) -> None:
 
 
 def _allocate_all(fd: int) -> None:
-    piece, end = 1 << 20, os.fstat(fd).st_size
-    while piece:
+    # Ever smaller pieces, so that not even one byte remains free.
+    piece_bytes, end = 1 << 20, os.fstat(fd).st_size
+    while piece_bytes:
         try:
-            os.posix_fallocate(fd, end, piece)
-            end += piece
+            os.posix_fallocate(fd, end, piece_bytes)
+            end += piece_bytes
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
-            piece >>= 1
+            piece_bytes >>= 1
 
 
 def free_disks(disks: Sequence[Path]) -> None:
-    """Give it back."""
+    """Remove the files of `fill_disks`."""
     for disk in disks:
         (disk / _FILLER).unlink(missing_ok=True)
 
@@ -115,11 +113,12 @@ HealFunction = Callable[[], object]
 
 @dataclass
 class FaultInjector:
-    """Call `poll` often.
+    """The injector of the faults of one job; `poll` must be called often.
 
     Args:
-        folder: where workers and this meet; empty.
-        disk: the host's own disk, as the host sees it.
+        folder: an empty folder through which workers report their steps.
+        spaces: the namespaces of each host.
+        disk: the disk of each host, as the host sees it; None if no fault needs it.
         directory: the working directory of the job.
     """
 
@@ -135,44 +134,42 @@ class FaultInjector:
     _began: float = float("inf")
 
     def begin(self) -> None:
-        """Publish the plan, before a command runs that looks at it."""
+        """Write the plan for the workers; called before the command starts."""
         self.folder.mkdir()
         (self.folder / PLAN_FILE).write_text(self.plan.to_json(), encoding="utf-8")
 
     def start_clock(self) -> None:
-        """From now on `at` counts: every host has its command, which a fault can meet."""
+        """Start the clock of the trigger `at`; called when every host runs its command."""
         self._began = time.monotonic()
 
     def poll(self) -> None:
-        """Do what is due now."""
+        """Heal and apply the faults that are due now."""
         now = time.monotonic()
         for due, heal in [pair for pair in self._pending_heals if pair[0] <= now]:
             self._pending_heals.remove((due, heal))
             heal()
-        for place, fault in enumerate(self.plan.faults):
-            if fault.at is not None and now >= self._began + fault.at and f"at-{place}" not in self._seen:
-                self._seen.add(f"at-{place}")
-                self._apply_fault(place, fault, -1)
+        for index, fault in enumerate(self.plan.faults):
+            if fault.at is not None and now >= self._began + fault.at and f"at-{index}" not in self._seen:
+                self._seen.add(f"at-{index}")
+                self._apply_fault(index, fault, -1)
         for path in sorted(self.folder.glob("reached-*")):
             if path.name not in self._seen:
                 self._seen.add(path.name)
                 host, _, step = path.name.removeprefix("reached-").rpartition("-")
-                self._step(host, int(step))
+                for index in self.plan.due(host, int(step)):
+                    self._apply_fault(index, self.plan.faults[index], int(step))
+                # The worker waits for this file, so that no step runs while its faults are applied.
+                marker_path(self.folder, "done", host, int(step)).touch()
 
-    def _step(self, host: str, step: int) -> None:
-        for place in self.plan.due(host, step):
-            self._apply_fault(place, self.plan.faults[place], step)
-        marker_path(self.folder, "done", host, step).touch()
-
-    def _apply_fault(self, place: int, fault: FaultSpec, step: int) -> None:
+    def _apply_fault(self, index: int, fault: FaultSpec, step: int) -> None:
         when = f"{fault.at:g} s" if step < 0 else f"step {step}"
         event: dict[str, Any] = {"fault": fault.kind, "hosts": list(fault.hosts), "when": when}
-        order = (0, fault.at or 0.0, place) if step < 0 else (1, float(step), place)
+        order = (0, fault.at or 0.0, index) if step < 0 else (1, float(step), index)
         if fault.others:
             event["from"] = ",".join(fault.others)
         if fault.value is not None:
             event["value"] = fault.value
-        draw = partial(self._draw, place, step)
+        draw = partial(self.plan.draw, index, step)
         heal, details = getattr(self, f"_{fault.kind}")(fault, draw)
         if heal is not None:
             seconds = float("inf") if fault.seconds is None else fault.seconds
@@ -181,31 +178,28 @@ class FaultInjector:
             event["seconds"] = fault.seconds
         self._done.append((order, {**event, **details}))
 
-    def _draw(self, place: int, step: int, end: int, purpose: str) -> int:
-        return self.plan.draw(place, step, end, purpose)
-
     def end(self) -> None:
-        """Heal everything that is left."""
+        """Heal all faults that are still active."""
         for _, heal in self._pending_heals:
             heal()
         self._pending_heals.clear()
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """What was done, by time, step and place in the plan: hosts may reach a step in any order."""
+        """The log: faults by time or step, then by index, because hosts reach a step in any order."""
         return [event for _, event in sorted(self._done, key=lambda pair: pair[0])]
 
     def save(self, path: Path) -> None:
-        """Write the log: one event a line, JSON."""
+        """Write the log, one JSON object per line."""
         path.write_text("".join(json.dumps(event) + "\n" for event in self.events), encoding="utf-8")
 
-    # -- the faults: each returns how it is healed, and what the log says besides ---------------------------
+    # -- the faults: each returns a function that heals it, and further fields of the log -------------------
 
     def _members(self, fault: FaultSpec) -> list[int]:
         return [pid for host in fault.hosts for pid in host_pids(self.spaces[host].first)]
 
     def _kill(self, fault: FaultSpec, draw: DrawNumber) -> tuple[HealFunction | None, dict[str, Any]]:
-        while pids := self._members(fault):  # what was just being forked comes in the next round
+        while pids := self._members(fault):  # a process that was just forked is found in the next round
             signal_all(pids, signal.SIGKILL)
             time.sleep(0.001)
         return None, {}
@@ -242,7 +236,7 @@ class FaultInjector:
         return partial(self.network.set_delay, fault.hosts), {}
 
     def _disk_full(self, fault: FaultSpec, draw: DrawNumber) -> tuple[HealFunction | None, dict[str, Any]]:
-        assert self.disk is not None  # the lab has checked it
+        assert self.disk is not None  # the lab has checked this
         disks = [path_in_host(self.spaces[host].first, str(self.disk), Path("/")) for host in fault.hosts]
         fill_disks(disks)
         return partial(free_disks, disks), {}
@@ -254,14 +248,14 @@ class FaultInjector:
         return None, flip_bit(self._file(fault), draw)
 
     def _nan(self, fault: FaultSpec, draw: DrawNumber) -> tuple[HealFunction | None, dict[str, Any]]:
-        return None, {}  # the worker did it
+        return None, {}  # the worker has done it
 
     def _file(self, fault: FaultSpec) -> Path:
         return newest_match(path_in_host(self.spaces[fault.hosts[0]].first, fault.path, self.directory))
 
 
 class SlowdownThread(threading.Thread):
-    """Lets processes run one `factor`-th of the time, by stopping and continuing them."""
+    """A thread that stops and continues processes, so that they run one `factor`-th of the time."""
 
     def __init__(self, pids: Callable[[], list[int]], factor: float) -> None:
         super().__init__(name="lab-slow")
@@ -269,20 +263,21 @@ class SlowdownThread(threading.Thread):
         self._over = threading.Event()
 
     def run(self) -> None:
-        """Stop for as long as the factor says after what they really ran; look for new ones often."""
-        known, looked = self._pids(), time.monotonic()
+        """Alternate between running and stopped slices; new processes are found every 200 ms."""
+        # The pause follows the time that they really ran: on a busy machine a wait takes longer than asked.
+        pids, scanned = self._pids(), time.monotonic()
         ran = _SLICE_SECONDS / self._factor
         while not self._over.is_set():
-            signal_all(known, signal.SIGSTOP)
+            signal_all(pids, signal.SIGSTOP)
             self._over.wait(ran * (self._factor - 1))
-            signal_all(known, signal.SIGCONT)
+            signal_all(pids, signal.SIGCONT)
             began = time.monotonic()
-            if began - looked > _RESCAN_SECONDS:
-                known, looked = self._pids(), began
+            if began - scanned > _RESCAN_SECONDS:
+                pids, scanned = self._pids(), began
             self._over.wait(_SLICE_SECONDS / self._factor)
             ran = time.monotonic() - began
 
     def finish(self) -> None:
-        """Let them run again."""
+        """End the slowdown; the processes run again."""
         self._over.set()
         self.join()

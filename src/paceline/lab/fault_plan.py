@@ -1,8 +1,8 @@
-"""Fault plans: what goes wrong, where and when, as a value. Pure.
+"""Fault plans: faults with their hosts and triggers, as values. Pure.
 
-Invariant: a plan and its seed determine everything but the clock: which steps a probability hits, which byte
-and bit of a file change, which element of which tensor. So the same plan on the same job writes the same
-event log.
+Invariant: a plan and its seed determine everything but the clock: the steps that a probability triggers, the
+byte and bit of a file that change, the tensor and element that become NaN. The same plan on the same job
+writes the same event log.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ HostNames = str | Sequence[str]
 
 @dataclass(frozen=True)
 class FaultSpec:
-    """One fault.
+    """A fault of a plan, with exactly one of the triggers `step`, `at` and `probability`.
 
     Args:
         kind: the name of the method of `FaultPlan` that made it.
-        hosts: where; the first one's steps count for the trigger.
+        hosts: the hosts that it affects; triggers count the steps of the first one.
         others: the other side of a partition.
-        step: after this many steps of the job that runs (of its optimizer), on that host.
-        at: seconds after the start of the job.
-        probability: after every step, with this chance.
-        seconds: until it is healed; None: not before the lab ends.
-        value: factor of a slow processor; rate, latency or loss of a link.
-        path: of a file as the host sees it; may have wildcards, then the newest that fits.
+        step: triggers after this many optimizer steps of the running job on that host.
+        at: triggers this many seconds after the start of the job.
+        probability: triggers after each step with this probability.
+        seconds: duration; None for the rest of the job.
+        value: factor of a slowdown; rate, latency or loss of a link.
+        path: a file as the host sees it; with wildcards, the newest match.
     """
 
     kind: str
@@ -52,8 +52,9 @@ class FaultSpec:
             "has a negative time or step": all(t >= 0 for t in (*triggers, self.seconds or 0)),
             "has a probability above 1": (self.probability or 0) <= 1,
             "names no host": bool(self.hosts),
-            "names hosts on both sides of a partition": not set(self.hosts) & set(self.others),
-            "needs the time of a step: it acts inside the job": self.kind != "nan" or self.at is None,
+            "has hosts on both sides of a partition": not set(self.hosts) & set(self.others),
+            "needs step or probability, because it happens inside a worker": self.kind != "nan"
+            or self.at is None,
         }
         for problem, holds in rules.items():
             if not holds:
@@ -64,52 +65,55 @@ class FaultSpec:
 
 @dataclass(frozen=True)
 class FaultPlan:
-    """Faults in the order in which they were named; every method returns a longer plan.
+    """An immutable list of faults; every method returns a plan with one fault more.
 
         FaultPlan(seed=1).kill("h2", step=3).partition(["h0"], ["h1", "h2"], at=5.0).slow("h3", 3.0, at=1.0)
 
-    Every method takes one of `step`, `at` (seconds) and `probability` (after each step), see `FaultSpec`.
+    Every method takes one of the triggers `step`, `at` (seconds) and `probability` (after each step).
     """
 
     seed: int = 0
     faults: tuple[FaultSpec, ...] = ()
 
     def kill(self, host: str, **trigger: Any) -> FaultPlan:
-        """SIGKILL to every process of a host, as when its power is cut."""
+        """Send SIGKILL to every process of a host, as a power cut would."""
         return self._and("kill", host, **trigger)
 
     def stop(self, host: str, *, seconds: float, **trigger: Any) -> FaultPlan:
-        """SIGSTOP to every process of a host, and SIGCONT after some time. Its kernel goes on answering."""
+        """Send SIGSTOP to every process of a host, and SIGCONT after `seconds`; its kernel still answers."""
         return self._and("stop", host, seconds=seconds, **trigger)
 
     def slow(self, host: str, factor: float, *, seconds: float | None = None, **trigger: Any) -> FaultPlan:
         """Let the processes of a host run one `factor`-th of the time, in slices of 30 ms."""
         if factor <= 1:
-            raise RecipeError(f"a host cannot be slowed {factor:g} times", next_step="a factor above 1")
+            raise RecipeError(
+                f"expected a slowdown factor above 1, found {factor:g}",
+                next_step='for example slow("h2", 3.0, step=3)',
+            )
         return self._and("slow", host, value=factor, seconds=seconds, **trigger)
 
     def link_down(self, host: str, *, seconds: float | None = None, **trigger: Any) -> FaultPlan:
-        """Cut a host's link; the host sees that it has no carrier."""
+        """Cut the link of a host; the host sees that it has no carrier."""
         return self._and("link_down", host, seconds=seconds, **trigger)
 
     def partition(
         self, one: HostNames, other: HostNames, *, seconds: float | None = None, **trigger: Any
     ) -> FaultPlan:
-        """Drop everything between two groups of hosts, silently and both ways."""
+        """Drop all frames between two groups of hosts, silently and in both directions."""
         return self._and("partition", one, others=_host_names(other), seconds=seconds, **trigger)
 
     def rate(self, host: str, rate: str, *, seconds: float | None = None, **trigger: Any) -> FaultPlan:
-        """Change the rate of a host's link (or a rack's uplink), both ways."""
+        """Change the rate of the link of a host (or of the uplink of a rack) in both directions."""
         parse_rate_bits(rate)
         return self._and("rate", host, value=rate, seconds=seconds, **trigger)
 
     def delay(self, host: str, latency: str, *, seconds: float | None = None, **trigger: Any) -> FaultPlan:
-        """Change the latency of what leaves a host (or a rack)."""
+        """Change the latency of frames that leave a host (or a rack)."""
         parse_duration_seconds(latency)
         return self._and("delay", host, value=latency, seconds=seconds, **trigger)
 
     def drop(self, host: str, loss: str, *, seconds: float | None = None, **trigger: Any) -> FaultPlan:
-        """Lose a share of the frames that leave a host (or a rack): "5%"."""
+        """Lose a fraction such as "5%" of the frames that leave a host (or a rack)."""
         parse_fraction(loss)
         return self._and("drop", host, value=loss, seconds=seconds, **trigger)
 
@@ -118,7 +122,7 @@ class FaultPlan:
         return self._and("disk_full", host, seconds=seconds, **trigger)
 
     def torn_write(self, host: str, path: str, **trigger: Any) -> FaultPlan:
-        """Cut a file somewhere, as a power cut leaves one that was not synced."""
+        """Truncate a file at a random length, as a power cut does to a file that was not synced."""
         return self._and("torn_write", host, path=path, **trigger)
 
     def corrupt(self, host: str, path: str, **trigger: Any) -> FaultPlan:
@@ -133,24 +137,27 @@ class FaultPlan:
         return replace(self, faults=(*self.faults, FaultSpec(kind, _host_names(hosts), **values)))
 
     def due(self, host: str, step: int) -> tuple[int, ...]:
-        """The faults (by place in the plan) that this step of this host triggers."""
+        """Return the indices of the faults that this step of this host triggers."""
         return tuple(
             i
             for i, fault in enumerate(self.faults)
             if fault.hosts[0] == host and self._is_triggered(i, fault, step)
         )
 
-    def _is_triggered(self, place: int, fault: FaultSpec, step: int) -> bool:
+    def _is_triggered(self, index: int, fault: FaultSpec, step: int) -> bool:
         if fault.probability is not None:
-            return self.draw(place, step, 1 << 32) < fault.probability * (1 << 32)
+            return self.draw(index, step, 1 << 32) < fault.probability * (1 << 32)
         return fault.step == step
 
-    def draw(self, place: int, step: int, end: int, *purpose: str) -> int:
-        """A number in [0, end) for fault `place` at a step (-1: triggered by time), the same in every run."""
-        return key(self.seed, "fault", place, step, *purpose) % end
+    def draw(self, index: int, step: int, end: int, *purpose: str) -> int:
+        """Return a number in [0, end) for a fault at a step, or -1 if triggered by time; always the same."""
+        return key(self.seed, "fault", index, step, *purpose) % end
 
     def invalid_targets(self, hosts: Sequence[str], racks: Sequence[str]) -> list[str]:
-        """The names that cannot be where they are: a rack has an uplink, but neither processes nor steps."""
+        """Return the names that do not exist, or that are racks where only a host makes sense.
+
+        A rack has an uplink, but neither processes nor steps.
+        """
         links = {*hosts, *racks}
         return [
             name
@@ -160,25 +167,25 @@ class FaultPlan:
         ]
 
     def to_json(self) -> str:
-        """As text; `from_json` gives an equal plan."""
+        """Return the plan as text for `from_json`."""
         return json.dumps({"seed": self.seed, "faults": [asdict(fault) for fault in self.faults]})
 
     @classmethod
     def from_json(cls, text: str) -> FaultPlan:
-        """The plan that `to_json` wrote."""
-        found = json.loads(text)
+        """Return the plan that `to_json` wrote."""
+        record = json.loads(text)
         faults = [
             FaultSpec(**{**f, "hosts": tuple(f["hosts"]), "others": tuple(f["others"])})
-            for f in found["faults"]
+            for f in record["faults"]
         ]
-        return cls(found["seed"], tuple(faults))
+        return cls(record["seed"], tuple(faults))
 
     @classmethod
     def parse(cls, texts: Sequence[str], seed: int = 0) -> FaultPlan:
-        """A plan from words: "kill h2 step=3", "partition h0 h1,h2 at=5", "slow h3 3 probability=0.1".
+        """Parse texts such as "kill h2 step=3", "partition h0 h1,h2 at=5" or "slow h3 3 probability=0.1".
 
         Raises:
-            RecipeError: there is no such fault, or it misses something.
+            RecipeError: the fault is unknown, or its arguments are wrong.
         """
         plan = cls(seed)
         for text in texts:
@@ -191,24 +198,24 @@ def _append_fault(plan: FaultPlan, text: str) -> FaultPlan:
     options = dict(word.split("=", 1) for word in words if "=" in word)
     if kind not in FAULT_KINDS:
         raise RecipeError(
-            f"there is no fault '{kind}'", where=text, next_step=f"one of: {', '.join(FAULT_KINDS)}"
+            f"unknown fault '{kind}'", where=text, next_step=f"one of: {', '.join(FAULT_KINDS)}"
         )
     method: Callable[..., FaultPlan] = getattr(plan, kind)
     reads = _POSITIONAL_PARSERS.get(kind, (str, str))
     try:
-        places = [read(word) for read, word in zip(reads, _positional_words(words), strict=False)]
-        return method(*places, **{name: _OPTION_PARSERS[name](value) for name, value in options.items()})
+        values = [read(word) for read, word in zip(reads, _positional_words(words), strict=False)]
+        return method(*values, **{name: _OPTION_PARSERS[name](value) for name, value in options.items()})
     except (TypeError, ValueError, KeyError) as error:
         raise RecipeError(
-            f"'{text}' is no fault: {error}", next_step='for example "kill h2 step=3"'
+            f"'{text}' is not a valid fault: {error}", next_step='for example "kill h2 step=3"'
         ) from error
 
 
 def _positional_words(words: Sequence[str]) -> list[str]:
-    places = [word for word in words if "=" not in word]
-    if len(places) > 2:
-        raise ValueError(f"{places[2]} is too much")
-    return places
+    positional = [word for word in words if "=" not in word]
+    if len(positional) > 2:
+        raise ValueError(f"unexpected argument {positional[2]}")
+    return positional
 
 
 def _parse_host_group(text: str) -> tuple[str, ...]:

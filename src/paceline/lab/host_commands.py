@@ -1,12 +1,10 @@
-"""The command of each host while it runs: its lines with the host's name in front, its end, its exit code.
+"""The commands of the hosts: the command line of each, and the process that runs it and collects its output.
 
-Invariant: a line is shown whole and once, and nothing here waits for a host without a limit.
+`paceline train R -n 4` starts four processes on one machine; on four hosts it starts one on each. So `-n`
+counts the processes of all hosts, as the degrees of a strategy do, and every host gets its part with the
+options that the nodes of a real cluster get. Any other command runs unchanged on every host.
 
-What each host is told to run: the command of one machine, spread over the hosts. Pure.
-
-`paceline train R -n 4` starts four processes on one machine; on four hosts the same four processes are one a
-host. So -n counts all processes here, as a strategy's own count does, and every host gets its part with the
-options that a real cluster's nodes are given. Any other command runs on every host as it is.
+Invariant: every line of output is passed on once and whole, and no wait for a host is without a limit.
 """
 
 from __future__ import annotations
@@ -32,11 +30,12 @@ class HostProcess:
     """A command that runs inside a host.
 
     Args:
-        space: of the host.
+        space: the namespaces of the host.
         argv: the command.
         environ: its whole environment.
-        say: is given one line at a time, with the host's name in front and its end.
-        cores, cgroups: see `HostNamespaces.command`.
+        on_line: receives each line of output as "[host] ..." with its newline.
+        cores, cgroups: as for `HostNamespaces.command`.
+        directory: its working directory; None for that of this process.
     """
 
     def __init__(
@@ -44,7 +43,7 @@ class HostProcess:
         space: HostNamespaces,
         argv: Sequence[str],
         environ: Mapping[str, str],
-        say: LineCallback,
+        on_line: LineCallback,
         *,
         cores: Sequence[int] = (),
         cgroups: Sequence[str] = (),
@@ -53,7 +52,7 @@ class HostProcess:
         self.host = space.name
         self.lines: list[str] = []
         self.ended_at: float | None = None
-        self._space, self._say = space, say
+        self._space, self._on_line = space, on_line
         self._process = _start_process(space.command(argv, cores=cores, cgroups=cgroups), environ, directory)
         self._reader = threading.Thread(target=self._read, name=f"lab-{self.host}")
         self._reader.start()
@@ -62,40 +61,40 @@ class HostProcess:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             self.lines.append(line.rstrip("\n"))
-            with suppress(BrokenPipeError):  # nobody listens any more; the host goes on
-                self._say(f"[{self.host}] {self.lines[-1]}\n")
+            with suppress(BrokenPipeError):  # the reader is gone, but the host goes on
+                self._on_line(f"[{self.host}] {self.lines[-1]}\n")
 
     @property
     def has_entered(self) -> bool:
-        """Whether the command is in its host, or has been."""
+        """Whether the command runs inside its host, or has already ended."""
         return bool(host_pids(self._space.first)) or self.poll()
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs; negative: the signal that ended it."""
+        """The exit code; None while it runs, negative for the signal that ended it."""
         return self._process.returncode
 
     def poll(self) -> bool:
-        """Whether it has ended."""
+        """Return whether the command has ended; end the processes that it left behind."""
         if self.ended_at is None and self._process.poll() is not None:
             self.ended_at = time.monotonic()
-            signal_all(host_pids(self._space.first), signal.SIGKILL)  # what it left behind
+            signal_all(host_pids(self._space.first), signal.SIGKILL)
         return self.ended_at is not None
 
     def terminate(self) -> None:
-        """Ask it to end."""
+        """Send SIGTERM to the command."""
         if not self.poll():
             self._process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End it, with everything that runs in its host."""
+        """Kill the command and every process of its host."""
         signal_all(host_pids(self._space.first), signal.SIGKILL)
         self._process.kill()
         self._process.wait()
         self.poll()
 
     def close(self) -> None:
-        """Take its last lines."""
+        """Wait for the last lines of output."""
         self._reader.join(_READ_END_SECONDS)
         if self._process.stdout is not None and not self._reader.is_alive():
             self._process.stdout.close()
@@ -117,24 +116,24 @@ def _start_process(
     )
 
 
-_RENDEZVOUS_PORT = 29500  # in the first host's own network, so nobody else can have it
+_RENDEZVOUS_PORT = 29500  # always free: the first host has a network of its own
 _JOB_COMMANDS = {("train",): False, ("verify",): False, ("run",): True, ("bench", "link"): False}
-"""The commands that start a job; True: what follows the script belongs to the script."""
+"""The commands that start a job; True if words after the script are its own arguments."""
 _PROCESSES_OPTIONS = ("-n", "--processes")
 
 
 def spread_over_hosts(command: Sequence[str], addresses: Sequence[str]) -> list[list[str]]:
-    """The argument vector of each host, in the order of the addresses.
+    """Return the command line of each host, in the order of the addresses.
 
     Args:
         command: as a user types it on one machine.
-        addresses: of the hosts; the job meets at the first.
+        addresses: IPv4 addresses of the hosts; the first is the rendezvous.
     Raises:
-        RecipeError: the processes cannot be shared out evenly, or the command is empty.
+        RecipeError: the processes cannot be divided evenly, or the command is empty.
     """
     if not command:
         raise RecipeError(
-            "there is no command to run", next_step="put it after --, for example -- paceline train RECIPE"
+            "the command is empty", next_step="put it after --, for example -- paceline train RECIPE"
         )
     if command[0] != "paceline":
         return [list(command) for _ in addresses]
@@ -143,31 +142,31 @@ def spread_over_hosts(command: Sequence[str], addresses: Sequence[str]) -> list[
     name = next((name for name in _JOB_COMMANDS if tuple(words[: len(name)]) == name), None)
     if name is None:
         return [[*base, *words] for _ in addresses]
-    own = _share_processes(words[len(name) :], len(addresses), script=_JOB_COMMANDS[name])
-    meeting = ["--nodes", str(len(addresses)), "--rendezvous", f"{addresses[0]}:{_RENDEZVOUS_PORT}"]
-    return [[*base, *name, *meeting, "--node-rank", str(i), *own] for i in range(len(addresses))]
+    arguments = _divide_processes(words[len(name) :], len(addresses), script=_JOB_COMMANDS[name])
+    nodes = ["--nodes", str(len(addresses)), "--rendezvous", f"{addresses[0]}:{_RENDEZVOUS_PORT}"]
+    return [[*base, *name, *nodes, "--node-rank", str(i), *arguments] for i in range(len(addresses))]
 
 
-def _share_processes(words: list[str], num_hosts: int, *, script: bool) -> list[str]:
-    """The words with the number of processes of one host; without -n, what the command takes by itself."""
-    place = 0
-    while place < len(words):
-        if words[place] in _PROCESSES_OPTIONS and place + 1 < len(words):
+def _divide_processes(words: list[str], num_hosts: int, *, script: bool) -> list[str]:
+    """Return the arguments with `-n` divided by the number of hosts; unchanged without `-n`."""
+    index = 0
+    while index < len(words):
+        if words[index] in _PROCESSES_OPTIONS and index + 1 < len(words):
             return [
-                *words[: place + 1],
-                str(_processes_per_host(words[place + 1], num_hosts)),
-                *words[place + 2 :],
+                *words[: index + 1],
+                str(_processes_per_host(words[index + 1], num_hosts)),
+                *words[index + 2 :],
             ]
-        if script and not words[place].startswith("--"):
+        if script and not words[index].startswith("--"):
             break  # the script, or -m
-        place += 2 if script else 1
+        index += 2 if script else 1
     return words
 
 
 def _processes_per_host(text: str, num_hosts: int) -> int:
     if not text.isdigit() or int(text) % num_hosts or int(text) == 0:
         raise RecipeError(
-            f"-n {text} processes cannot be shared evenly by {num_hosts} hosts",
-            next_step=f"-n counts the processes of all hosts: a multiple of {num_hosts}",
+            f"-n {text} cannot be divided evenly among {num_hosts} hosts",
+            next_step=f"-n counts the processes of all hosts: choose a multiple of {num_hosts}",
         )
     return int(text) // num_hosts

@@ -1,8 +1,7 @@
-"""Which cores a host may use, and how many of them: affinity where cores divide evenly, control groups for
-shares.
+"""The cores of each host: affinity where cores divide evenly, control groups for quotas and shared cores.
 
-Invariant: a share that was asked for and cannot be kept is an error; without a wish every host gets the
-same, and the text says by which means.
+Invariant: a quota that was requested and cannot be kept is an error. Without a request every host gets the
+same, and the summary says how.
 """
 
 from __future__ import annotations
@@ -15,21 +14,20 @@ from pathlib import Path
 
 from paceline.errors import LabError
 
-_PERIOD_US = (
-    10_000  # short, so that a host that has used its share waits milliseconds, not a tenth of a second
-)
+# Short, so that a host that has used its quota waits milliseconds, not a tenth of a second.
+_PERIOD_US = 10_000
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
 class CoreShare:
-    """One host's cores.
+    """The cores of one host.
 
     Args:
-        cores: that its processes may run on; empty: any.
-        quota: how many cores' time it may use; 0: what the others leave.
-        threads: of each of its processes, for the arithmetic of one operator; 0: as many as it has cores.
-            Threads that wait for one that has no core burn the time of the others.
+        cores: cores on which its processes can run; empty for all.
+        quota: number of cores whose time it can use; 0 for no limit.
+        threads: intra-op threads of each process; 0 for one per core. Where hosts share cores, threads that
+            spin while they wait for a descheduled one would take the time of the others.
     """
 
     cores: tuple[int, ...]
@@ -37,12 +35,12 @@ class CoreShare:
     threads: int = 0
 
     def environ(self, inherited: Mapping[str, str]) -> dict[str, str]:
-        """Variables of its processes; a number of threads that somebody has chosen stays."""
+        """Return the environment of its processes; an inherited OMP_NUM_THREADS is kept."""
         return ({"OMP_NUM_THREADS": str(self.threads)} if self.threads else {}) | dict(inherited)
 
 
 def plan_core_shares(num_hosts: int, cores: Sequence[int], wanted: float = 0.0) -> list[CoreShare]:
-    """Deal the cores; `wanted`: cores for each host, 0 for an equal part. Pure."""
+    """Divide cores among hosts: `wanted` cores for each, or an equal part if 0. Pure."""
     if wanted:
         width = max(1, -(-int(wanted * 1000) // 1000))
         return [
@@ -61,24 +59,25 @@ def _cores_from(cores: Sequence[int], start: int, width: int) -> tuple[int, ...]
 
 
 def describe_core_shares(shares: Sequence[CoreShare], num_cores: int, grouped: bool) -> str:
-    """For the summary: what each host has."""
+    """Return one line about the cores of the hosts, for the summary."""
     if shares[0].quota:
-        return f"{shares[0].quota:g} cores a host (control group), of {num_cores}"
+        return f"{shares[0].quota:g} of {num_cores} cores per host (control groups)"
     if shares[0].cores and len(shares) >= num_cores:
         each = len(shares) // num_cores
         return f"{'one host' if each == 1 else f'{each} hosts'} on each of {num_cores} cores (affinity)"
     if shares[0].cores:
-        return f"{len(shares[0].cores)} of {num_cores} cores a host (affinity)"
-    means = "equal weights (control groups)" if grouped else "not fairly: no control groups"
-    return f"{num_cores} cores shared by all hosts, {means}"
+        return f"{len(shares[0].cores)} of {num_cores} cores per host (affinity)"
+    method = "with equal weights (control groups)" if grouped else "not evenly, for lack of control groups"
+    return f"{num_cores} cores shared by all hosts, {method}"
 
 
 class ControlGroups:
-    """The control groups of a lab: a folder for each host in a folder of the lab.
+    """The control groups of a lab: one folder, with a folder for each host inside.
 
     Args:
-        base: folder of the `cpu` hierarchy that this process may write to.
-        v2: it is the unified hierarchy.
+        lab: name of the lab.
+        base: a folder of the `cpu` hierarchy that this process can write to.
+        v2: whether it is the unified hierarchy.
     """
 
     def __init__(self, lab: str, base: Path, *, v2: bool) -> None:
@@ -86,7 +85,7 @@ class ControlGroups:
         self.folders: list[Path] = []
 
     def make(self, host: str, quota: float) -> Path:
-        """A group of a host; every host weighs the same.
+        """Create the group of a host; all hosts have the same weight.
 
         Raises:
             OSError: the system does not allow it.
@@ -109,19 +108,19 @@ class ControlGroups:
         self.folders.append(folder)
 
     def remove(self) -> None:
-        """Remove what was made; the processes are gone by now."""
+        """Remove the groups; their processes have ended by then."""
         remove_control_groups([str(folder) for folder in self.folders])
 
 
 def remove_control_groups(folders: Sequence[str]) -> None:
-    """Remove groups, the inner ones first."""
+    """Remove control groups, given outer ones first."""
     for folder in reversed(folders):
         with suppress(OSError):
             Path(folder).rmdir()
 
 
 def find_control_groups(lab: str, root: Path = _CGROUP_ROOT) -> ControlGroups | None:
-    """Where this process may make control groups for processors; None: nowhere."""
+    """Return the control groups that this process can create; None if it cannot create any."""
     v1 = next((root / name for name in ("cpu", "cpu,cpuacct") if (root / name / "cpu.shares").exists()), None)
     if v1 is not None and os.access(v1, os.W_OK):
         return ControlGroups(lab, v1, v2=False)
@@ -134,10 +133,10 @@ def find_control_groups(lab: str, root: Path = _CGROUP_ROOT) -> ControlGroups | 
 def assign_cores(
     lab: str, hosts: Sequence[str], wanted: float
 ) -> tuple[list[CoreShare], ControlGroups | None]:
-    """Deal the cores of this process to hosts, and make the control groups that this takes.
+    """Divide the cores of this process among hosts, and create the control groups for it.
 
     Raises:
-        LabError: a share was asked for and the system has no control groups for this user.
+        LabError: a quota was requested and this user cannot create control groups.
     """
     shares = plan_core_shares(len(hosts), sorted(os.sched_getaffinity(0)), wanted)
     groups = find_control_groups(lab) if wanted or not shares[0].cores else None
@@ -150,8 +149,8 @@ def assign_cores(
             groups = None
     if wanted and groups is None:
         raise LabError(
-            f"A share of {wanted:g} cores a host needs control groups, which this user may not make.",
+            f"A quota of {wanted:g} cores per host needs control groups, which this user cannot create.",
             where=str(_CGROUP_ROOT),
-            next_step="run as root, or leave --cores away: hosts then share the cores evenly",
+            next_step="run as root, or leave out --cores: hosts then share the cores evenly",
         )
     return shares, groups

@@ -1,12 +1,8 @@
-"""What is written down about a lab, so that another process can look into it and clean up after it.
+"""The records of all labs of this user, for other processes, and the removal of labs that were left behind.
 
-Invariant: a lab's folder is there before anything of the lab is, and goes last. A process is known by its
-number and the time it started, so a number that was given to another process is never mistaken for it.
-
-What labs have left behind, and its removal.
-
-Invariant: a lab whose owner lives is left alone unless it is asked for; everything else of this user's labs
-goes, and nothing that is no lab's is touched.
+Invariant: the folder of a lab is made before any other part of it, and removed last. A process is identified
+by its number and start time, so that a number that was reused is never mistaken for it. `clean` spares labs
+whose owner lives, unless it is told otherwise, and touches nothing that is not part of a lab.
 """
 
 from __future__ import annotations
@@ -25,49 +21,43 @@ from pathlib import Path
 from typing import TypeVar
 
 from paceline.lab.host_cores import remove_control_groups
+from paceline.observe.process_info import process_start_ticks
 
 LAB_PREFIX = "paceline-lab-"
 
 
 @dataclass(frozen=True)
 class ProcessIdentity:
-    """A process by number and start time (in clock ticks since the machine started)."""
+    """A process, identified by its number and its start time in clock ticks since the machine started."""
 
     pid: int
     started: int
 
     @classmethod
     def of(cls, pid: int) -> ProcessIdentity:
-        """The process that has this number now; `started` is 0 if there is none."""
-        return cls(pid, _start_time(pid))
+        """Identify the process that has this number now; `started` is 0 if there is none."""
+        return cls(pid, process_start_ticks(pid))
 
     @property
     def alive(self) -> bool:
-        """Whether it still runs (a zombie does not)."""
-        return self.started > 0 and _start_time(self.pid) == self.started
-
-
-def _start_time(pid: int) -> int:
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return 0
-    return 0 if fields[0] in "ZX" else int(fields[19])
+        """Whether the process still runs (a zombie does not)."""
+        return self.started > 0 and process_start_ticks(self.pid) == self.started
 
 
 @dataclass
 class LabRecord:
-    """A lab.
+    """The record of a lab.
 
     Args:
         name: unique on this machine, begins with `LAB_PREFIX`.
-        folder: the lab's own files.
+        folder: the files of the lab.
         owner: the process that made it.
-        first: by host (and "switch"), the first process of its namespaces.
-        addresses: by host.
-        kinds: namespaces to enter in order to be inside.
-        cgroups: folders that the lab made, inner ones last.
-        command: that it runs, for people.
+        first: first process of the namespaces, by host and for "switch".
+        holders: process that holds the namespaces, likewise.
+        addresses: IPv4 address by host.
+        kinds: namespaces that a process enters to be inside a host.
+        cgroups: control groups of the lab, inner ones last.
+        command: the command that runs, for `lab list`.
     """
 
     name: str
@@ -81,37 +71,37 @@ class LabRecord:
     command: str = ""
 
     def save(self) -> None:
-        """Write atomically."""
-        hidden = self.folder / "lab.writing"
-        hidden.write_text(json.dumps({**asdict(self), "folder": str(self.folder)}), encoding="utf-8")
-        hidden.rename(self.folder / "lab.json")
+        """Write the record atomically."""
+        temporary = self.folder / "lab.writing"
+        temporary.write_text(json.dumps({**asdict(self), "folder": str(self.folder)}), encoding="utf-8")
+        temporary.rename(self.folder / "lab.json")
 
     @classmethod
     def load(cls, folder: Path) -> LabRecord:
-        """Read what `save` wrote.
+        """Read a record that `save` wrote.
 
         Raises:
-            OSError, ValueError, KeyError, TypeError: there is none, or it was not written by this version.
+            OSError, ValueError, KeyError, TypeError: there is no record, or another version wrote it.
         """
-        found = json.loads((folder / "lab.json").read_text(encoding="utf-8"))
+        record = json.loads((folder / "lab.json").read_text(encoding="utf-8"))
         for name in ("first", "holders"):
-            found[name] = {host: ProcessIdentity(**value) for host, value in found[name].items()}
-        owner, kinds = ProcessIdentity(**found.pop("owner")), tuple(found.pop("kinds"))
-        return cls(**{**found, "folder": folder}, owner=owner, kinds=kinds)
+            record[name] = {host: ProcessIdentity(**value) for host, value in record[name].items()}
+        owner, kinds = ProcessIdentity(**record.pop("owner")), tuple(record.pop("kinds"))
+        return cls(**{**record, "folder": folder}, owner=owner, kinds=kinds)
 
 
 def labs_folder() -> Path:
-    """Where the labs of this user write; private to the user."""
+    """Return the folder of all labs of this user, which only this user can read."""
     return Path(tempfile.gettempdir()) / f"paceline-labs-{os.getuid()}"
 
 
 def create_lab_record() -> LabRecord:
-    """Make the folder of a new lab that this process owns."""
+    """Create the folder and the record of a new lab, owned by this process."""
     name = LAB_PREFIX + secrets.token_hex(4)
     folder = labs_folder() / name
     while not folder.exists():
         labs_folder().mkdir(mode=0o700, exist_ok=True)
-        with suppress(FileNotFoundError):  # another lab was the last one, and took the folder of all with it
+        with suppress(FileNotFoundError):  # the last other lab has just removed the folder of all labs
             folder.mkdir(mode=0o700)
     record = LabRecord(name, folder, ProcessIdentity.of(os.getpid()))
     record.save()
@@ -119,26 +109,26 @@ def create_lab_record() -> LabRecord:
 
 
 def find_lab_folders() -> Iterator[Path]:
-    """The folders of all labs of this user, oldest first."""
-    found: dict[Path, float] = {}
+    """Yield the folders of all labs of this user, oldest first."""
+    modified: dict[Path, float] = {}
     if labs_folder().is_dir():
         for path in labs_folder().glob(f"{LAB_PREFIX}*"):
             with suppress(FileNotFoundError):  # its lab has just ended
-                found[path] = path.stat().st_mtime
-    yield from sorted(found, key=lambda path: found[path])
+                modified[path] = path.stat().st_mtime
+    yield from sorted(modified, key=lambda path: modified[path])
 
 
 def read_lab_records() -> Iterator[LabRecord]:
-    """All labs of this user that can be read, oldest first."""
+    """Yield the records of all labs of this user that can be read, oldest first."""
     for folder in find_lab_folders():
         try:
             yield LabRecord.load(folder)
         except (OSError, ValueError, KeyError, TypeError):
-            continue  # half made when its owner was killed; `clean` removes it
+            continue  # its owner was killed while making it; `clean` removes it
 
 
 def remove_lab_folder(folder: Path) -> None:
-    """Remove a lab's folder, and the folder of all labs when it was the last one."""
+    """Remove the folder of a lab, and the folder of all labs if it is empty then."""
     shutil.rmtree(folder, ignore_errors=True)
     try:
         labs_folder().rmdir()
@@ -154,7 +144,7 @@ _GROUP_PARENTS = ("cpu", "cpu,cpuacct", ".")
 
 @dataclass(frozen=True)
 class CleanupResult:
-    """What was removed: labs by name, processes by number, control groups by folder; and labs that run on."""
+    """The result of `clean`: removed labs, killed processes, removed control groups, and running labs."""
 
     labs: tuple[str, ...]
     processes: tuple[int, ...]
@@ -163,58 +153,56 @@ class CleanupResult:
 
 
 def clean(*, running: bool = False, groups_root: Path = Path("/sys/fs/cgroup")) -> CleanupResult:
-    """Remove what labs of this user have left.
+    """Remove everything that labs of this user have left behind.
 
     Args:
         running: also end labs that are in use.
-        groups_root: where control groups are mounted.
+        groups_root: the folder where control groups are mounted.
     """
     if running:
         _kill_owners()
     pids = _end_processes()
     groups = _remove_orphan_groups(groups_root)
-    left = _orphans({folder: folder.name for folder in find_lab_folders()})
-    for folder in left:
+    orphans = _orphans({folder: folder.name for folder in find_lab_folders()})
+    for folder in orphans:
         remove_lab_folder(folder)
-    names = {folder.name for folder in left} | {
+    names = {folder.name for folder in orphans} | {
         Path(group).name for group in groups if LAB_PREFIX in Path(group).name
     }
     return CleanupResult(tuple(sorted(names)), tuple(pids), tuple(groups), tuple(sorted(_running_labs())))
 
 
 def find_lab_processes() -> dict[int, str]:
-    """The processes of this user that keep labs alive, by number, with the name of their lab."""
-    found: dict[int, str] = {}
+    """Return the processes of this user that hold labs, by number, with the name of their lab."""
+    labs: dict[int, str] = {}
     for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             words = (path / "cmdline").read_bytes().decode(errors="replace").split("\0")
             names = [word for word in words[3:6] if word.startswith(LAB_PREFIX)]
             if names and "paceline/lab/inside/" in words[3] and path.stat().st_uid == os.getuid():
-                found[int(path.name)] = names[0]
-    return found
+                labs[int(path.name)] = names[0]
+    return labs
 
 
 def _running_labs() -> set[str]:
-    """The labs whose owner lives, by name, and those that are just being made."""
-    named = {record.name for record in read_lab_records() if record.owner.alive}
-    return named | {folder.name for folder in find_lab_folders() if _is_being_made(folder)}
+    """Return the names of labs whose owner lives, and of those that are being made."""
+    owned = {record.name for record in read_lab_records() if record.owner.alive}
+    return owned | {folder.name for folder in find_lab_folders() if _is_being_made(folder)}
 
 
 def _is_being_made(folder: Path) -> bool:
-    """A lab's folder that has no record yet, and has not stood for long without."""
+    """Return whether a folder is so new that its owner may not have written the record yet."""
     try:
         return not (folder / "lab.json").exists() and time.time() - folder.stat().st_mtime < _REMOVAL_SECONDS
     except FileNotFoundError:
-        return False  # it has ended
+        return False  # the lab has just ended
 
 
-def _orphans(found: Mapping[_Resource, str]) -> list[_Resource]:
-    """What belongs to no living lab, of things with the names of their labs.
-
-    Who lives is asked after the things were found: a lab that began in between is spared.
-    """
-    alive = _running_labs()
-    return [thing for thing, lab in found.items() if lab not in alive]
+def _orphans(lab_of: Mapping[_Resource, str]) -> list[_Resource]:
+    """Return the resources whose lab does not run."""
+    # Running labs are listed after the resources were found, so that a lab that began in between is spared.
+    running = _running_labs()
+    return [resource for resource, lab in lab_of.items() if lab not in running]
 
 
 def _kill_owners() -> None:
@@ -228,14 +216,14 @@ def _kill_owners() -> None:
 
 
 def _end_processes() -> list[int]:
-    """Kill what keeps a lab alive; the kernel ends the rest of its hosts."""
+    """Kill the processes that hold orphaned labs; the kernel then ends all others of their hosts."""
     ended: set[int] = set()
     expires = time.monotonic() + _REMOVAL_SECONDS
-    while found := _orphans(find_lab_processes()):
-        for pid in found:
+    while pids := _orphans(find_lab_processes()):
+        for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        ended.update(found)
+        ended.update(pids)
         if time.monotonic() > expires:
             break
         time.sleep(0.02)
@@ -244,18 +232,19 @@ def _end_processes() -> list[int]:
 
 def _remove_orphan_groups(root: Path) -> list[str]:
     tops = [top for parent in _GROUP_PARENTS for top in sorted((root / parent).glob(f"{LAB_PREFIX}*"))]
-    found: list[str] = []
+    groups: list[str] = []
     for top in _orphans({top: top.name for top in tops}):
         with suppress(FileNotFoundError):  # its lab has just ended
             if top.stat().st_uid == os.getuid():
-                found += map(str, (top, *sorted(inner for inner in top.iterdir() if inner.is_dir())))
-    return _remove_until_gone(found)
+                groups += map(str, (top, *sorted(inner for inner in top.iterdir() if inner.is_dir())))
+    return _remove_until_gone(groups)
 
 
-def _remove_until_gone(found: Sequence[str]) -> list[str]:
-    """A group can go when its last process has been buried, which may take a moment."""
+def _remove_until_gone(groups: Sequence[str]) -> list[str]:
+    """Remove control groups; return those that are gone."""
+    # A group cannot be removed before its last process was reaped, which may take a moment.
     expires = time.monotonic() + _REMOVAL_SECONDS
-    while any(Path(folder).exists() for folder in found) and time.monotonic() < expires:
-        remove_control_groups(found)
+    while any(Path(folder).exists() for folder in groups) and time.monotonic() < expires:
+        remove_control_groups(groups)
         time.sleep(0.01)
-    return [folder for folder in found if not Path(folder).exists()]
+    return [folder for folder in groups if not Path(folder).exists()]

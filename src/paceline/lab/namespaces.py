@@ -1,12 +1,8 @@
-"""Hosts as namespaces: start one, run something in it, find its processes.
+"""Hosts as namespaces: start one, run a command inside it, find its processes. Linux only.
 
 Invariant: nothing has a name in the system (no entry in /run/netns, no interface outside), so labs cannot
-collide, and a namespace is gone when its last process is. What a host shares with the machine: the file
-system (but /dev/shm and /proc), the kernel, the clock. Linux only.
-
-The processes of a host and its interfaces' counts, seen from outside.
-
-Invariant: looking enters nothing and starts nothing.
+collide, and namespaces vanish with their last process. A host shares with the machine the file system (except
+/dev/shm and /proc), the kernel and the clock. Looking at the processes of a host enters and starts nothing.
 """
 
 from __future__ import annotations
@@ -31,15 +27,21 @@ from paceline.lab import inside
 _SCRIPT_FOLDER = Path(inside.__file__).parent
 _READY_SECONDS = 20.0
 _COMMAND_SECONDS = 20.0
-_NAMESPACE_KINDS = ("pid", "uts", "ipc", "net", "mnt")  # mnt last: /proc is looked up before
+_NAMESPACE_KINDS = (
+    "pid",
+    "uts",
+    "ipc",
+    "net",
+    "mnt",
+)  # mnt last: /proc of the machine is needed to enter the others
 _WITHOUT_LAB = (
-    "without it still work: processes on the loopback (paceline train -n 4, paceline verify -n 4), "
-    "and kill -9, kill -STOP and kill -CONT on them"
+    "without a lab you can use processes on the loopback (paceline train -n 4, paceline verify -n 4), "
+    "with kill -9, kill -STOP and kill -CONT"
 )
 
 
 def inside_script(name: str, lab: str, *arguments: str) -> list[str]:
-    """The argument vector of a script of `inside`; the lab's name in it is how its processes are known."""
+    """Return the command line of a script of `inside`; processes of a lab are found by its name there."""
     return [sys.executable, "-I", "-S", str(_SCRIPT_FOLDER / f"{name}.py"), lab, *arguments]
 
 
@@ -48,10 +50,10 @@ class HostNamespaces:
     """The namespaces of one host.
 
     Args:
-        lab, name: of whom.
-        holder: keeps them; they end when its input does.
-        first: the host's first process, as the machine numbers it.
-        kinds: all that a process inside has entered.
+        lab, name: names of the lab and of the host.
+        holder: the process that holds them; they end when its standard input does.
+        first: the first process of the host, with its number outside.
+        kinds: the namespaces that a process enters to be inside.
     """
 
     lab: str
@@ -68,11 +70,11 @@ class HostNamespaces:
         cores: Sequence[int] = (),
         cgroups: Sequence[str] = (),
     ) -> list[str]:
-        """The argument vector that runs `argv` inside; with `network_only`, on the machine's own files."""
+        """Return the command line that runs `argv` inside; `network_only` keeps the files of the machine."""
         return enter_command(self.lab, self.first, self.kinds, argv, network_only, cores, cgroups)
 
     def tool(self, argv: Sequence[str], lines: Sequence[str] = ()) -> str:
-        """Run a short command on this host's network, with `lines` as its input; what it printed.
+        """Run a short command in the network of the host, with `lines` as input; return its output.
 
         Raises:
             LabError: it failed, or took too long.
@@ -100,7 +102,7 @@ class HostNamespaces:
         return done.stdout
 
     def end(self) -> None:
-        """End every process of the host; returns when they are gone."""
+        """End every process of the host, and wait until they are gone."""
         if self.holder.stdin is not None:
             self.holder.stdin.close()
         try:
@@ -113,8 +115,8 @@ class HostNamespaces:
 
 
 def _failed_line(errors: str, lines: Sequence[str]) -> str:
-    found = re.search(r"Command failed -:(\d+)", errors)
-    return f" (line: {lines[int(found[1]) - 1]})" if found and int(found[1]) <= len(lines) else ""
+    match = re.search(r"Command failed -:(\d+)", errors)
+    return f" (line: {lines[int(match[1]) - 1]})" if match and int(match[1]) <= len(lines) else ""
 
 
 def enter_command(
@@ -126,21 +128,21 @@ def enter_command(
     cores: Sequence[int] = (),
     cgroups: Sequence[str] = (),
 ) -> list[str]:
-    """The argument vector that runs `argv` in the namespaces of process `first`."""
-    wanted = [kind for kind in kinds if not network_only or kind in ("user", "net")]
-    options = {"pid": first, "kinds": wanted, "cores": list(cores), "cgroups": list(cgroups)}
+    """Return the command line that runs `argv` in the namespaces of process `first`."""
+    entered = [kind for kind in kinds if not network_only or kind in ("user", "net")]
+    options = {"pid": first, "kinds": entered, "cores": list(cores), "cgroups": list(cgroups)}
     return inside_script("enter", lab, json.dumps(options), *argv)
 
 
 def start_namespaces(
     lab: str, name: str, join: str, names: str = "", disk: Sequence[str] = ()
 ) -> HostNamespaces:
-    """Make the namespaces of a host.
+    """Start the namespaces of a host.
 
     Args:
-        names: a file that stands in for /etc/hosts; "": the machine's own.
-        disk: a folder and the bytes of a disk of the host's own that is mounted there; empty: none.
-        join: "root", "new" or the number of a process whose user namespace is joined.
+        join: "root", "new", or the number of a process whose user namespace is joined.
+        names: a file that replaces /etc/hosts; empty for that of the machine.
+        disk: folder and size in bytes of a disk that only this host has; empty for none.
     Raises:
         LabError: the system does not allow it.
     """
@@ -150,8 +152,8 @@ def start_namespaces(
         stdout=subprocess.PIPE,
         start_new_session=True,
     )
-    said = read_json_line(holder)
-    if said.get("said") != "ok":
+    answer = read_json_line(holder)
+    if answer.get("said") != "ok":
         if holder.stdin is not None:
             holder.stdin.close()
         holder.kill()
@@ -159,46 +161,49 @@ def start_namespaces(
         if holder.stdout is not None:
             holder.stdout.close()
         raise LabError(
-            f"The system does not let this user make a host: {said.get('said', 'no answer')}.",
+            f"The system does not let this user start a host: {answer.get('said', 'no answer')}.",
             where="Linux namespaces (user, net, mnt, pid, uts, ipc)",
-            next_step=f"run as root, or allow user namespaces (sysctl user.max_user_namespaces, "
-            f"kernel.unprivileged_userns_clone, kernel.apparmor_restrict_unprivileged_userns); {_WITHOUT_LAB}",
+            next_step="run as root, or allow user namespaces (sysctl user.max_user_namespaces, "
+            "kernel.unprivileged_userns_clone, kernel.apparmor_restrict_unprivileged_userns); "
+            f"{_WITHOUT_LAB}",
         )
     kinds = _NAMESPACE_KINDS if join == "root" else ("user", *_NAMESPACE_KINDS)
-    return HostNamespaces(lab, name, holder, int(said["pid"]), kinds)
+    return HostNamespaces(lab, name, holder, int(answer["pid"]), kinds)
 
 
 def read_json_line(process: subprocess.Popen[bytes]) -> dict[str, Any]:
-    """The next line of JSON that a script of `inside` prints; empty if it ended or took too long."""
+    """Read the next line of JSON from a script of `inside`; empty if it ended or took too long."""
     assert process.stdout is not None
     line = b""
     while not line.endswith(b"\n"):
         if not select.select([process.stdout], [], [], _READY_SECONDS)[0]:
             return {}
-        more = os.read(process.stdout.fileno(), 4096)
-        if not more:
+        data = os.read(process.stdout.fileno(), 4096)
+        if not data:
             return {}
-        line += more
-    found: dict[str, Any] = json.loads(line.splitlines()[0])
-    return found
+        line += data
+    record: dict[str, Any] = json.loads(line.splitlines()[0])
+    return record
 
 
 def check_tools() -> None:
-    """Raises:
-    LabError: this is not Linux, or a tool is missing.
+    """Check that this machine has what a lab needs.
+
+    Raises:
+        LabError: it is not Linux, or a tool is missing.
     """
     missing = [tool for tool in ("ip", "tc", "bridge") if shutil.which(tool) is None]
     if sys.platform != "linux":
-        raise LabError("A lab needs the namespaces of Linux.", next_step=_WITHOUT_LAB)
+        raise LabError("A lab needs Linux namespaces.", next_step=_WITHOUT_LAB)
     if missing:
         raise LabError(
-            f"A lab needs {', '.join(missing)}, which this machine has not.",
+            f"A lab needs {', '.join(missing)}, which this machine does not have.",
             next_step=f"install iproute2 (apt-get install iproute2); {_WITHOUT_LAB}",
         )
 
 
 def find_obstacle() -> str:
-    """Why no lab can be made here; empty if one can."""
+    """Return why no lab can be started here; empty if one can."""
     try:
         check_tools()
         space = start_first_namespaces("paceline-lab-probe", "probe")
@@ -209,7 +214,7 @@ def find_obstacle() -> str:
 
 
 def start_first_namespaces(lab: str, name: str) -> HostNamespaces:
-    """A space as root; where this process is not root, or root is not enough, in a user namespace of its own.
+    """Start namespaces as root; if that is not possible, inside a new user namespace.
 
     Raises:
         LabError: neither works.
@@ -221,12 +226,12 @@ def start_first_namespaces(lab: str, name: str) -> HostNamespaces:
 
 
 def host_pids(first: int) -> list[int]:
-    """The processes of a host but its first, as the machine numbers them; empty if the host is gone."""
-    own = _process_namespace(str(first))
-    if own is None:
+    """Return the processes of a host without its first, by their numbers outside; empty if it is gone."""
+    namespace = _process_namespace(str(first))
+    if namespace is None:
         return []
-    found = [int(path.name) for path in Path("/proc").glob("[0-9]*") if _process_namespace(path.name) == own]
-    return sorted(pid for pid in found if pid != first)
+    processes = [path.name for path in Path("/proc").glob("[0-9]*")]
+    return sorted(int(pid) for pid in processes if _process_namespace(pid) == namespace and int(pid) != first)
 
 
 def _process_namespace(pid: str) -> str | None:
@@ -237,17 +242,17 @@ def _process_namespace(pid: str) -> str | None:
 
 
 def signal_all(pids: Sequence[int], number: signal.Signals) -> None:
-    """Send a signal to each that is still there."""
+    """Send a signal to each process that still exists."""
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, number)
 
 
 def interface_counts(first: int) -> Mapping[str, tuple[int, int]]:
-    """Bytes received and sent by interface, in the network namespace of a process, from the kernel.
+    """Return bytes received and sent by interface, in the network namespace of a process.
 
-    Large segments that the kernel has not cut yet count with one header; see `counters` for bytes on the
-    wire.
+    The kernel counts a large segment that it has not cut yet with one header; for bytes on the wire use
+    `paceline.lab.utilization.read_traffic`.
     """
     try:
         lines = Path(f"/proc/{first}/net/dev").read_text().splitlines()[2:]

@@ -1,17 +1,13 @@
-"""The lab's network: built once, changed by faults, read for the summary.
+"""The network of a lab: rates, delays and reachability of its links, changed by faults and read for the
+summary.
 
-Invariant: everything is inside the lab's namespaces; the machine's own interfaces are never touched.
+A rate is a token bucket (`tc tbf`) that counts Ethernet frames without preamble and check sequence: of the
+1,514 bytes of a full frame 1,448 are payload of TCP with time stamps, so the goodput of TCP is at most 95.6 %
+of the rate. A bucket holds 1 ms of the rate: a message that is smaller leaves at once, a stream has the rate.
+Frames wait up to 50 ms, then they are lost, as in a switch. Latency, jitter and loss are netem where the
+kernel has it, else a forwarder in user space.
 
-What `tc` is told: token buckets for rates, netem for delays where there is one. Pure but for the probe.
-
-A rate counts Ethernet frames without preamble and check sequence: of 1,514 bytes of a full frame 1,448 are
-payload of TCP (with its time stamps), so TCP's goodput is 95.6 % of the rate at most. A bucket holds 1 ms
-of the rate: a message that is smaller leaves at once, a stream has the rate. Frames wait up to 50 ms, then
-they are lost, as in a switch.
-
-Latency, jitter and loss of links: netem where the kernel has it, else a forwarder of our own.
-
-Invariant: both are changed and ended the same way, and `means` says which one is in use.
+Invariant: everything is inside the namespaces of the lab; the interfaces of the machine are never touched.
 """
 
 from __future__ import annotations
@@ -47,7 +43,10 @@ _QUEUE_SECONDS, _MIN_QUEUE_BYTES = 0.05, 128 * 1024
 
 
 def render_rate(device: str, wire: LinkDirection, verb: str = "add") -> str:
-    """The `tc -batch` line for a rate; a link without a limit has a bucket that never fills, which counts."""
+    """Return the `tc -batch` line for a rate.
+
+    A link without a limit gets a bucket that never empties, because it counts the frames.
+    """
     rate = wire.rate_bits or UNLIMITED_BITS
     burst = max(_MIN_BURST_BYTES, int(min(rate, 10e9) / 8 * _BURST_SECONDS))
     limit = burst + max(_MIN_QUEUE_BYTES, int(min(rate, 10e9) / 8 * _QUEUE_SECONDS))
@@ -55,7 +54,7 @@ def render_rate(device: str, wire: LinkDirection, verb: str = "add") -> str:
 
 
 def render_netem(device: str, wire: LinkDirection, seed: int, verb: str = "add") -> str:
-    """The `tc -batch` line for a delay, inside the token bucket of the same device."""
+    """Return the `tc -batch` line for a delay, inside the token bucket of the same device."""
     jitter = f" {wire.jitter_seconds * 1e6:.0f}us" if wire.jitter_seconds else ""
     loss = f" loss {wire.loss * 100:g}%" if wire.loss else ""
     delay = f"delay {wire.latency_seconds * 1e6:.0f}us{jitter}{loss}"
@@ -63,7 +62,7 @@ def render_netem(device: str, wire: LinkDirection, seed: int, verb: str = "add")
 
 
 def render_redirect(device: str, tap: str) -> list[str]:
-    """The `tc -batch` lines that send everything that arrives on a port to the forwarder's device."""
+    """Return the `tc -batch` lines that redirect all frames of a port to the device of the forwarder."""
     return [
         f"qdisc add dev {device} handle ffff: ingress",
         f"filter add dev {device} parent ffff: protocol all u32 match u32 0 0 "
@@ -72,7 +71,7 @@ def render_redirect(device: str, tap: str) -> list[str]:
 
 
 def has_netem(space: HostNamespaces) -> bool:
-    """Whether the kernel has netem: tried on the loopback of a namespace, where it disturbs nobody."""
+    """Return whether the kernel has netem, by adding it to the loopback of a namespace."""
     try:
         space.tool(["tc", "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms"])
     except LabError:
@@ -85,12 +84,10 @@ _END_SECONDS = 5.0
 
 
 class LinkDelays(Protocol):
-    """Delays the upward direction of cables."""
+    """A method that delays the upward direction of cables."""
 
     @property
-    def means(self) -> str:
-        """For the summary."""
-        ...
+    def method(self) -> str: ...
 
     def set(self, cable: VethCable, wire: LinkDirection, seed: int) -> None: ...
     def counts(self) -> dict[str, int]: ...
@@ -99,45 +96,45 @@ class LinkDelays(Protocol):
 
 @dataclass
 class NetemDelays:
-    """The kernel's own; what it counts is in the queues' counts."""
+    """Delays by netem of the kernel; losses are in the counts of the queues."""
 
     spaces: Mapping[str, HostNamespaces]
-    means: str = "netem"
-    _known: set[str] = field(default_factory=set)
+    method: str = "netem"
+    _delayed: set[str] = field(default_factory=set)
 
     def set(self, cable: VethCable, wire: LinkDirection, seed: int) -> None:
-        """Delay a cable from now on, or differently."""
-        verb = "change" if cable.name in self._known else "add"
+        """Set or change the delay of a cable."""
+        verb = "change" if cable.name in self._delayed else "add"
         line = render_netem(cable.near_device, wire, seed, verb)
         self.spaces[cable.near_space].tool(["tc", "-batch", "-"], [line])
-        self._known.add(cable.name)
+        self._delayed.add(cable.name)
 
     def counts(self) -> dict[str, int]:
-        """Nothing of its own."""
+        """Return no counts: those of the queues include them."""
         return {}
 
     def end(self) -> None:
-        """It goes with the device."""
+        """Do nothing: netem vanishes with its device."""
 
 
 @dataclass
 class ForwarderDelays:
-    """A process for each delayed cable, on a TAP device beside the port of the cable."""
+    """Delays by a user-space process for each cable, on a TAP device at the port of the cable."""
 
     switch: HostNamespaces
     scheduling: str = ""
     _running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     @property
-    def means(self) -> str:
-        """For the summary."""
+    def method(self) -> str:
+        """The method, for the summary."""
         return f"user-space forwarder on TAP devices (this kernel has no netem), {self.scheduling} scheduling"
 
     def set(self, cable: VethCable, wire: LinkDirection, seed: int) -> None:
-        """Delay a cable from now on, or differently.
+        """Set or change the delay of a cable.
 
         Raises:
-            LabError: this user may not use TAP devices, or the kernel cannot redirect frames to one.
+            LabError: this user cannot use TAP devices, or the kernel cannot redirect frames to one.
         """
         values = {"latency": wire.latency_seconds, "jitter": wire.jitter_seconds, "loss": wire.loss}
         if cable.name in self._running:
@@ -155,18 +152,18 @@ class ForwarderDelays:
             start_new_session=True,
         )
         self._running[cable.name] = process
-        said = read_json_line(process)
-        if "scheduling" not in said:
+        answer = read_json_line(process)
+        if "scheduling" not in answer:
             raise LabError(
-                "Latency, jitter and loss need netem or TAP devices, and neither is there: "
-                f"{said.get('error', 'the forwarder did not start')}.",
+                "Latency, jitter and loss need netem or TAP devices, and neither is available: "
+                f"{answer.get('error', 'the forwarder did not start')}.",
                 where=f"the link of {cable.name}",
                 next_step="run as root, or use links with a rate only",
             )
-        self.scheduling = str(said["scheduling"])
+        self.scheduling = str(answer["scheduling"])
 
     def counts(self) -> dict[str, int]:
-        """Frames, and those that were late, lost or found no room, of all links since they were made."""
+        """Return the numbers of frames, and of late, lost and dropped ones, over all links."""
         total: dict[str, int] = {}
         for process in self._running.values():
             _send_request(process, {})
@@ -175,15 +172,15 @@ class ForwarderDelays:
         return total
 
     def end(self) -> None:
-        """End all processes."""
+        """End all forwarders."""
         for process in self._running.values():
             _end_process(process)
         self._running.clear()
 
 
-def _send_request(process: subprocess.Popen[bytes], order: Mapping[str, float]) -> None:
+def _send_request(process: subprocess.Popen[bytes], request: Mapping[str, float]) -> None:
     assert process.stdin is not None
-    process.stdin.write((json.dumps(order) + "\n").encode())
+    process.stdin.write((json.dumps(request) + "\n").encode())
     process.stdin.flush()
 
 
@@ -201,32 +198,33 @@ def _end_process(process: subprocess.Popen[bytes]) -> None:
 
 
 def choose_link_delays(spaces: Mapping[str, HostNamespaces]) -> LinkDelays:
-    """The means that this kernel has."""
+    """Return netem if the kernel has it, else forwarders."""
     return NetemDelays(spaces) if has_netem(spaces[SWITCH]) else ForwarderDelays(spaces[SWITCH])
 
 
 def render_delay_counts(counts: Mapping[str, int]) -> str:
-    """How well delays were kept, for the summary; empty if nothing was counted. Pure."""
+    """Return one line about late and lost frames, for the summary; empty if none were counted. Pure."""
     frames = counts.get("frames", 0)
     if not frames:
         return ""
-    late = f"{counts['late'] / frames:.1%} of {frames:,} delayed frames, by more than 0.5 ms"
-    lost = f", {counts['lost']:,} were lost as asked" if counts["lost"] else ""
-    full = f", {counts['overflow']:,} found no room" if counts["overflow"] else ""
-    return f"late: {late}{lost}{full}"
+    late = f"{counts['late'] / frames:.1%} of {frames:,} delayed frames were more than 0.5 ms late"
+    lost = f", {counts['lost']:,} were lost on purpose" if counts["lost"] else ""
+    full = f", {counts['overflow']:,} were dropped because the queue was full" if counts["overflow"] else ""
+    return f"{late}{lost}{full}"
 
 
 _IP_BATCH, _TC_BATCH, _BRIDGE_BATCH = ["ip", "-batch", "-"], ["tc", "-batch", "-"], ["bridge", "-batch", "-"]
 
 
 class LabNetwork:
-    """Links between spaces that are there already.
+    """The links between the namespaces of a lab.
 
     Args:
-        spaces: by host name, and "switch".
-        seed: of jitter and loss.
+        topology: hosts, racks and links.
+        spaces: namespaces that exist already, by host name and for "switch".
+        seed: seed of jitter and loss.
     Raises:
-        LabError: the system refuses a part of it.
+        LabError: from any method, if the system refuses a change.
     """
 
     def __init__(self, topology: LabTopology, spaces: Mapping[str, HostNamespaces], seed: int) -> None:
@@ -236,7 +234,7 @@ class LabNetwork:
         self._seed = seed
 
     def build(self) -> None:
-        """Make every link."""
+        """Create every link."""
         switch = self._spaces[SWITCH]
         first_of = {name: space.first for name, space in self._spaces.items()}
         switch.tool(_IP_BATCH, render_switch(self.topology, self.cables, first_of))
@@ -262,31 +260,31 @@ class LabNetwork:
             self._spaces[space].tool(_TC_BATCH, texts)
 
     def cable(self, name: str) -> VethCable:
-        """The link of a host or of a rack."""
+        """Return the link of a host or a rack."""
         return next(cable for cable in self.cables if cable.name == name)
 
     def set_rate(self, names: Sequence[str], rate_bits: float | None) -> None:
-        """Change the rates of links, both ways; 0 lifts the limit, None restores what they were made with."""
+        """Set the rates of links in both directions; 0 removes the limit, None restores the original rate."""
         cables = [self.cable(name) for name in names]
         if rate_bits is not None:
-            new = LinkDirection(rate_bits)
-            cables = [replace(c, up=replace(c.up, rate_bits=rate_bits), down=new) for c in cables]
+            down = LinkDirection(rate_bits)
+            cables = [replace(c, up=replace(c.up, rate_bits=rate_bits), down=down) for c in cables]
         self._shape(cables, "change")
 
     def set_delay(self, names: Sequence[str], **changed: float) -> None:
-        """Change fields of the upward `LinkDirection` of links, not the rate; none: as they were made."""
+        """Set fields of the upward `LinkDirection` of links, except the rate; none restores them."""
         for name in names:
             cable = self.cable(name)
             self._delay(cable, replace(cable.up, **changed))
 
     def set_link(self, names: Sequence[str], *, up: bool) -> None:
-        """Cut the links of hosts, or mend them."""
+        """Cut or restore the links of hosts."""
         state = "up" if up else "down"
         lines = [f"link set dev {self.cable(name).far_device} {state}" for name in names]
         self._spaces[SWITCH].tool(_IP_BATCH, lines)
 
     def set_reachable(self, one: Sequence[str], other: Sequence[str], *, reachable: bool) -> None:
-        """Drop everything between two groups of hosts, both ways, or let it pass again."""
+        """Drop or pass all frames between two groups of hosts, in both directions."""
         for senders, receivers in ((one, other), (other, one)):
             targets = [self.topology.host(name) for name in receivers]
             lines = [render_neighbour(t.address, t.mac if reachable else UNREACHABLE_MAC) for t in targets]
@@ -294,14 +292,14 @@ class LabNetwork:
                 self._spaces[sender].tool(_IP_BATCH, lines)
 
     def traffic(self) -> dict[str, LinkTraffic]:
-        """What went over every link since it was made."""
+        """Return the traffic of every link since it was created."""
         return read_traffic(self._spaces, self.cables)
 
     def delay_counts(self) -> dict[str, int]:
-        """What the means of delays has counted since the lab was made."""
+        """Return the counts of delayed frames since the lab was created."""
         return {} if self.delays is None else self.delays.counts()
 
     def end(self) -> None:
-        """End what delays."""
+        """End the processes that delay links."""
         if self.delays is not None:
             self.delays.end()

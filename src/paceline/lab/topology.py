@@ -1,17 +1,12 @@
-"""What a lab consists of: hosts, their links, racks with uplinks. Values only; nothing is made here.
+"""The topology of a lab: hosts, racks and links as values, and the `ip` and `bridge` lines that create them.
+Pure.
 
-Invariant: every host has one link, to the switch of its rack; a path crosses the link of the sender upwards,
-then uplinks where the racks differ, then the link of the receiver downwards.
+Every host has one link, to the switch of its rack. A path crosses the link of the sender upwards, the uplinks
+if the racks differ, and the link of the receiver downwards. Neighbours and forwarding tables are static, so
+links carry only frames of hosts: there is no address resolution and no flooding. A destination that is not in
+a table is unreachable, which is how a partition is made.
 
-Quantities as people write them: "100mbit", "2ms", "64mb", "0.1%". Pure.
-
-Invariant: a quantity without a unit that could be misread is an error, never a guess.
-
-From a topology to devices: which link ends where, and the `ip` and `bridge` lines that make it. Pure.
-
-Invariant: neighbours and forwarding tables are written down, so no link carries anything but what hosts send:
-no address resolution, no flooding. A destination that is not in a table is dropped, which is how a partition
-is made.
+Invariant: a quantity such as "100mbit" or "2ms" needs a unit; one without is an error, never a guess.
 """
 
 from __future__ import annotations
@@ -30,35 +25,35 @@ _FRACTION_UNITS = {"%": 0.01}
 
 
 def parse_rate_bits(text: str) -> float:
-    """Bits per second of "10mbit"; 0 for the empty text, which means unlimited."""
+    """Return the bits per second of a text such as "10mbit"; 0 for the empty text, which means unlimited."""
     return _parse_quantity(text, _RATE_UNITS, "a rate, for example 100mbit or 1gbit")
 
 
 def parse_duration_seconds(text: str) -> float:
-    """Seconds of "500us", "2ms" or "1.5s"; 0 for the empty text."""
+    """Return the seconds of a text such as "500us", "2ms" or "1.5s"; 0 for the empty text."""
     return _parse_quantity(text, _TIME_UNITS, "a time, for example 500us or 2ms")
 
 
 def parse_size_bytes(text: str) -> int:
-    """Bytes of "64mb", in powers of 1,024; 0 for the empty text."""
+    """Return the bytes of a text such as "64mb", in powers of 1,024; 0 for the empty text."""
     return int(_parse_quantity(text, _SIZE_UNITS, "a size, for example 64mb"))
 
 
 def parse_fraction(text: str) -> float:
-    """The fraction that "0.1%" stands for; 0 for the empty text."""
-    found = _parse_quantity(text, _FRACTION_UNITS, "a share, for example 0.1%")
-    if found > 1:
-        raise RecipeError(f"'{text}' is more than everything", next_step="a share is at most 100%")
-    return found
+    """Return the fraction of a text such as "0.1%"; 0 for the empty text."""
+    fraction = _parse_quantity(text, _FRACTION_UNITS, "a percentage, for example 0.1%")
+    if fraction > 1:
+        raise RecipeError(f"'{text}' is more than 100%", next_step="choose at most 100%")
+    return fraction
 
 
 def _parse_quantity(text: str, units: Mapping[str, float], expected: str) -> float:
     if not text:
         return 0.0
-    found = _NUMBER.fullmatch(text.strip().lower())
-    if found is None or found["unit"] not in units:
+    match = _NUMBER.fullmatch(text.strip().lower())
+    if match is None or match["unit"] not in units:
         raise RecipeError(f"'{text}' is not {expected}", next_step=f"known units: {', '.join(units)}")
-    return float(found["number"]) * units[found["unit"]]
+    return float(match["number"]) * units[match["unit"]]
 
 
 _NAME = re.compile(r"[a-z][a-z0-9-]{0,14}")
@@ -72,9 +67,10 @@ class LinkDirection:
     """One direction of a link.
 
     Args:
-        rate_bits: bits per second, counted at the Ethernet layer; 0: unlimited.
-        latency_seconds, jitter_seconds: delay of every frame, and the largest deviation from it. Order is
-        kept. loss: fraction of the frames that are lost, 0 to 1.
+        rate_bits: bits per second, counted at the Ethernet layer; 0 for no limit.
+        latency_seconds: delay of every frame.
+        jitter_seconds: largest deviation from it; frames keep their order.
+        loss: fraction of the frames that are lost, 0 to 1.
     """
 
     rate_bits: float = 0.0
@@ -84,22 +80,22 @@ class LinkDirection:
 
     @property
     def delayed(self) -> bool:
-        """Whether it needs more than a token bucket."""
+        """Whether it needs a delay in addition to the token bucket."""
         return self.latency_seconds > 0 or self.jitter_seconds > 0 or self.loss > 0
 
 
 @dataclass(frozen=True)
 class Links:
-    """What a link does, as people write it; the empty text means "no limit" or "none".
+    """The properties of a link as texts such as "100mbit"; an empty text means no limit, or none.
 
     Args:
-        rate: of both directions, at the Ethernet layer: of 1,514 bytes of a full frame, 1,448 are payload
-            of TCP, so its goodput is about 95 % of the rate.
-        up, down: the rate from the host to the switch and back, where they differ; "" means `rate`.
-        latency, jitter, loss: what happens to a frame that leaves the host. The way to another host of the
-            same switch takes `latency`, the way there and back the latencies of both hosts.
+        rate: rate of both directions at the Ethernet layer; the goodput of TCP is about 95 % of it, because
+            1,448 of the 1,514 bytes of a full frame are payload.
+        up, down: rates from the host to the switch and back, if they differ; empty for `rate`.
+        latency, jitter, loss: of frames that leave the host. A frame to another host of the same switch takes
+            `latency`; a round trip takes the latencies of both hosts.
     Raises:
-        RecipeError: a quantity cannot be read.
+        RecipeError: a quantity cannot be parsed, or the jitter is larger than the latency.
     """
 
     rate: str = ""
@@ -113,12 +109,12 @@ class Links:
         if self.upwards.jitter_seconds > self.upwards.latency_seconds or self.downwards.delayed:
             raise RecipeError(
                 f"the jitter {self.jitter} is larger than the latency {self.latency or 'of 0'}",
-                next_step="a frame cannot arrive before it was sent: raise latency",
+                next_step="raise latency: no frame can arrive before it was sent",
             )
 
     @property
     def upwards(self) -> LinkDirection:
-        """From the host (or the rack) to the switch."""
+        """The direction from the host (or the rack) to the switch."""
         return LinkDirection(
             parse_rate_bits(self.up or self.rate),
             parse_duration_seconds(self.latency),
@@ -128,13 +124,13 @@ class Links:
 
     @property
     def downwards(self) -> LinkDirection:
-        """From the switch to the host (or the rack)."""
+        """The direction from the switch to the host (or the rack)."""
         return LinkDirection(parse_rate_bits(self.down or self.rate))
 
 
 @dataclass(frozen=True)
 class HostSpec:
-    """One host: its name, where it stands, its address (IPv4) and the hardware address of its link."""
+    """A host: its name, its rack, its IPv4 address, and the hardware address of its link."""
 
     name: str
     rack: str
@@ -145,7 +141,7 @@ class HostSpec:
 
 @dataclass(frozen=True)
 class RackSpec:
-    """A switch of its own, with a link to the core."""
+    """A rack: a switch with an uplink to the core."""
 
     name: str
     uplink: Links
@@ -153,16 +149,16 @@ class RackSpec:
 
 @dataclass(frozen=True)
 class LabTopology:
-    """All hosts in the order of their node ranks; `racks` is empty when they share one switch."""
+    """The hosts in the order of their node ranks, and the racks; without racks they share one switch."""
 
     hosts: tuple[HostSpec, ...]
     racks: tuple[RackSpec, ...] = ()
 
     def host(self, name: str) -> HostSpec:
-        """A host by name.
+        """Return a host by name.
 
         Raises:
-            RecipeError: there is none of this name.
+            RecipeError: there is no host of this name.
         """
         for host in self.hosts:
             if host.name == name:
@@ -180,16 +176,16 @@ def build_topology(
     racks: Mapping[str, Sequence[str]] | None = None,
     uplinks: Links | None = None,
 ) -> LabTopology:
-    """Name and number everything.
+    """Build a topology with names and addresses.
 
     Args:
-        hosts: how many (h0, h1, ...), or their names.
-        links: of every host.
-        host_links: of single hosts, in place of `links`.
-        racks: rack name to host names; every host in exactly one. None: all on one switch.
-        uplinks: of every rack, between its switch and the core.
+        hosts: their number (they are named h0, h1, ...), or their names.
+        links: the link of every host.
+        host_links: links of single hosts, in place of `links`.
+        racks: host names by rack; every host is in exactly one. None for a single switch.
+        uplinks: the link of every rack to the core.
     Raises:
-        RecipeError: names clash, cannot be used, or a host is in no rack.
+        RecipeError: names clash or cannot be used, or a host is in no rack.
     """
     names = [f"h{i}" for i in range(hosts)] if isinstance(hosts, int) else list(hosts)
     _check_names(names, racks or {}, host_links or {})
@@ -212,7 +208,7 @@ def _check_names(names: list[str], racks: Mapping[str, Sequence[str]], special: 
     bad = [name for name in [*names, *racks] if not _NAME.fullmatch(name) or name in (CORE, SWITCH)]
     rules = {
         "a lab needs at least one host": bool(names),
-        f"these cannot be names: {', '.join(bad)}": not bad,
+        f"these names cannot be used: {', '.join(bad)}": not bad,
         "two hosts have the same name": len(set(names)) == len(names),
         "every host has to be in exactly one rack": not racks or sorted(members) == sorted(names),
         "links are given for a host that does not exist": set(special) <= set(names),
@@ -230,11 +226,11 @@ class VethCable:
     """A link: its near end in a host (or in the switch, for a rack), its far end a port of a bridge.
 
     Args:
-        name: of the host or the rack.
-        near_space, near_device: where its upward direction begins.
-        far_device: the port, in the switch's namespace; its downward direction begins there.
-        bridge: that the port belongs to.
-        up, down: what it does in each direction.
+        name: name of the host or the rack.
+        near_space, near_device: namespace and device where the upward direction begins.
+        far_device: the port in the namespace of the switch, where the downward direction begins.
+        bridge: the bridge of the port.
+        up, down: properties of the two directions.
     """
 
     name: str
@@ -247,12 +243,12 @@ class VethCable:
 
     @property
     def tap(self) -> str:
-        """The device of the forwarder, where there is one."""
+        """The name of the TAP device, if the cable has a forwarder."""
         return f"t{self.far_device}"
 
 
 def plan_cables(topology: LabTopology) -> tuple[VethCable, ...]:
-    """One cable for each host, then one for each rack."""
+    """Return one cable for each host, then one for each rack."""
     rack_bridge = {rack.name: f"sw{i}" for i, rack in enumerate(topology.racks)}
     hosts = tuple(
         VethCable(
@@ -274,10 +270,10 @@ def plan_cables(topology: LabTopology) -> tuple[VethCable, ...]:
 
 
 def render_switch(topology: LabTopology, cables: Sequence[VethCable], first_of: dict[str, int]) -> list[str]:
-    """The `ip -batch` lines that make bridges and links, in the switch's namespace.
+    """Return the `ip -batch` lines that create bridges and links, for the namespace of the switch.
 
     Args:
-        first_of: host name to a process in its namespaces.
+        first_of: a process in the namespaces of each host.
     """
     bridges = sorted({cable.bridge for cable in cables})
     lines = [f"link add {bridge} type bridge mcast_snooping 0" for bridge in bridges]
@@ -299,23 +295,23 @@ def _render_port(device: str, bridge: str) -> list[str]:
 
 
 def render_tap(cable: VethCable) -> list[str]:
-    """The `ip -batch` lines that put a forwarder's device beside the port of its link."""
+    """Return the `ip -batch` lines that attach the TAP device of a forwarder to the bridge of its link."""
     return [f"link set dev {cable.tap} txqueuelen 4000", *_render_port(cable.tap, cable.bridge)]
 
 
 def render_forwarding_tables(topology: LabTopology, cables: Sequence[VethCable]) -> list[str]:
-    """The `bridge -batch` lines: behind which port of which bridge is which host."""
+    """Return the `bridge -batch` lines with the port of each host on each bridge."""
     port_of = {cable.name: cable.far_device for cable in cables}
     lines = []
     for host in topology.hosts:
-        own = _find_cable(host.name, cables).bridge
+        bridge = _find_cable(host.name, cables).bridge
         lines.append(_render_fdb_line(host, port_of[host.name]))
         if host.rack != CORE:
             lines.append(_render_fdb_line(host, port_of[host.rack]))
         lines += [
             _render_fdb_line(host, cable.near_device)
             for cable in _uplinks(cables)
-            if _rack_bridge_of(cable, topology, cables) != own
+            if _bridge_of(cable.name, topology, cables) != bridge
         ]
     return lines
 
@@ -325,7 +321,7 @@ def _render_fdb_line(host: HostSpec, port: str) -> str:
 
 
 def render_host(topology: LabTopology, host: HostSpec) -> list[str]:
-    """The `ip -batch` lines of a host: its address, and the hardware addresses of all others."""
+    """Return the `ip -batch` lines of a host: its address, and the hardware addresses of all others."""
     return [
         "link set dev lo up",
         f"link set dev {HOST_DEVICE} address {host.mac} up",
@@ -335,7 +331,7 @@ def render_host(topology: LabTopology, host: HostSpec) -> list[str]:
 
 
 def render_neighbour(address: str, mac: str) -> str:
-    """The `ip -batch` line that says behind which hardware address an address is."""
+    """Return the `ip -batch` line that maps an address to a hardware address."""
     return f"neighbour replace {address} lladdr {mac} dev {HOST_DEVICE} nud permanent"
 
 
@@ -347,11 +343,7 @@ def _uplinks(cables: Sequence[VethCable]) -> list[VethCable]:
     return [cable for cable in cables if cable.near_space == SWITCH]
 
 
-def _rack_bridge_of(cable: VethCable, topology: LabTopology, cables: Sequence[VethCable]) -> str:
-    return _bridge_of(cable.name, topology, cables)
-
-
 def _bridge_of(rack: str, topology: LabTopology, cables: Sequence[VethCable]) -> str:
-    """The bridge inside a rack."""
+    """Return the bridge of a rack."""
     member = next(host for host in topology.hosts if host.rack == rack)
     return _find_cable(member.name, cables).bridge

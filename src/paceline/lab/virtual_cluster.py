@@ -1,13 +1,10 @@
-"""The lab: hosts, links and faults on one machine, for as long as a `with` block lasts.
+"""The virtual cluster: a lab of hosts, links and faults for the duration of a `with` block, and the jobs it
+runs.
 
-Invariant: when the block is left, however, no process, namespace, link, mount, control group or file of the
-lab is left. If this process is killed, processes, namespaces, links and mounts go at once; `clean` removes
-the rest.
-
-One command on all hosts of a lab, from its start to the end of the last host.
-
-Invariant: when `run` returns or raises, no process is left in any host, every fault is healed, and the signal
-handlers are what they were.
+Invariant: when the block is left, no process, namespace, link, mount, control group or file of the lab is
+left, whatever happened. If this process is killed, processes, namespaces, links and mounts vanish with it,
+and `clean` removes the rest. When `run` returns or raises, no process is left in any host, every fault is
+healed, and the signal handlers are restored.
 """
 
 from __future__ import annotations
@@ -39,28 +36,28 @@ from paceline.lab.topology import HOST_DEVICE, SWITCH, Links, build_topology, pa
 from paceline.lab.utilization import LinkTraffic, UtilizationSampler, describe_bottleneck
 
 _TICK_SECONDS = 0.01
-_GRACE_SECONDS = 15.0
-_ENTRY_SECONDS = 30.0
+_GRACE_SECONDS = 15.0  # from SIGTERM to SIGKILL
+_ENTRY_SECONDS = 30.0  # for the commands to enter their hosts
 _FAULTS_VARIABLE = "PACELINE_FAULTS"
 _METRICS_LINE = re.compile(
-    r"^metrics: +(?P<path>\S.*metrics\.jsonl)\nresume: .* -n (?P<world>\d+)", re.MULTILINE
+    r"^metrics: +(?P<path>\S.*metrics\.jsonl)\n(?:report: .*\n)?resume: .* -n (?P<world>\d+)", re.MULTILINE
 )
 
 
 class LabJob:
-    """See `Lab.run` for the arguments."""
+    """One command on all hosts of a lab, with the arguments of `Lab.run`."""
 
     def __init__(
         self,
         lab: Lab,
         command: Sequence[str],
         faults: FaultPlan | None,
-        say: LineCallback,
+        on_line: LineCallback,
         environ: Mapping[str, str] | None,
         directory: Path,
         settle_seconds: float,
     ) -> None:
-        self._lab, self._say, self._directory = lab, say, directory
+        self._lab, self._on_line, self._directory = lab, on_line, directory
         self._settle_seconds = settle_seconds
         self._signals = 0
         self._stop_at = self._kill_at = float("inf")
@@ -79,18 +76,18 @@ class LabJob:
         invalid_targets = plan.invalid_targets(lab.hosts, [rack.name for rack in lab.topology.racks])
         if invalid_targets:
             raise RecipeError(
-                f"the fault plan names {', '.join(invalid_targets)}",
-                next_step=f"there are {', '.join(lab.hosts)}",
+                f"the fault plan has unknown or unsuitable hosts: {', '.join(invalid_targets)}",
+                next_step=f"the hosts are {', '.join(lab.hosts)}",
             )
         disk = lab.disk if any(fault.kind == "disk_full" for fault in plan.faults) else None
         folder = lab.record.folder / f"faults-{len(list(lab.record.folder.glob('faults-*')))}"
         return FaultInjector(plan, folder, lab.spaces, lab.network, disk, self._directory)
 
     def run(self, deadline_seconds: float | None, event_log: Path | None) -> LabOutcome:
-        """Start, watch, end, count."""
+        """Run the command until its end on all hosts, and return the outcome."""
         lab = self._lab
         lab.record.save()
-        before, delayed = lab.network.traffic(), lab.network.delay_counts()
+        before, delays_before = lab.network.traffic(), lab.network.delay_counts()
         sampler = UtilizationSampler(lab.spaces[SWITCH].first, lab.network.cables)
         self._injector.begin()
         began = time.monotonic()
@@ -107,8 +104,9 @@ class LabJob:
                 self._end(agents)
         if event_log is not None:
             self._injector.save(event_log)
-        kept = render_delay_counts({k: n - delayed.get(k, 0) for k, n in lab.network.delay_counts().items()})
-        remarks = [*lab.remarks(), *([kept] if kept else []), describe_bottleneck(sampler.samples)]
+        counts = lab.network.delay_counts()
+        delays = render_delay_counts({name: n - delays_before.get(name, 0) for name, n in counts.items()})
+        remarks = [*lab.remarks(), *([delays] if delays else []), describe_bottleneck(sampler.samples)]
         return self._outcome(agents, time.monotonic() - began, before, remarks)
 
     def _start(self, agents: list[HostProcess]) -> None:
@@ -118,7 +116,7 @@ class LabJob:
                 lab.spaces[host],
                 argv,
                 share.environ(self._environ),
-                self._say,
+                self._on_line,
                 cores=share.cores,
                 cgroups=lab.group(host),
                 directory=self._directory,
@@ -126,9 +124,12 @@ class LabJob:
             agents.append(agent)
 
     def _wait_for_entry(self, agents: Sequence[HostProcess]) -> None:
-        """Until every command is in its host: one that comes after its host was killed would go on."""
+        """Wait until every command is inside its host."""
+        # A command that enters after its host was killed by a fault would survive the fault.
         expires = min(self._stop_at, time.monotonic() + _ENTRY_SECONDS)
-        while time.monotonic() < min(expires, self._stop_at) and not all(one.has_entered for one in agents):
+        while time.monotonic() < min(expires, self._stop_at) and not all(
+            agent.has_entered for agent in agents
+        ):
             time.sleep(_TICK_SECONDS)
 
     def _watch(self, agents: list[HostProcess], sampler: UtilizationSampler) -> None:
@@ -196,20 +197,27 @@ class LabJob:
         )
 
     def _ledger_bytes(self, agents: Sequence[HostProcess]) -> float | None:
-        """What all ranks sent, by the ledger of rank 0 (they send alike): it prints where its metrics are."""
-        said = _METRICS_LINE.search("\n".join(agents[0].lines))
-        if said is None:
+        """Return the bytes that all ranks sent, by the ledger of rank 0, as all ranks send the same."""
+        match = find_metrics_line(agents[0].lines)
+        if match is None:
             return None
-        path = self._lab.inside(agents[0].host, self._directory / said["path"])
-        sent = read_ledger_bytes(path) if path.exists() else None
-        return None if sent is None else sent * int(said["world"])
+        metrics, world_size = match
+        path = self._lab.inside(agents[0].host, self._directory / metrics)
+        sent_bytes = read_ledger_bytes(path) if path.exists() else None
+        return None if sent_bytes is None else sent_bytes * world_size
+
+
+def find_metrics_line(lines: Sequence[str]) -> tuple[str, int] | None:
+    """Return the metrics file and the number of ranks from the output of a job; None without them."""
+    match = _METRICS_LINE.search("\n".join(lines))
+    return None if match is None else (match["path"], int(match["world"]))
 
 
 def read_ledger_bytes(metrics: Path) -> float | None:
-    """Bytes that one rank sent in the last run of a metrics file, by its ledger; None: it says nothing."""
+    """Return the bytes that one rank sent in the last run of a metrics file; None if it has no ledger."""
     records = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-    books = [record["rows"] for record in records if record.get("event") == "communication"]
-    return sum(row["sent_bytes"] for row in books[-1].values()) if books else None
+    ledgers = [record["rows"] for record in records if record.get("event") == "communication"]
+    return sum(row["sent_bytes"] for row in ledgers[-1].values()) if ledgers else None
 
 
 class Lab:
@@ -219,17 +227,18 @@ class Lab:
             outcome = lab.run(["paceline", "train", "recipes/digits.toml", "-n", "4"])
 
     Args:
-        hosts: how many (h0, h1, ...), or their names.
-        links: of every host.
-        host_links: of single hosts, in place of `links`.
-        racks: rack name to host names: a switch for each rack, and a core between them.
-        uplinks: of every rack to the core.
-        cores: that each host may use, also a part of one; 0: all hosts share this process's cores evenly.
-        disk: size of a disk of each host's own, for example "64mb", at `lab.disk`; "": none.
-        seed: of jitter and loss.
+        hosts: their number (they are named h0, h1, ...), or their names.
+        links: the link of every host.
+        host_links: links of single hosts, in place of `links`.
+        racks: host names by rack; each rack has a switch, and a core switch connects them.
+        uplinks: the link of every rack to the core.
+        cores: cores that each host can use, also a fraction; 0 divides the cores of this process evenly.
+        disk: size of a disk that each host has for itself at `lab.disk`, such as "64mb"; empty for none.
+        seed: seed of jitter and loss.
     Raises:
-        LabError: on entering: it was entered before, the system does not allow it, or a tool is missing.
-        RecipeError: names or quantities are wrong.
+        LabError: on entering, if the lab was entered before, the system does not allow it, or a tool is
+            missing.
+        RecipeError: a name or quantity is wrong.
     """
 
     def __init__(
@@ -255,7 +264,8 @@ class Lab:
         check_tools()
         if self.spaces:
             raise LabError(
-                "this lab has been entered before", next_step="make a new one, or use this one inside"
+                "this lab was entered before",
+                next_step="create another Lab, or use this one inside its with block",
             )
         with ExitStack() as stack:
             self._build(stack)
@@ -280,10 +290,11 @@ class Lab:
         self.network = LabNetwork(self.topology, self.spaces, self._seed)
         stack.callback(self.network.end)
         self.network.build()
-        self._note()
+        self._save_record()
 
     def _start_spaces(self, names: list[str], stack: ExitStack) -> None:
-        """The switch first: without root, the hosts join its user namespace."""
+        """Start the namespaces of the switch and of all hosts."""
+        # The switch comes first, because without root the hosts join its user namespace.
         disk = (str(self.record.folder / "disk"), str(self._disk_bytes)) if self._disk_bytes else ()
         if disk:
             Path(disk[0]).mkdir()
@@ -299,8 +310,8 @@ class Lab:
             self.spaces[name] = start_namespaces(self.record.name, name, join, str(table), disk)
             stack.callback(self.spaces[name].end)
 
-    def _note(self) -> None:
-        """Write down what another process needs in order to look inside."""
+    def _save_record(self) -> None:
+        """Save what other processes need to enter the hosts or to remove the lab."""
         self.record.first = {name: ProcessIdentity.of(space.first) for name, space in self.spaces.items()}
         self.record.holders = {
             name: ProcessIdentity.of(space.holder.pid) for name, space in self.spaces.items()
@@ -311,33 +322,33 @@ class Lab:
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """Their names, in the order of their node ranks."""
+        """The names of the hosts, in the order of their node ranks."""
         return tuple(host.name for host in self.topology.hosts)
 
     @property
     def disk(self) -> Path:
-        """Where each host's own disk is mounted; the same path on every host, another content.
+        """The mount point of the disk of each host: the same path on every host, with different content.
 
         Raises:
-            RecipeError: the lab was made without.
+            RecipeError: the lab has no disks.
         """
         if not self._disk_bytes:
             raise RecipeError(
-                "the hosts of this lab have no disks of their own", next_step='Lab(disk="64mb")'
+                "the hosts of this lab have no disks", next_step='create it with Lab(disk="64mb")'
             )
         return self.record.folder / "disk"
 
     def inside(self, host: str, path: Path | str) -> Path:
-        """A file of a host, as this process can open it."""
+        """Return the path with which this process can open a file of a host."""
         return Path(f"/proc/{self.spaces[host].first}/root") / Path(path).absolute().relative_to("/")
 
     def command(self, host: str, argv: Sequence[str]) -> list[str]:
-        """The argument vector that runs a command in a host, for `subprocess`."""
-        place = self.hosts.index(host)
-        return self.spaces[host].command(argv, cores=self.shares[place].cores, cgroups=self.group(host))
+        """Return the command line that runs a command in a host, for `subprocess`."""
+        share = self.shares[self.hosts.index(host)]
+        return self.spaces[host].command(argv, cores=share.cores, cgroups=self.group(host))
 
     def group(self, host: str) -> list[str]:
-        """The control groups of a host's processes."""
+        """Return the control groups for the processes of a host."""
         return [] if self.groups is None else [f for f in self.record.cgroups if f.endswith(f"/{host}")]
 
     def run(
@@ -345,38 +356,39 @@ class Lab:
         command: Sequence[str],
         *,
         faults: FaultPlan | None = None,
-        say: LineCallback = lambda line: None,
+        on_line: LineCallback = lambda line: None,
         environ: Mapping[str, str] | None = None,
         directory: Path | None = None,
         deadline_seconds: float | None = None,
         settle_seconds: float = 60.0,
         event_log: Path | None = None,
     ) -> LabOutcome:
-        """Run a command on all hosts and wait for its end; for `paceline` jobs see `paceline.lab.host_commands`.
+        """Run a command on all hosts and wait for its end.
 
-        Ctrl-C and SIGTERM ask the hosts to stop, a second one ends them.
+        A `paceline` command that starts a job is one job of all hosts; its `-n` counts the processes of all.
+        Ctrl-C and SIGTERM stop the commands, a second signal kills them.
 
         Args:
-            faults: what goes wrong meanwhile.
-            say: is given every line of every host, "[h0] ..." with its end.
-            environ: the hosts' environment; None: that of this process.
-            directory: where the commands run; None: the working directory.
-            deadline_seconds: for the whole; None: as long as it takes.
-            settle_seconds: how long the others may run on after one host's command has failed.
-            event_log: file for the events of the fault plan, one JSON object a line.
+            faults: the faults that are injected meanwhile.
+            on_line: receives each line of output of each host as "[h0] ..." with its newline.
+            environ: the environment of the commands; None for that of this process.
+            directory: the working directory of the commands; None for that of this process.
+            deadline_seconds: time limit for the whole run; None for no limit.
+            settle_seconds: how long the other hosts can go on after the command of one host has failed.
+            event_log: file for the log of the fault plan, one JSON object per line.
         Raises:
-            RecipeError: the processes cannot be shared out, or the plan names a host that is not there.
+            RecipeError: the processes cannot be divided evenly, or the plan has an unknown host.
         """
-        job = LabJob(self, command, faults, say, environ, directory or Path.cwd(), settle_seconds)
+        job = LabJob(self, command, faults, on_line, environ, directory or Path.cwd(), settle_seconds)
         return job.run(deadline_seconds, event_log)
 
     def remarks(self) -> list[str]:
-        """How links and cores are made, for the summary."""
+        """Return lines about links and cores, for the summary."""
         delays = self.network.delays
         lines = ["rates: token buckets (tc tbf), counted in Ethernet frames"]
-        lines += [f"latency: {delays.means}"] if delays is not None else []
+        lines += [f"latency: {delays.method}"] if delays is not None else []
         cores = describe_core_shares(self.shares, len(os.sched_getaffinity(0)), self.groups is not None)
         control = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
-        lines[0] += f"; TCP's congestion control is the machine's, {control}"
+        lines[0] += f"; TCP congestion control of the machine: {control}"
         user = "; in a user namespace, without root" if "user" in self.spaces[SWITCH].kinds else ""
         return [*lines, f"cores: {cores}{user}"]

@@ -1,9 +1,8 @@
-"""Inside a worker of a job in the lab: report steps, wait while a fault is done, damage a tensor.
+"""The fault hook inside a worker: reports steps, waits while a fault is applied, and damages a tensor.
 
-A worker is armed by the launcher's `guard` when the lab asked for it (PACELINE_FAULTS names a folder). Steps
-are counted where every training loop passes: after `step` of the first torch optimizer of the process.
-Invariant: a worker that nobody armed imports none of this, and no wait here is longer than
-`FAULT_WAIT_SECONDS`.
+The guard of the launcher installs it if the lab asked for it (PACELINE_FAULTS names a folder); other workers
+never import this module. Steps are counted where every training loop passes: after `step` of the first torch
+optimizer of the process. Invariant: no wait is longer than `FAULT_WAIT_SECONDS`.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ _POLL_SECONDS = 0.002
 
 
 def marker_path(folder: Path, what: str, host: str, step: int) -> Path:
-    """The file that says that a host reached a step, or that the faults of that step are done."""
+    """Return the file that marks a step as reached by a host, or its faults as done."""
     return folder / f"{what}-{host}-{step}"
 
 
 def install_fault_hook(folder: Path, local_rank: int) -> None:
-    """Let this process take part in the fault plan of a folder."""
+    """Install the hook for the fault plan of a folder in this process."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     plan = FaultPlan.from_json((folder / PLAN_FILE).read_text(encoding="utf-8"))
@@ -37,7 +36,7 @@ def install_fault_hook(folder: Path, local_rank: int) -> None:
 
 @dataclass
 class FaultStepHook:
-    """Counts the steps of the first optimizer that takes one; called after each."""
+    """A post-step hook of torch optimizers that counts the steps of the first one."""
 
     plan: FaultPlan
     folder: Path
@@ -53,31 +52,31 @@ class FaultStepHook:
             return
         self.count += 1
         due = self.plan.due(self.host, self.count)
-        for place in due:
-            if self.plan.faults[place].kind == "nan" and self.local_rank == 0:
-                self.damage(place)
+        for index in due:
+            if self.plan.faults[index].kind == "nan" and self.local_rank == 0:
+                self.damage(index)
         if due:
             self.wait()
 
-    def damage(self, place: int) -> None:
-        """Write a NaN into one element that the plan's seed chooses."""
+    def damage(self, index: int) -> None:
+        """Write a NaN into the element that the seed of the plan chooses for a fault."""
         import torch
 
         params = [
             p for group in self.optimizer.param_groups for p in group["params"] if p.is_floating_point()
         ]
-        param = params[self.plan.draw(place, self.count, len(params), "tensor")]
+        param = params[self.plan.draw(index, self.count, len(params), "tensor")]
         with torch.no_grad():
-            param.view(-1)[self.plan.draw(place, self.count, param.numel(), "element")] = float("nan")
+            param.view(-1)[self.plan.draw(index, self.count, param.numel(), "element")] = float("nan")
 
     def wait(self) -> None:
-        """Say that the step is reached, and wait until what it triggers is done."""
+        """Report that the step is reached, and wait until its faults are applied."""
         marker_path(self.folder, "reached", self.host, self.count).touch()
         expires = time.monotonic() + FAULT_WAIT_SECONDS
         while not marker_path(self.folder, "done", self.host, self.count).exists():
             if time.monotonic() > expires:
                 raise LabError(
-                    f"the lab did not do the faults of step {self.count} within {FAULT_WAIT_SECONDS:g} s",
+                    f"the lab did not apply the faults of step {self.count} within {FAULT_WAIT_SECONDS:g} s",
                     where=self.host,
                 )
             time.sleep(_POLL_SECONDS)

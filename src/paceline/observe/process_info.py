@@ -15,7 +15,7 @@ def process_start_ticks(pid: int) -> int:
     Process ids are reused, so only the id and the start together identify a process.
     """
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except OSError:
         return 0
     # Z is a zombie and X a process that is about to vanish: neither runs any more.

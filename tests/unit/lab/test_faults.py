@@ -68,5 +68,5 @@ def test_one_bit_flips_and_a_file_is_cut(tmp_path) -> None:
     assert changed == [(where["byte"], 1 << where["bit"])]
     assert truncate_file(path, draw)["kept_bytes"] == len(path.read_bytes()) < 1000
     assert newest_match(tmp_path / "*.bin") == path
-    with pytest.raises(LabError, match="no file fits"):
+    with pytest.raises(LabError, match="no file matches"):
         newest_match(tmp_path / "*.none")

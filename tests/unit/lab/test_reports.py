@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from paceline.lab.lab_outcome import LabOutcome, format_size
+from paceline.lab.lab_outcome import LabOutcome
 from paceline.lab.lab_registry import LabRecord, ProcessIdentity
 from paceline.lab.topology import LinkDirection, VethCable
 from paceline.lab.utilization import (
@@ -18,7 +18,7 @@ from paceline.lab.utilization import (
     describe_bottleneck,
     parse_queues,
 )
-from paceline.lab.virtual_cluster import read_ledger_bytes
+from paceline.lab.virtual_cluster import find_metrics_line, read_ledger_bytes
 
 
 def traffic(up: int, down: int) -> LinkTraffic:
@@ -41,13 +41,12 @@ def test_the_summary_names_who_was_killed_and_explains_the_bytes() -> None:
         "link        exit            up          down  dropped",
         "h0             4        1.5 kB         900 B        2",
         "h1            -9         900 B        2.5 MB        2  killed by the fault plan",
-        "wire: 2.4 kB up in all, the byte ledger 2.0 kB (20.0% more)",
-        "  Ethernet, IP and TCP headers are 66 of 1514 bytes of a full frame (4.4%); "
-        "the rest is acknowledgements, the store and the connections",
+        "wire: 2.4 kB sent by all hosts; byte ledger: 2 kB (the wire has 20.0% more)",
+        "  Ethernet, IP and TCP headers are 66 of the 1514 bytes of a full frame (4.4%); "
+        "the remainder is acknowledgements, the store and connections",
         "fault: kill h1 at step 3",
         "cores: some",
     ]
-    assert format_size(3.2e9) == "3.20 GB"
 
 
 def test_exit_codes_of_hosts_become_one() -> None:
@@ -61,9 +60,12 @@ def test_exit_codes_of_hosts_become_one() -> None:
         ([], "too short"),
         (
             [UtilizationSample(1.0, 0.1)] * 8 + [UtilizationSample(0.2, 0.9)] * 2,
-            "the cores, not the links, were the limit",
+            "the bottleneck was the cores, not the links",
         ),
-        ([UtilizationSample(0.3, 1.0)] * 6 + [UtilizationSample(0.9, 0.1)] * 4, "the links were the limit"),
+        (
+            [UtilizationSample(0.3, 1.0)] * 6 + [UtilizationSample(0.9, 0.1)] * 4,
+            "the bottleneck was the links",
+        ),
         ([UtilizationSample(0.5, 0.5)] * 4, "neither"),
     ],
 )
@@ -94,6 +96,14 @@ def test_the_ledger_of_the_last_run_is_read(tmp_path) -> None:
     assert read_ledger_bytes(path) == 12.0
     path.write_text('{"event": "step", "step": 0}\n')
     assert read_ledger_bytes(path) is None
+
+
+def test_the_metrics_of_a_job_are_found_in_what_it_prints() -> None:
+    """As `print_summary` writes it; without the lines of the end there is nothing to find."""
+    end = ["checkpoint: run/checkpoints/step-00000020", "metrics:    run/metrics.jsonl"]
+    resume = "resume:     paceline train --resume run -n 4 --set steps=40"
+    assert find_metrics_line([*end, "report:     run/report.html", resume]) == ("run/metrics.jsonl", 4)
+    assert find_metrics_line(end) is None
 
 
 def test_a_process_is_known_by_its_start_and_a_record_survives_its_file(tmp_path) -> None:

@@ -127,7 +127,7 @@ def test_cores_are_dealt_evenly_or_weighed() -> None:
     assert plan_core_shares(3, [0, 1, 2, 3]) == [CoreShare(())] * 3
     assert plan_core_shares(2, [0, 1], 0.5) == [CoreShare((0,), 0.5), CoreShare((1,), 0.5)]
     assert "2 hosts on each of 2 cores" in describe_core_shares(plan_core_shares(4, [0, 1]), 2, False)
-    assert "not fairly" in describe_core_shares(plan_core_shares(3, [0, 1]), 2, False)
+    assert "not evenly" in describe_core_shares(plan_core_shares(3, [0, 1]), 2, False)
 
 
 def test_processes_that_have_no_core_of_their_own_have_one_thread() -> None:

@@ -1,1 +1,1 @@
-"""Scripts that run on the standard library alone, in processes of their own, inside the lab."""
+"""Scripts that run inside the lab in processes of their own, with the standard library alone."""

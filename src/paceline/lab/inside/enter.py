@@ -1,7 +1,8 @@
-"""Runs a command inside a host: `enter.py LAB JSON COMMAND...`, on the standard library alone.
+"""The script that runs a command inside a host: `enter.py LAB JSON COMMAND...`, with the standard library
+alone.
 
-JSON: {"pid": the host's first process, "kinds": namespaces to enter, "cores": [...], "cgroups": [...]}.
-Invariant: the command ends when this process does, gets its signals, and its exit is this process's exit.
+JSON: {"pid": first process of the host, "kinds": namespaces to enter, "cores": [...], "cgroups": [...]}.
+Invariant: the command ends when this process does, gets its signals, and determines its exit status.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def enter(pid: int, kinds: list[str]) -> None:
-    """Join namespaces of a process; the working directory stays what it was by name."""
-    here = os.getcwd()  # noqa: PTH109, pathlib would double what an entry costs
+    """Enter namespaces of a process; the working directory keeps its path."""
+    directory = os.getcwd()  # noqa: PTH109, pathlib would double what an entry costs
+    # All handles first: after entering mnt, /proc is that of the host.
     handles = {kind: os.open(f"/proc/{pid}/ns/{kind}", os.O_RDONLY) for kind in kinds}
     for kind, handle in handles.items():
         if _libc.setns(handle, 0) != 0:
@@ -27,11 +29,12 @@ def enter(pid: int, kinds: list[str]) -> None:
             raise OSError(code, f"cannot enter the {kind} namespace of process {pid}: {os.strerror(code)}")
         os.close(handle)
     if "mnt" in kinds:
-        os.chdir(here)
+        os.chdir(directory)
 
 
 def run(command: list[str]) -> int:
-    """Be the command's parent, outside of the process namespace; its exit status as `os.wait` gives it."""
+    """Run the command as a child and forward signals to it; return its status as of `os.wait`."""
+    # setns(pid) applies to children only, so this process stays outside of the process namespace.
     child = os.fork()
     if child == 0:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -42,7 +45,7 @@ def run(command: list[str]) -> int:
 
 
 def execute(command: list[str]) -> None:
-    """Become the command."""
+    """Replace this process by the command."""
     try:
         os.execvp(command[0], command)
     except OSError as error:
@@ -51,7 +54,7 @@ def execute(command: list[str]) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Set limits, enter, run."""
+    """Apply limits, enter the namespaces, and run the command."""
     options, command = json.loads(arguments[1]), arguments[2:]
     for folder in options["cgroups"]:
         with open(f"{folder}/cgroup.procs", "w", encoding="ascii") as stream:  # noqa: PTH123

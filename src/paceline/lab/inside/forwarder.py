@@ -1,11 +1,11 @@
-"""Delays and loses frames in user space, for kernels without netem: `forwarder.py LAB JSON`.
+"""The script that delays and loses frames, for kernels without netem: `forwarder.py LAB JSON`.
 
-JSON: {"device", "latency", "jitter", "loss", "seed"}, seconds and fractions. What the kernel sends to a TAP
-device of that name is read here, kept for its delay, and given back as what the device received. Standard
-library only. With loss, frames have the size of the wire; without, TCP's large segments pass whole (up to 64
-KiB), which is what lets one process carry a gigabit. A line of JSON on standard input changes latency,
-jitter and loss, an empty object asks for the counts; the end of the input ends it. Invariant: frames are
-never reordered, and what is lost is counted.
+JSON: {"device", "latency", "jitter", "loss", "seed"}, in seconds and fractions. It reads what the kernel
+sends to a TAP device of that name, keeps each frame for its delay, and writes it back as received by the
+device. With the standard library alone. With loss, frames have the size of the wire; without, large segments
+of TCP pass whole (up to 64 KiB), which lets one process carry a gigabit. A line of JSON on standard input
+changes latency, jitter and loss, an empty object requests the counts, and the end of the input ends the
+script. Invariant: frames are never reordered, and lost ones are counted.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LATE_SECONDS = 5e-4
 
 
 class FrameForwarder:
-    """One direction of one link."""
+    """The forwarder of one direction of a link."""
 
     def __init__(self, device: str, latency: float, jitter: float, loss: float, seed: int) -> None:
         self.fd = open_tap(device)
@@ -45,7 +45,7 @@ class FrameForwarder:
         self.count = {"frames": 0, "lost": 0, "overflow": 0, "late": 0}
 
     def read(self) -> None:
-        """Take what is there, at most one batch."""
+        """Read the frames that have arrived, at most one batch."""
         for _ in range(_BATCH):
             try:
                 frame = os.read(self.fd, _FRAME_BYTES)
@@ -54,7 +54,7 @@ class FrameForwarder:
             self.accept(frame, time.monotonic())
 
     def accept(self, frame: bytes, now: float) -> None:
-        """Lose a frame, or keep it until it is due; never before the one that came before it."""
+        """Lose a frame, or queue it until it is due, never before the frame in front of it."""
         if self.loss and self.random.random() < self.loss:
             self.count["lost"] += 1
         elif self.queued_bytes + len(frame) > _QUEUE_BYTES:
@@ -66,30 +66,30 @@ class FrameForwarder:
             self.queued_bytes += len(frame)
 
     def write(self) -> None:
-        """Give back what is due."""
+        """Write the frames that are due."""
         now = time.monotonic()
         while self.queue and self.queue[0][0] <= now:
             due, frame = self.queue.popleft()
             self.queued_bytes -= len(frame)
             self.count["frames"] += 1
             self.count["late"] += now - due > _LATE_SECONDS
-            with contextlib.suppress(OSError):  # the port is down: a frame on a cut wire is lost
+            with contextlib.suppress(OSError):  # the port is down: frames on a cut link are lost
                 os.write(self.fd, frame)
 
     def change(self, latency: float, jitter: float, loss: float) -> None:
-        """For frames that come from now on; without loss, segments that are not cut yet may come as well."""
+        """Set the delay of frames from now on; without loss, accept segments that are not cut yet."""
         self.latency, self.jitter, self.loss = latency, jitter, loss
         fcntl.ioctl(self.fd, _TUNSETOFFLOAD, _CHECKSUM if loss else _CHECKSUM | _TSO4 | _TSO6)
 
-    def obey(self, order: dict[str, float]) -> None:
-        """Change what is ordered; an empty order asks for the counts."""
-        if order:
-            self.change(**order)
+    def handle_request(self, request: dict[str, float]) -> None:
+        """Change the delay; an empty request prints the counts."""
+        if request:
+            self.change(**request)
         else:
             send_record(self.count)
 
     def wait(self) -> bool:
-        """Sleep until there is something to do; False when the input has ended."""
+        """Wait for a frame, a request or the next due time; return False when the input has ended."""
         pause = max(0.0, self.queue[0][0] - time.monotonic()) if self.queue else None
         ready = select.select([self.fd, 0], [], [], pause)[0]
         if self.fd in ready:
@@ -97,20 +97,20 @@ class FrameForwarder:
         if 0 in ready:
             text = os.read(0, 65536)
             for line in text.splitlines():
-                self.obey(json.loads(line))
+                self.handle_request(json.loads(line))
             return bool(text)
         return True
 
 
 def open_tap(device: str) -> int:
-    """Make the TAP device; it is gone when this process is."""
+    """Create the TAP device; it vanishes with this process."""
     fd = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(fd, _TUNSETIFF, struct.pack("16sH22x", device.encode(), _TAP | _NO_PI | _VNET_HEADER))
     return fd
 
 
 def request_realtime_scheduling() -> str:
-    """Ask the scheduler for short waits; what it granted."""
+    """Request real-time scheduling with precise timers; return the scheduling that was granted."""
     ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1000)
     try:
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
@@ -120,7 +120,7 @@ def request_realtime_scheduling() -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Forward until the input ends, then print what was counted."""
+    """Forward frames until the input ends."""
     try:
         forwarder = FrameForwarder(**json.loads(arguments[1]))
     except OSError as error:
@@ -133,7 +133,7 @@ def main(arguments: list[str]) -> int:
 
 
 def send_record(record: Mapping[str, object]) -> None:
-    """One line of JSON for the lab."""
+    """Print one line of JSON for the lab."""
     os.write(1, (json.dumps(record) + "\n").encode())
 
 

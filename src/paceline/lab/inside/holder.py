@@ -1,11 +1,10 @@
-"""Holds the namespaces of one host (or of the switch) for as long as its standard input stays open.
+"""The script that holds the namespaces of one host (or the switch) while its standard input is open.
 
-Run as a script, on the standard library alone: `holder.py LAB NAME JOIN NAMES [FOLDER SIZE]`, JOIN being
-"root" (no user namespace), "new" (make one) or the number of a process whose user namespace is joined; NAMES
-a file for /etc/hosts; FOLDER becomes a disk of SIZE bytes that is the host's own. It prints the number of
-the host's first process as JSON, or what went wrong. Invariant: when the lab is gone, however it went, the
-input ends; then the first process is killed and the kernel ends every other process of the host, its links
-and its mounts.
+`holder.py LAB NAME JOIN NAMES [FOLDER SIZE]`, with the standard library alone. JOIN is "root" (no user
+namespace), "new" (create one) or the number of a process whose user namespace is joined. NAMES is a file for
+/etc/hosts. At FOLDER a disk of SIZE bytes is mounted that only this host has. The script prints the number of
+the first process of the host as JSON, or an error. Invariant: when the lab ends for any reason, the input
+ends; then the first process is killed, and the kernel ends all other processes, links and mounts of the host.
 """
 
 from __future__ import annotations
@@ -25,29 +24,33 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def check_result(result: int, what: str) -> None:
-    """Turn an error of the system into an exception that says what was tried."""
+    """Raise an OSError with the failed operation if a system call failed."""
     if result != 0:
         raise OSError(ctypes.get_errno(), f"{what}: {os.strerror(ctypes.get_errno())}")
 
 
 def enter_user_namespace(join: str) -> None:
-    """Make or join a user namespace in which this user is root; nothing for "root"."""
+    """Create or join a user namespace in which this user is root; do nothing for "root"."""
     if join == "root":
         return
     if join != "new":
         fd = os.open(f"/proc/{join}/ns/user", os.O_RDONLY)
-        check_result(_libc.setns(fd, _NEW_USER), "joining the lab's user namespace")
+        check_result(_libc.setns(fd, _NEW_USER), "joining the user namespace of the lab")
         os.close(fd)
         return
     uid, gid = os.getuid(), os.getgid()
-    check_result(_libc.unshare(_NEW_USER), "making a user namespace")
+    check_result(_libc.unshare(_NEW_USER), "creating a user namespace")
     for name, text in (("setgroups", "deny"), ("uid_map", f"0 {uid} 1"), ("gid_map", f"0 {gid} 1")):
         with open(f"/proc/self/{name}", "w", encoding="ascii") as stream:  # noqa: PTH123
             stream.write(text)
 
 
 def mount(source: bytes, target: bytes, kind: bytes, flags: int, options: bytes = b"") -> None:
-    """Mount, or say what could not be mounted."""
+    """Mount a file system.
+
+    Raises:
+        OSError: with the type and the target.
+    """
     check_result(
         _libc.mount(source, target, kind, flags, options),
         f"mounting {kind.decode() or 'private'} on {target.decode()}",
@@ -55,7 +58,7 @@ def mount(source: bytes, target: bytes, kind: bytes, flags: int, options: bytes 
 
 
 def set_up_mounts(name: str, names: str, disk: list[str]) -> None:
-    """The host's own mounts, name and settings; `names` is a file that replaces /etc/hosts."""
+    """Set up mounts, host name and settings; `names` is a file that replaces /etc/hosts."""
     mount(b"none", b"/", b"", _MS_REC | _MS_PRIVATE)
     mount(b"proc", b"/proc", b"proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
     if os.path.isdir("/dev/shm"):  # noqa: PTH112, hosts share no memory
@@ -65,7 +68,7 @@ def set_up_mounts(name: str, names: str, disk: list[str]) -> None:
     if os.path.exists(names) and os.path.exists("/etc/hosts"):  # noqa: PTH110
         mount(names.encode(), b"/etc/hosts", b"", _MS_BIND)
     check_result(_libc.sethostname(name.encode(), len(name)), "naming the host")
-    for which in ("all", "default"):  # the kernel's own IPv6 messages would be counted on the links
+    for which in ("all", "default"):  # IPv6 messages of the kernel would be counted on the links
         path = f"/proc/sys/net/ipv6/conf/{which}/disable_ipv6"
         if os.path.exists(path):  # noqa: PTH110
             with open(path, "w", encoding="ascii") as stream:  # noqa: PTH123
@@ -73,7 +76,7 @@ def set_up_mounts(name: str, names: str, disk: list[str]) -> None:
 
 
 def run_init_process(name: str, names: str, disk: list[str], ready: int) -> None:
-    """The first process of the host: nothing but taking leave of orphans."""
+    """Run as the first process of the host: set up mounts, then reap orphans until killed."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     try:
         set_up_mounts(name, names, disk)
@@ -87,7 +90,7 @@ def run_init_process(name: str, names: str, disk: list[str], ready: int) -> None
 
 
 def reap_orphans() -> None:
-    """Wait for orphans, for good."""
+    """Reap orphans forever."""
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
     while True:
         signal.sigwait([signal.SIGCHLD])
@@ -99,28 +102,28 @@ def reap_orphans() -> None:
 
 
 def start_init_process(name: str, join: str, names: str, disk: list[str]) -> tuple[int, str]:
-    """Start the first process; its number, and "ok" or what went wrong."""
+    """Start the first process; return its number, and "ok" or an error."""
     enter_user_namespace(join)
     for kind, flag in _NEW.items():
-        check_result(_libc.unshare(flag), f"making a {kind} namespace")
+        check_result(_libc.unshare(flag), f"creating a {kind} namespace")
     reading, writing = os.pipe()
     first = os.fork()
     if first == 0:
         os.close(reading)
         run_init_process(name, names, disk, writing)
     os.close(writing)
-    said = os.read(reading, 4096).decode()
-    return first, said or "the first process of the host ended"
+    answer = os.read(reading, 4096).decode()
+    return first, answer or "the first process of the host ended"
 
 
 def main(name: str, join: str, names: str, *disk: str) -> int:
-    """Hold until the input ends or the first process does."""
+    """Hold the namespaces until the input or the first process ends."""
     try:
-        first, said = start_init_process(name, join, names, list(disk))
+        first, answer = start_init_process(name, join, names, list(disk))
     except OSError as error:
-        first, said = 0, str(error.args[1])
-    os.write(1, (json.dumps({"pid": first, "said": said}) + "\n").encode())
-    if said != "ok":
+        first, answer = 0, str(error.args[1])
+    os.write(1, (json.dumps({"pid": first, "said": answer}) + "\n").encode())
+    if answer != "ok":
         return 1
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

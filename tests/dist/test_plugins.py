@@ -49,7 +49,7 @@ SPEC = CodecSpec(word="half", summary="16-bit floats", build="half_codec:half")
 
 
 class Half:
-    loses, ragged, block = True, False, 1
+    needs_error_feedback, ragged, block = True, False, 1
 
     def num_bytes(self, num_values):
         return 2 * num_values
@@ -63,7 +63,7 @@ class Half:
 
 
 def half(argument):
-    assert argument == ""
+    assert argument is None
     return Half()
 '''
 RULE = '''
@@ -79,7 +79,7 @@ from paceline.sync.every_step import build_every_step_rule
 SPEC = SyncSpec(
     word="noted",
     summary="every-step, noted every N steps",
-    argument=WordArgument("10", "an integer", str.isdecimal),
+    argument=WordArgument("10", "an integer", int),
     build="noted_rule:noted",
     exact=True,
     agrees="world",
@@ -89,7 +89,7 @@ SPEC = SyncSpec(
 
 
 def noted(context, layout, state):
-    every = int(context.recipe.strategy.sync.partition(":")[2])
+    every = context.recipe.strategy.sync_word.argument
 
     class Noted(EveryStep):
         def step(self, work, stream, placed, update_step):
@@ -265,7 +265,7 @@ MODULES = {
     "gathered_route": ("paceline.route", "gathered", ROUTE),
     "half_codec": ("paceline.codec", "half", CODEC),
     "noted_rule": ("paceline.sync", "noted", RULE),
-    "tensor_layout": ("paceline.parallel", "by-tensor", LAYOUT),
+    "tensor_layout": ("paceline.layout", "by-tensor", LAYOUT),
     "kfac_optimizer": ("paceline.optimizer", "kfac", OPTIMIZER),
     "csv_sink": ("paceline.sink", "csv", SINK),
     "broken_sink": ("paceline.sink", "broken", BROKEN_SINK),

@@ -29,7 +29,7 @@ NUM_SLOTS = 2
 _MAX_WAITS = 2
 
 CommRounds = Generator[Handle, Any, Any]
-"""A generator that yields the handle it waits for, is sent its result, and returns the result of the whole."""
+"""A generator that yields the handle it waits for, is sent its result, and returns the result of all."""
 
 
 @dataclass(eq=False)
@@ -158,7 +158,7 @@ class CommThread:
 def _too_many_waits_error() -> CommunicationError:
     return CommunicationError(
         f"interleaved rounds wait more than {_MAX_WAITS} times, so ranks could deadlock",
-        next_step="this is a bug of the collective, not of the recipe: it has to use submit, not submit_rounds",
+        next_step="this is a bug of the collective, not of the recipe: it has to call submit instead",
     )
 
 

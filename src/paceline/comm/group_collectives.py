@@ -35,6 +35,7 @@ def _launch_coalesced(
     tensors: Sequence[Tensor], group: RankGroup, launch: Callable[[Tensor], Handle]
 ) -> None:
     for run in _coalesce_by_dtype(tensors) if group.size > 1 else ():
+        # One buffer for the whole run: latency is paid once, not for each tensor.
         flat = launch(torch.cat([t.reshape(-1) for t in run])).wait()
         for t, values in zip(run, flat.split([t.numel() for t in run]), strict=True):
             t.copy_(values.view_as(t))
@@ -58,6 +59,7 @@ def _coalesce_by_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 def broadcast_text(text: str, group: RankGroup, net: Net, device: torch.device, source: int = 0) -> str:
     """Return the text of the group's rank `source` on every rank. Wire: two small broadcasts."""
     data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
+    # The size goes first: the other ranks need a buffer of that length.
     size = net.broadcast(torch.tensor([data.numel()], device=device), group, source).wait()
     buffer = data if group.rank == source else torch.zeros(int(size), dtype=torch.uint8, device=device)
     return bytes(net.broadcast(buffer, group, source).wait().tolist()).decode()

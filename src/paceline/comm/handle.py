@@ -95,6 +95,7 @@ def join_handles(handles: Sequence[Handle]) -> Handle:
         result, error = None, None
         for handle in handles:
             try:
+                # Wait for all of them even after an error: their tensors are in use until they have ended.
                 result = handle.wait(deadline_seconds, exposed=exposed)
             except CommunicationError as failure:
                 error = error or failure
@@ -111,5 +112,6 @@ def wait_ignoring_errors(handles: Iterable[Handle | None]) -> None:
         if handle is not None:
             with suppress(CommunicationError):
                 result = handle.wait()
+                # Some handles return the handle of a second stage, which has to end as well.
                 if isinstance(result, Handle):
                     result.wait()

@@ -80,6 +80,7 @@ class ByteLedger:
 
     def __init__(self) -> None:
         self._entries: dict[tuple[str, str], LedgerEntry] = {}
+        # Every entry is nested in this one, so calls of different operations that overlap count once.
         self._any_call = LedgerEntry()
         self._expected_bytes: dict[tuple[str, str], float] = {}
 
@@ -97,8 +98,8 @@ class ByteLedger:
             entry = self._entries.get((op, group_name), LedgerEntry())
             if entry.sent_bytes != expected:
                 raise CommunicationError(
-                    f"{op} over group '{group_name}' sent {entry.sent_bytes:.0f} bytes, but the closed form of"
-                    f" its route predicts {expected:.0f}",
+                    f"{op} over group '{group_name}' sent {entry.sent_bytes:.0f} bytes, but the closed form"
+                    f" of its route predicts {expected:.0f}",
                     next_step="fix the messages of the route or its closed form: they disagree",
                 )
 

@@ -161,6 +161,7 @@ def fit_link_model(points: Sequence[LinkSample]) -> LinkModel:
     rr, ss = sum(x * x for x in rounds), sum(x * x for x in sent)
     rs = sum(x * y for x, y in zip(rounds, sent, strict=True))
     r1, s1 = sum(rounds), sum(sent)
+    # Zero if all sizes have one ratio of rounds to bytes: then alpha alone is fitted.
     determinant = rr * ss - rs * rs
     alpha = (r1 * ss - s1 * rs) / determinant if determinant > 0 else r1 / rr
     beta = (s1 * rr - r1 * rs) / determinant if determinant > 0 else 0.0

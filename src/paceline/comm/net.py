@@ -33,7 +33,7 @@ LOCAL_REDUCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "min": lambda parts: parts.amin(0),
     "product": lambda parts: parts.prod(0, dtype=parts.dtype),
 }
-"""Of tensors that are here, along the first dimension."""
+"""Reductions of tensors of this process, along the first dimension."""
 
 _BACKEND_REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -105,6 +105,7 @@ def start_row_exchange(process_group: Any, rank: int, x: Tensor, out: Tensor, ta
     """
     if x.device.type != "cpu":
         return process_group.alltoall_base(out, x, [], [])
+    # This rank's own row never leaves the process.
     out[rank].copy_(x[rank])
     if out.numel() == 0:
         return RowExchange([])
@@ -133,6 +134,7 @@ def start_row_gather(process_group: Any, rank: int, x: Tensor, out: Tensor) -> A
     Three ranks and more pass rows along Gloo's ring, where each receives from one rank and sends to another;
     a slow link between racks then carries every row once.
     """
+    # With two ranks the ring is an exchange, and that uses both directions of the link at once.
     if len(out) != 2 or x.device.type != "cpu":
         return process_group._allgather_base(out.view(-1), x.view(-1))
     return start_row_exchange(process_group, rank, x.unsqueeze(0).expand(out.shape), out)
@@ -183,6 +185,7 @@ class Net:
         """
         if group.handle is None:
             return Handle.ready([x.clone()])
+        # Ragged gathers need the lengths first: the backend gathers tensors of one size.
         lengths = [len(x)] * group.size if equal else self._lengths(x, group)
         # The backend gathers equal sizes only, so rows are padded to the longest and cut again.
         padded = _pad_rows(x, max(lengths))
@@ -329,6 +332,7 @@ class Net:
 
     def barrier(self, group: RankGroup) -> None:
         """Wait until all ranks of the group have called this."""
+        # An all_reduce of one byte has the deadline, the errors and the row of the ledger of other calls.
         flag = torch.zeros(1, dtype=torch.uint8, device=group_device(group))
         self._in_place("barrier", flag, group, lambda t, pg: pg.allreduce([t])).wait()
 
@@ -350,6 +354,7 @@ class Net:
         try:
             return call(group.handle)
         except RuntimeError as error:
+            # A launch fails at once if an earlier failure has closed the connection to a peer.
             raise collective_error(op, group, self, error, self.deadline_seconds) from error
 
     def _launch(self, op: str, x: Tensor, group: RankGroup, times: int = 1) -> LedgerEntry:
@@ -409,6 +414,7 @@ def handle_of_work(
     """
     if entry is not None and net.times_calls:
         entry.begin_call()
+        # The call ends when its bytes have arrived, which may be long before it is waited for.
         work.get_future().add_done_callback(_ledger_callback(entry))
 
     def resolve(deadline_seconds: float | None, exposed: bool) -> Any:
@@ -417,6 +423,7 @@ def handle_of_work(
         try:
             work.wait(timedelta(seconds=limit))
         except RuntimeError as error:
+            # The text of the backend does not always say that it was a timeout.
             late = time.perf_counter() - began >= limit
             raise collective_error(op, group, net, error, limit, late=late) from error
         finally:

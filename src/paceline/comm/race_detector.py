@@ -118,6 +118,7 @@ def _iter_tensors(values: Sequence[Any]) -> Iterator[Tensor]:
 
 def _caller_location() -> str:
     """Return the line that called this library or PyTorch."""
+    # The innermost frame that is neither this file nor PyTorch is the caller's own code.
     frames = [frame for frame in traceback.extract_stack() if not _is_internal_frame(frame.filename)]
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "an unknown line"
 
@@ -156,6 +157,7 @@ class CommChecks:
     def _watched_rounds(self, rounds: Iterator[StepStats]) -> Iterator[StepStats]:
         while True:
             with self._detector or nullcontext():
+                # Only the round itself is watched, not what a caller does between rounds.
                 stats = next(rounds, None)
             if stats is None:
                 return

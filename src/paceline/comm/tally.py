@@ -50,10 +50,11 @@ class StepTally:
 
     def agree(self, net: Net, group: RankGroup, device: torch.device) -> PendingTally:
         """Launch the sum over the group; `.wait()` returns it. One process on the CPU has nothing to sum."""
-        # On a GPU the sum moves through the device even alone, so that the step waits for it in one place.
+        # A group of one on a GPU takes the general path, whose `wait` copies the sums to the CPU.
         if group.size == 1 and device.type == "cpu":
             return PendingTally(self, None)
         head = [self.micro_batches, self.total, self.count, self.stops, *self.metrics.values(), *self.used]
+        # Everything is in one tensor: agreeing on a step costs one latency.
         packed = torch.tensor(head, dtype=torch.float64)
         if self.buffers.numel():
             packed = torch.cat([packed, self.buffers.cpu()])

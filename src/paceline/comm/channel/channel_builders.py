@@ -58,6 +58,7 @@ def build_grpc_channel(context: SessionContext, num_ranks: int) -> MessageChanne
         MissingExtraError: grpcio is not installed.
     """
     require_grpc()
+    # gRPC is optional and slow to import: only jobs that use it load it.
     from paceline.comm.channel.grpc_connect import connect_over_grpc
 
     return connect_over_grpc(context, num_ranks)

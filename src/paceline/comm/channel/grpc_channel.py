@@ -44,8 +44,10 @@ class GrpcChannel:
         )
 
     def send(self, to: int, message: ChannelMessage, deadline_seconds: float) -> None:
+        # A copy: the caller may change its tensors as soon as this returns.
         chunks = encode_message_chunks(message)
         self._queues.put(to, chunks, deadline_seconds)
+        # Counted once, however often chunks are sent again.
         self._ledger.count_call("send", "channel", sum(len(chunk) for chunk in chunks), 2)
 
     def receive(self, deadline_seconds: float) -> ChannelMessage:

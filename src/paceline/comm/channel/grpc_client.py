@@ -40,7 +40,14 @@ from paceline.comm.channel.reliable_queue import (
 )
 from paceline.errors import CommunicationError
 from paceline.job.addresses import format_address
-from paceline.job.handshake import CHALLENGE_BYTES, NONCE_BYTES, encode_hello, make_nonce, verify_proof
+from paceline.job.handshake import (
+    CHALLENGE_BYTES,
+    NONCE_BYTES,
+    encode_hello,
+    make_nonce,
+    mismatch_error,
+    verify_proof,
+)
 
 
 def refusal_error(error: grpc.RpcError, rank: int, hub_rank: int, whom: str) -> CommunicationError | None:
@@ -53,25 +60,17 @@ def refusal_error(error: grpc.RpcError, rank: int, hub_rank: int, whom: str) -> 
     """
     code, refusal = error.code(), None
     if code is grpc.StatusCode.UNAUTHENTICATED:
-        refusal = wrong_token_error(rank, whom)
+        refusal = mismatch_error(f"rank {rank}", whom, has_key=False)
     elif code is grpc.StatusCode.FAILED_PRECONDITION and error.details() == PEER_GONE:
         refusal = peer_gone_error(hub_rank)
     elif code is grpc.StatusCode.ALREADY_EXISTS:
         refusal = CommunicationError(
-            f"Rank {rank} has already joined {whom}.",
-            next_step="give each node its own --node-rank; a node that comes late needs a new job",
+            f"rank {rank} has already joined {whom}",
+            next_step="give each node its own --node-rank; a node that is too late needs a new job",
         )
     if refusal is not None:
         refusal.peer = hub_rank
     return refusal
-
-
-def wrong_token_error(rank: int, whom: str) -> CommunicationError:
-    """Return the error that client and server have different keys."""
-    return CommunicationError(
-        f"Rank {rank} has another token than {whom}: it belongs to another job.",
-        next_step="give all nodes of one job the same key: --token-file, or PACELINE_TOKEN",
-    )
 
 
 def is_certificate_error(error: grpc.RpcError) -> bool:
@@ -146,6 +145,7 @@ class GrpcClient:
         """
         expires, failures, certificate_failures = time.monotonic() + deadline_seconds, 0, 0
         while True:
+            # The last try needs a positive timeout, too.
             left = max(0.1, expires - time.monotonic())
             try:
                 self._greet(min(left, _GREETING_SECONDS))
@@ -192,7 +192,7 @@ class GrpcClient:
         # Join even if the proof was wrong: the server then learns, too, that this rank has another key.
         self._call(JOIN_METHOD, _START, seconds)
         if not known:
-            raise wrong_token_error(self._rank, self._server_name)
+            raise mismatch_error(f"rank {self._rank}", self._server_name, has_key=False)
 
     def _claim_metadata(self, method: str, position: StreamPosition) -> tuple[tuple[str, bytes]]:
         return CallClaim.make(method, self._rank, position, self._nonces, self._token).metadata()
@@ -239,6 +239,7 @@ class GrpcClient:
                 if refusal:
                     self._queues.mark_lost(refusal)
                 failures += 1
+                # An event and not a sleep, so that `close` ends the wait.
                 self._closing.wait(backoff_seconds(failures, self._random))
 
     def _wanted(self) -> bool:
@@ -251,10 +252,13 @@ class GrpcClient:
             if self._position_unknown
             else None
         )
+        # A message that the server has in part is continued; any other starts with its first byte.
         start = remote.num_bytes if remote and remote.number + 1 == message.number else 0
+        # If this call fails, the server may have taken any part of it, so the next one asks first.
         self._position_unknown = True
         position, (first, *more) = StreamPosition(message.number, start), [*message.after(start)] or [b""]
         options = {"timeout": self._seconds, "metadata": self._claim_metadata(SEND_METHOD, position)}
+        # A message of one chunk needs no stream, and a unary call is cheaper.
         if more:
             answer = self._channel.stream_unary(method_path(SEND_METHOD))(
                 self._track_progress(message, start), **options

@@ -53,6 +53,7 @@ def verify_authority(
     Raises:
         CommunicationError: the server does not encrypt, has another certificate, or has not sent this.
     """
+    # Continuing unencrypted would let anyone in between downgrade the connection.
     if signed_authority == UNENCRYPTED:
         raise CommunicationError(
             f"Rank {rank} has another security.tls than rank {hub_rank}: one of them encrypts, the other does"

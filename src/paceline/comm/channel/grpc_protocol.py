@@ -137,17 +137,22 @@ def channel_options(grace_seconds: float) -> list[tuple[str, int | str]]:
         ("grpc.max_receive_message_length", 2 * CHUNK_BYTES),
         ("grpc.keepalive_time_ms", ping),
         ("grpc.keepalive_timeout_ms", ping),
+        # Idle connections are pinged by both ends; servers would otherwise close them for too many pings.
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.http2.min_ping_interval_without_data_ms", 500),
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", 5000),
         ("grpc.max_reconnect_backoff_ms", 2000),
+        # Ranks are in one network: a proxy of the environment must not be used.
         ("grpc.enable_http_proxy", 0),
         # A retry of gRPC would send a stream again from its first byte.
         ("grpc.enable_retries", 0),
+        # Each channel has a connection of its own.
         ("grpc.use_local_subchannel_pool", 1),
+        # Two servers on one port would each get some of the other's calls.
         ("grpc.so_reuseport", 0),
+        # Certificates are issued for this fixed name, as addresses are known only when the job starts.
         ("grpc.ssl_target_name_override", CERTIFICATE_HOST_NAME),
     ]
 

@@ -34,7 +34,7 @@ from paceline.comm.channel.message_channel import bad_message_error, peer_gone_e
 from paceline.comm.channel.reliable_queue import PeerIsGoneError, ReliableQueues, StreamPosition
 from paceline.errors import CommunicationError, DeadlineError
 from paceline.job.addresses import format_address
-from paceline.job.handshake import compute_proof, decode_hello
+from paceline.job.handshake import OTHER_KEY, compute_proof, decode_hello
 from paceline.observe.file_writing import warn_on_stderr
 
 _SPARE_THREADS = 8
@@ -67,6 +67,7 @@ class GrpcServer:
         log: Callable[[str], object] = warn_on_stderr,
     ) -> None:
         self._queues, self._ranks, self._token, self._log = queues, frozenset(ranks), token, log
+        # Nonces are derived from it, so nothing is stored for a caller before it has a valid proof.
         self._secret = secrets.token_bytes(32)
         self._changed = threading.Condition()
         # Nonces of the ranks that have connected.
@@ -75,6 +76,7 @@ class GrpcServer:
         self._informed: set[int] = set()
         self._num_rejected, self._rejected_ranks = 0, set[int]()
         self._seconds = call_timeout_seconds(queues.grace_seconds)
+        # Each rank has two long calls, one in each direction; spare threads answer the short ones.
         self._threads = ThreadPoolExecutor(2 * len(ranks) + _SPARE_THREADS, thread_name_prefix="grpc-hub")
         self._server = grpc.server(
             self._threads,
@@ -118,7 +120,7 @@ class GrpcServer:
         if strangers:
             self._log(f"the server rejected {strangers} calls that do not belong to this job")
         if missing:
-            reasons = "".join(f"; rank {rank} has another token" for rank in sorted(self._rejected_ranks))
+            reasons = "".join(f"; rank {rank} has {OTHER_KEY}" for rank in sorted(self._rejected_ranks))
             raise DeadlineError(
                 f"ranks {missing} did not connect within {deadline_seconds:g} s{reasons}",
                 next_step="look at what these ranks printed",
@@ -134,6 +136,7 @@ class GrpcServer:
             self._queues.drop(rank)
         with self._changed:
             self._changed.wait_for(lambda: connected <= self._informed, _CLOSE_SECONDS)
+        # Calls in flight may carry the acknowledgement of the last message.
         self._server.stop(_CLOSE_SECONDS).wait()
         self._threads.shutdown(wait=True)
 
@@ -154,6 +157,7 @@ class GrpcServer:
         """Let a rank connect; once."""
         claim = self._claim(JOIN_METHOD, context)
         with self._changed:
+            # The first call with a valid proof is the rank; another process with its number is refused below.
             if self._nonces.get(claim.rank) is None:
                 self._nonces[claim.rank] = claim.nonce
                 self._queues.add_peer(claim.rank)
@@ -185,6 +189,7 @@ class GrpcServer:
         with self._serving(claim.rank, context):
             number, start = claim.position
             self._queues.acknowledge(claim.rank, claim.position)
+            # Half of the limit, so that an empty answer arrives before the client's own deadline.
             message = self._queues.next_message(claim.rank, self._seconds / 2, context.is_active)
             if message is None or message.number != number + 1:
                 return
@@ -225,7 +230,7 @@ class GrpcServer:
         if not claim.is_valid_claim(method, server_nonce(self._secret, claim.rank, claim.nonce), self._token):
             with self._changed:
                 self._rejected_ranks |= {claim.rank} & self._ranks
-            self._reject(context, "another token")
+            self._reject(context, OTHER_KEY)
         if claim.rank not in self._ranks:
             self._reject(context, f"rank {claim.rank} may not connect here")
         return claim

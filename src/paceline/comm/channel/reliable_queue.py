@@ -68,6 +68,7 @@ def encode_message_chunks(message: ChannelMessage) -> tuple[bytes, ...]:
     chunks: list[list[memoryview]] = [[]]
     room = CHUNK_BYTES
     for view in (part[at : at + CHUNK_BYTES] for part in parts for at in range(0, len(part), CHUNK_BYTES)):
+        # Small parts share a chunk, so a small message is one chunk.
         if len(view) > room:
             chunks.append([])
             room = CHUNK_BYTES
@@ -107,6 +108,7 @@ class UnacknowledgedQueue:
         """
         if not 0 <= number <= self._last:
             raise ValueError(f"message {number} was never sent; the last one is {self._last}")
+        # Acknowledgements are cumulative: this one covers all earlier messages.
         while self._messages and self._messages[0].number <= number:
             self._messages.popleft()
 
@@ -345,6 +347,8 @@ class ReliableQueues:
             left = min(expires, *(self._due(peer) for peer in self._peers.values())) - time.monotonic()
             if expires <= time.monotonic():
                 return False
+            # Also wakes up when a peer becomes late, as no other thread would; `wait` does not accept
+            # infinity.
             self._changed.wait(max(0.0, min(left, threading.TIMEOUT_MAX)))
         return True
 
@@ -451,6 +455,7 @@ class ReliableQueues:
             peer = self._peer(rank)
             if not peer.incoming.is_current(call):
                 return False
+            # Taken before the chunk is added: the position starts again with a whole message.
             num_bytes = peer.incoming.position.num_bytes + len(chunk)
             message = peer.incoming.add_chunk(call, chunk)
             peer.last_received_at = peer.last_contact_at = time.monotonic()
@@ -467,6 +472,7 @@ class ReliableQueues:
 
     def _has_room(self, peer: PeerQueue, num_bytes: int) -> bool:
         waiting = peer.num_unread_bytes + peer.incoming.position.num_bytes + num_bytes
+        # A waiting reader empties the queue at once; without one, a peer may only fill its window.
         return self._num_readers > 0 or waiting <= WINDOW_BYTES
 
     def _peer(self, rank: int) -> PeerQueue:

@@ -43,6 +43,7 @@ class ReplayChannel:
         sender, expires = self._order[0], time.monotonic() + deadline_seconds
         while not self._early[sender]:
             message = self._inner.receive(max(0.0, expires - time.monotonic()))
+            # Not this sender's turn: keep its message until it is.
             self._early[message.sender].append(message)
         self._order.popleft()
         return self._early[sender].popleft()

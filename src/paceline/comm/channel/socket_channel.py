@@ -90,6 +90,7 @@ def _encrypt_connections(connections: dict[int, socket.socket], token: str, seco
     # Importing the certificates takes time that jobs without encryption need not spend.
     from paceline.job.tls import EphemeralCertificate, encrypt_server_side
 
+    # A new certificate for each job; the key of the job proves whose it is.
     certificate = EphemeralCertificate.make()
     for rank, connection in [*connections.items()]:
         try:
@@ -119,6 +120,7 @@ def connect_to_hub(
                 address, port, rank, token, left, f"the server at {format_address(address, port)}", tls=tls
             )
         except OSError as error:
+            # A refused connection is final: the hub listens before it shares its address.
             if time.monotonic() + _RETRY_SECONDS < expires and not isinstance(error, ConnectionRefusedError):
                 time.sleep(_RETRY_SECONDS)
                 continue
@@ -184,6 +186,7 @@ class SocketSendBuffer:
             self.last_progress_at = time.monotonic()
             while unsent and self._send(unsent):
                 pass
+        # Only bytes that the socket did not take are copied.
         if unsent:
             self._queue.extend(unsent if is_immutable else (memoryview(b"".join(unsent)),))
 
@@ -270,6 +273,7 @@ class SocketPeer:
         if len(self._head) < FRAME_LENGTHS.size:
             return FRAME_LENGTHS.size
         length = int(FRAME_LENGTHS.unpack_from(self._head)[0])
+        # Another process has written the length: check it before memory is reserved.
         if length > MAX_HEADER_BYTES:
             raise self._bad_message_error(f"a header of {length} bytes")
         return FRAME_LENGTHS.size + length
@@ -301,6 +305,7 @@ class SocketChannel:
         self._selector = selectors.DefaultSelector()
         for peer in self._peers.values():
             peer.socket.setblocking(False)
+            # Small messages are requests and answers: the kernel must not delay them to fill packets.
             peer.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._selector.register(peer.socket, selectors.EVENT_READ, peer)
         self._arrived: deque[ChannelMessage] = deque()
@@ -381,6 +386,7 @@ class SocketChannel:
 
     def _poll(self, seconds: float) -> bool:
         """Wait until a socket is ready, read and write what is possible, and return whether any was ready."""
+        # Wake up when the first peer becomes late, not only when a socket is ready.
         patience = min(peer.outbox.expires_at for peer in self._peers.values()) - time.monotonic()
         ready = self._selector.select(max(0.0, min(seconds, patience)))
         for key, events in ready:
@@ -414,6 +420,7 @@ class SocketChannel:
 
     def _lose(self, peer: SocketPeer, error: CommunicationError) -> None:
         error.peer = peer.rank
+        # Raised by the next `receive` or `flush`, after the messages of this peer that have arrived.
         self._lost.append(error)
         self._selector.unregister(peer.socket)
         peer.socket.close()

@@ -77,6 +77,7 @@ def _pack_plane(codes: Tensor, bits: int, out: Tensor, workspace: Workspace) -> 
     width, mask = out.numel(), (1 << bits) - 1
     # Negative codes have ones above their lowest bits; the mask removes them.
     torch.bitwise_and(codes[:width], mask, out=out)
+    # Run k of the codes is in bits k * bits and up of every byte.
     for run in range(1, 8 // bits):
         codes_of_run = codes[run * width : (run + 1) * width]
         shifted = torch.bitwise_and(codes_of_run, mask, out=workspace.like("pack.run", codes_of_run))
@@ -92,4 +93,5 @@ def _unpack_plane(payload: Tensor, bits: int, out: Tensor) -> None:
         codes_of_run = out[run * width : (run + 1) * width]
         if codes_of_run.numel():
             torch.bitwise_right_shift(payload[: codes_of_run.numel()], bits * run, out=codes_of_run)
+    # The shift leaves bits of later runs above; one mask clears them for all runs.
     out.bitwise_and_((1 << bits) - 1)

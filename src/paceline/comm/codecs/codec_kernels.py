@@ -24,6 +24,7 @@ from torch import Tensor
 from paceline.observe.process_info import cache_folder
 
 _KERNEL_SOURCE = Path(__file__).with_name("kernels.c")
+# No contraction: a fused multiply-add would round differently from PyTorch.
 _FLAGS = ("-std=c11", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 _COMPILE_SECONDS = 60.0
 _POINTER, _COUNT, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
@@ -155,6 +156,7 @@ def find_kernels(folder: Path | None = None, compiler: str = "cc") -> CodecKerne
     compiler_path = shutil.which(compiler)
     if compiler_path is None:
         return f"no C compiler ({compiler}) was found"
+    # The kernels write scales and codes in memory order; the wire format is little-endian.
     if sys.byteorder != "little":
         return "this processor is not little-endian"
     cache = folder or cache_folder() / "kernels"
@@ -200,6 +202,7 @@ def _find_compiled(folder: Path, key: str) -> Path | None:
     for file in folder.glob(f"{key}-*.so"):
         if file.name == _library_name(key, file.read_bytes()):
             return file
+        # A damaged file would be found again by every later process.
         file.unlink(missing_ok=True)
     return None
 
@@ -214,6 +217,7 @@ def _compile(folder: Path, key: str, compiler: str) -> Path | None:
         except subprocess.SubprocessError:
             return None
         file = folder / _library_name(key, out.read_bytes())
+        # The name contains a hash of the content, so two processes that compile at once do not conflict.
         out.replace(file)
     return file
 

@@ -45,6 +45,7 @@ class FixedPointCodec:
         out = workspace.take("fixed", (rows, self.num_bytes(num_values)), torch.uint8, x.device)
         tops = row_max_abs(x, self._kernels).to(torch.float32)
         out[:, packed_bytes(num_values, self._width) :] = bytes_of(tops)
+        # A row of zeros has no largest value; the smallest normal number keeps it zero and divides safely.
         for row, payload, top in zip(x, out, tops.clamp_min(torch.finfo(torch.float32).tiny), strict=True):
             if self._kernels is not None and self._kernels.take(row):
                 self._kernels.fixed_encode(row, self._width, top, payload)

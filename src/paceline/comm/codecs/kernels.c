@@ -10,7 +10,7 @@
 #define STRETCH 65536 /* codec.py: codes are packed stretch by stretch */
 #define BLOCK 256     /* scaled.py */
 #define SIGN_BLOCK 1024
-#define LANES 64 /* philox.py */
+#define LANES 64 /* NUM_LANES in int8_int4_int2.py */
 #define INFINITE 0x7f800000u
 #define BUCKETS 2048
 #define GROUP 64
@@ -74,7 +74,7 @@ void paceline_fp16_encode(const float *x, int64_t n, float scale, uint16_t *out)
   }
 }
 
-/* philox.py: 256 numbers in [0, 1) for one block of a row, of four words of each of 64 counters. Words lie in 64
+/* philox_uniform: 256 numbers in [0, 1) for one block of a row, of four words of each of 64 counters. Words lie in 64
  * bits, whose upper halves may have anything, so that products need no shuffles. */
 static void draw(uint64_t key, uint32_t row, uint32_t block, float *noise) {
   for (uint32_t lane = 0; lane < LANES; lane++) {

@@ -63,6 +63,7 @@ class LosslessCodec:
         sizes = [self._pack(row, width, into, workspace) for row, into in zip(raw, out, strict=True)]
         longest = max(sizes, default=0)
         for into, size in zip(out, sizes, strict=True):
+            # Padding is sent too, so it must not be undefined memory.
             into[size:longest].zero_()
         return out[:, :longest].to(x.device)
 
@@ -96,6 +97,7 @@ class LosslessCodec:
     def _pack_plane(self, plane: memoryview, out: memoryview) -> int:
         body = out[_PLANE_HEADER.size :]
         size = self._compress(plane[:_PROBE_BYTES], body) and self._compress(plane, body)
+        # The compressor may have written part of a plane here before it gave up.
         if not size:
             body[: len(plane)] = plane
         _PLANE_HEADER.pack_into(out, 0, size or -len(plane))
@@ -143,6 +145,7 @@ def _open_zstandard() -> tuple[Any, Any]:
             "codec=lossless needs zstandard, which is not installed.",
             next_step="pip install 'paceline[lossless]'",
         ) from error
+    # The fastest level: on most links a higher one takes longer than it saves.
     return zstandard.ZstdCompressor(level=_ZSTD_LEVEL), zstandard.ZstdDecompressor()
 
 

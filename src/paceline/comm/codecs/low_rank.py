@@ -46,6 +46,7 @@ def compressible_spans(matrices: Sequence[MatrixSpan], rank: int) -> list[Matrix
 
 def draw_factor(matrix: MatrixSpan, rank: int, key: int, like: Tensor) -> Tensor:
     """Draw a random factor [columns, rank] to start from, a function of the key."""
+    # A CPU generator, so that ranks on different devices draw the same numbers.
     draw = torch.Generator().manual_seed(key)
     return torch.randn(matrix.columns, rank, generator=draw).to(like.device, like.dtype)
 
@@ -54,6 +55,7 @@ def next_factor(matrix: MatrixSpan, before: Tensor | None, rank: int, key: int, 
     """Return Q of the step before, [columns, rank]; columns that have no direction are drawn at random."""
     if before is not None and bool(has_direction(before).all()):
         return before
+    # A column without direction would stay zero or infinite in all later steps.
     fresh = draw_factor(matrix, rank, key, like)
     return fresh if before is None else torch.where(has_direction(before), before, fresh)
 

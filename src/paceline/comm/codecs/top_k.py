@@ -60,6 +60,7 @@ def _select_among(values: Tensor, num_kept: int, room: int, workspace: Workspace
     least = _largest_values(sizes, num_kept, workspace).min()
     torch.gt(sizes, least, out=larger)
     torch.eq(sizes, least, out=equal)
+    # Of values as large as the smallest that is kept, the first are taken, so all devices choose the same.
     missing = num_kept - int(larger.count_nonzero())
     larger.index_fill_(0, _mask_positions(equal, room, workspace, "topk.ties")[:missing], True)
     return _mask_positions(larger, room, workspace, "topk.first")
@@ -76,6 +77,7 @@ def _largest_values(sizes: Tensor, wanted: int, workspace: Workspace) -> Tensor:
 def sample_values(x: Tensor, num_kept: int, workspace: Workspace) -> Tensor:
     """Return some values of `x` [n], evenly spread; none where looking at all of them is cheaper."""
     num_values = x.numel()
+    # Short rows are ranked faster than sampled, and a large share of a row leaves no threshold to find.
     if num_values < _MIN_SAMPLED_VALUES or num_kept > num_values // 4:
         return x[:0]
     sample = x[:: num_values // _NUM_SAMPLES]
@@ -279,6 +281,7 @@ class RandomKCodec:
         num_kept = self.num_kept(num_values)
         ends = torch.arange(num_kept + 1, out=workspace.take("randomk.ends", (num_kept + 1,), torch.int64))
         ends.mul_(num_values).floor_divide_(max(1, num_kept))
+        # The shared key: every rank has to draw the positions that the sender drew.
         draw = torch.Generator().manual_seed(keys.shared)
         within = workspace.take("randomk.within", (num_kept,), torch.float64)
         torch.rand(num_kept, generator=draw, dtype=torch.float64, out=within)

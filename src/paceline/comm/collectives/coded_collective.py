@@ -188,6 +188,7 @@ class CodedCollective:
         payload = self.codec.encode(values, keys, workspace)
         decoded = workspace.take("one", total.shape, x.dtype, x.device)
         if feedback is not None:
+            # Decode what was sent: the error is that of the receiver, not of an idealised codec.
             for row, coded in enumerate(payload):
                 self.codec.decode(coded.unsqueeze(0), decoded, keys, workspace)
                 feedback.subtract_sent(row, decoded[0], workspace, some)
@@ -195,10 +196,12 @@ class CodedCollective:
         payload = self._pad_to_longest(payload, key, x.shape[1], workspace)
         arrived = self._rows("arrived", payload.shape, payload, x.shape[1], workspace)
         yield self._inner.all_to_all(payload, key, arrived, 2 * slot)
+        # Decoded one after another, so that memory is needed for one part only, and added in rank order.
         for number, coded in enumerate(arrived):
             self.codec.decode(coded.unsqueeze(0), decoded if number else total, keys, workspace)
             if number:
                 total.add_(decoded)
+        # Sums that are not encoded again have no error in this step: an earlier one is added once.
         if before is not None and before.owned is not None and not shared:
             total.add_(before.owned[some])
         return total[0]
@@ -207,6 +210,7 @@ class CodedCollective:
         self, mine: Tensor, x: Tensor, key: str, some: slice, keys: CodecKeys, slot: int
     ) -> CommRounds:
         """Encode the sum of these columns of this rank's part and send it to all."""
+        # Other random numbers than for the parts: equal ones would make the rounding errors correlated.
         keys = CodecKeys(hashed(keys.shared, "sum"), hashed(keys.own, "sum"))
         before, pending = self._feedback.kept.get(key), self._feedback.pending.get(key)
         workspace = self._workspaces[slot]
@@ -224,6 +228,7 @@ class CodedCollective:
         sums = self._rows("arrived", shape, payload, mine.numel(), workspace)
         yield self._inner.all_to_all(spread, f"{key}.sum", sums, 2 * slot + 1)
         if pending is not None:
+            # Codecs may decode padding to values that are not zero; those must not become errors.
             pending.zero_padding(x.numel(), self.group.rank)
         for part, coded in zip(iter_row_chunks(x.view(-1), self.group.size, some), sums, strict=True):
             is_whole = part.numel() == mine.numel()

@@ -118,7 +118,7 @@ class CodingCollective(Collective, Protocol):
     """A collective that encodes what it sends, on a thread of its own."""
 
     def chunks_in_flight(self, x: Tensor) -> tuple[int, int]:
-        """How many values of a buffer `x` [n] are a stretch, and how many of these are under way."""
+        """Return the number of values of a chunk of a buffer `x` [n], and of chunks in flight."""
 
     def close(self) -> None:
         """End the thread; everything that was launched has been waited for."""

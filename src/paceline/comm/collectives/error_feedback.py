@@ -80,6 +80,7 @@ class ErrorFeedback:
         """
         zero_non_finite(self.sent[row, some].sub_(decoded))
         if self.velocity is not None:
+            # A value that was sent takes its momentum with it; the velocity starts again from zero.
             was_sent = workspace.take("lost.sent", decoded.shape, torch.bool, decoded.device)
             torch.ne(decoded, 0, out=was_sent)
             zero_non_finite(self.velocity[row, some].masked_fill_(was_sent, 0.0))
@@ -116,6 +117,7 @@ class ErrorFeedback:
             or self.owned_memory.numel() != width
             or self.owned_memory.dtype != total.dtype
         ):
+            # Allocated once for each width and dtype.
             self.owned_memory = total.new_empty(width)
         zero_non_finite(torch.sub(total, decoded, out=self.owned_memory[some]))
         self.owned = self.owned_memory
@@ -158,6 +160,7 @@ class ErrorFeedbackBuffers:
 
     def commit(self, keys: Collection[str] | None = None) -> None:
         done = [*self.pending] if keys is None else [key for key in keys if key in self.pending]
+        # The errors before this step are not needed any more; the next step uses their memory.
         self._spare |= {key: self.kept[key] for key in done if key in self.kept}
         self.kept |= {key: self.pending.pop(key) for key in done}
 

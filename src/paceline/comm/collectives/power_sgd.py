@@ -112,6 +112,7 @@ class PowerSGDCollective:
             run.copy_(summed)
         for m, p, q, factor in zip(matrices, left, right, pending.factors, strict=True):
             torch.mm(p, q.T, out=m.of(total))
+            # The sum of Q is where the power iteration of the next step starts.
             factor.copy_(q)
         return total
 
@@ -127,6 +128,7 @@ class PowerSGDCollective:
         for run, out in zip(uncompressed, plain, strict=True):
             out.copy_(run)
         self._inner.all_reduce(flat, f"{key}.p").wait(exposed=False)
+        # The sums are equal on all ranks, so each rank orthogonalises them alone, with equal results.
         return [orthogonalise(p) for p in left], plain
 
     def _sum_right(
@@ -142,6 +144,7 @@ class PowerSGDCollective:
         flat, right = self._factor_buffers("right", [m.columns for m in matrices], x)
         for m, p, q in zip(matrices, left, right, strict=True):
             torch.mm(m.of(x).T, p, out=q)
+            # Before the sum, q is this rank's own factor: what its product misses is its error.
             m.of(pending.sent).addmm_(p, q.T, alpha=-1)
         for run in uncompressed_parts(pending.sent, matrices):
             run.zero_()

@@ -56,12 +56,14 @@ class PartBuffer:
         self.rows = self.flat.view(num_rows, width)
         self._layouts = [self._layout(row, tensors) for row in range(num_rows)]
         self._views = [self.views(self.rows[row], row) for row in range(num_rows)]
+        # Computed once: slicing by part would cost more than copying small tensors.
         self._index = {s: [part.inside(s) if part else () for part in parts[s]] for s in slots}
 
     def over(self, flat: Tensor, row: int | None = None) -> PartBuffer:
         """Return the same layout in other memory: of all rows [num_rows * width], or of one [width] and no
         other.
         """
+        # The layout is shared; only the memory and its views are new.
         other = copy(self)
         other.flat = flat
         if row is None:
@@ -90,6 +92,8 @@ class PartBuffer:
         """Return the parts of one row [width], in their shapes and strides."""
         offset = flat.storage_offset()
         return {
+            # With the strides of the parameter, an optimizer kernel walks gradient and parameter in the same
+            # order.
             part: flat.as_strided(part.sizes, strides, offset + start)
             for part, (start, strides) in self._layouts[row].items()
         }
@@ -204,6 +208,7 @@ def plan_buckets(tensors: Mapping[TensorSlot, Tensor], bucket_bytes: int) -> lis
     """
     buckets: list[list[TensorSlot]] = []
     filled, previous = 0, None
+    # Backward completes the gradients of the last layers first.
     for slot, tensor in reversed([*tensors.items()]):
         is_same_kind = previous is not None and (previous.dtype, previous.device) == (
             tensor.dtype,
@@ -305,6 +310,7 @@ class BlockPool:
         if number in self._kept_dtypes:
             self._free.append(number)
             return True
+        # Blocks beyond those that stay are freed, so a burst does not raise the memory for good.
         del self.memory[number]
         return False
 

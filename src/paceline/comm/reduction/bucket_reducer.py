@@ -139,6 +139,7 @@ class UnorderedSum:
         }
 
     def zeros(self, num_values: int, like: Tensor, key: str) -> Tensor:
+        # The collective that runs first may need the buffer in memory of its own.
         first = self._shard if self._shard.group.size > 1 else self._replica
         if self._turns is not None:
             self._turns.expect(num_values, like, self._shard)
@@ -207,6 +208,7 @@ class BucketReducer:
         self._shards, self._is_last = range(0), False
         self._buckets = []
         for number, slots in enumerate(plan_buckets(tensors, bucket_bytes)):
+            # The key names a buffer in every step: error feedback is kept under it.
             keys = [f"{name}{number}.{k}" for k in range(sums.num_buffers)]
             buffers = [
                 PartBuffer(slots, tensors, parts, partial(sums.zeros, key=key), sums.multiple) for key in keys
@@ -261,6 +263,7 @@ class BucketReducer:
     def close(self) -> None:
         """Fill slots that no micro-batch used with zeros, and launch the remaining buckets."""
         missing = [slot for bucket in self._buckets[self._next :] for slot in bucket.missing]
+        # With a tree, a slot that was used in some micro-batches only is completed below.
         if missing and not self.by_micro_batch:
             raise CommunicationError(
                 f"the gradients of {sorted(slot.name for slot in missing)} were never announced",
@@ -282,6 +285,8 @@ class BucketReducer:
             bucket.handle = None
             if self.by_micro_batch:
                 clear_negative_zeros([flat])
+            # Sums with one order have a norm with one order, too, which `CanonicalNorm` computes from the
+            # parts.
             elif self._counts:
                 norms += torch._foreach_norm([flat])
             flats.append(flat)
@@ -303,12 +308,14 @@ class BucketReducer:
             buffer = bucket.buffers[0]
             names = {slot.name for slot in buffer.slots}
             if buffer.has_gaps or not names <= {*used}:
+                # The errors of unused slots and of padding go back to those before the step.
                 places = ~buffer.places(names & {*used})
                 feedback.restore(bucket.keys[0], places[self._sums.row] if prefix else places.view(-1))
 
     def abort(self) -> None:
         """Wait for all launches, ignoring errors, and drop the step."""
         wait_ignoring_errors(bucket.handle for bucket in self._buckets)
+        # Only after all launches have ended: a collective may not be aborted while it is in flight.
         self._sums.abort()
         self.begin()
 

@@ -64,6 +64,7 @@ class CanonicalNorm:
     def __call__(self, grads: Gradients) -> float:
         """Return the norm of the sums, not yet divided; collective over the group. Waits for the device."""
         device = grads.flats[0].device if grads.flats else torch.device("cpu")
+        # Rows that other ranks count stay zero here, so the all_reduce rounds nothing.
         squares = torch.zeros(self._num_rows, dtype=torch.float64, device=device)
         for slot in self._counted:
             grad = grads.tensors.get(slot)
@@ -88,7 +89,7 @@ def row_squares(x: Tensor) -> Tensor:
     """
     x = torch.view_as_real(x.detach()) if x.is_complex() else x.detach()
     rows = x.reshape(x.shape[0], math.prod(x.shape[1:])) if x.dim() else x.reshape(1, 1)
-    # A kernel for rows of one value would be slower, and float64 squares are exact for float32 values.
+    # Rows of one value, as of a bias, need no reduction.
     if rows.shape[1] == 1:
         return rows[:, 0].to(torch.float64).square()
     return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64).square()
@@ -148,6 +149,7 @@ class LocalClip:
 
     def close(self) -> None:
         """Clip the gradients, and pass all of them on."""
+        # One norm over all gradients, so nothing can be passed on before the last one is there.
         factor = self._factor([grad for grad in self._held.values() if grad is not None])
         for slot, grad in self._held.items():
             self._inner.ready(slot, grad if grad is None or factor == 1.0 else grad * factor)

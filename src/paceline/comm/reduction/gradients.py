@@ -61,7 +61,7 @@ class GradientSink(Protocol):
 
     @property
     def by_micro_batch(self) -> bool:
-        """Whether it takes the gradients of each micro-batch apart; if not, their sum over those of this
+        """True if it takes the gradients of each micro-batch apart; if not, their sum over those of this
         rank.
         """
 
@@ -192,7 +192,7 @@ class LocalReducer:
         self._grads = dict.fromkeys(self._grads)
 
     def micro_batch(self, shards: range, is_last: bool) -> None:
-        """Never called, as `by_micro_batch` is false."""
+        """Do nothing; it is not called, as `by_micro_batch` is false."""
 
     def ready(self, slot: TensorSlot, grad: Tensor | None) -> None:
         """Keep a reference."""

@@ -68,6 +68,7 @@ class PendingResidual:
         if not self._due:
             return grads
         tensors, factor = dict(grads.tensors), grads.scale
+        # The residual is unscaled; gradients are sums of `count` items, times the scale of the loss.
         factor *= 1.0 if self._items is None else count / self._items
         for slot in self._due:
             grad, residual = tensors.get(slot), self._pending[slot] * factor
@@ -115,6 +116,7 @@ class PendingResidual:
         sums = sum_residuals(found)
         self._applied_here, self._in_mean = set(), set()
         self._pending = {
+            # `empty_like` keeps the strides of the parameter, so that sums with gradients need no copy.
             slot: torch.empty_like(p).copy_(sums[slot.name]).detach()
             for slot, p in self._tensors.items()
             if slot.name in sums

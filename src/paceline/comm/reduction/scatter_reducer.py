@@ -148,7 +148,7 @@ class ScatterQueue:
 
     @property
     def queues(self) -> bool:
-        """Whether a scatter is waiting to be launched."""
+        """True if a scatter is waiting to be launched."""
         return bool(self._queued)
 
     @property
@@ -175,6 +175,7 @@ class ScatterQueue:
         assert first.handle is not None
         if first.handle.is_complete():
             return True
+        # A scatter that every rank has launched ends without this rank's help.
         may_wait = self._progress is None or self.closing or first.number < self._progress.launched_everywhere
         return is_late and may_wait
 
@@ -246,6 +247,7 @@ class ScatterReducer:
         return _ScatterBucket(number, shape, total, num_own_values, set(slots), shape.views(total, self._row))
 
     def _make_blocks(self) -> BlockPool:
+        # The last one of each dtype in the dictionary is the largest.
         by_size = sorted(self._buckets, key=lambda bucket: bucket.shape.flat.numel())
         sizes = {bucket.total.dtype: bucket.shape.flat.numel() for bucket in by_size}
         kept = (
@@ -277,6 +279,7 @@ class ScatterReducer:
     def close(self) -> None:
         """Scatter zeros up to the largest number of micro-batches of any rank."""
         self._require_nothing_missing()
+        # From here on no rank needs anything else of this one, so it may wait for any scatter.
         self.launches.closing = True
         agreed = self._agree(self._rounds) if self._agreed is None else self._agreed
         num_scatters = int(agreed.wait()) * len(self._buckets)
@@ -304,6 +307,7 @@ class ScatterReducer:
         self.blocks.release_all()
         for bucket in self._buckets:
             bucket.block = None
+            # Views of blocks that were freed must not keep their memory.
             bucket.buffers = {b: x for b, x in bucket.buffers.items() if b in self.blocks.memory}
         self._paths.shard.abort()
         self._paths.replica.abort()
@@ -329,6 +333,7 @@ class ScatterReducer:
     def _buffer_of(self, bucket: _ScatterBucket) -> PartBuffer:
         """Return the buffer that is being filled; memory that another bucket has left, or new memory."""
         if bucket.block is None:
+            # First free the blocks of scatters that are complete.
             self.launches.advance()
             bucket.block = self.blocks.take(bucket.total.dtype, bucket.shape.flat.numel())
         block = bucket.block
@@ -354,6 +359,8 @@ class ScatterReducer:
         bucket, number = self._buckets[self._next], self._num_added
         buffer, block = self._buffer_of(bucket), bucket.block
         assert block is not None
+        # Few keys let a route keep few buffers; with a pacer more scatters are in flight, so each bucket has
+        # its own.
         turn = number % MAX_IN_FLIGHT if self._paths.pace is None else bucket.number
         key = f"{self._name}{bucket.total.dtype}.{turn}"
         bucket.block, bucket.missing = None, set(bucket.shape.slots)
@@ -386,5 +393,5 @@ class ScatterReducer:
         if self._has_begun and missing:
             raise CommunicationError(
                 f"the gradients of {sorted(missing)} were never announced",
-                next_step="the layout has to call ready for every slot once a micro-batch, with None if it has none",
+                next_step="the layout has to call ready for every slot, with None if it has no gradient",
             )

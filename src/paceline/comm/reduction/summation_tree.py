@@ -31,6 +31,7 @@ def covering_nodes(shards: range) -> list[range]:
     """Return the largest nodes of the tree that make up a contiguous run of shards, in order; pure."""
     nodes, start = [], shards.start
     while start < shards.stop:
+        # The largest node that begins here: the lowest set bit of the start, or the whole tree at zero.
         width = start & -start or 1 << shards.stop.bit_length()
         while start + width > shards.stop:
             width //= 2
@@ -69,6 +70,7 @@ class TreeAccumulator:
         if value is None:
             return
         node = self._nodes[self._node_of(shards)]
+        # Merging as soon as both halves are there keeps few partial sums.
         while len(shards) < len(node) and (other := _sibling(shards)) in self._sums:
             value = self._sums.pop(other).add_(value)
             shards = range(min(shards.start, other.start), max(shards.stop, other.stop))
@@ -97,6 +99,7 @@ def _sum_nodes(node_sums: Sequence[tuple[range, Tensor]]) -> Tensor:
     sums = list(node_sums)
     while len(sums) > 1:
         levels = [common_ancestor_level(a, b) for (a, _), (b, _) in pairwise(sums)]
+        # The lowest common ancestor first: this is the order that `push` would have used.
         k = levels.index(min(levels))
         (first, value), (last, other) = sums[k], sums[k + 1]
         sums[k : k + 2] = [(range(first.start, last.stop), value.add_(other))]
@@ -142,7 +145,7 @@ class TreeNodeOwners:
 
     @property
     def commutes(self) -> bool:
-        """Whether only one addition is left, which has no other order."""
+        """True if only one addition is left, which has no other order."""
         return self.data.size == self.replica.size == 2 and self.num_nodes == 1
 
     def add(self, values_by_rank: Sequence[Sequence[Tensor] | Tensor]) -> Tensor:
@@ -204,6 +207,7 @@ class TreeSumByMessages(_TreeSum):
         # One addition of two values has one result, so the backend may do it.
         if owners.commutes:
             return self._net.all_reduce(rows[0], owners.data).then(lambda total: Handle.ready(total.view(-1)))
+        # Slice i of each row goes to replica i, so the slices for one rank lie together.
         by_slice = [r.view(r.shape[0], owners.replica.size, -1).transpose(0, 1).flatten(0, 1) for r in rows]
         slices = by_slice[0].unsqueeze(1) if len(rows) == 1 else torch.stack(by_slice, 1)
         return self._net.exchange_rows(slices, torch.empty_like(slices), owners.data).then(self._added)
@@ -242,6 +246,7 @@ class TreeSumInMemory(_TreeSum):
             slices[0][replica * owners.num_rows + owners.row] for replica in range(owners.replica.size)
         ]
         num_values = destinations[0].numel()
+        # In chunks, so that a sum is still in the cache when it is copied to the replicas.
         for start in range(0, num_values, CHUNK_VALUES):
             chunk = slice(start, min(start + CHUNK_VALUES, num_values))
             by_rank = [[by_node[rank][chunk] for by_node in slices] for rank in range(owners.data.size)]

@@ -67,12 +67,14 @@ class TiedGradientReduction:
         for shards in shard_ranges:
             if self.inner.by_micro_batch:
                 self.inner.micro_batch(shards, shards == shard_ranges[-1])
+            # The order of backward, in which the inner reduction fills its buckets.
             for slot in reversed([*self._tensors]):
                 self.inner.ready(slot, self._sum_over_holders(slot, shards))
         self.inner.close()
 
     def _sum_over_holders(self, slot: TensorSlot, shards: range) -> Tensor:
         local = self._held.get((slot, shards))
+        # A holder without a gradient takes part with zeros: the others wait for it.
         value = torch.zeros_like(self._tensors[slot]) if local is None else local.clone()
         total: Tensor = self._net.all_reduce(value.detach(), self._holders).wait()
         return total

@@ -89,6 +89,7 @@ class GridRoute:
 
 def num_grid_columns(size: int) -> int:
     """Return the largest divisor of the number of ranks that is not above its square root."""
+    # The squarest grid has the fewest rounds.
     return next(width for width in range(isqrt(size), 0, -1) if size % width == 0)
 
 

@@ -79,6 +79,8 @@ class HierarchicalCollective:
             total = self.between(scattered.wait(exposed=False).view(-1), key)
             return self._gather.all_gather(total, key)
 
+        # The last stage is launched on the thread too, and waited for by the caller: it overlaps with
+        # backward.
         last = self._thread.submit("all_reduce", sum_between_nodes)
         return last.then(lambda gathered: _join_slices(gathered.wait(), x))
 
@@ -254,6 +256,7 @@ def build_hierarchical(group: RankGroup, context: RouteContext) -> Collective:
         return build_native(group, context)
     levels = NodeLevels.build(group, ranks_by_node)
     scatter, gather = (host_memory_or_none(level, context) for level in (levels.scatter, levels.gather))
+    # Shared memory for both stages or for none: they use the same ranks.
     inside = None if scatter is None or gather is None else (scatter, gather)
     collective = HierarchicalCollective(
         context.net, group, levels, build_native(levels.between, context), inside

@@ -77,6 +77,7 @@ class HostPeer:
             data, files = b"", []
         self.gone = not data
         self.files += files
+        # A message with a file has no signals; see `share` and `signal_rank`.
         if data and not files:
             for line in data.split(b"\n"):
                 signal = HostSignal.decode(line)
@@ -246,6 +247,7 @@ class HostLinks:
         """
         reads = not self._reader_active
         self._reader_active = True
+        # Other threads may send, and take signals that were read, while this one sleeps in the kernel.
         self._lock.release()
         try:
             poll = select.poll()

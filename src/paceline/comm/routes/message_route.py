@@ -153,6 +153,7 @@ class MessageCollective:
         """Return a collective with another route on the same process group and thread; closing one closes
         both.
         """
+        # A shallow copy shares thread, counter and memory, so calls of both routes stay in one order.
         twin = copy(self)
         twin._route = route
         return twin
@@ -181,6 +182,7 @@ class MessageCollective:
             rows[0].numel(),
             lambda messenger: self._route.reduce_scatter(messenger, rows),
         )
+        # A clone of the row, so that the copy of all rows can be freed.
         return handle.then(torch.clone) if is_copied else handle
 
     def all_gather(self, x: Tensor, key: str, out: Tensor | None = None) -> Handle:
@@ -229,6 +231,7 @@ class MessageCollective:
         if self.group.size == 1 or x.numel() == 0:
             return Handle.ready(x)
         sent = self._route.cost(op, self.group.size, self.group.rank, n, source)
+        # The closed form is recorded at the launch, and compared with the ledger when nothing is in flight.
         self._expect(sent.num_values * x.element_size())
         return self._thread.submit(op, self._with_messenger(route))
 

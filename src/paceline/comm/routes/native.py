@@ -56,6 +56,8 @@ class NativeCollective:
         return self.net.all_reduce(x, self.group)
 
     def reduce_scatter(self, x: Tensor, key: str, arriving: ReceiveBuffer = None) -> Handle:
+        # Summing in the caller's memory needs that memory, Gloo's tags, and rows that can be added one by
+        # one.
         if arriving is None or x.device.type != "cpu" or not self._can_add_rows(x) or self.group.size == 1:
             return self.net.reduce_scatter(x, self.group).then(lambda row: row.view(-1))
         return scatter_rows(self.net, x, arriving(), self.group)

@@ -32,6 +32,7 @@ class RecursiveDoublingRoute:
             messenger.send(messenger.rank - core, x)
             return messenger.receive(messenger.rank - core, x)
         arrived = messenger.workspace.like("arrived", x)
+        # The rank outside the core whose values this one adds, if there is one.
         extra = messenger.rank + core
         if extra < messenger.size:
             x += messenger.receive(extra, arrived)
@@ -49,6 +50,7 @@ class RecursiveDoublingRoute:
             return messenger.receive(messenger.rank - core, rows[messenger.rank])
         if extra < messenger.size:
             rows += messenger.receive(extra, messenger.workspace.like("arrived", rows))
+        # From the highest bit down, so that the rows to keep are halved in every round.
         for bit in reversed(_powers_of_two(core)):
             partner = messenger.rank ^ bit
             keep, leaving = (

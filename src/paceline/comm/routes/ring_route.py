@@ -66,6 +66,7 @@ def ring_reduce_scatter(messenger: RouteMessenger, parts: list[Tensor]) -> None:
     max_values = max(part.numel() for part in parts)
     # One buffer for the largest part is enough: each message is added before the next arrives.
     arrived = messenger.workspace.take("arrived", (max_values,), parts[0].dtype, parts[0].device)
+    # After step k, a part holds the sum of k + 1 ranks; the last step brings this rank's own part home.
     for step in range(1, messenger.size):
         local_part = parts[(messenger.rank - step - 1) % messenger.size]
         out = arrived[: local_part.numel()].view_as(local_part)

@@ -31,6 +31,7 @@ from paceline.comm.link_profile import LinkModel, LinkSample, fit_link_model
 from paceline.comm.routes.grid_route import num_grid_columns
 from paceline.comm.routes.recursive_doubling import power_of_two_below
 from paceline.job.mesh import RankGroup
+from paceline.recipe.registry import RouteSpec, import_object, parse_word
 
 ROUTED_OPS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 PathCost = Callable[[int, int, int], CollectiveCost]
@@ -49,7 +50,9 @@ def critical_path_cost(
     """
     if world == 1:
         return CollectiveCost(0.0, 0.0, 0)
-    return _PATH_COSTS[op][route](num_bytes, world, ranks_per_host)
+    costs: RouteCosts = import_object(parse_word(RouteSpec, route).spec.costs)
+    cost: PathCost = getattr(costs, op)
+    return cost(num_bytes, world, ranks_per_host)
 
 
 def _symmetric_cost(num_bytes: float, rounds: int) -> CollectiveCost:
@@ -179,40 +182,25 @@ def _grid_rows_cost(row_bytes: float, world: int) -> CollectiveCost:
     return _symmetric_cost(((width - 1) * height + height - 1) * row_bytes, width - 1 + height - 1)
 
 
-_PATH_COSTS: Mapping[str, Mapping[str, PathCost]] = {
-    "all_reduce": {
-        "native": _ring_all_reduce,
-        "ring": _ring_all_reduce,
-        "tree": _tree_all_reduce,
-        "recursive-doubling": _doubling_all_reduce,
-        "grid": _grid_all_reduce,
-        "hierarchical": _hierarchical_all_reduce,
-    },
-    "reduce_scatter": {
-        "native": _native_reduce_scatter,
-        "ring": _ring_reduce_scatter,
-        "tree": _tree_all_reduce,
-        "recursive-doubling": _doubling_reduce_scatter,
-        "grid": _grid_reduce_scatter,
-        "hierarchical": _hierarchical_reduce_scatter,
-    },
-    "all_gather": {
-        "native": _ring_all_gather,
-        "ring": _ring_all_gather,
-        "tree": _tree_all_gather,
-        "recursive-doubling": _doubling_all_gather,
-        "grid": _grid_all_gather,
-        "hierarchical": _hierarchical_all_gather,
-    },
-    "broadcast": {
-        "native": _tree_broadcast,
-        "ring": _ring_broadcast,
-        "tree": _tree_broadcast,
-        "recursive-doubling": _tree_broadcast,
-        "grid": _grid_broadcast,
-        "hierarchical": _tree_broadcast,
-    },
-}
+class RouteCosts(NamedTuple):
+    """The closed forms of a route, one for each collective operation; `RouteSpec.costs` names them."""
+
+    all_reduce: PathCost
+    reduce_scatter: PathCost
+    all_gather: PathCost
+    broadcast: PathCost
+
+
+NATIVE_COSTS = RouteCosts(_ring_all_reduce, _native_reduce_scatter, _ring_all_gather, _tree_broadcast)
+RING_COSTS = RouteCosts(_ring_all_reduce, _ring_reduce_scatter, _ring_all_gather, _ring_broadcast)
+TREE_COSTS = RouteCosts(_tree_all_reduce, _tree_all_reduce, _tree_all_gather, _tree_broadcast)
+RECURSIVE_DOUBLING_COSTS = RouteCosts(
+    _doubling_all_reduce, _doubling_reduce_scatter, _doubling_all_gather, _tree_broadcast
+)
+GRID_COSTS = RouteCosts(_grid_all_reduce, _grid_reduce_scatter, _grid_all_gather, _grid_broadcast)
+HIERARCHICAL_COSTS = RouteCosts(
+    _hierarchical_all_reduce, _hierarchical_reduce_scatter, _hierarchical_all_gather, _tree_broadcast
+)
 
 MEASURED_GAIN = 1.05
 """A route replaces the first one if its sums are this many times as fast."""
@@ -241,12 +229,16 @@ class RouteForecast(NamedTuple):
         """Return the time that a collective of `num_bytes` of a rank takes on a route."""
         cost = critical_path_cost(route, num_bytes, self.world, self.ranks_per_host, op)
         model = self.lines[route]
+        # Only sums were measured, and a line needs two sizes.
         if len(model.points) < 2 or op != "all_reduce":
             return model.seconds(cost)
         points = isotonic_samples(model.points)
         if cost.sent_bytes > points[-1].sent_bytes:
+            # A route that was given up early may look cheap per byte only because it was never measured
+            # there.
             slope = max(_last_slope(points), self._slope_of_first_route(len(points)))
             return points[-1].seconds + slope * (cost.sent_bytes - points[-1].sent_bytes)
+        # Smaller buffers take as long as the smallest one: that is all latency.
         if cost.sent_bytes <= points[0].sent_bytes:
             return points[0].seconds
         return _interpolate(points, cost.sent_bytes)

@@ -57,6 +57,7 @@ def require_cpu(context: RouteContext, word: str, instead: str) -> None:
     Raises:
         StrategyError: the device is not the CPU.
     """
+    # Message routes use tags and host memory, which NCCL does not have.
     if context.device.type != "cpu":
         raise StrategyError(
             f"route={word} needs a CPU, but this rank trains on {context.device.type}",

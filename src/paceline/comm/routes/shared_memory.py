@@ -40,6 +40,7 @@ def allocate_shared_memory(num_bytes: int, name: str) -> int:
         try:
             file = os.memfd_create(name)
             cleanup.callback(os.close, file)
+            # Reserve the pages now: without memory, a later write would kill the process (SIGBUS).
             os.posix_fallocate(file, 0, num_bytes)
         except OSError as error:
             raise CommunicationError(
@@ -220,11 +221,13 @@ class SharedMemoryCollective:
             sizes = shares or [num_values] * self.group.size
             return [self._view(files[r], n, dtype) for r, n in zip(self.group.ranks, sizes, strict=True)]
         finally:
+            # A map stays valid without the open file.
             for file in files.values():
                 os.close(file)
 
     def _view(self, file: int, num_values: int, dtype: torch.dtype) -> Tensor:
         num_bytes = max(1, num_values) * dtype.itemsize
+        # Ranks out of step would map each other's memory with a wrong size.
         if os.fstat(file).st_size != num_bytes:
             raise CommunicationError(
                 f"a rank of {self.group.ranks} shares {os.fstat(file).st_size} bytes, this one {num_bytes}",

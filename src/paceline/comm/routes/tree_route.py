@@ -58,6 +58,7 @@ class TreeRoute:
 
     def broadcast(self, messenger: RouteMessenger, x: Tensor, source: int) -> Tensor:
         """Send to the root first, then down."""
+        # One more hop, so that every broadcast uses the tree of rank 0.
         if source and messenger.rank == source:
             messenger.send(0, x)
         if source and messenger.rank == 0:

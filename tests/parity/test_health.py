@@ -123,7 +123,7 @@ def test_the_twin_that_keeps_the_residuals_of_the_step_ends_elsewhere(
 
 def test_skipping_has_an_end() -> None:
     found = train(Cluster.single(), recipe(non_finite="skip", max_skips=3), lambda: bad(range(4, STEPS)))
-    assert "step 7" in found.said and "the 3 steps before it were left out already" in found.said
+    assert "step 7" in found.said and "the 3 steps before it were skipped already" in found.said
     assert "health.max_skips" in found.said
 
 

@@ -84,7 +84,7 @@ def test_a_run_that_is_resumed_goes_on_with_the_lowered_rates() -> None:
     assert all(torch.equal(whole[2][name], t) for name, t in parted[2].items())
 
 
-@pytest.mark.parametrize(("answer", "said"), [("stop", "is 401745"), ("skip", "were left out already")])
+@pytest.mark.parametrize(("answer", "said"), [("stop", "is 401745"), ("skip", "were skipped already")])
 def test_other_answers_do_not_cure_it(answer: str, said: str) -> None:
     """The twin: leaving steps out changes nothing about a rate."""
     assert said in train(Cluster.single(), diverging(spike=answer), steep).said
@@ -111,5 +111,5 @@ def test_where_it_could_not_act_it_is_refused() -> None:
     with pytest.raises(StrategyError, match='"lower-rate" needs sync=every-step'):
         build_test_session(Cluster.single(), diverging("replicas=1 sync=local:2"), steep)
     session = build_test_session(Cluster.single(), diverging(), steep)
-    with fitting(session, None, []) as found, pytest.raises(RecipeError, match="brings a scheduler"):
+    with fitting(session, None, []) as found, pytest.raises(RecipeError, match="has its own scheduler"):
         OwnLoop(session, found).schedule(torch.optim.lr_scheduler.ConstantLR)

@@ -261,7 +261,7 @@ def _build_coded_step(
     num_items = batch.size * context.rule_inputs.items_per_sample
     scale = state.scale.value / power_of_two_below(num_items)
     unit = GradientUnit(reducer.rescale, scale, num_items, divides=batch.reduction == "mean")
-    coding_ranks = context.mesh.over([*DATA_AXES, *sharded_model.reduction_axes])
+    coding_ranks = context.mesh.group_over([*DATA_AXES, *sharded_model.reduction_axes])
     state.extra_states["residual"] = ResidualState(reducer, sharded_model.computes, coding_ranks, unit=unit)
     return _build_clipped_step(context, reducer, on_scale=unit.follow), reducer
 
@@ -321,7 +321,7 @@ def build_pending_residual(
     residual = PendingResidual(
         sharded_model.updates, counted, num_items, others=context.mesh.replica.size > 1
     )
-    alone, unit = context.mesh.over(()), FixedUnit(items=num_items)
+    alone, unit = context.mesh.group_over(()), FixedUnit(items=num_items)
     state.extra_states["residual"] = ResidualState(residual, sharded_model.updates, alone, unit=unit)
     return residual
 

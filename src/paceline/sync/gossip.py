@@ -1,25 +1,23 @@
-"""What a replica that gossips keeps: whose turn it is, which halves are to come, what it has of the sum.
+"""Gossip: replicas update independently and exchange halves of their parameters in pairs.
 
-No wire. Invariant: halves are taken once; over all replicas and messages the weights add up to their number.
-Source: Assran et al. 2019, Stochastic Gradient Push, arXiv:1811.10792, Algorithm 2 (push-sum).
+There is no server, no shared memory, and no rank waits for all others. A replica keeps a sum x of parameters
+and a weight w (1 at the start), and computes with x / w. After its step of clock k it adds the change of that
+step to x, halves x and w, and sends the other half to the peer of that clock. Halves that others sent at
+earlier clocks are added when they have arrived; before clock k begins, all halves sent before clock k - S
+have arrived.
 
-Gossip: replicas update when each is ready, and give halves of what they have to each other, in pairs.
+A half can carry the speed of its sender, so that shares follow speed (`SpeedAssignment`): every rank meets
+every other once in a turn of the pairs, and what was sent has arrived S clocks later.
 
-No server, no memory in common, and nobody waits for all. A replica has a sum x of parameters and a weight w
-(1 to begin with), and computes with x / w. After its step of clock k it adds what the step has moved to x,
-halves x and w, and sends the other half to the peer that the clock names. What others have sent at clocks
-before is added when it is there; before clock k begins, all that was sent before clock k - S has come.
-
-Invariant: nothing is lost or counted twice: over replicas and messages the weights add up to their number,
-and the sums to what all steps have moved. What is added is at most S clocks late. At the end of a round all
-has come, and all replicas go on from the mean; optimizers stay apart.
-A half may carry how fast its sender is, so that shares follow speed (`dealing`): every rank meets every other
-in a turn of the pairs, and what was sent has come S clocks later.
-Not as in the papers: both ranks of a pair send, pairs take turns as in a tournament, any optimizer moves x.
+Invariant: nothing is lost or counted twice: over all replicas and messages the weights add up to the number
+of replicas, and the sums to the changes of all steps. A half is added at most S clocks late. At the end of a
+round all halves have arrived, and all replicas continue from the mean; the optimizers stay different.
+Not as in the papers: both ranks of a pair send, pairs take turns as in a tournament, and any optimizer moves
+x.
 Source: Assran, Loizou, Ballas and Rabbat 2019, Stochastic Gradient Push, ICML, arXiv:1811.10792, Algorithm 2
-(overlap SGP); the pairs of Lian et al. 2018, Asynchronous Decentralized Parallel SGD, arXiv:1710.06952.
-
-Gossip between the ranks of any hosts: channels between all of them.
+(push-sum and overlap SGP); the pairs of Lian et al. 2018, Asynchronous Decentralized Parallel SGD,
+arXiv:1710.06952.
+Refusals: `paceline.recipe.registry.sync_specs`.
 """
 
 from __future__ import annotations
@@ -63,100 +61,102 @@ from paceline.sync.work_assignment import (
 
 
 def peer_at_clock(rank: int, clock: int, size: int) -> int | None:
-    """Whom a rank swaps with; every other in turn; None: of an odd number one rests. Pure.
+    """Return the rank that a rank exchanges halves with at a clock; None: with an odd number one rests; pure.
 
     Source: the circle method of round-robin tournaments.
     """
     last = size + size % 2 - 1
     turn = clock % clocks_per_turn(size)
     if rank == last:
-        other = turn * ((last + 1) // 2) % last
+        peer = turn * ((last + 1) // 2) % last
     else:
-        other = (turn - rank) % last
-        other = last if other == rank else other
-    return other if other < size else None
+        peer = (turn - rank) % last
+        peer = last if peer == rank else peer
+    return peer if peer < size else None
 
 
 def clocks_per_turn(size: int) -> int:
-    """Clocks in which every rank meets every other, once. Pure."""
+    """Return the number of clocks in which every rank meets every other once; pure."""
     return max(1, size + size % 2 - 1)
 
 
 class PendingHalves:
-    """Which halves are still to come to a rank; pure.
+    """The halves that a rank has not received yet; pure.
 
     Args:
-        bound: S, the clocks that one may be late.
+        rank, size: this rank, and the number of ranks.
+        bound: S, the clocks that a half can be late.
     """
 
     def __init__(self, rank: int, size: int, bound: int) -> None:
         self._rank, self._size, self._bound = rank, size, bound
-        self._missing: set[int] = set()  # clocks
+        self._missing: set[int] = set()  # clocks of halves that have not arrived
         self._reached = 0
 
     def begin(self, clock: int) -> None:
-        """A round begins: nothing is under way."""
+        """Start a round: nothing is in flight."""
         self._missing, self._reached = set(), clock
 
     def reach(self, clock: int) -> None:
-        """This rank is about to begin a clock: what was sent at those before it may come."""
-        for one in range(self._reached, clock):
-            if peer_at_clock(self._rank, one, self._size) is not None:
-                self._missing.add(one)
+        """Record that this rank is about to begin a clock, so halves of all clocks before it can arrive."""
+        for earlier_clock in range(self._reached, clock):
+            if peer_at_clock(self._rank, earlier_clock, self._size) is not None:
+                self._missing.add(earlier_clock)
         self._reached = clock
 
     def is_early(self, clock: int) -> bool:
-        """Whether a half is of a clock that this rank has not made itself."""
+        """Return whether a half belongs to a clock that this rank has not finished itself."""
         return clock >= self._reached
 
     def take(self, clock: int) -> int:
-        """The half of a clock is added; returns how many clocks late.
+        """Record that the half of a clock arrived, and return how many clocks late it is.
 
         Raises:
             CommunicationError: it was added before.
         """
         if clock not in self._missing:
-            raise internal_rule_error(f"rank {self._rank} was given its half of clock {clock} twice")
+            raise internal_rule_error(f"rank {self._rank} received its half of clock {clock} twice")
         self._missing.remove(clock)
         return self._reached - 1 - clock
 
     def is_due(self, late: int | None = None) -> bool:
-        """Whether one has to come before this rank goes on.
+        """Return whether a half has to arrive before this rank continues.
 
         Args:
-            late: how late one may be; None: as late as the bound says.
+            late: how late a half can be; None: as late as the bound allows.
         """
-        allowed = self._bound if late is None else late
-        return any(clock < self._reached - allowed for clock in self._missing)
+        max_late = self._bound if late is None else late
+        return any(clock < self._reached - max_late for clock in self._missing)
 
 
 class PushSumState:
-    """A sum of parameters and its weight.
+    """The sum of parameters of a rank, and its weight.
 
     Args:
-        params: what this rank computes with; set to sum / weight by `spend`.
+        params: what this rank computes with; `load_mean` sets them to sum / weight.
     """
 
     def __init__(self, params: Sequence[Tensor]) -> None:
         self._params = list(params)
         self.sums: list[Tensor] = []
         self.weight = 1.0
-        self.fill()
+        self.reset()
 
     @torch.no_grad()
-    def fill(self) -> None:
-        """Begin with the parameters as they are."""
+    def reset(self) -> None:
+        """Start with the parameters as they are, and weight 1."""
         self.sums, self.weight = [p.detach().clone() for p in self._params], 1.0
 
     @torch.no_grad()
-    def spend(self) -> list[Tensor]:
-        """Let the rank compute with the mean; returns it."""
+    def load_mean(self) -> list[Tensor]:
+        """Set the parameters to sum / weight, and return copies of them."""
         torch._foreach_copy_(self._params, torch._foreach_div(self.sums, self.weight))
         return [p.detach().clone() for p in self._params]
 
     @torch.no_grad()
-    def move(self, before: Sequence[Tensor]) -> None:
-        """Add what the parameters have moved since; where nothing is under way, these are the sum."""
+    def add_movement(self, before: Sequence[Tensor]) -> None:
+        """Add what the parameters have changed since `before` to the sum."""
+        # Without messages the parameters are the sum, and copying them loses no bits.
         if self.weight == 1.0:
             torch._foreach_copy_(self.sums, self._params)
             return
@@ -164,31 +164,34 @@ class PushSumState:
 
     @torch.no_grad()
     def halve(self) -> None:
-        """Keep a half; the other one is what is left, and has the same values."""
+        """Keep one half of sum and weight; the half to send has the same values."""
         torch._foreach_mul_(self.sums, 0.5)
         self.weight /= 2
 
     @torch.no_grad()
     def add(self, sums: Sequence[Tensor], weight: float) -> None:
-        """Take somebody's half."""
-        torch._foreach_add_(self.sums, [mine.to(x.device) for mine, x in zip(sums, self.sums, strict=True)])
+        """Add the half of another rank."""
+        torch._foreach_add_(
+            self.sums, [received.to(x.device) for received, x in zip(sums, self.sums, strict=True)]
+        )
         self.weight += weight
 
 
 class GossipSGD:
-    """The rule.
+    """The rule of gossip.
 
     Args:
         inner: the step of one replica.
-        bound: S, at least 0: how many clocks late what others have sent may be.
+        bound: S, at least 0: how many clocks late a half can be.
         params: what this rank computes with.
         channel: to all other ranks.
-        replicas: all ranks, each of which is one.
-        stop_requested: see `EveryStep`.
-        notices: travel with halves; None: shares stay.
-        shares: which part of a batch this rank runs.
-    Wire: a message of the parameters a step; at the end of a round a few bytes to every other rank, and an
-        all_reduce of the parameters (16 MiB at a time) and of the tally.
+        replicas: all ranks; each is one replica.
+        net, phases: as for `LocalRoundLoop`.
+        stop_requested: returns whether this rank was asked to stop.
+        exchange: speeds that are sent with halves; None: shares stay.
+        shares: assigns this rank its part of each batch.
+    Wire: a message with the parameters per step; at the end of a round a few bytes to every other rank, and
+        an all_reduce of the parameters (16 MiB at a time) and of the tally.
     """
 
     def __init__(
@@ -202,143 +205,153 @@ class GossipSGD:
         net: Net,
         phases: PhaseTimer,
         stop_requested: Callable[[], bool],
-        notices: MessageSpeeds | None = None,
+        exchange: MessageSpeeds | None = None,
         shares: EvenAssignment | None = None,
     ) -> None:
-        self.inner, self.push_sum, self._notices = inner, PushSumState(params), notices
+        self.inner, self.push_sum, self._exchange = inner, PushSumState(params), exchange
         self.pending_halves = PendingHalves(replicas.rank, replicas.size, bound)
         self._loop = LocalRoundLoop(inner, replicas=replicas, net=net, phases=phases, shares=shares)
         self._channel, self._replicas, self._net, self._phases = channel, replicas, net, phases
         self._stop_requested = stop_requested
-        self._ages, self._early = list[int](), dict[int, ChannelMessage]()
-        self._come = dict[int, int]()  # how far ranks have come that are about to end the round
+        self._delays, self._early = list[int](), dict[int, ChannelMessage]()
+        self._end_steps = dict[int, int]()  # next step of the ranks that want to end the round
 
     def rounds(self, feed: TrainingFeed, runner: ModelRunner, update_step: UpdateStep) -> Iterator[StepStats]:
-        """See `Rule`: a round ends where the feed wants a pause, or a rank was asked to stop."""
         return self._loop.rounds(
             feed, runner, update_step, begin=self._begin, step=self._step, meet=self._meet
         )
 
     def abort(self) -> None:
-        """See `Rule`."""
         self.inner.abort()
 
     def _begin(self, feed: TrainingFeed, step: int) -> int:
-        self._ages.clear()
-        self._come.clear()
-        self.push_sum.fill()
+        self._delays.clear()
+        self._end_steps.clear()
+        self.push_sum.reset()
         self.pending_halves.begin(step)
         return feed.next_pause(step)
 
-    def _step(self, stretch: LocalRound, take: TakeStep) -> None:
-        """One clock: what has come, a step, a half to the peer; and where the round ends, once it is due."""
-        clock = stretch.step
+    def _step(self, local_round: LocalRound, take: TakeStep) -> None:
+        """Run one clock: receive halves, take a step, send a half; agree on the end of the round once it is
+        due.
+        """
+        clock = local_round.step
         self._phases.begin("communication")
-        may_begin = self._hear(stretch)
+        may_begin = self._receive_halves(local_round)
         if may_begin:
-            before = self.push_sum.spend()
+            before = self.push_sum.load_mean()
             take()
-            self.push_sum.move(before)
+            self.push_sum.add_movement(before)
         self._phases.begin("communication")
         if may_begin:
-            self._give(clock)
-        is_due = stretch.step == stretch.end or self._stop_requested() or self._end_was_requested(stretch)
-        if is_due and not stretch.is_agreed:
-            self._agree_on_end(stretch)
+            self._send_half(clock)
+        is_due = (
+            local_round.step == local_round.end
+            or self._stop_requested()
+            or self._end_was_requested(local_round)
+        )
+        if is_due and not local_round.is_agreed:
+            self._agree_on_end(local_round)
 
-    def _end_was_requested(self, stretch: LocalRound) -> bool:
-        """Whether a rank has said that it is asked to stop, and all have not agreed yet."""
-        return not stretch.is_agreed and any(step < stretch.end for step in self._come.values())
+    def _end_was_requested(self, local_round: LocalRound) -> bool:
+        """Return whether a rank wants to end the round before its end, and the ranks have not agreed yet."""
+        return not local_round.is_agreed and any(step < local_round.end for step in self._end_steps.values())
 
-    def _agree_on_end(self, stretch: LocalRound) -> None:
-        """Say how far this rank has come, and hear it of all; they end where the farthest is."""
-        me = self._replicas.ranks[self._replicas.rank]
-        self._come[me] = stretch.step
-        for rank in self._replicas.ranks:
-            if rank != me:
-                said = ChannelMessage("end", {"step": stretch.step})
-                self._channel.send(rank, said, self._net.deadline_seconds)
-        while len(self._come) < self._replicas.size:
-            self._take_in(self._channel.receive(self._net.deadline_seconds))
-        stretch.end_with(self._come.values())
+    def _agree_on_end(self, local_round: LocalRound) -> None:
+        """Exchange how far each rank has come; all of them end where the most advanced one is."""
+        rank = self._replicas.ranks[self._replicas.rank]
+        self._end_steps[rank] = local_round.step
+        for peer in self._replicas.ranks:
+            if peer != rank:
+                message = ChannelMessage("end", {"step": local_round.step})
+                self._channel.send(peer, message, self._net.deadline_seconds)
+        while len(self._end_steps) < self._replicas.size:
+            self._handle(self._channel.receive(self._net.deadline_seconds))
+        local_round.end_with(self._end_steps.values())
 
-    def _give(self, clock: int) -> None:
-        other = peer_at_clock(self._replicas.rank, clock, self._replicas.size)
-        if other is None:
+    def _send_half(self, clock: int) -> None:
+        peer = peer_at_clock(self._replicas.rank, clock, self._replicas.size)
+        if peer is None:
             return
         self.push_sum.halve()
         fields: dict[str, Any] = {"clock": clock, "weight": self.push_sum.weight}
-        if self._notices is not None:
-            fields |= self._notices.message_fields()
+        if self._exchange is not None:
+            fields |= self._exchange.message_fields()
         self._channel.send(
-            self._replicas.ranks[other],
+            self._replicas.ranks[peer],
             ChannelMessage("half", fields, self.push_sum.sums),
             self._net.deadline_seconds,
         )
 
-    def _hear(self, stretch: LocalRound, late: int | None = None) -> bool:
-        """Take what is there, and wait for what may not be later; false: the round is about to end instead.
+    def _receive_halves(self, local_round: LocalRound, late: int | None = None) -> bool:
+        """Add the halves that have arrived, and wait for those that are due. False: the round ends instead.
 
+        Args:
+            local_round: the round in progress.
+            late: how late a half can be; None: as late as the bound allows.
         Raises:
-            CommunicationError: a peer is gone, or says nothing for the deadline.
+            CommunicationError: a peer is gone, or sends nothing until the deadline.
         """
-        self.pending_halves.reach(stretch.step)
-        for made in sorted(self._early):
-            if not self.pending_halves.is_early(made):
-                self._add(self._early.pop(made))
+        self.pending_halves.reach(local_round.step)
+        for clock in sorted(self._early):
+            if not self.pending_halves.is_early(clock):
+                self._add(self._early.pop(clock))
         while self._replicas.size > 1:
             waits = self.pending_halves.is_due(late)
-            if waits and self._end_was_requested(stretch):
+            # Ranks that end the round send no further half, so waiting for one would never end.
+            if waits and self._end_was_requested(local_round):
                 return False
             try:
-                self._take_in(self._channel.receive(self._net.deadline_seconds if waits else 0.0))
+                self._handle(self._channel.receive(self._net.deadline_seconds if waits else 0.0))
             except DeadlineError:
                 if waits:
                     raise
                 break
         return True
 
-    def _take_in(self, message: ChannelMessage) -> None:
-        """A half; or a rank says how far it has come."""
+    def _handle(self, message: ChannelMessage) -> None:
+        """Handle a half, or a request to end the round."""
         if message.kind == "end":
-            self._come[message.sender] = int(message.fields["step"])
+            self._end_steps[message.sender] = int(message.fields["step"])
             return
-        if self._notices is not None:
-            self._notices.receive_fields(self._replicas.ranks.index(message.sender), message.fields)
+        if self._exchange is not None:
+            self._exchange.receive_fields(self._replicas.ranks.index(message.sender), message.fields)
         self._add(message)
 
     def _add(self, message: ChannelMessage) -> None:
-        """Add a half; one of a clock that is not made here yet waits for it."""
-        made = int(message.fields["clock"])
-        if self.pending_halves.is_early(made):
-            self._early[made] = message
+        """Add a half, or keep it until this rank has finished the clock that it belongs to."""
+        clock = int(message.fields["clock"])
+        if self.pending_halves.is_early(clock):
+            self._early[clock] = message
             return
-        self._ages.append(self.pending_halves.take(made))
+        self._delays.append(self.pending_halves.take(clock))
         self.push_sum.add(message.tensors, message.fields["weight"])
 
     @torch.no_grad()
-    def _meet(self, stretch: LocalRound, runner: ModelRunner) -> tuple[StepTally, Mapping[str, float]]:
-        """All that is under way comes in, and all go on from the mean."""
+    def _meet(self, local_round: LocalRound, runner: ModelRunner) -> tuple[StepTally, Mapping[str, float]]:
+        """Receive everything in flight, then continue from the mean on all ranks."""
         self._channel.flush(self._net.deadline_seconds)
-        self._hear(stretch, late=0)
-        tally, own = self._loop.agree(stretch, runner, ages=sum(self._ages), heard=len(self._ages))
-        oldest = torch.tensor(
-            [float(max(self._ages, default=0))], dtype=torch.float64, device=runner.sharded_model.device
+        self._receive_halves(local_round, late=0)
+        tally, sums = self._loop.agree(
+            local_round, runner, ages=sum(self._delays), num_halves=len(self._delays)
         )
-        latest = self._net.all_reduce(oldest, self._replicas, "max")
+        oldest = torch.tensor(
+            [float(max(self._delays, default=0))], dtype=torch.float64, device=runner.sharded_model.device
+        )
+        max_delay = self._net.all_reduce(oldest, self._replicas, "max")
         all_reduce_coalesced(self.push_sum.sums, self._net, self._replicas)
         self.push_sum.weight = float(self._replicas.size)
-        self.push_sum.spend()
+        self.push_sum.load_mean()
         return tally, {
-            "staleness": own["ages"] / max(1.0, own["heard"]),
-            "staleness_max": float(latest.wait()),
+            "staleness": sums["ages"] / max(1.0, sums["num_halves"]),
+            "staleness_max": float(max_delay.wait()),
         }
 
 
 def build_gossip(context: SessionContext, layout: ModelLayout, state: TrainState) -> SyncRule:
-    """Replicas give halves of what they have to each other, in pairs."""
+    """Build the rule in which replicas exchange halves of their parameters in pairs."""
     sharded_model, bound = layout.runner.sharded_model, context.recipe.strategy.sync_word.argument
-    notices, shares = _build_speed_notices(context, bound) if balances_by_speed(context) else (None, None)
+    exchange, shares = _build_exchange(context, bound) if balances_by_speed(context) else (None, None)
     channel = connect_first_ranks(context, context.mesh.world.size)
     context.close_callbacks.append(channel.close)
     return GossipSGD(
@@ -347,7 +360,7 @@ def build_gossip(context: SessionContext, layout: ModelLayout, state: TrainState
         [*sharded_model.computes.values()],
         channel,
         stop_requested=context.rule_inputs.stop_requested,
-        notices=notices,
+        exchange=exchange,
         shares=shares,
         replicas=meeting_ranks(context),
         net=context.net,
@@ -355,8 +368,11 @@ def build_gossip(context: SessionContext, layout: ModelLayout, state: TrainState
     )
 
 
-def _build_speed_notices(context: SessionContext, bound: int) -> tuple[MessageSpeeds, SpeedAssignment]:
-    """What travels with halves, and what deals by it; in a turn of the pairs a rank meets all others."""
+def _build_exchange(context: SessionContext, bound: int) -> tuple[MessageSpeeds, SpeedAssignment]:
+    """Build the exchange of speeds with halves, and the assignment that uses it.
+
+    A rank meets all others in one turn of the pairs, which is the least window and part of the lag.
+    """
     world = context.mesh.world
-    notices, turn = MessageSpeeds(world.rank, world.size), clocks_per_turn(world.size)
-    return notices, build_speed_assignment(context, notices, lag=turn - 1 + bound, min_window=turn)
+    exchange, turn = MessageSpeeds(world.rank, world.size), clocks_per_turn(world.size)
+    return exchange, build_speed_assignment(context, exchange, lag=turn - 1 + bound, min_window=turn)

@@ -1,25 +1,24 @@
-"""Hogwild!: replicas of one host update the same parameters in memory, when each is ready, and no lock.
+"""Hogwild!: replicas of one host update the same parameters in shared memory, without a lock.
 
 The parameters lie once, in memory that all ranks have mapped. Every rank runs its own part of each batch and
-updates all parameters where they lie, with an optimizer of its own, while others read and write them. A
-gradient may be of parameters that others change meanwhile; an update may be lost where two ranks read a value
-before either has written it. Which are lost cannot be told afterwards, so a tally of ones is kept beside
-the parameters, in the same way: every update adds one to each of its values, and what is missing at the end
-of a round is the share that was lost.
+updates all parameters in place, with its own optimizer, while others read and write them. A gradient can
+belong to parameters that others change meanwhile, and an update is lost where two ranks read a value before
+either has written it. Lost updates cannot be found afterwards, so a tally of ones is kept next to the
+parameters and is updated in the same way: every update adds one to each of its values, and what is missing at
+the end of a round is the share that was lost.
 
-A round is a stretch of steps, in which no rank waits for another. Invariant: every sample is used once, and
-between two rounds nobody writes, all ranks have taken the same number of steps, and all hold equal parameters
-(the same memory) and equal buffers (moved by the mean of what they moved on each rank, as in local SGD).
-Two runs do not compute the same bits.
+With a bound S no rank begins a step before all others have taken all steps before the last S. So a gradient
+misses at most S steps of any rank before its own, and when it is applied no rank has applied one of more than
+S steps later. S steps after a rank has published its speed all ranks can read it, so shares can follow speed
+(`SpeedAssignment`).
 
-With a bound S no rank begins a step while another has not taken all before the last S: so a gradient misses
-at most S steps of any rank before its own, and when it is applied nobody has applied one of more than S
-steps later (`bounded` without a server). So S steps after a rank has told how fast it is all can read it, and
-shares may follow speed (`dealing`).
+Invariant: a round is a number of steps in which no rank waits beyond the bound. Every sample is used once.
+Between two rounds no rank writes, all ranks have taken the same number of steps, and all hold equal
+parameters (the same memory) and equal buffers (moved by the mean of their changes on each rank, as in local
+SGD). Two runs do not compute the same bits.
 Source: Recht, Re, Wright and Niu 2011, Hogwild!, NIPS, arXiv:1106.5730, Algorithm 1; Ho et al. 2013, A Stale
 Synchronous Parallel Parameter Server, NIPS, section 3.
-
-Hogwild! on the ranks of one host: parameters and counters in memory that they share.
+Refusals: `paceline.recipe.registry.sync_specs`.
 """
 
 from __future__ import annotations
@@ -67,73 +66,77 @@ _POLL_SECONDS = 5e-4
 
 
 class SharedCounters:
-    """What ranks tell each other through memory, without a signal.
+    """Counters and flags in shared memory.
 
-    Each value of `taken` and `stops` is written by one rank only, so none is lost.
+    Each value of `taken`, `stops` and `clocks` is written by one rank only, so none is lost.
 
     Args:
-        taken: by rank, updates that it has made since the run began, int64 [P].
-        stops: by rank, whether it was asked to stop, int64 [P].
-        clocks: by rank, steps before this one are taken, int64 [P].
+        taken: updates that each rank has made since the run began, int64 [ranks].
+        stops: whether each rank was asked to stop, int64 [ranks].
+        clocks: the next step of each rank, int64 [ranks].
         ones: every update adds one to each value, as updates change parameters, float32 [N].
-        rank: this one.
+        rank: this rank.
     """
 
     def __init__(self, taken: Tensor, stops: Tensor, clocks: Tensor, ones: Tensor, rank: int) -> None:
         self.taken, self.stops, self.clocks, self.ones, self._rank = taken, stops, clocks, ones, rank
-        self._before, self._counter_before = 0, 0.0
+        self._updates_before, self._counter_before = 0, 0.0
 
     @property
     def updates(self) -> int:
-        """Of all ranks, as far as this one sees."""
+        """Return the updates of all ranks that this rank sees."""
         return int(self.taken.sum())
 
     @property
     def stopping(self) -> bool:
-        """Whether any rank was asked to stop."""
+        """Return whether any rank was asked to stop."""
         return bool(self.stops.any())
 
     def request_stop(self, asked: bool) -> None:
-        """Tell the others whether this rank was asked."""
+        """Publish whether this rank was asked to stop."""
         self.stops[self._rank] = int(asked)
 
     def reach(self, step: int) -> None:
-        """This rank has taken all steps before this one."""
+        """Publish that this rank has taken all steps before `step`."""
         self.clocks[self._rank] = step
 
     def behind(self, step: int, bound: float) -> int | None:
-        """A rank that has not taken all steps before the last `bound` ones before `step`; None: all have."""
-        clocks = self.clocks.tolist()  # once: who is the slowest may change between two looks
+        """Return a rank that has not taken all steps before the last `bound` ones before `step`; None: there
+        is none.
+        """
+        clocks = self.clocks.tolist()  # read once: which rank is slowest can change between two reads
         slowest = min(range(len(clocks)), key=clocks.__getitem__)
         return slowest if clocks[slowest] < step - bound else None
 
     def count(self) -> None:
-        """This rank has made an update."""
+        """Record that this rank has made an update."""
         self.ones.add_(1.0)
         self.taken[self._rank] += 1
 
     def begin(self) -> None:
-        """A round begins; nobody writes."""
-        self._before, self._counter_before = self.updates, float(self.ones.double().mean())
+        """Start a round, while no rank writes."""
+        self._updates_before, self._counter_before = self.updates, float(self.ones.double().mean())
 
     def lost_update_share(self) -> float:
-        """Of the updates of this round, the share that was lost in a value; nobody writes."""
-        made = self.updates - self._before
-        arrived = float(self.ones.double().mean()) - self._counter_before
-        return 1.0 - arrived / made if made else 0.0
+        """Return the share of this round's updates that a value has lost on average, while no rank writes."""
+        num_made = self.updates - self._updates_before
+        num_arrived = float(self.ones.double().mean()) - self._counter_before
+        return 1.0 - num_arrived / num_made if num_made else 0.0
 
 
 class Hogwild:
-    """The rule.
+    """The rule of Hogwild!.
 
     Args:
-        inner: the step of one rank, on parameters that lie in common.
+        inner: the step of one rank, on shared parameters.
         shared_counters: in memory of the same ranks.
         bound: S; `math.inf`: none.
-        replicas: all ranks, each of which is one.
-        stop_requested: see `EveryStep`.
-        shares: which part of a batch this rank runs.
-    Wire: at the end of a round one all_gather of 8 bytes a rank, one all_reduce of the tally, and a barrier.
+        replicas: all ranks; each is one replica.
+        net, phases: as for `LocalRoundLoop`.
+        stop_requested: returns whether this rank was asked to stop.
+        shares: assigns this rank its part of each batch.
+    Wire: at the end of a round one all_gather of 8 bytes per rank, one all_reduce of the tally, and a
+        barrier.
     """
 
     def __init__(
@@ -151,80 +154,85 @@ class Hogwild:
         self.inner, self.shared_counters, self._bound = inner, shared_counters, bound
         self._loop = LocalRoundLoop(inner, replicas=replicas, net=net, phases=phases, shares=shares)
         self._replicas, self._net, self._phases, self._stop_requested = replicas, net, phases, stop_requested
-        self._ages = list[int]()  # of each step of a round, the updates that others made while it was taken
+        self._staleness = list[int]()  # of each step: updates that other ranks made while it was taken
 
     def rounds(self, feed: TrainingFeed, runner: ModelRunner, update_step: UpdateStep) -> Iterator[StepStats]:
-        """See `Rule`: a round ends where the feed wants a pause, or a rank was asked to stop."""
         return self._loop.rounds(
-            feed, runner, update_step, begin=self._begin, step=self._go_on, meet=self._meet
+            feed, runner, update_step, begin=self._begin, step=self._step_or_end, meet=self._meet
         )
 
     def abort(self) -> None:
-        """See `Rule`."""
         self.inner.abort()
 
     def _begin(self, feed: TrainingFeed, step: int) -> int:
-        """A new round, once nobody reads what it will change."""
-        self._ages.clear()
+        """Start a round, once no rank reads what it will change."""
+        self._staleness.clear()
         self.shared_counters.begin()
         self.shared_counters.reach(step)
         self._phases.begin("communication")
         self._net.barrier(self._replicas)
         return feed.next_pause(step)
 
-    def _go_on(self, stretch: LocalRound, take: TakeStep) -> None:
-        """A step, unless the round is about to end instead; and where it ends, once that is asked."""
-        if self._may_begin(stretch):
-            self._step(stretch, take)
-        if not stretch.is_agreed and (self.shared_counters.stopping or stretch.step == stretch.end):
+    def _step_or_end(self, local_round: LocalRound, take: TakeStep) -> None:
+        """Take a step unless the round is about to end; agree on its end once that is requested."""
+        if self._may_begin(local_round):
+            self._step(local_round, take)
+        if not local_round.is_agreed and (
+            self.shared_counters.stopping or local_round.step == local_round.end
+        ):
             self._phases.begin("communication")
-            own = torch.tensor([stretch.step])
-            stretch.end_with(int(one) for one in self._net.all_gather(own, self._replicas, equal=True).wait())
+            next_step = torch.tensor([local_round.step])
+            local_round.end_with(
+                int(step) for step in self._net.all_gather(next_step, self._replicas, equal=True).wait()
+            )
 
-    def _may_begin(self, stretch: LocalRound) -> bool:
-        """Wait for those who are too far behind; false: the round is about to end instead.
+    def _may_begin(self, local_round: LocalRound) -> bool:
+        """Wait for ranks that are too far behind. False: the round is about to end instead.
 
         Raises:
-            DeadlineError: one stays behind for a deadline.
+            DeadlineError: a rank stays behind until the deadline.
         """
-        step = stretch.step
-        if self._awaited(step) is None:
+        step = local_round.step
+        if self._slowest_behind(step) is None:
             return True
         expires = time.monotonic() + self._net.deadline_seconds
         self._phases.begin("communication")
-        while (rank := self._awaited(step)) is not None:
+        while (rank := self._slowest_behind(step)) is not None:
             self.shared_counters.request_stop(self._stop_requested())
-            if self.shared_counters.stopping and not stretch.is_agreed:
+            if self.shared_counters.stopping and not local_round.is_agreed:
                 return False
             if time.monotonic() > expires:
                 raise DeadlineError(
                     f"rank {rank} is more than {self._bound:g} steps behind step {step} for"
                     f" {self._net.deadline_seconds:g} s",
-                    next_step="look at what that rank does, or raise runtime.deadline_seconds",
+                    next_step="check what that rank is doing, or raise runtime.deadline_seconds",
                 )
+            # Shared memory has no signal to wait for.
             time.sleep(_POLL_SECONDS)
         return True
 
-    def _awaited(self, step: int) -> int | None:
-        """A rank without which this one does not begin a step; None: there is none."""
+    def _slowest_behind(self, step: int) -> int | None:
+        """Return a rank that this one has to wait for; None: there is none."""
         rank = self.shared_counters.behind(step, self._bound)
         return self._replicas.rank if rank is None and not self._loop.shares.is_ready(step) else rank
 
-    def _step(self, stretch: LocalRound, take: TakeStep) -> None:
-        """One step of this rank; what others do meanwhile is its staleness."""
+    def _step(self, local_round: LocalRound, take: TakeStep) -> None:
+        """Take one step of this rank; the updates of others meanwhile are its staleness."""
         self.shared_counters.request_stop(self._stop_requested())
-        read = self.shared_counters.updates
+        updates_before = self.shared_counters.updates
         update = take()
-        self._ages.append(self.shared_counters.updates - read)
+        self._staleness.append(self.shared_counters.updates - updates_before)
         if update.applied:
             self.shared_counters.count()
-        self.shared_counters.reach(stretch.step)
+        self.shared_counters.reach(local_round.step)
 
-    def _meet(self, stretch: LocalRound, runner: ModelRunner) -> tuple[StepTally, Mapping[str, float]]:
-        """The sums over all ranks, and buffers that are equal; afterwards nobody writes."""
-        tally, own = self._loop.agree(stretch, runner, ages=sum(self._ages), steps=len(self._ages))
+    def _meet(self, local_round: LocalRound, runner: ModelRunner) -> tuple[StepTally, Mapping[str, float]]:
+        """Sum over all ranks and make the buffers equal; afterwards no rank writes."""
+        tally, sums = self._loop.agree(
+            local_round, runner, ages=sum(self._staleness), steps=len(self._staleness)
+        )
         return tally, {
-            "staleness": own["ages"] / own["steps"],
+            "staleness": sums["ages"] / sums["steps"],
             "lost_updates": self.shared_counters.lost_update_share(),
         }
 
@@ -234,21 +242,21 @@ _TALLY_ITEM_BYTES = 4
 
 
 def build_hogwild(context: SessionContext, layout: ModelLayout, state: TrainState) -> SyncRule:
-    """Replicas update the same parameters, without a lock.
+    """Build the rule in which replicas update the same parameters without a lock.
 
     Raises:
-        StrategyError: the ranks have no memory in common.
+        StrategyError: the ranks have no shared memory.
     """
     world, sharded_model = context.mesh.world, layout.runner.sharded_model
     bound = context.recipe.strategy.sync_word.argument
     bound = context.recipe.strategy.sync_word.argument
     num_ones = _tally_size(max(p.numel() for p in sharded_model.computes.values()))
     if world.size == 1:
-        shared_counters = _build_board(0, 1, num_ones, lambda n, dtype: torch.zeros(n, dtype=dtype))
+        shared_counters = _build_counters(0, 1, num_ones, lambda n, dtype: torch.zeros(n, dtype=dtype))
     else:
         memory = _shared_memory(context)
         share_whole_parameters(sharded_model, memory)
-        shared_counters = _build_board(world.rank, world.size, num_ones, partial(_zeros, memory))
+        shared_counters = _build_counters(world.rank, world.size, num_ones, partial(_zeros, memory))
     return Hogwild(
         build_replica_step(context, sharded_model, state),
         shared_counters,
@@ -262,7 +270,7 @@ def build_hogwild(context: SessionContext, layout: ModelLayout, state: TrainStat
 
 
 def _build_shares(context: SessionContext) -> EvenAssignment | None:
-    """By speed, as ranks write it down in memory; None: they stay."""
+    """Build an assignment by speed, with speeds in shared memory; None: shares stay."""
     if not balances_by_speed(context):
         return None
     bound, size = context.recipe.strategy.sync_word.argument, context.mesh.world.size
@@ -272,11 +280,11 @@ def _build_shares(context: SessionContext) -> EvenAssignment | None:
 
 
 def _tally_size(num_values: int) -> int:
-    """Of a tally, where so many values are in the largest tensor."""
+    """Return the size of the tally of ones, given the size of the largest tensor."""
     return min(_MAX_TALLY_SIZE, num_values)
 
 
-def _build_board(
+def _build_counters(
     rank: int, num_ranks: int, num_ones: int, zeros: Callable[[int, torch.dtype], Tensor]
 ) -> SharedCounters:
     taken, stops, clocks = (zeros(num_ranks, torch.int64) for _ in range(3))
@@ -284,12 +292,12 @@ def _build_board(
 
 
 def _shared_memory(context: SessionContext) -> SharedMemoryCollective:
-    found = context.exact_collective(context.mesh.world)
-    if isinstance(found, SharedMemoryCollective):
-        return found
-    why = "compute on GPUs" if context.device.type != "cpu" else "run on several hosts"
+    collective = context.exact_collective(context.mesh.world)
+    if isinstance(collective, SharedMemoryCollective):
+        return collective
+    reason = "compute on GPUs" if context.device.type != "cpu" else "run on several hosts"
     raise StrategyError(
-        f"sync=hogwild trains in the memory of one host, and these ranks {why}",
+        f"sync=hogwild needs the shared memory of one host, but these ranks {reason}",
         next_step="choose sync=local:H, or servers=1 sync=server-async",
     )
 

@@ -1,15 +1,15 @@
-"""One optimizer step on gradients that still have to be multiplied by one number.
-
-A fused optimizer takes the number into its kernel, which reads the gradients anyway; for any other the
-gradients are multiplied first. Either way `p.grad` holds the multiplied gradient afterwards.
-
-The update step: from summed gradients to an update, as a flat list of named parts.
+"""The update step: from summed gradients to an update, as a list of named parts.
 
     settle, rate, empty, divide, watch, norm, finite, clip, step, gather
 
-Each part reads and writes one record; a part that sets its `update` ends the step. Invariant: parts see sums
-that are equal on all ranks that step together, so all of them take the same decision and make the same
-update. The one place where gradients are divided.
+Each part reads and writes one `PendingUpdate`; a part that sets its `update` ends the step. Tests and faults
+exchange parts by name. This is the only place where gradients are divided: all factors are collected in one
+number, and `scaled_step` multiplies by it once. A fused optimizer takes the number into its kernel, which
+reads the gradients anyway; for any other optimizer the gradients are multiplied first. Either way `p.grad`
+holds the multiplied gradient afterwards.
+
+Invariant: parts see sums that are equal on all ranks that step together, so these ranks take the same
+decisions and make the same update.
 """
 
 from __future__ import annotations
@@ -37,16 +37,18 @@ _LARGEST_FLOAT32 = torch.finfo(torch.float32).max
 
 
 def scaled_step(optimizer: torch.optim.Optimizer, flats: Sequence[Tensor], multiplier: float) -> None:
-    """Multiply the gradients, and step.
+    """Multiply the gradients by a number and step the optimizer.
 
     Args:
-        flats: the storage of all gradients of the optimizer's parameters.
-        multiplier: of every value.
-    Exactness: within two roundings of float32, whether the kernel multiplies or not.
+        optimizer: holds the parameters.
+        flats: the storage of all gradients of these parameters.
+        multiplier: the number.
+    Exactness: within two roundings of float32, whether or not the kernel multiplies.
     Source: `grad_scale` of torch's fused optimizers, made for `torch.amp.GradScaler`.
     """
     if multiplier == 1.0 or not flats or not any(group["params"] for group in optimizer.param_groups):
         optimizer.step()
+    # The kernel divides by a float32, so the reciprocal has to be one as well.
     elif 1.0 / _LARGEST_FLOAT32 <= multiplier <= _LARGEST_FLOAT32 and can_fold_scale(optimizer):
         _folded_step(optimizer, 1.0 / multiplier)
     else:
@@ -55,10 +57,10 @@ def scaled_step(optimizer: torch.optim.Optimizer, flats: Sequence[Tensor], multi
 
 
 def multiply_in_place(flats: Sequence[Tensor], multiplier: float) -> None:
-    """Multiply in place, each value rounded once.
+    """Multiply tensors in place, rounding each value once.
 
-    On the processor `_foreach_mul_` rounds the number to the type of the tensors before, which in bfloat16 is
-    off by up to 0.4 % (PyTorch 2.13; tests/unit/training/test_scaled_step.py).
+    On the CPU `_foreach_mul_` first rounds the number to the dtype of the tensors, which is off by up to 0.4
+    % in bfloat16 (PyTorch 2.13; tests/unit/training/test_scaled_step.py).
     """
     exact = [flat for flat in flats if flat.dtype not in _HALF_DTYPES]
     if exact:
@@ -68,10 +70,10 @@ def multiply_in_place(flats: Sequence[Tensor], multiplier: float) -> None:
 
 
 def can_fold_scale(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its kernel may multiply.
+    """Return whether the optimizer's kernel can multiply the gradients.
 
-    Only torch's own classes, since another may look at the gradients before its kernel does; only if every
-    group is fused and float32 on one device; and only if no hook looks at them before a step.
+    It is false for subclasses, which can read gradients before the kernel, for groups that are not fused and
+    float32 on one device, and if a hook runs before the step.
     """
     if (
         type(optimizer) not in _FOLDING_OPTIMIZERS
@@ -89,7 +91,7 @@ def can_fold_scale(optimizer: torch.optim.Optimizer) -> bool:
 
 def _folded_step(optimizer: Any, divisor: float) -> None:
     device = next(p.device for group in optimizer.param_groups for p in group["params"])
-    scale = torch.from_numpy(np.array(divisor, dtype=np.float32))  # for a third of what torch.tensor takes
+    scale = torch.from_numpy(np.array(divisor, dtype=np.float32))  # a third of the time of torch.tensor
     optimizer.grad_scale = scale if device.type == "cpu" else scale.to(device)
     try:
         optimizer.step()
@@ -99,12 +101,12 @@ def _folded_step(optimizer: Any, divisor: float) -> None:
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """What one update step did.
+    """The result of an update step.
 
     Args:
-        grad_norm: of the divided gradient, before the clip; not finite if the update was skipped.
+        grad_norm: norm of the divided gradient before the clip; not finite if it overflowed or was skipped.
         lr: of the first parameter group.
-        applied: False if an fp16 overflow, a step without any item, or a guard skipped the update.
+        applied: False if the update was skipped: fp16 overflow, no items in the step, or a guard.
     """
 
     grad_norm: float
@@ -114,19 +116,19 @@ class UpdateResult:
 
 @dataclass
 class PendingUpdate:
-    """An update under way.
+    """An update in progress.
 
     Args:
-        state: holds the optimizer, the loss scale and the update counter; changed in place.
-        updates: what this rank updates.
-        grads: summed over every micro-batch of the step, times `grads.scale`; changed in place.
-        tally: agreed sums.
-        lr: of the first parameter group; set by `rate`.
+        state: optimizer, loss scale and update counter; changed in place.
+        updates: the parameters that this rank updates.
+        grads: summed over all micro-batches of the step, times `grads.scale`; changed in place.
+        tally: sums that are equal on all ranks.
+        lr: of the first parameter group; set by the part `rate`.
         divisor: of the sums; set by `divide`.
         norm: of the divided gradient; set by `norm`.
-        multiplier: of the sums, all at once; set by `divide`, changed by `clip`.
-        update: the result; whoever sets it ends the step.
-        refused: a guard left the step out.
+        multiplier: the factor of the sums; set by `divide`, changed by `clip`.
+        update: the result; the part that sets it ends the step.
+        refused: a guard skipped the step.
     """
 
     state: TrainState
@@ -142,18 +144,18 @@ class PendingUpdate:
 
 
 UpdatePart = Callable[[PendingUpdate], None]
-"""One thing that an update step does."""
+"""One part of an update step."""
 
 
 @dataclass
 class UpdateStep:
-    """What a rule calls once a step, with gradients and a tally that are equal on all ranks.
+    """The update step that a rule calls once per step, with sums that are equal on all ranks.
 
     Args:
-        state: what is updated.
-        updates: what this rank's optimizer updates, by slot.
-        parts: in their order, by name; a test or a fault exchanges one.
-        observers: see the record when the step is over, whoever ended it.
+        state: optimizer, loss scale and update counter.
+        updates: the parameters that this rank's optimizer updates, by slot.
+        parts: by name, in their order.
+        observers: called with the `PendingUpdate` at the end of each step, whichever part ended it.
     """
 
     state: TrainState
@@ -179,14 +181,14 @@ class UpdateStep:
 
 
 class RateSchedule(Protocol):
-    """Sets the optimizer's rates before an update; `paceline.optim.LearningRateSchedule` is one."""
+    """A schedule of the optimizer's rates; `paceline.optim.LearningRateSchedule` is one."""
 
     def apply(self, optimizer: torch.optim.Optimizer, update: int) -> float:
-        """Set the rate of every group for update number `update`, from 0."""
+        """Set the rate of every group for update number `update`, counted from 0."""
 
 
 class GradientNorm(Protocol):
-    """The norm of the whole sum, from what this rank has of it."""
+    """A function from this rank's gradients to the norm of the whole gradient."""
 
     def __call__(self, grads: Gradients) -> float: ...
 
@@ -199,14 +201,14 @@ def update_parts(
     norm: GradientNorm = lambda grads: joint_norm(grads.norms),
     gather: Callable[[], None] | None = None,
 ) -> dict[str, UpdatePart]:
-    """The parts of an update step that nobody guards.
+    """Return the parts of an update step without a guard.
 
     Args:
         rate: factor of each group's base rate, by update.
-        reduction: "mean" divides by the global count, "sum" does not.
-        clip_norm: largest global norm of the divided gradient; None: no clip.
+        reduction: "mean" divides by the number of items, "sum" does not.
+        clip_norm: largest norm of the divided gradient; None: no clip.
         norm: of the whole gradient; collective over the ranks of a replica.
-        gather: brings what this rank computes with up to date; collective, after an update.
+        gather: updates what this rank computes with after an update; collective.
     """
     return {
         "rate": set_rate(rate),
@@ -221,7 +223,7 @@ def update_parts(
 
 
 def set_rate(rate: RateSchedule) -> UpdatePart:
-    """Set every group's rate for the next update."""
+    """Return the part that sets every group's rate for the next update."""
 
     def part(record: PendingUpdate) -> None:
         rate.apply(record.state.optimizer, record.state.updates)
@@ -231,13 +233,13 @@ def set_rate(rate: RateSchedule) -> UpdatePart:
 
 
 def skip_empty_step(record: PendingUpdate) -> None:
-    """A step without any item updates nothing."""
+    """End a step without items, because there is nothing to update."""
     if not record.tally.count:
         record.update = UpdateResult(0.0, record.lr, applied=False)
 
 
 def divide_by(reduction: str) -> UpdatePart:
-    """The sums are those of `count` items, times the scale of the loss."""
+    """Return the part that computes the divisor: the loss scale, times the number of items for a mean."""
 
     def part(record: PendingUpdate) -> None:
         record.divisor = record.grads.scale * (record.tally.count if reduction == "mean" else 1.0)
@@ -247,7 +249,7 @@ def divide_by(reduction: str) -> UpdatePart:
 
 
 def measure_norm(norm: GradientNorm) -> UpdatePart:
-    """The norm of the divided gradient."""
+    """Return the part that computes the norm of the divided gradient."""
 
     def part(record: PendingUpdate) -> None:
         record.norm = norm(record.grads) / record.divisor
@@ -256,7 +258,7 @@ def measure_norm(norm: GradientNorm) -> UpdatePart:
 
 
 NonFiniteAction = Callable[[PendingUpdate, NumericError], None]
-"""What is done about a gradient that is not finite, where no loss scale can be lowered."""
+"""Handles a gradient that is not finite if there is no loss scale that can be lowered."""
 
 
 def raise_error(record: PendingUpdate, error: NumericError) -> None:
@@ -264,14 +266,14 @@ def raise_error(record: PendingUpdate, error: NumericError) -> None:
     raise error
 
 
-def lower_scale_or(answer: NonFiniteAction) -> UpdatePart:
-    """An overflow lowers the loss scale and leaves the update out; what cannot be cured so is answered."""
+def lower_scale_or(action: NonFiniteAction) -> UpdatePart:
+    """Return the part that handles an overflow: lower the loss scale and skip, or else call `action`."""
 
     def part(record: PendingUpdate) -> None:
         if math.isfinite(record.norm):
             return
         if not record.state.scale.can_decrease:
-            answer(record, _non_finite_error(record))
+            action(record, _non_finite_error(record))
             return
         record.state.scale.update(overflow=True)
         record.update = UpdateResult(record.norm, record.lr, applied=False)
@@ -280,7 +282,7 @@ def lower_scale_or(answer: NonFiniteAction) -> UpdatePart:
 
 
 def clip_to(clip_norm: float | None) -> UpdatePart:
-    """Shorten a gradient that is longer than `clip_norm`."""
+    """Return the part that shortens a gradient with a norm above `clip_norm`."""
 
     def part(record: PendingUpdate) -> None:
         if clip_norm is not None and record.norm > clip_norm:
@@ -290,7 +292,11 @@ def clip_to(clip_norm: float | None) -> UpdatePart:
 
 
 def step_optimizer(record: PendingUpdate) -> None:
-    """Multiply, and let the optimizer update."""
+    """Multiply the gradients and step the optimizer.
+
+    Raises:
+        TaskError: the optimizer changes the rates of its groups.
+    """
     for slot, p in record.updates.items():
         p.grad = record.grads.tensors.get(slot)
     groups = record.state.optimizer.param_groups
@@ -304,9 +310,9 @@ def step_optimizer(record: PendingUpdate) -> None:
 
 def _changed_rate_error(optimizer: torch.optim.Optimizer) -> TaskError:
     return TaskError(
-        f"{type(optimizer).__name__} changes the rate of its groups in its step, and the schedule sets it"
-        " anew before every update",
-        next_step="multiply group['lr'] with a number that it keeps under another key of the group",
+        f"{type(optimizer).__name__} changes the rate of its groups in its step, but the schedule sets it"
+        " before every update",
+        next_step="multiply group['lr'] by a number that the optimizer keeps under another key of the group",
     )
 
 
@@ -324,21 +330,23 @@ def gather_and_end(gather: Callable[[], None] | None) -> UpdatePart:
 def insert_part_before(
     parts: Mapping[str, UpdatePart], name: str, new_name: str, part: UpdatePart
 ) -> dict[str, UpdatePart]:
-    """The parts with one more, before the part `name`; one of its name is replaced."""
-    found: dict[str, UpdatePart] = {}
+    """Return the parts with one more before the part `name`; a part with the new name is replaced."""
+    result: dict[str, UpdatePart] = {}
     for key, value in parts.items():
         if key == name:
-            found[new_name] = part
+            result[new_name] = part
         if key != new_name:
-            found[key] = value
-    return found
+            result[key] = value
+    return result
 
 
 def _non_finite_error(record: PendingUpdate) -> NumericError:
-    bad = (
-        s.name for s, g in record.grads.tensors.items() if g is not None and not bool(torch.isfinite(g).all())
+    non_finite_names = (
+        slot.name
+        for slot, grad in record.grads.tensors.items()
+        if grad is not None and not bool(torch.isfinite(grad).all())
     )
     return NumericError(
-        f"the gradient of step {record.state.step} is not finite: {next(bad, 'its norm')}",
-        next_step="lower optimizer.lr, set optimizer.clip_norm, or look at the samples of this step",
+        f"the gradient of step {record.state.step} is not finite: {next(non_finite_names, 'its norm')}",
+        next_step="lower optimizer.lr, set optimizer.clip_norm, or check the samples of this step",
     )

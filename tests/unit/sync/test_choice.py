@@ -169,7 +169,7 @@ def test_the_break_even_is_where_the_choice_changes() -> None:
         limit = found.bits_per_second(found.break_even("diloco:8")) / 8
         assert world.best(limit * 1.1) == "every-step" and world.best(limit / 1.1) == "diloco:8"
     text = str(choose_sync(world.rules, found))
-    assert text.startswith("sync: diloco:8, as a step takes every-step ") and text.count("diloco:8") == 3
+    assert text.startswith("sync: diloco:8 (predicted step: every-step ") and text.count("diloco:8") == 3
 
 
 def test_what_is_allowed_first_stays_where_a_later_one_gains_little() -> None:

@@ -88,11 +88,11 @@ class Played:
             self.push(self.speeds[node.rank], node.rank, node.clock, None, 0.0)
 
     def finish(self, node: Node) -> None:
-        before = node.push_sum.spend()
+        before = node.push_sum.load_mean()
         moved = self.table[node.rank, node.clock]
         node.push_sum._params[0].add_(moved)
         self.moved += moved
-        node.push_sum.move(before)
+        node.push_sum.add_movement(before)
         other = peer_at_clock(node.rank, node.clock, self.size)
         if other is not None:
             node.push_sum.halve()

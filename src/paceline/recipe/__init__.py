@@ -1,19 +1,10 @@
-"""What to run and how to distribute it, as typed values; imports no torch, so that commands start at once.
+"""Recipes: what to run and how to distribute it, as typed values; without torch, so that commands start at once.
 
-`load_recipe(path)` and `Recipe(...)` give the same frozen object; `support` says whether its strategy works
-on a number of processes. Nothing here starts, trains or reads the environment.
+`load_recipe(path)` and `Recipe(...)` return the same frozen object; `support` returns whether its strategy runs
+on a number of processes. Nothing here starts processes, trains or reads the environment.
 """
 
-from paceline.recipe.recipe import (
-    EvaluateRecipe,
-    LoaderRecipe,
-    PrecisionRecipe,
-    Recipe,
-    RuntimeRecipe,
-    max_sharers,
-    num_micro_batches,
-    to_toml,
-)
+from paceline.recipe.recipe import Recipe, max_sharers, num_micro_batches, to_toml
 from paceline.recipe.recipe_loading import load_recipe
 from paceline.recipe.strategy import Strategy
 from paceline.recipe.strategy_text import PRESETS, StrategyPreset
@@ -21,10 +12,14 @@ from paceline.recipe.support import StrategyRow, SupportResult, list_strategies,
 from paceline.recipe.tables import (
     BatchRecipe,
     CheckpointRecipe,
+    EvaluateRecipe,
     HealthRecipe,
+    LoaderRecipe,
     LogRecipe,
     MemoryRecipe,
     OptimizerRecipe,
+    PrecisionRecipe,
+    RuntimeRecipe,
     ScheduleRecipe,
 )
 

@@ -1,216 +1,466 @@
-"""What keys of one table of a recipe need of another one to act.
+"""What keys of the recipe need from other tables, or exclude: the needs that take more than a line.
 
-What a run whose sums have one order cannot have. Pure.
+Each constant is the list of `FieldNeed`s of one field or of several; the field carries it in its annotation. A
+need that is decided inside one table, in one expression, stands at the field itself.
 
-What BatchNorm over all ranks of a step does not go with. Pure.
+Invariant: a need is stated once. Errors of a recipe, reasons of `support`, warnings of a session and the
+reference page are all made from it. Pure, and without imports of the tables, which import this module.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from paceline.recipe.registry.word_spec import LayoutSpec
-from paceline.recipe.strategy import Strategy
-from paceline.recipe.strategy_text import phases_of
-from paceline.recipe.tables import BatchRecipe
-from paceline.recipe.validation import FieldNeed, KeyConflict
+from paceline.recipe.registry import RouteSpec, parse_word
+from paceline.recipe.registry.route_specs import uses_channel
+from paceline.recipe.strategy_text import phases_of, waits_for_straggler
+from paceline.recipe.validation import FieldNeed
 
-_NEEDS_BEST = FieldNeed(
-    ("evaluate.patience", "checkpoint.keep_best"),
-    lambda recipe: recipe.evaluate.patience or recipe.checkpoint.keep_best,
-    "with evaluate.patience or checkpoint.keep_best",
-    "and neither is set",
-)
-_NEEDS_OUTER = FieldNeed(
-    ("strategy.sync",),
-    lambda recipe: "outer" in recipe.strategy.rule.reads,
-    "with sync=diloco:H",
-    "found sync={t.strategy.sync}",
-)
-_NEEDS_GLOBAL_VIEW = FieldNeed(
-    ("strategy.sync",),
-    lambda recipe: recipe.strategy.rule.agrees != "nobody",
-    "with sync=every-step, local or diloco",
-    "found sync={t.strategy.sync}, under which no rank sees all of a step",
-)
+if TYPE_CHECKING:
+    from paceline.recipe.recipe import Recipe
+    from paceline.recipe.strategy import Strategy
 
 
-def _round_lengths(recipe: Any) -> list[int]:
-    """H of every diloco:H that the run may come to."""
-    rules = [phase.rule.partition(":") for phase in phases_of(recipe.strategy.sync)]
-    return [int(steps) for word, _, steps in rules if word == "diloco"]
+class SessionFacts(NamedTuple):
+    """What only the task and the processes decide about the keys of a recipe; known when a session starts.
+
+    Args:
+        recipe: with the strategy as it runs.
+        has_batch_norm: the model has BatchNorm modules.
+        has_held_out: the task has held-out data.
+        num_nodes: of the job.
+        num_replicas: ranks of the replica axis.
+        num_data_ranks: ranks that share the samples of a batch, and so sum gradients.
+        num_tensor_ranks: ranks of the tensor axis.
+    """
+
+    recipe: Recipe
+    has_batch_norm: bool
+    has_held_out: bool
+    num_nodes: int
+    num_replicas: int
+    num_data_ranks: int
+    num_tensor_ranks: int
 
 
-CROSS_TABLE_NEEDS: Mapping[str, FieldNeed] = {
-    "on_divergence": FieldNeed(
-        ("hash_every", "reproducible"),
-        lambda recipe: recipe.hash_every or recipe.reproducible,
-        "with hash_every or reproducible",
+# ---------------------------------------------------------------------- evaluation, health, the outer optimizer
+
+BEST_VALUE_NEEDS = (
+    FieldNeed(
+        lambda recipe: recipe.evaluate.patience or recipe.checkpoint.keep_best,
+        "with evaluate.patience or checkpoint.keep_best",
         "and neither is set",
+        keys=("evaluate.patience", "checkpoint.keep_best"),
+        scope="recipe",
     ),
-    "evaluate.metric": _NEEDS_BEST,
-    "evaluate.better": _NEEDS_BEST,
-    "checkpoint.keep_best": FieldNeed(
-        ("evaluate.every_steps",),
+)
+KEEP_BEST_NEEDS = (
+    FieldNeed(
         lambda recipe: recipe.evaluate.every_steps,
         "with evaluate.every_steps",
         "which is not set",
+        keys=("evaluate.every_steps",),
+        scope="recipe",
     ),
-    "health.non_finite": _NEEDS_GLOBAL_VIEW,
-    "health.spike_factor": _NEEDS_GLOBAL_VIEW,
-    "health.straggler_factor": FieldNeed(
-        ("strategy.sync",),
-        lambda recipe: any(spec.word == "every-step" for spec in recipe.strategy.rules),
+)
+HELD_OUT_NEEDS = (
+    FieldNeed(
+        lambda facts: facts.has_held_out,
+        "with held-out data",
+        "the task has no held-out data, Task(held_out=...)",
+        scope="session",
+    ),
+)
+GLOBAL_VIEW_NEEDS = (
+    FieldNeed(
+        lambda recipe: recipe.strategy.sync_spec.agrees != "nobody",
+        "with sync=every-step, local or diloco",
+        "found sync={t.strategy.sync}, with which no rank sees all of a step",
+        keys=("strategy.sync",),
+        scope="recipe",
+    ),
+)
+STRAGGLER_NEEDS = (
+    FieldNeed(
+        lambda recipe: any(spec.finds_stragglers for spec in recipe.strategy.sync_specs),
         "with sync=every-step",
         "found sync={t.strategy.sync}",
+        keys=("strategy.sync",),
+        scope="recipe",
     ),
-    "outer.lr": _NEEDS_OUTER,
-    "outer.momentum": _NEEDS_OUTER,
-    "outer.fragments": FieldNeed(
-        ("strategy.sync",),
-        lambda recipe: recipe.outer.fragments <= min(_round_lengths(recipe), default=0),
+)
+OUTER_NEEDS = (
+    FieldNeed(
+        lambda recipe: recipe.strategy.sync_spec.has_outer_optimizer,
+        "with sync=diloco:H",
+        "found sync={t.strategy.sync}",
+        keys=("strategy.sync",),
+        scope="recipe",
+    ),
+)
+
+
+def _shortest_round(recipe: Recipe) -> int:
+    """Return the smallest H of all `diloco:H` of a run; 0 if there is none."""
+    words = recipe.strategy.sync_words
+    return min((word.argument for word in words if word.spec.has_outer_optimizer), default=0)
+
+
+FRAGMENT_NEEDS = (
+    FieldNeed(
+        lambda recipe: recipe.outer.fragments <= _shortest_round(recipe),
         "with sync=diloco:H, and H as large or larger",
         "found sync={t.strategy.sync}",
+        keys=("strategy.sync",),
+        scope="recipe",
     ),
-    "outer.delay_steps": FieldNeed(
-        ("outer.fragments", "strategy.sync"),
-        lambda recipe: (
-            recipe.outer.delay_steps * recipe.outer.fragments <= min(_round_lengths(recipe), default=0)
-        ),
+)
+DELAY_NEEDS = (
+    FieldNeed(
+        lambda recipe: recipe.outer.delay_steps * recipe.outer.fragments <= _shortest_round(recipe),
         "with sync=diloco:H, and at most H / outer.fragments",
         "found fragments = {t.outer.fragments} and sync={t.strategy.sync}",
+        keys=("outer.fragments", "strategy.sync"),
+        scope="recipe",
     ),
-    "outer.mixing": _NEEDS_OUTER,
-    "debug.replay_arrivals": FieldNeed(
-        ("strategy.sync",),
-        lambda recipe: recipe.strategy.rule.needs_server,
-        "with a rule of a server",
+)
+
+# ---------------------------------------------------------------------- communication and security
+
+REPLAY_NEEDS = (
+    FieldNeed(
+        lambda recipe: recipe.strategy.sync_spec.needs_server,
+        "with a rule that has servers",
         "found sync={t.strategy.sync}",
+        keys=("strategy.sync",),
+        scope="recipe",
     ),
-    "security.certificate": FieldNeed(
-        ("strategy.channel", "security.tls"),
+)
+CERTIFICATE_NEEDS = (
+    FieldNeed(
         lambda recipe: recipe.strategy.channel_spec.uses_certificate and recipe.security.tls != "off",
         'with channel=grpc, and without security.tls = "off"',
         'found channel={t.strategy.channel} and tls = "{t.security.tls}"',
+        keys=("strategy.channel", "security.tls"),
+        scope="recipe",
     ),
-    "runtime.link_profile": FieldNeed(
-        ("strategy.route", "strategy.codec", "reproducible"),
+)
+TLS_NEEDS = (
+    FieldNeed(
+        lambda facts: facts.num_nodes > 1 or facts.recipe.strategy.servers,
+        "with a server, or where a job has several nodes",
+        "there is one node, and no server",
+        scope="session",
+    ),
+)
+_ONE_RANK = "one rank runs all samples, so no gradient is sent"
+
+
+def _sums_gradients(facts: SessionFacts) -> bool:
+    """Return whether ranks sum gradients, or have another rule, whose needs the recipe has checked."""
+    return facts.num_data_ranks > 1 or not facts.recipe.strategy.sync_spec.sums
+
+
+_SUMS_BETWEEN_HOSTS = FieldNeed(
+    _sums_gradients, "where ranks of several hosts sum gradients", _ONE_RANK, scope="session"
+)
+LINK_PROFILE_NEEDS = (
+    FieldNeed(
         lambda recipe: (
-            (recipe.strategy.route == "auto" or recipe.runtime.bucket_latency is not None)
+            (recipe.strategy.route_spec.chooses or recipe.runtime.bucket_latency is not None)
             and not (recipe.strategy.is_coded or recipe.is_ordered)
         ),
         "with route=auto or bucket_latency, and codec=fp32, and without reproducible and lanes",
         "found '{t.strategy}'",
+        keys=("strategy.route", "strategy.codec", "reproducible"),
+        scope="recipe",
     ),
-    "runtime.bucket_latency": FieldNeed(
-        ("strategy.sync", "strategy.codec", "reproducible"),
-        lambda recipe: recipe.strategy.rule.sums and not (recipe.strategy.is_coded or recipe.is_ordered),
+    _SUMS_BETWEEN_HOSTS,
+)
+BUCKET_LATENCY_NEEDS = (
+    FieldNeed(
+        lambda recipe: recipe.strategy.sync_spec.sums and not (recipe.strategy.is_coded or recipe.is_ordered),
         "where gradients are summed with codec=fp32, and without reproducible and lanes",
         "found '{t.strategy}'",
+        keys=("strategy.sync", "strategy.codec", "reproducible"),
+        scope="recipe",
     ),
-    "runtime.bucket_bytes": FieldNeed(
-        ("strategy.sync",),
-        lambda recipe: recipe.strategy.rule.sums,
+    _SUMS_BETWEEN_HOSTS,
+)
+BUCKET_BYTES_NEEDS = (
+    FieldNeed(
+        lambda recipe: recipe.strategy.sync_spec.sums,
         "where gradients are summed",
         "and sync={t.strategy.sync} sends them to a server or sums none",
+        keys=("strategy.sync",),
+        scope="recipe",
     ),
-}
+    FieldNeed(_sums_gradients, "where several ranks sum gradients", _ONE_RANK, scope="session"),
+)
+
+# ---------------------------------------------------------------------- the strategy
 
 
-def reproducible_conflicts(
-    strategy: Strategy, batch: BatchRecipe, threads: int, *, compiles: bool
-) -> Iterator[KeyConflict]:
-    """Choices under which the bits would depend on how many processes compute them."""
-    if batch.accumulation is not None:
-        yield KeyConflict(
-            ("batch.accumulation", "reproducible"),
-            "expected batch.shards with reproducible: accumulation times the number of ranks would change"
-            " with the ranks",
-        )
-    if not (strategy.rule.in_order(strategy) and all(spec.exact for spec, _ in strategy.links)):
-        yield KeyConflict(
-            ("strategy", "reproducible"),
-            "expected sync=every-step and codec=fp32 with reproducible,"
-            f" found '{strategy}': its result depends on who trains when, or on what coding loses",
-        )
-    if strategy.path.any_order:
-        yield KeyConflict(
-            ("strategy", "reproducible"),
-            f"expected another route with reproducible, found route={strategy.route}: its sums have an order"
-            " of their own",
-        )
-    if strategy.balance != "even":
-        yield KeyConflict(
-            ("strategy", "reproducible"),
-            f"expected balance=even with reproducible, found balance={strategy.balance}: which rank adds"
-            " which node of the tree of additions is laid out once, for equal shares",
-        )
-    if strategy.rechunk:
-        yield KeyConflict(
-            ("strategy", "reproducible"),
-            f"expected no rechunk with reproducible, found rechunk={strategy.rechunk}: a gradient that is"
-            " added part by part has other bits",
-        )
-    for spec in strategy.cuts:
+def _strategy_need(met: Any, only: str, reason: str, when: Any = None) -> FieldNeed:
+    return FieldNeed(met, only, reason=reason, scope="strategy", when=when)
+
+
+SHARD_NEEDS = (
+    _strategy_need(lambda s: s.zero, "with zero", "shard without zero shares nothing: add zero=1"),
+)
+ZERO_NEEDS = (
+    _strategy_need(lambda s: s.shard > 1, "with shard", "zero shares state among shard ranks: add shard=2"),
+)
+SCHEDULE_NEEDS = (
+    _strategy_need(
+        lambda s: s.pipeline > 1, "with pipeline", "schedule orders the stages of a pipeline: add pipeline=2"
+    ),
+)
+STAGES_NEEDS = (
+    _strategy_need(
+        lambda s: s.pipeline > 1, "with pipeline", "stages says how a pipeline is cut: add pipeline=2"
+    ),
+)
+PARTITION_NEEDS = (
+    _strategy_need(
+        lambda s: s.servers > 1,
+        "with several servers",
+        "partition says how tensors are cut for several servers: add servers=2",
+    ),
+)
+CHANNEL_NEEDS = (
+    _strategy_need(
+        lambda s: uses_channel(s.sync_spec),
+        "with servers or gossip",
+        "this rule sends no messages from rank to rank: leave out channel",
+    ),
+)
+CODEC_NEEDS = (
+    _strategy_need(
+        lambda s: s.route_spec.coded != 0,
+        "with a route that sends bytes",
+        "this route sends no bytes, so a codec has no effect: leave out codec or route",
+    ),
+    FieldNeed(_sums_gradients, "where several ranks sum gradients", _ONE_RANK, scope="session"),
+)
+ROUTE_NEEDS = (
+    _strategy_need(
+        lambda s: s.sync_spec.sums,
+        "with a rule that sums over replicas",
+        "this rule sums nothing over replicas, so there is nothing to route: leave out route",
+        when=lambda route: not parse_word(RouteSpec, route).spec.is_default,
+    ),
+    FieldNeed(
+        lambda facts: _sums_gradients(facts) or facts.num_tensor_ranks > 1,
+        "where several ranks send each other tensors",
+        _ONE_RANK,
+        scope="session",
+    ),
+)
+
+
+def _can_balance(strategy: Strategy) -> bool:
+    is_whole = strategy.ranks_per_replica == 1 and strategy.lanes == 1 and not strategy.cut
+    return is_whole and strategy.sync_spec.can_balance(strategy)
+
+
+BALANCE_NEEDS = (
+    _strategy_need(
+        _can_balance,
+        "with every-step, hogwild:S or gossip:S, and replicas of one rank and one lane",
+        "balance=speed assigns the shards of every-step, hogwild:S or gossip:S to whole replicas: leave out"
+        " balance, or another sync, lanes, shard, tensor and pipeline",
+    ),
+    FieldNeed(
+        lambda facts: facts.num_replicas > 1,
+        "where several replicas share a batch",
+        "one replica runs all shards",
+        scope="session",
+    ),
+)
+
+
+def _reads_ahead_of_server(recipe: Recipe) -> bool:
+    """Return whether loader processes read ahead when a run switches to a server."""
+    specs = recipe.strategy.sync_specs
+    return len(specs) > 1 and specs[-1].needs_server > 0 and recipe.loader.workers > 0
+
+
+def _averages(facts: SessionFacts) -> bool:
+    spec = facts.recipe.strategy.sync_spec
+    return spec.agrees != "replica" or facts.num_replicas > 1 or bool(spec.recipe_tables)
+
+
+SYNC_NEEDS = (
+    FieldNeed(
+        lambda recipe: recipe.health.straggler_factor is not None,
+        keys=("health.straggler_factor",),
+        scope="recipe",
+        when=waits_for_straggler,
+        reason="expected health.straggler_factor with @straggler: without it no rank is reported as slow",
+        is_conflict=True,
+    ),
+    FieldNeed(
+        lambda recipe: not _reads_ahead_of_server(recipe),
+        scope="recipe",
+        when=lambda text: len(phases_of(text)) > 1,
+        reason="expected 0 with a switch to a server: it is not known which samples come next",
+        change_first="loader.workers",
+        is_conflict=True,
+    ),
+    FieldNeed(
+        _averages,
+        "where several replicas average, for local:H, hogwild and gossip",
+        "there is no other replica to average with",
+        scope="session",
+    ),
+)
+
+# ---------------------------------------------------------------------- reproducible runs, lanes, BatchNorm
+
+
+def _inexact_cuts(recipe: Recipe) -> str:
+    """Return the reasons for which partitions change the bits of a result."""
+    messages = []
+    for spec in recipe.strategy.cuts:
         if spec.inexact_reason:
-            yield KeyConflict(("strategy", "reproducible"), _sum_order_message(spec, strategy))
-    if threads > 1:
-        yield KeyConflict(
-            ("runtime", "reproducible"),
-            f"expected runtime.threads = 1 (or 0) with reproducible, found {threads}: the number of threads"
-            " inside an operation changes the order of its sums; use the cores by lanes=2 in the strategy",
-        )
-    if compiles:
-        yield KeyConflict(
-            ("runtime", "reproducible"),
-            "expected runtime.compile = false with reproducible: a compiled graph has an order of its own",
-        )
+            degree = getattr(recipe.strategy, spec.word, None)
+            wanted = f"{spec.word}=1" if degree else "no cut"
+            shown = f"{spec.word}={degree}" if degree else f"cut={spec.word}"
+            messages.append(f"expected {wanted} with reproducible, found {shown}: {spec.inexact_reason}")
+    return "; ".join(messages)
 
 
-def _sum_order_message(spec: LayoutSpec, strategy: Strategy) -> str:
-    degree = getattr(strategy, spec.word, None)
-    expected, found = (
-        (f"{spec.word}=1", f"{spec.word}={degree}") if degree else ("no cut", f"cut={spec.word}")
+def _has_exact_sums(recipe: Recipe) -> bool:
+    strategy = recipe.strategy
+    return strategy.sync_spec.has_reproducible_sums(strategy) and all(
+        word.spec.exact for word in strategy.codec_words
     )
-    return f"expected {expected} with reproducible, found {found}: {spec.inexact_reason}"
 
 
-def lane_conflicts(threads: int, *, compiles: bool) -> Iterator[KeyConflict]:
-    """What threads that run shards side by side cannot have."""
-    if threads > 1:
-        yield KeyConflict(
-            ("runtime", "strategy"),
-            f"expected runtime.threads = 1 (or 0) with lanes, found {threads}: a lane is one thread",
-        )
-    if compiles:
-        yield KeyConflict(
-            ("runtime", "strategy"),
-            "expected runtime.compile = false with lanes: a lane runs a copy of the model",
-        )
+def _reproducible_need(change_first: str, met: Any, reason: Any) -> FieldNeed:
+    return FieldNeed(met, change_first=change_first, reason=reason, is_conflict=True)
 
 
-SYNC_BATCHNORM_KEY = "batch.sync_batchnorm"
+REPRODUCIBLE_NEEDS = (
+    _reproducible_need(
+        "batch.accumulation",
+        lambda recipe: recipe.batch.accumulation is None,
+        "expected batch.shards with reproducible: accumulation times the number of ranks would change"
+        " with the ranks",
+    ),
+    _reproducible_need(
+        "strategy",
+        _has_exact_sums,
+        "expected sync=every-step and codec=fp32 with reproducible, found '{t.strategy}': its result depends"
+        " on which rank trains when, or on the quantisation error of the codec",
+    ),
+    _reproducible_need(
+        "strategy",
+        lambda recipe: not recipe.strategy.route_spec.has_own_sum_order,
+        "expected another route with reproducible, found route={t.strategy.route}: its sums have an order of"
+        " their own",
+    ),
+    _reproducible_need(
+        "strategy",
+        lambda recipe: not recipe.strategy.balances_by_speed,
+        "expected balance=even with reproducible, found balance={t.strategy.balance}: the tree of additions is"
+        " assigned to ranks once, for equal shares",
+    ),
+    _reproducible_need(
+        "strategy",
+        lambda recipe: not recipe.strategy.rechunk,
+        "expected no rechunk with reproducible, found rechunk={t.strategy.rechunk}: a gradient that is summed"
+        " part by part has other bits",
+    ),
+    _reproducible_need("strategy", lambda recipe: not _inexact_cuts(recipe), _inexact_cuts),
+    _reproducible_need(
+        "runtime",
+        lambda recipe: recipe.runtime.threads <= 1,
+        "expected runtime.threads = 1 (or 0) with reproducible, found {t.runtime.threads}: the number of"
+        " threads inside an operation changes the order of its sums; use the cores with lanes=2 in the"
+        " strategy",
+    ),
+    _reproducible_need(
+        "runtime",
+        lambda recipe: not recipe.runtime.compile,
+        "expected runtime.compile = false with reproducible: a compiled graph has a sum order of its own",
+    ),
+)
 
 
-def sync_batchnorm_conflicts(
-    batch: BatchRecipe, strategy: Strategy, *, reproducible: bool, recomputes: bool, compiles: bool
-) -> Iterator[KeyConflict]:
-    """Choices under which not all ranks run one forward of all samples, at once and once."""
-    wrong = {
-        ("batch.accumulation", "micro-batches of a rank run one after another"): (batch.accumulation or 1)
-        > 1,
-        ("strategy", "every rank has to run one whole forward a step"): _splits_forward(strategy),
-        ("reproducible", "a sum over ranks has an order of its own"): reproducible,
-        ("memory.recompute", "a block would sum again in backward"): recomputes,
-        ("runtime.compile", "a compiled graph has no sums over ranks"): compiles,
-    }
-    for (key, why), holds in wrong.items():
-        if holds:
-            yield KeyConflict((SYNC_BATCHNORM_KEY, key), f"does not go with this {key}: {why}")
+def _lane_need(met: Any, reason: str) -> FieldNeed:
+    """Return a need of runs with lanes; reproducible runs have the same ones, and report them themselves."""
+    return FieldNeed(
+        lambda recipe: recipe.reproducible or met(recipe),
+        keys=("strategy",),
+        scope="recipe",
+        when=lambda lanes: lanes > 1,
+        reason=reason,
+        change_first="runtime",
+        is_conflict=True,
+    )
 
 
-def _splits_forward(strategy: Strategy) -> bool:
-    spread = max(strategy.pipeline, strategy.tensor, strategy.context, strategy.lanes) > 1
-    waits = strategy.rule.exact and not strategy.servers and strategy.balance == "even"
-    return spread or not waits or bool(strategy.cut)
+LANE_NEEDS = (
+    _lane_need(
+        lambda recipe: recipe.runtime.threads <= 1,
+        "expected runtime.threads = 1 (or 0) with lanes, found {t.runtime.threads}: a lane is one thread",
+    ),
+    _lane_need(
+        lambda recipe: not recipe.runtime.compile,
+        "expected runtime.compile = false with lanes: a lane runs a copy of the model",
+    ),
+)
+
+
+def _runs_whole_forward(recipe: Recipe) -> bool:
+    """Return whether every rank runs one whole forward in every step."""
+    strategy = recipe.strategy
+    is_split = max(strategy.pipeline, strategy.tensor, strategy.context, strategy.lanes) > 1
+    is_exact = strategy.sync_spec.exact and not strategy.servers
+    return is_exact and not is_split and not strategy.balances_by_speed and not strategy.cut
+
+
+def _batch_norm_need(key: str, met: Any, why: str) -> FieldNeed:
+    reason = f"does not go with this {key}: {why}"
+    return FieldNeed(met, keys=(key,), scope="recipe", reason=reason, is_conflict=True)
+
+
+SYNC_BATCHNORM_NEEDS = (
+    _batch_norm_need(
+        "batch.accumulation",
+        lambda recipe: (recipe.batch.accumulation or 1) == 1,
+        "micro-batches of a rank run one after another",
+    ),
+    _batch_norm_need("strategy", _runs_whole_forward, "every rank has to run one whole forward a step"),
+    _batch_norm_need(
+        "reproducible", lambda recipe: not recipe.reproducible, "a sum over ranks has an order of its own"
+    ),
+    _batch_norm_need(
+        "memory.recompute",
+        lambda recipe: not recipe.memory.recomputes,
+        "a recomputed block would sum again in backward",
+    ),
+    _batch_norm_need(
+        "runtime.compile",
+        lambda recipe: not recipe.runtime.compile,
+        "a compiled graph has no sums over ranks",
+    ),
+    FieldNeed(
+        lambda facts: facts.has_batch_norm,
+        "where the model has BatchNorm",
+        "the model has no BatchNorm",
+        scope="session",
+    ),
+)
+RECOMPUTE_NEEDS = (
+    FieldNeed(
+        lambda recipe: not recipe.runtime.compile,
+        keys=("runtime.compile",),
+        scope="recipe",
+        when=lambda text: text == "segments",
+        reason='expected "blocks" with runtime.compile: a traced graph knows no blocks',
+        is_conflict=True,
+    ),
+)

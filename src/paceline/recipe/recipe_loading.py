@@ -1,12 +1,10 @@
-"""`KEY=VALUE` overrides of a recipe, as `--set` takes them.
+"""Loading of a recipe: a TOML file, a strategy in place of the file's, and `KEY=VALUE` overrides.
 
-Invariant: the value is TOML; a bare word that is not TOML is a string; what looks like another kind of value
-and is not (`True`, `.5`, an open bracket) is an error, never quietly a string.
+The value of an override is TOML; a bare word that is not TOML is a string. A text that looks like another kind of
+value and is not (`True`, `.5`, an open bracket) is an error, never silently a string.
 
-From a TOML file and overrides to a Recipe.
-
-Invariant: what is wrong is a RecipeError that names key, place (file and line, or the override), what was
-expected and what was found; all that can be found at once is in one message.
+Invariant: what is wrong is a RecipeError that names the key, its place (file and line, or the override), what
+was expected and what was found; everything that can be found at once is in one message.
 """
 
 from __future__ import annotations
@@ -49,16 +47,16 @@ _TOML_SPELLINGS = {"True": "true", "False": "false", "None": _HOW_TO_UNSET, "nul
 
 
 def apply_override(values: dict[str, Any], text: str) -> tuple[KeyPath, RecipeProblem | None]:
-    """Change `values` in place.
+    """Apply one override; change `values` in place.
 
     Args:
         values: plain values of a recipe, by key.
         text: `optimizer.lr=3e-4`, `task=digits`, `options.files=["a.txt"]`; `KEY=` removes the key.
     Returns:
-        The key, and what is wrong with the override itself; whether the value suits the key is not
-        decided here.
+        The key, and the problem of the override itself, if it has one. Whether the value is valid for the key
+        is checked later, with all other values.
     """
-    plain = text.encode(errors="backslashreplace").decode()  # bytes of a command line may be no text
+    plain = text.encode(errors="backslashreplace").decode()  # a command line can hold bytes that are no text
     key, equals, value = plain.partition("=")
     path = _parse_key(key)
     try:
@@ -73,20 +71,20 @@ def apply_override(values: dict[str, Any], text: str) -> tuple[KeyPath, RecipePr
 
 
 def _parse_key(key: str) -> tuple[str, ...]:
-    """The parts of a key; text that is no key is one part, which no table knows."""
+    """Split a dotted key; text that is no TOML key is returned whole, and is then reported as unknown."""
     try:
         table: Any = parse_toml(f"{key} = 0")
     except tomllib.TOMLDecodeError:
         return (key,)
     path: list[str] = []
     while isinstance(table, dict) and table:
-        part, table = next(iter(table.items()))
-        path.append(part)
+        name, table = next(iter(table.items()))
+        path.append(name)
     return tuple(path) or (key,)
 
 
 def _read_value(value: str) -> tuple[Any, ...]:
-    """The value, or nothing where there is none."""
+    """Return the value as a tuple of one, or an empty tuple if there is none."""
     if not value:
         return ()
     try:
@@ -110,27 +108,27 @@ def _is_number(value: str) -> bool:
     return True
 
 
-def _set_value(values: dict[str, Any], path: tuple[str, ...], found: tuple[Any, ...]) -> None:
-    if not found:
+def _set_value(values: dict[str, Any], path: tuple[str, ...], value: tuple[Any, ...]) -> None:
+    if not value:
         _check_known(values, path)
     table: Any = values
-    for depth, part in enumerate(path[:-1], 1):
-        table = table.setdefault(part, {})
+    for depth, name in enumerate(path[:-1], 1):
+        table = table.setdefault(name, {})
         if not isinstance(table, dict):
             raise value_error(
                 f"expected {dotted_key(path[:depth])} to be a table, found {shown_value(table)}"
             )
-    if found:
-        table[path[-1]] = found[0]
+    if value:
+        table[path[-1]] = value[0]
     else:
         table.pop(path[-1], None)
 
 
 def _check_known(values: Any, path: KeyPath) -> None:
-    """Removing what the file lacks is right, unless no recipe could have it: then it is a wrong spelling."""
+    """Refuse to remove a key that no recipe can have; a key that the file only lacks can be removed."""
     known, key = tuple(known_keys(Recipe)), dotted_key(path)
-    for part in path:
-        values = values.get(part) if isinstance(values, dict) else None
+    for name in path:
+        values = values.get(name) if isinstance(values, dict) else None
     if values is None and key not in known and path[0] != "options":
         near = closest_word(key, known)
         raise value_error("unknown key" + (f"; did you mean {near}?" if near else ""))
@@ -139,7 +137,7 @@ def _check_known(values: Any, path: KeyPath) -> None:
 _MAX_RECIPE_BYTES = 2**22
 
 _EXCLUSIVE_KEYS: Mapping[KeyPath, str] = {("steps",): "epochs", ("epochs",): "steps"}
-"""Of these a recipe has one: the one that was typed last."""
+"""Keys of which a recipe has only one; an override of one removes the other."""
 
 
 def load_recipe(
@@ -150,7 +148,7 @@ def load_recipe(
     Args:
         path: a TOML file.
         overrides: `KEY=VALUE` texts, applied in order; `KEY=` goes back to the default.
-        strategy: takes the place of the file's strategy; applied before the overrides.
+        strategy: replaces the file's strategy; applied before the overrides.
     Raises:
         RecipeError: the file cannot be read, or the recipe has errors; names each with its place.
     """
@@ -162,25 +160,24 @@ def load_recipe(
         values["strategy"] = strategy
         changed[("strategy",)] = f'--strategy "{strategy}"'
     problems = _apply_overrides(values, overrides, changed)
-    recipe, wrong = _validate(values, set(changed))
-    problems += [*_no_task(values), *wrong]
+    recipe, invalid = _validate(values, set(changed))
+    if "task" not in values:  # a recipe in Python may get its task later; a file has to name it
+        problems.append(RecipeProblem((("task",),), "expected a string that is not empty, but it is missing"))
+    problems += invalid
     if problems or recipe is None:
         raise recipe_error(problems, _locator(name, text, changed), RecipeError)
     return recipe
 
 
-def _no_task(values: Mapping[str, Any]) -> list[RecipeProblem]:
-    """A recipe in Python may be given its task apart; a file has to name it."""
-    if "task" in values:
-        return []
-    return [RecipeProblem((("task",),), "expected a string that is not empty, but it is missing")]
-
-
 def _validate(values: dict[str, Any], changed: Set[KeyPath]) -> tuple[Recipe | None, list[RecipeProblem]]:
-    """The recipe, or what is wrong with it.
+    """Return the recipe, or its problems.
 
-    What was typed replaces what the file says and can no longer act: a key of the file that is idle because
-    of one that was changed is left out, as if the file did not have it.
+    A key of the file that has no effect any more because of an override is left out, as if the file did not
+    have it: otherwise `--strategy` would fail on every file that sets a key for another strategy.
+
+    Args:
+        values: of the recipe; keys that are left out are removed.
+        changed: keys that overrides have set.
     """
     first: list[RecipeProblem] = []
     while True:
@@ -189,36 +186,36 @@ def _validate(values: dict[str, Any], changed: Set[KeyPath]) -> tuple[Recipe | N
         except ValidationError as error:
             problems = list(read_problems(error, Recipe))
         first = first or problems
-        found = [path for problem in problems for path in _overridden_keys(problem, changed)]
-        dropped = {path for path in found if _remove_key(values, path)}
+        overridden = [path for problem in problems for path in _overridden_keys(problem, changed)]
+        dropped = {path for path in overridden if _remove_key(values, path)}
         if not dropped:
             return None, first
         changed |= dropped
 
 
 def _overridden_keys(problem: RecipeProblem, changed: Set[KeyPath]) -> list[KeyPath]:
-    """The key that is idle, if it was not changed and one that decides was."""
-    idle, *deciding = problem.paths
-    leaves = problem.idle and not _is_changed(idle, changed)
-    return [idle] if leaves and any(_is_changed(path, changed) for path in deciding) else []
+    """Return the key that lost its effect, if it was not changed and a key that decides about it was."""
+    path, *deciding = problem.paths
+    is_left = problem.can_drop and not _is_changed(path, changed)
+    return [path] if is_left and any(_is_changed(other, changed) for other in deciding) else []
 
 
 def _is_changed(path: KeyPath, changed: Set[KeyPath]) -> bool:
-    """Whether this key was changed, or a table that it is in."""
+    """Return whether this key was changed, or a table around it."""
     return any(path[:depth] in changed for depth in range(1, len(path) + 1))
 
 
 def _remove_key(values: Any, path: KeyPath) -> bool:
-    """Remove a key; false if it is not there."""
-    for part in path[:-1]:
-        values = values.get(part) if isinstance(values, dict) else None
+    """Remove a key; return whether it was there."""
+    for name in path[:-1]:
+        values = values.get(name) if isinstance(values, dict) else None
     return isinstance(values, dict) and values.pop(path[-1], None) is not None
 
 
 def _apply_overrides(
     values: dict[str, Any], overrides: Sequence[str], changed: dict[KeyPath, str]
 ) -> list[RecipeProblem]:
-    """Apply the overrides; `changed` learns which key came from which."""
+    """Apply the overrides; record in `changed` which key came from which."""
     if isinstance(values.get("strategy"), str) and overrides:
         with suppress(StrategyError):  # validation reports it, with its place
             values["strategy"] = dict(Strategy.parse(values["strategy"]))
@@ -236,10 +233,10 @@ def _apply_overrides(
 
 def _read_text(path: Path) -> str:
     try:
-        if path.exists() and not path.is_file():  # a pipe or a device may have no end
-            raise OSError(errno.EINVAL, "it is no file")
+        if path.exists() and not path.is_file():  # a pipe or a device may never end
+            raise OSError(errno.EINVAL, "not a regular file")
         if path.stat().st_size > _MAX_RECIPE_BYTES:
-            raise OSError(errno.EFBIG, f"it has more than {_MAX_RECIPE_BYTES} bytes")
+            raise OSError(errno.EFBIG, f"larger than {_MAX_RECIPE_BYTES} bytes")
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise RecipeError("the recipe is not UTF-8 text", where=f"{path}, byte {error.start}") from None
@@ -259,35 +256,35 @@ def _parse(text: str, name: str) -> dict[str, Any]:
 
 
 def _syntax_error(message: str, text: str, name: str) -> RecipeError:
-    """The error of tomllib, with the line that it means and what is most often wrong there."""
+    """Return the error of tomllib with the line that it is about, and the most frequent mistakes."""
     lines = text.splitlines()
-    found = re.search(r"at line (\d+), column (\d+)", message)
-    line = int(found[1]) if found else len(lines)
-    what = re.sub(r" \(at .*\)$", "", message)
+    match = re.search(r"at line (\d+), column (\d+)", message)
+    line = int(match[1]) if match else len(lines)
+    problem = re.sub(r" \(at .*\)$", "", message)
     shown = lines[line - 1].strip() if 0 < line <= len(lines) else ""
     return RecipeError(
-        f"not TOML: {what}" + (f", in: {shown}" if shown else ""),
+        f"not TOML: {problem}" + (f", in: {shown}" if shown else ""),
         where=f"{name}, line {line}",
-        next_step='text is quoted (task = "digits"), true and false are lower case, a key stands once',
+        next_step='put text in quotes (task = "digits"), write true and false in lower case, and each key once',
     )
 
 
 def _locator(name: str, text: str, changed: Mapping[KeyPath, str]) -> KeyLocator:
-    """Say where a key was written: the override that set it, else its line, else the line of its table."""
+    """Return a locator: the override that set a key, else its line, else the line of its table."""
     lines = {path: f"{name}, line {line}" for path, line in locate_keys(text).items()}
     inside = {path[:depth]: place for path, place in changed.items() for depth in range(1, len(path))}
 
     def locate(paths: Sequence[KeyPath]) -> str:
-        own = [place for path in paths for place in _enclosing_places(path, changed)]
+        overrides = [place for path in paths for place in _enclosing_places(path, changed)]
         exact = [lines[path] for path in paths if path in lines]
-        above = [place for path in paths for place in _enclosing_places(path, {**inside, **lines})]
-        return next(iter((*own, *exact, *above)), name)
+        tables = [place for path in paths for place in _enclosing_places(path, {**inside, **lines})]
+        return next(iter((*overrides, *exact, *tables)), name)
 
     return locate
 
 
 def _enclosing_places(path: KeyPath, places: Mapping[KeyPath, str]) -> Iterator[str]:
-    """The places of a key and of the tables around it, from the inside out."""
+    """Yield the places of a key and of the tables around it, from the inside out."""
     for depth in range(len(path), 0, -1):
         if path[:depth] in places:
             yield places[path[:depth]]

@@ -1,6 +1,6 @@
-"""A recipe in words: every key, set or not, with what it means; and the same for editors, as a JSON schema.
+"""The reference of all recipe keys: a commented TOML file, and a JSON schema for editors.
 
-Invariant: read off the models. What is printed is TOML that `load_recipe` reads back as an equal recipe.
+Invariant: both are read from the models. The TOML file is one that `load_recipe` reads back as an equal recipe.
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ _WIDTH = 36
 
 
 class RecipeKey(NamedTuple):
-    """One key that a recipe may have.
+    """A key that a recipe can have.
 
     Args:
-        table: "" for the keys that stand in none.
-        default: as TOML; "" if it is left out, or has to be given.
-        acts: when it acts, in a few words; "": always.
+        table: "" for top-level keys.
+        name: in its table.
+        expects: a description of its values.
+        default: as TOML; "" if there is none.
+        meaning: its description.
+        only: when it has an effect, in a few words; "": always.
     """
 
     table: str
@@ -31,28 +34,28 @@ class RecipeKey(NamedTuple):
     expects: str
     default: str
     meaning: str
-    acts: str
+    only: str
 
     @property
     def explained(self) -> str:
-        """What it means, and when it acts."""
-        return f"{self.meaning}; only {self.acts}" if self.acts else self.meaning
+        """Return its description, and when it has an effect."""
+        return f"{self.meaning}; only {self.only}" if self.only else self.meaning
 
 
 def recipe_keys() -> Iterator[RecipeKey]:
-    """Every key of a recipe, those of no table first."""
+    """Yield every key of a recipe, top-level keys first."""
     for name, field in Recipe.model_fields.items():
         if not _is_table(field.annotation):
             yield _key("", name, field)
     for table, field in Recipe.model_fields.items():
         if _is_table(field.annotation):
-            inside: Any = field.annotation
-            for name, inner in inside.model_fields.items():
+            model: Any = field.annotation
+            for name, inner in model.model_fields.items():
                 yield _key(table, name, inner)
 
 
 def describe_recipe(recipe: Recipe) -> str:
-    """The recipe as TOML, each key with its meaning; a key that is not set stands there as a comment."""
+    """Return the recipe as TOML with the description of each key; keys that are not set are comments."""
     lines, table = [], ""
     for key in recipe_keys():
         if key.table != table:
@@ -70,23 +73,23 @@ def _line(key: RecipeKey, value: Any) -> str:
 
 
 def _options_last(lines: list[str], recipe: Recipe) -> list[str]:
-    """A table of its own, behind the keys that stand in none."""
+    """Write `options` as a table of its own, behind the top-level keys."""
     if not recipe.options:
         return lines
-    kept = [line for line in lines if not line.startswith("options = ")]
+    others = [line for line in lines if not line.startswith("options = ")]
     meaning = Recipe.model_fields["options"].description
     pairs = [f"{toml_key(name)} = {toml_value(value)}" for name, value in recipe.options.items()]
-    end = kept.index("")
-    return [*kept[:end], "", f"[options]  # {meaning}", *pairs, *kept[end:]]
+    end = others.index("")
+    return [*others[:end], "", f"[options]  # {meaning}", *pairs, *others[end:]]
 
 
 def json_schema() -> dict[str, Any]:
-    """A JSON schema (draft 2020-12) of recipes, for editors: taplo, VS Code's Even Better TOML."""
+    """Return a JSON schema (draft 2020-12) of recipes, for editors: taplo, VS Code's Even Better TOML."""
     schema = Recipe.model_json_schema()
     strategy = schema["properties"]["strategy"]
-    about = {name: strategy.pop(name) for name in ("description", "default") if name in strategy}
-    named = {"type": "string", "description": 'a preset such as "ddp", or "replicas=2 pipeline=2"'}
-    schema["properties"]["strategy"] = {**about, "anyOf": [named, strategy]}
+    outer = {name: strategy.pop(name) for name in ("description", "default") if name in strategy}
+    as_text = {"type": "string", "description": 'a preset such as "ddp", or "replicas=2 pipeline=2"'}
+    schema["properties"]["strategy"] = {**outer, "anyOf": [as_text, strategy]}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "Paceline recipe"}
 
 
@@ -94,8 +97,9 @@ def _key(table: str, name: str, field: Any) -> RecipeKey:
     default = field.get_default(call_default_factory=True)
     unset = field.is_required() or default is None or default == {}
     shown = "" if unset else toml_value(default)
-    says, acts = field.description or "", need_text(Recipe, f"{table}.{name}" if table else name)
-    return RecipeKey(table, name, expected(field.annotation, field.metadata), shown, says, acts)
+    only = need_text(Recipe, f"{table}.{name}" if table else name)
+    expects = expected(field.annotation, field.metadata)
+    return RecipeKey(table, name, expects, shown, field.description or "", only)
 
 
 def _is_table(annotation: Any) -> bool:

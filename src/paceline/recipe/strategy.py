@@ -1,28 +1,45 @@
-"""How the work is distributed, as one value: layout, schedule, lanes, sync, codec and route.
+"""A strategy as one value: how the state, the work and the communication of a run are distributed.
 
-Invariant: the text, the TOML table and the object are the same thing; `Strategy.parse(str(s)) == s`.
-This module knows the words; `support` knows which combinations are built.
+Invariant: the text, the TOML table and the object are the same; `Strategy.parse(str(s)) == s`. This module
+knows the terms and what follows from their words; `support` knows which combinations work.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from paceline.errors import RecipeError, StrategyError
-from paceline.recipe.registry.route_specs import DEFAULT_CHANNEL, ChannelSpec, uses_channel
-from paceline.recipe.registry.word_spec import (
+from paceline.recipe.constraints import (
+    BALANCE_NEEDS,
+    CHANNEL_NEEDS,
+    CODEC_NEEDS,
+    LANE_NEEDS,
+    PARTITION_NEEDS,
+    ROUTE_NEEDS,
+    SCHEDULE_NEEDS,
+    SHARD_NEEDS,
+    STAGES_NEEDS,
+    SYNC_NEEDS,
+    ZERO_NEEDS,
+)
+from paceline.recipe.registry import (
+    ChannelSpec,
     CodecSpec,
     LayoutSpec,
+    ParsedWord,
     RouteSpec,
     ScheduleSpec,
     SyncSpec,
-    WordSpec,
-    find_spec,
     known_specs,
+    parse_word,
 )
+from paceline.recipe.registry.codec_specs import PLAIN_CODEC
+from paceline.recipe.registry.route_specs import DEFAULT_CHANNEL, uses_channel
+from paceline.recipe.registry.sync_specs import merge_sync_specs
 from paceline.recipe.strategy_text import (
+    PieceSize,
     SyncPhase,
     check_channel,
     check_codec,
@@ -34,9 +51,12 @@ from paceline.recipe.strategy_text import (
     check_stages,
     check_sync,
     choices_of,
-    merge_sync_specs,
-    parse_counts,
+    codec_choices,
+    is_speed_balance,
+    parse_codec,
+    parse_partition,
     parse_replicas,
+    parse_stages,
     phase_at_step,
     phases_of,
     phases_to_text,
@@ -46,10 +66,10 @@ from paceline.recipe.validation import ExpectedText, RecipeTable
 
 
 class Strategy(RecipeTable):
-    """Where state lives, when replicas agree, what goes over the wire and along which path.
+    """Where state lives, when replicas agree, how values are encoded, and along which route they travel.
 
-    `Strategy.parse("replicas=2 sync=every-step")`, `Strategy.parse("ddp")`, and in a recipe either that
-    text or a table with these keys.
+    It is parsed from text (`Strategy.parse("replicas=2 sync=every-step")`, `Strategy.parse("ddp")`); in a
+    recipe it is either that text or a table with these keys.
 
     Raises:
         StrategyError: a word is unknown or a degree is impossible.
@@ -63,44 +83,50 @@ class Strategy(RecipeTable):
     ] = Field(
         default=None, ge=1, description='whole copies of the model; "all" fills the processes that are left'
     )
-    shard: int = Field(default=1, ge=1, description="ranks that share the state of one replica (ZeRO)")
-    zero: int = Field(default=0, ge=0, le=3, description="they share: 1 optimizer, 2 + grads, 3 + weights")
+    shard: Annotated[int, *SHARD_NEEDS] = Field(
+        default=1, ge=1, description="ranks that share the state of one replica (ZeRO)"
+    )
+    zero: Annotated[int, *ZERO_NEEDS] = Field(
+        default=0, ge=0, le=3, description="what they share: 1 optimizer state, 2 + gradients, 3 + weights"
+    )
     tensor: int = Field(default=1, ge=1, description="ranks that split each large tensor")
     pipeline: int = Field(default=1, ge=1, description="stages of consecutive layers")
-    schedule: Annotated[str, AfterValidator(check_schedule)] = Field(
+    schedule: Annotated[str, AfterValidator(check_schedule), *SCHEDULE_NEEDS] = Field(
         default="gpipe", description="the order in which a stage runs its micro-batches"
     )
-    stages: Annotated[str, AfterValidator(check_stages)] = Field(
-        default="parameters", description="even in parameters or measured time; or numbers of modules: 3,5"
+    stages: Annotated[str, AfterValidator(check_stages), *STAGES_NEEDS] = Field(
+        default="parameters",
+        description="stages of equal parameters or measured time; or numbers of modules: 3,5",
     )
     rechunk: Annotated[str, AfterValidator(check_rechunk)] = Field(
         default="", description="parts in which each stage runs a micro-batch: 1,4; empty: all of it at once"
     )
     context: int = Field(default=1, ge=1, description="ranks that split the positions of a sequence")
     cut: Annotated[str, AfterValidator(check_cut)] = Field(
-        default="", description="a further cut of the model, that an installed package brings"
+        default="", description="a further partition of the model that an installed package adds"
     )
-    lanes: int = Field(
+    lanes: Annotated[int, *LANE_NEEDS] = Field(
         default=1, ge=1, description="threads of a process that run shards, or the stages, side by side"
     )
-    servers: int = Field(default=0, ge=0, description="further processes that hold state and do not train")
-    partition: Annotated[str, AfterValidator(check_partition)] = Field(
+    servers: int = Field(default=0, ge=0, description="additional processes that hold state and do not train")
+    partition: Annotated[str, AfterValidator(check_partition), *PARTITION_NEEDS] = Field(
         default="fixed",
-        description="pieces of a tensor on several servers: one on each; or as many as have BYTES, or so few",
+        description="pieces of a tensor on several servers: one on each, or of at least or at most BYTES",
     )
-    sync: Annotated[str, BeforeValidator(phases_to_text), AfterValidator(check_sync)] = Field(
+    sync: Annotated[str, BeforeValidator(phases_to_text), AfterValidator(check_sync), *SYNC_NEEDS] = Field(
         default="every-step", description="when replicas agree"
     )
-    balance: Literal["even", "speed"] = Field(
-        default="even", description="shards of a batch that a replica runs: as many as others, or by speed"
+    balance: Annotated[Literal["even", "speed"], *BALANCE_NEEDS] = Field(
+        default="even", description="shards of a batch per replica: the same number, or by speed"
     )
-    codec: Annotated[str, AfterValidator(check_codec)] = Field(
-        default="fp32", description="what goes over the wire"
+    codec: Annotated[str, AfterValidator(check_codec), *CODEC_NEEDS] = Field(
+        default=PLAIN_CODEC, description="how values are encoded for sending"
     )
-    route: Annotated[str, AfterValidator(check_route)] = Field(
-        default="auto", description="along which path it goes; auto: memory within a host, else as measured"
+    route: Annotated[str, AfterValidator(check_route), *ROUTE_NEEDS] = Field(
+        default="auto",
+        description="the path of collectives; auto: shared memory within a host, else as measured",
     )
-    channel: Annotated[str, AfterValidator(check_channel)] = Field(
+    channel: Annotated[str, AfterValidator(check_channel), *CHANNEL_NEEDS] = Field(
         default=DEFAULT_CHANNEL, description="what carries the messages of servers and of gossip"
     )
 
@@ -109,7 +135,7 @@ class Strategy(RecipeTable):
         """Read `NAME=VALUE` terms, or a preset and terms that change it.
 
         Raises:
-            StrategyError: a term is not understood; names it and the nearest right spelling.
+            StrategyError: a term is not understood; names it and the nearest valid spelling.
         """
         return cls.read(text, lambda paths: f'strategy "{text}"')
 
@@ -118,19 +144,25 @@ class Strategy(RecipeTable):
     def _read_text(cls, value: Any) -> Any:
         return read_terms(value, cls.model_fields) if isinstance(value, str) else value
 
+    def is_set(self, field: str) -> bool:
+        """Return whether a field has another value than its default."""
+        return bool(getattr(self, field) != type(self).model_fields[field].default)
+
+    # ------------------------------------------------------------------ ranks and layout
+
     @property
     def ranks_per_replica(self) -> int:
-        """Processes that together hold one whole copy of the model."""
+        """Return the number of processes that together hold one whole copy of the model."""
         return self.shard * self.tensor * self.stage_ranks * self.context
 
     @property
     def stage_ranks(self) -> int:
-        """Processes among which the stages of a replica are dealt: 1 where they are lanes of one."""
+        """Return the number of processes with a stage of a replica; 1 if stages are lanes of one process."""
         return 1 if self.lanes > 1 else self.pipeline
 
     @property
     def degrees(self) -> dict[str, int]:
-        """Size of each mesh axis; servers train nothing, and are further ranks of the replica axis."""
+        """Return the size of each mesh axis. Servers do not train; they are further ranks of the replica axis."""
         return {
             "replica": (self.replicas or 1) + self.servers,
             "shard": self.shard,
@@ -141,134 +173,166 @@ class Strategy(RecipeTable):
 
     @property
     def stage_lengths(self) -> list[int] | None:
-        """Numbers of modules, by chunk of the model; None: it is cut evenly."""
-        return parse_counts(self.stages) if self.stages[0].isdecimal() else None
+        """Return the number of modules of each chunk of the model; None: the model is divided evenly."""
+        lengths = parse_stages(self.stages).lengths
+        return None if lengths is None else list(lengths)
+
+    @property
+    def has_timed_stages(self) -> bool:
+        """Return whether stages are divided by measured time."""
+        return parse_stages(self.stages).by_time
+
+    @property
+    def piece_size(self) -> PieceSize:
+        """Return the limits of the pieces of tensors on several servers."""
+        return parse_partition(self.partition)
 
     @property
     def layout(self) -> str:
-        """The words of its cuts, in their order, joined by `+`."""
+        """Return the words of its partitions, in the order in which they are applied, joined by `+`."""
         return "+".join(spec.word for spec in self.cuts) or "replicate"
 
     @property
     def cuts(self) -> list[LayoutSpec]:
-        """How a replica is spread over ranks: cuts in their order."""
-        applying = (
-            [spec for spec in known_specs(LayoutSpec).values() if spec.applies(self)]
-            if self._is_spread
-            else []
-        )
-        return sorted(applying, key=lambda spec: spec.order)
+        """Return the partitions that spread a replica over ranks, in the order in which they are applied."""
+        if self.ranks_per_replica == 1 and self.servers <= 1 and not self.cut:
+            return []
+        specs = [spec for spec in known_specs(LayoutSpec).values() if spec.applies(self)]
+        return sorted(specs, key=lambda spec: spec.order)
 
     @property
-    def _is_spread(self) -> bool:
-        return self.ranks_per_replica > 1 or self.servers > 1 or bool(self.cut)
+    def schedule_word(self) -> ParsedWord[ScheduleSpec]:
+        """Return the schedule, parsed."""
+        return parse_word(ScheduleSpec, self.schedule)
 
     @property
-    def rule_argument(self) -> str:
-        """The argument of the sync rule, as `8` in `local:8`; empty if there is none."""
-        return self.sync.partition(":")[2]
+    def schedule_spec(self) -> ScheduleSpec:
+        """Return the specification of the schedule."""
+        return self.schedule_word.spec
 
     @property
-    def rule(self) -> SyncSpec:
-        """What its rule is; of several what holds of all."""
-        return self.rules[0] if len(self.rules) == 1 else merge_sync_specs(self.rules)
+    def balances_by_speed(self) -> bool:
+        """Return whether the shards of a batch are assigned by the speed of replicas."""
+        return is_speed_balance(self.balance)
+
+    # ------------------------------------------------------------------ when replicas agree
 
     @property
-    def rules(self) -> list[SyncSpec]:
-        """Its rules, one after another."""
-        return [_spec_of(SyncSpec, phase.rule) for phase in phases_of(self.sync)]
-
-    def phase(self, step: int) -> SyncPhase:
-        """The rule of a step, and until when it holds."""
-        return phase_at_step(phases_of(self.sync), step)
-
-    def under(self, rule: str) -> Self:
-        """Itself under one of its rules, on the same ranks: who serves under another trains here."""
-        several, spec = len(self.rules) > 1, _spec_of(SyncSpec, rule)
-        changes: dict[str, Any] = {"channel": DEFAULT_CHANNEL} if several and not uses_channel(spec) else {}
-        if several and self.servers and not spec.needs_server:
-            changes |= {"servers": 0, "replicas": self.replicas and self.replicas + self.servers}
-        return self.replace(sync=rule, **changes)
+    def sync_words(self) -> tuple[ParsedWord[SyncSpec], ...]:
+        """Return the rules of the run, parsed, one after another."""
+        return tuple(phase.word for phase in phases_of(self.sync))
 
     @property
-    def choices(self) -> tuple[str, ...]:
-        """The rules that a run may choose from, once its first steps were measured; empty: they are named."""
+    def sync_word(self) -> ParsedWord[SyncSpec]:
+        """Return the first rule, parsed. A session has only one: see `with_sync`."""
+        return self.sync_words[0]
+
+    @property
+    def sync_specs(self) -> list[SyncSpec]:
+        """Return the specifications of the rules, one after another."""
+        return [word.spec for word in self.sync_words]
+
+    @property
+    def sync_spec(self) -> SyncSpec:
+        """Return the specification of the rule; of several rules what holds of all of them."""
+        specs = self.sync_specs
+        return specs[0] if len(specs) == 1 else merge_sync_specs(specs)
+
+    @property
+    def sync_choices(self) -> tuple[str, ...]:
+        """Return the rules that a run may choose from after its first steps; empty: `sync` names them."""
         return choices_of(self.sync)
 
     @property
-    def path(self) -> RouteSpec:
-        """What its route is."""
-        return _spec_of(RouteSpec, self.route)
+    def switches_on_event(self) -> bool:
+        """Return whether a phase of the run ends with an event and not at a given step."""
+        return any(isinstance(phase.until, str) for phase in phases_of(self.sync))
 
-    @property
-    def channel_spec(self) -> ChannelSpec:
-        """What its channel is."""
-        return _spec_of(ChannelSpec, self.channel)
+    def phase(self, step: int) -> SyncPhase:
+        """Return the phase to which a step belongs."""
+        return phase_at_step(phases_of(self.sync), step)
 
-    @property
-    def form(self) -> CodecSpec:
-        """What its codec is; of a chain the first."""
-        return self.links[0][0]
+    def with_sync(self, rule: str) -> Self:
+        """Return this strategy under one of its rules, on the same ranks.
 
-    @property
-    def links(self) -> list[tuple[CodecSpec, str]]:
-        """The words of its codec, in order, with their arguments."""
-        word, _, allowed = self.codec.partition(":")
-        whole = find_spec(CodecSpec, word)
-        if whole is not None and whole.chooses:
-            return [(whole, allowed)]
-        return [(_spec_of(CodecSpec, link), link.partition(":")[2]) for link in self.codec.split("+")]
-
-    @property
-    def codec_alternatives(self) -> list[Self]:
-        """Itself; under `codec=auto` values as they are, then what it is allowed to choose."""
-        (spec, allowed), *more = self.links
-        if more or not spec.chooses:
-            return [self]
-        return [self.replace(codec=codec) for codec in ("fp32", *(allowed or "lossless").split(","))]
-
-    @property
-    def is_coded(self) -> bool:
-        """Whether values travel in another form than their own."""
-        return self.codec != "fp32"
-
-    @property
-    def uses_error_feedback(self) -> bool:
-        """Whether coding loses what is to be sent later."""
-        return any(spec.uses_error_feedback for spec, _ in self.links) and not self.codec.endswith(
-            ":stochastic"
-        )
-
-    @property
-    def order(self) -> ScheduleSpec:
-        """What its schedule is."""
-        return _spec_of(ScheduleSpec, self.schedule)
-
-    @property
-    def is_approximate(self) -> bool:
-        """Whether its result differs by nature, not by rounding, from that of one process."""
-        specs = [spec for one in self.codec_alternatives for spec, _ in one.links]
-        return not (self.rule.exact and all(spec.exact for spec in specs))
+        A process that is a server under another rule trains as a further replica under this one.
+        """
+        spec = parse_word(SyncSpec, rule).spec
+        changes: dict[str, Any] = {}
+        if len(self.sync_words) > 1:
+            if not uses_channel(spec):
+                changes["channel"] = DEFAULT_CHANNEL
+            if self.servers and not spec.needs_server:
+                changes |= {"servers": 0, "replicas": self.replicas and self.replicas + self.servers}
+        return self.replace(sync=rule, **changes)
 
     @property
     def updates_per_step(self) -> int:
-        """Updates that one global batch makes."""
-        return self.rule.updates_per_step(self)
+        """Return how many updates one global batch makes."""
+        return self.sync_spec.updates_per_step(self)
+
+    # ------------------------------------------------------------------ what is sent, and how
+
+    @property
+    def route_spec(self) -> RouteSpec:
+        """Return the specification of the route."""
+        return parse_word(RouteSpec, self.route).spec
+
+    @property
+    def channel_spec(self) -> ChannelSpec:
+        """Return the specification of the channel."""
+        return parse_word(ChannelSpec, self.channel).spec
+
+    @property
+    def codec_words(self) -> tuple[ParsedWord[CodecSpec], ...]:
+        """Return the codec, parsed; of a chain each link, in order."""
+        return parse_codec(self.codec)
+
+    @property
+    def codec_spec(self) -> CodecSpec:
+        """Return the specification of the codec; of a chain that of the first link."""
+        return self.codec_words[0].spec
+
+    @property
+    def codec_alternatives(self) -> list[Self]:
+        """Return this strategy with each codec that it may choose, uncoded values first; else itself alone."""
+        choices = codec_choices(self.codec)
+        return [self.replace(codec=codec) for codec in choices] if choices else [self]
+
+    @property
+    def is_coded(self) -> bool:
+        """Return whether values are encoded for sending."""
+        return not self.codec_spec.is_identity or len(self.codec_words) > 1
+
+    @property
+    def uses_error_feedback(self) -> bool:
+        """Return whether the quantisation error of the codec is kept and sent later."""
+        last = self.codec_words[-1]
+        is_unbiased = last.spec.is_unbiased(last.argument)
+        return any(word.spec.uses_error_feedback for word in self.codec_words) and not is_unbiased
+
+    @property
+    def codec_has_momentum(self) -> bool:
+        """Return whether the codec applies momentum where gradients are sent."""
+        return any(word.spec.has_momentum for word in self.codec_words)
+
+    @property
+    def clip_norm(self) -> float | None:
+        """Return the norm to which each rank clips what it sends; None: no codec clips."""
+        norms = [word.spec.clip_norm(word.argument) for word in self.codec_words]
+        return next((norm for norm in norms if norm is not None), None)
+
+    @property
+    def is_approximate(self) -> bool:
+        """Return whether the result differs from that of one process by more than rounding."""
+        specs = [word.spec for strategy in self.codec_alternatives for word in strategy.codec_words]
+        return not (self.sync_spec.exact and all(spec.exact for spec in specs))
 
     def __str__(self) -> str:
-        """The text that `parse` reads back: who and when always, the rest where it is not the default."""
+        """Return the text that `parse` reads back: replicas and sync always, other terms if they are set."""
         terms = []
         for name, field in type(self).model_fields.items():
             value = getattr(self, name)
             if name in ("replicas", "sync") or value != field.default:
                 terms.append(f"{name}={'all' if value is None else value}")
         return " ".join(terms)
-
-
-D = TypeVar("D", bound=WordSpec)
-
-
-def _spec_of(kind: type[D], text: str) -> D:
-    found = find_spec(kind, text.partition(":")[0])
-    assert found is not None, text  # it was checked when it was read
-    return found

@@ -1,26 +1,23 @@
-"""The supported strategy that is nearest to one that is not. Pure.
+"""Which strategies run on a number of processes, why others do not, and the nearest strategy that does.
 
-Whether a strategy works here, and if not, why not and what does: asked before any process starts.
+`support` is asked before any process starts. It collects the reasons of all rules: words that are not
+implemented, needs of fields (`recipe.constraints`), refusals of words (`recipe.registry`), combinations, and the
+numbers of ranks and shards. On top of it are the searches for the nearest supported strategy, for the layout of
+an evaluation, and the tables that `paceline strategies` prints.
 
-Invariant: one pure function over one table of rules. A rule that is kept adds no text, so the
-reasons of a refusal are all its reasons. What is not built is refused, never replaced by something near.
-
-Where a model lies that is not trained: what of a strategy's words an evaluation keeps.
-
-The table of strategies: every preset and every word, each with its answer.
-
-Every layout of so many ranks, and whether it runs: what `paceline strategies --ranks N` prints.
+Invariant: pure functions over one list of rules, so the reasons of a refusal are all its reasons. A word that is
+not implemented is refused, never replaced by a similar one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import combinations, pairwise, product
 from typing import Any, NamedTuple
 
 from paceline.errors import StrategyError
-from paceline.recipe.registry.route_specs import DEFAULT_CHANNEL, ChannelSpec, uses_channel
-from paceline.recipe.registry.word_spec import (
+from paceline.recipe.registry import (
+    ChannelSpec,
     CodecSpec,
     LayoutSpec,
     RouteSpec,
@@ -32,8 +29,9 @@ from paceline.recipe.registry.word_spec import (
 )
 from paceline.recipe.strategy import Strategy
 from paceline.recipe.strategy_text import PRESETS, phases_of
+from paceline.recipe.validation import find_unmet_needs
 
-_COSTS = {  # of a change, by field: what a user would give up last costs most
+_COSTS = {  # of a change, by field: the higher, the more a user loses with it
     "servers": 1,
     "partition": 1,
     "balance": 1,
@@ -53,58 +51,64 @@ _COSTS = {  # of a change, by field: what a user would give up last costs most
     "sync": 6,
 }
 _LOST_STAGES_COST = 10
-_MAX_CHANGES = 3
+_MAX_CHANGES = 3  # fields; with a fourth the search takes seconds
 
 
 def nearest_supported(
-    filled: Strategy, processes: int, shards: int, fits: Callable[[Strategy], bool]
+    filled: Strategy, processes: int, shards: int, is_supported: Callable[[Strategy], bool]
 ) -> Strategy:
-    """The supported strategy that changes least on as many processes; if none, plain replicas on fewer."""
-    staged = filled.schedule != Strategy.model_fields["schedule"].default  # an order of stages was asked for
+    """Return the supported strategy with the cheapest changes; if there is none, plain replicas.
+
+    Args:
+        filled: the strategy, with its replicas filled in.
+        processes: of the job. The result runs on as many, except for plain replicas with fewer shards.
+        shards: the most ranks that can share a batch.
+        is_supported: tests a candidate.
+    """
+    has_schedule = filled.is_set("schedule")  # such a user wants a pipeline
     filled = _replace_unbuilt_words(filled)
     choices = {field: options for field in _COSTS if (options := _options(filled, field, processes))}
-    for changes in range(_MAX_CHANGES + 1):
-        found: list[tuple[int, int, Strategy]] = []
-        for fields in combinations(choices, changes):
+    for num_changes in range(_MAX_CHANGES + 1):
+        candidates: list[tuple[int, int, Strategy]] = []
+        for fields in combinations(choices, num_changes):
             cost = sum(_COSTS[field] for field in fields)
             for values in product(*(choices[field] for field in fields)):
-                candidate = _refill_replicas(
-                    filled.replace(**dict(zip(fields, values, strict=True))), processes
-                )
-                if fits(candidate):
-                    lost = _LOST_STAGES_COST if staged and candidate.pipeline == 1 else 0
-                    found.append((cost + lost, len(found), candidate))
-        if found:
-            return min(found)[2]
+                changed = filled.replace(**dict(zip(fields, values, strict=True)))
+                candidate = _refill_replicas(changed, processes)
+                if is_supported(candidate):
+                    lost = _LOST_STAGES_COST if has_schedule and candidate.pipeline == 1 else 0
+                    candidates.append((cost + lost, len(candidates), candidate))
+        if candidates:
+            return min(candidates)[2]  # of equal costs the first
     return Strategy(replicas=min(processes, shards))
 
 
-def cost_change(now: Strategy, other: Strategy) -> int:
-    """How much a user would give up."""
-    changed = [field for field in _COSTS if getattr(now, field) != getattr(other, field)]
+def cost_change(before: Strategy, after: Strategy) -> int:
+    """Return how much a user loses with a change of strategy."""
+    changed = [field for field in _COSTS if getattr(before, field) != getattr(after, field)]
     return sum(_COSTS[field] for field in changed)
 
 
 def _replace_unbuilt_words(strategy: Strategy) -> Strategy:
-    """Without the words of its wire that are not built, which cannot be kept whatever else changes."""
-    described = {
-        "codec": strategy.form,
-        "route": strategy.path,
+    """Replace words that are not implemented by the defaults; no other change could keep them."""
+    specs = {
+        "codec": strategy.codec_spec,
+        "route": strategy.route_spec,
         "channel": strategy.channel_spec,
-        "schedule": strategy.order,
+        "schedule": strategy.schedule_spec,
     }
-    defaults = {
-        field: Strategy.model_fields[field].default for field, spec in described.items() if not spec.is_built
-    }
-    return strategy.replace(**defaults)
+    fields = Strategy.model_fields
+    return strategy.replace(
+        **{name: fields[name].default for name, spec in specs.items() if not spec.is_built}
+    )
 
 
 def _options(strategy: Strategy, field: str, processes: int) -> list[Any]:
-    """Other values of a field, the likeliest first."""
-    now, default = getattr(strategy, field), Strategy.model_fields[field].default
+    """Return other values of a field, the likeliest first."""
+    current, default = getattr(strategy, field), Strategy.model_fields[field].default
     values: list[Any]
     if field == "servers":
-        values = [strategy.rule.needs_server]
+        values = [strategy.sync_spec.needs_server]
     elif field == "zero":
         values = [1, 2, 3, 0] if strategy.shard > 1 else [0]
     elif field in ("shard", "tensor", "pipeline", "context"):
@@ -116,26 +120,26 @@ def _options(strategy: Strategy, field: str, processes: int) -> list[Any]:
         values = [
             spec.example
             for spec in known_specs(ScheduleSpec).values()
-            if spec.is_built and spec.word != "file"
+            if spec.is_built and not spec.reads_file
         ]
     else:
         values = [default]
-    return [value for value in values if value != now]
+    return [value for value in values if value != current]
 
 
 def _refill_replicas(candidate: Strategy, processes: int) -> Strategy:
-    """With as many replicas as fill the processes."""
+    """Return the candidate with as many replicas as fill the processes."""
     replicas = max(1, (processes - candidate.servers) // candidate.ranks_per_replica)
     return candidate if candidate.replicas == replicas else candidate.replace(replicas=replicas)
 
 
 class SupportResult(NamedTuple):
-    """The answer for one strategy.
+    """The answer of `support` for one strategy.
 
     Args:
         ok: it can run.
         reason: why not, in one line; empty if it can.
-        nearest: the strategy to run: this one with its replicas filled in, or the nearest that works.
+        nearest: the strategy to run: this one with its replicas filled in, or the nearest that is supported.
     """
 
     ok: bool
@@ -144,88 +148,74 @@ class SupportResult(NamedTuple):
 
 
 class _Resources(NamedTuple):
+    """The processes of a job, the most ranks that can share a batch, and the recipe key that limits them."""
+
     processes: int
     shards: int
-    called: str
+    limit_key: str
 
 
 class _RefusalRule(NamedTuple):
     """A reason to refuse; both functions take the strategy with its replicas filled in."""
 
-    broken: Callable[[Strategy, _Resources], bool]
+    is_broken: Callable[[Strategy, _Resources], bool]
     reason: Callable[[Strategy, _Resources], str]
 
 
 def _word_not_built(
-    kind: type[WordSpec], described: Callable[[Strategy], WordSpec], meaning: str
+    kind: type[WordSpec], spec_of: Callable[[Strategy], WordSpec], meaning: str
 ) -> _RefusalRule:
-    def reason(strategy: Strategy, place: _Resources) -> str:
+    def reason(strategy: Strategy, resources: _Resources) -> str:
         words = sorted(spec.word for spec in known_specs(kind).values() if spec.is_built)
-        return _not_built(strategy, kind.choice, words, meaning)
+        return (
+            f"{kind.choice}={getattr(strategy, kind.choice)} is not built yet, only {kind.choice}="
+            f"{' or '.join(words)} ({meaning})"
+        )
 
-    return _RefusalRule(lambda strategy, place: not described(strategy).is_built, reason)
-
-
-def _not_built(strategy: Strategy, field: str, built: Sequence[str], meaning: str) -> str:
-    return (
-        f"{field}={getattr(strategy, field)} is not built yet, only {field}={' or '.join(built)} ({meaning})"
-    )
+    return _RefusalRule(lambda strategy, resources: not spec_of(strategy).is_built, reason)
 
 
-def _refusal_rule(reason: str, broken: Callable[[Strategy], bool]) -> _RefusalRule:
-    return _RefusalRule(lambda strategy, place: broken(strategy), lambda strategy, place: reason)
+def _refusal_rule(reason: str, is_broken: Callable[[Strategy], bool]) -> _RefusalRule:
+    return _RefusalRule(lambda strategy, _: is_broken(strategy), lambda strategy, _: reason)
 
 
-def _refusals(strategy: Strategy) -> list[str]:
-    """What the words themselves do not go with."""
+def _word_refusals(strategy: Strategy) -> list[str]:
+    """Return the reasons of words that do not support the combination."""
     specs: list[WordSpec] = [
-        strategy.rule,
-        strategy.form,
-        strategy.path,
+        strategy.sync_spec,
+        strategy.codec_spec,
+        strategy.route_spec,
         strategy.channel_spec,
-        strategy.order,
+        strategy.schedule_spec,
+        *strategy.cuts,
     ]
-    specs += strategy.cuts
     return [refusal.reason for spec in specs for refusal in spec.refusals if refusal.holds(strategy)]
 
 
 def _is_chain(strategy: Strategy) -> bool:
-    """Whether every codec can stand behind the one before it."""
-    specs = [spec for spec, _ in strategy.links]
-    ends = all(spec.after != "bytes" for spec in specs[:-1])
-    joins = all(spec.word != "fp32" and not spec.summed and not spec.chooses for spec in specs)
-    firsts = joins or len(specs) == 1
-    return ends and firsts and all(b.can_follow(a) for a, b in pairwise(specs))
+    """Return whether every codec can follow the one before it."""
+    specs = [word.spec for word in strategy.codec_words]
+    bytes_come_last = all(spec.after != "bytes" for spec in specs[:-1])
+    can_be_joined = all(not (spec.is_identity or spec.summed or spec.chooses) for spec in specs)
+    pairs_fit = all(later.can_follow(earlier) for earlier, later in pairwise(specs))
+    return bytes_come_last and (can_be_joined or len(specs) == 1) and pairs_fit
 
 
 _COMBINATIONS = (
-    _refusal_rule("shard without zero shares nothing: add zero=1", lambda s: s.shard > 1 and not s.zero),
-    _refusal_rule("zero shares state among shard ranks: add shard=2", lambda s: s.zero > 0 and s.shard == 1),
     _refusal_rule(
         "in a chain of codecs topk or randomk comes first, then one that codes the values they keep, and"
         " lossless last, as in topk:0.01+int4+lossless",
         lambda s: not _is_chain(s),
     ),
     _refusal_rule(
-        "replicas that hand on whole models must be whole on one rank: leave out shard, tensor and pipeline",
-        lambda s: s.rule.needs_whole_replicas and s.ranks_per_replica > 1,
+        "replicas that send each other whole models must be whole on one rank: leave out shard, tensor and"
+        " pipeline",
+        lambda s: s.sync_spec.needs_whole_replicas and s.ranks_per_replica > 1,
     ),
-    _refusal_rule(
-        "this rule sums nothing over replicas, so there is nothing to route: leave out route",
-        lambda s: not s.path.by_default and not s.rule.sums,
-    ),
-    _refusal_rule(
-        "this rule sends no messages from rank to rank: leave out channel",
-        lambda s: s.channel != DEFAULT_CHANNEL and not uses_channel(s.rule),
-    ),
-    _refusal_rule(
-        "this route sends no bytes, so a codec has no effect: leave out codec or route",
-        lambda s: s.path.coded == 0 and s.codec != "fp32",
-    ),
-    _refusal_rule("this rule needs a server: add servers=1", lambda s: s.servers < s.rule.needs_server),
+    _refusal_rule("this rule needs a server: add servers=1", lambda s: s.servers < s.sync_spec.needs_server),
     _refusal_rule(
         "this rule uses no server: leave out servers",
-        lambda s: s.servers > s.rule.needs_server == 0,
+        lambda s: s.servers > s.sync_spec.needs_server == 0,
     ),
     _refusal_rule(
         "lanes need an exact sync and an exact codec: leave out lanes, or change sync or codec",
@@ -237,46 +227,26 @@ _COMBINATIONS = (
     ),
     _refusal_rule(
         "lanes sum in a fixed order, and this route in another: leave out lanes or route",
-        lambda s: s.lanes > 1 and s.path.any_order,
+        lambda s: s.lanes > 1 and s.route_spec.has_own_sum_order,
     ),
     _refusal_rule(
         "lanes run copies of the modules around whole parameters: leave out lanes, or tensor and zero=3",
         lambda s: s.lanes > 1 and (s.tensor > 1 or s.zero == 3),
     ),
     _refusal_rule(
-        "balance=speed deals the shards of every-step, hogwild:S or gossip:S to whole replicas: leave out"
-        " balance, or another sync, lanes, shard, tensor and pipeline",
-        lambda s: (
-            s.balance == "speed"
-            and (s.ranks_per_replica > 1 or s.lanes > 1 or not s.rule.deals(s) or bool(s.cut))
-        ),
-    ),
-    _refusal_rule(
-        "partition says how tensors are cut for several servers: add servers=2",
-        lambda s: s.servers < 2 and s.partition != "fixed",
-    ),
-    _refusal_rule(
-        "stages says how a pipeline is cut: add pipeline=2",
-        lambda s: s.pipeline == 1 and s.stages != "parameters",
-    ),
-    _refusal_rule(
-        "stages that are lanes of one process are even in parameters: leave out lanes or stages",
-        lambda s: s.lanes > 1 and s.stages != "parameters",
-    ),
-    _refusal_rule(
-        "schedule orders the stages of a pipeline: add pipeline=2",
-        lambda s: s.pipeline == 1 and s.schedule != "gpipe",
+        "stages that are lanes of one process have equal parameters: leave out lanes or stages",
+        lambda s: s.lanes > 1 and s.is_set("stages"),
     ),
 )
 
 
 def num_ranks(strategy: Strategy) -> int:
-    """How many processes a strategy with its replicas filled in runs on."""
+    """Return the number of processes of a strategy with its replicas filled in."""
     return (strategy.replicas or 1) * strategy.ranks_per_replica + strategy.servers
 
 
 def num_sharers(strategy: Strategy) -> int:
-    """Ranks, and lanes that are no stages, that run samples of their own."""
+    """Return how many ranks, and lanes that are no stages, run samples of their own."""
     lanes = strategy.lanes if strategy.pipeline == 1 else 1
     return (strategy.replicas or 1) * strategy.shard * lanes
 
@@ -287,87 +257,90 @@ def _sharers_text(strategy: Strategy) -> str:
     return f"replicas={strategy.replicas}{shard}{lanes}"
 
 
-def _explain_shards(strategy: Strategy, place: _Resources) -> str:
+def _explain_shards(strategy: Strategy, resources: _Resources) -> str:
     lanes = strategy.lanes if strategy.pipeline == 1 else 1
-    processes = place.shards // lanes
+    processes, key = resources.shards // lanes, resources.limit_key
     fewer = f"start at most {processes} processes" if processes else "take fewer lanes"
     return (
-        f"{_sharers_text(strategy)} is more than {place.called}={place.shards}, so a rank would have no work:"
-        f" {fewer} or raise {place.called.split()[0]}"
+        f"{_sharers_text(strategy)} is more than {key}={resources.shards}, so a rank would have no work:"
+        f" {fewer} or raise {key.split()[0]}"
     )
 
 
-def _explain_ranks(strategy: Strategy, place: _Resources) -> str:
+def _explain_ranks(strategy: Strategy, resources: _Resources) -> str:
     degrees = {"replicas": strategy.replicas, **strategy.degrees}
     names = ("replicas", "shard", "tensor", "pipeline", "context")
     terms = {name: degrees[name] or 1 for name in names}
     product = " x ".join(f"{name}={n}" for name, n in terms.items() if name == "replicas" or n > 1)
     servers = f" + servers={strategy.servers}" if strategy.servers else ""
-    return f"{product}{servers} needs {num_ranks(strategy)} processes, and there are {place.processes}"
+    needed = num_ranks(strategy)
+    return f"{product}{servers} needs {needed} processes, and there are {resources.processes}"
 
 
 _RULES = (
-    _word_not_built(SyncSpec, lambda s: s.rule, "see `paceline strategies`"),
-    _word_not_built(CodecSpec, lambda s: s.form, "the form of what travels"),
-    _word_not_built(RouteSpec, lambda s: s.path, "the path on which it travels"),
+    _word_not_built(SyncSpec, lambda s: s.sync_spec, "see `paceline strategies`"),
+    _word_not_built(CodecSpec, lambda s: s.codec_spec, "how values are encoded"),
+    _word_not_built(RouteSpec, lambda s: s.route_spec, "the path of collectives"),
     _word_not_built(ChannelSpec, lambda s: s.channel_spec, "what carries messages"),
-    _word_not_built(ScheduleSpec, lambda s: s.order, "the order of a stage's micro-batches"),
+    _word_not_built(ScheduleSpec, lambda s: s.schedule_spec, "the order of a stage's micro-batches"),
     *_COMBINATIONS,
-    _RefusalRule(lambda strategy, place: num_ranks(strategy) != place.processes, _explain_ranks),
-    _RefusalRule(lambda strategy, place: num_sharers(strategy) > place.shards, _explain_shards),
+    _RefusalRule(lambda strategy, there: num_ranks(strategy) != there.processes, _explain_ranks),
+    _RefusalRule(lambda strategy, there: num_sharers(strategy) > there.shards, _explain_shards),
 )
 
 
 def support(
-    strategy: Strategy, *, processes: int, shards: int, called: str = "batch.shards"
+    strategy: Strategy, *, processes: int, shards: int, limit_key: str = "batch.shards"
 ) -> SupportResult:
-    """Say whether `strategy` runs on this many processes with a batch cut into this many shards.
+    """Return whether `strategy` runs on this many processes with a batch of this many shards.
 
     Args:
         strategy: any valid strategy; `replicas=None` takes all processes that are left.
         processes: the world size, at least 1.
-        shards: virtual shards of the global batch, the most that there can be, at least 1.
-        called: the key of the recipe that says so.
+        shards: the most micro-batches of the global batch, at least 1.
+        limit_key: the key of the recipe that limits the shards.
     """
     filled = fill_replicas(strategy, processes)
-    place = _Resources(processes, shards, called)
-    reasons = list(dict.fromkeys(_reasons(filled, place)))
+    resources = _Resources(processes, shards, limit_key)
+    reasons = list(dict.fromkeys(_reasons(filled, resources)))
     if not reasons:
         return SupportResult(True, "", filled)
-    nearest = nearest_supported(filled, processes, shards, lambda other: not any(_reasons(other, place)))
+    nearest = nearest_supported(filled, processes, shards, lambda other: not any(_reasons(other, resources)))
     return SupportResult(False, "; ".join(reasons), nearest)
 
 
-def _reasons(filled: Strategy, place: _Resources) -> Iterator[str]:
-    yield from (rule.reason(filled, place) for rule in _RULES if rule.broken(filled, place))
-    yield from _refusals(filled)
-    phases = phases_of(filled.sync)
-    each_rule = [filled.under(phase.rule) for phase in phases] if len(phases) > 1 else []
-    others = filled.codec_alternatives
-    for one in [*(others if len(others) > 1 else ()), *each_rule]:
-        yield from _reasons(one, place)
+def _reasons(filled: Strategy, resources: _Resources) -> Iterator[str]:
+    """Yield the reasons against a strategy, each of its sync rules, and each codec that it may choose."""
+    yield from (conflict.message for conflict in find_unmet_needs(filled, "strategy"))
+    yield from (rule.reason(filled, resources) for rule in _RULES if rule.is_broken(filled, resources))
+    yield from _word_refusals(filled)
+    phases, codecs = phases_of(filled.sync), filled.codec_alternatives
+    with_codec = codecs if len(codecs) > 1 else []
+    with_rule = [filled.with_sync(phase.rule) for phase in phases] if len(phases) > 1 else []
+    for part in (*with_codec, *with_rule):
+        yield from _reasons(part, resources)
 
 
 def resolve_strategy(
-    strategy: Strategy, *, processes: int, shards: int, called: str = "batch.shards"
+    strategy: Strategy, *, processes: int, shards: int, limit_key: str = "batch.shards"
 ) -> Strategy:
-    """The strategy with its replicas filled in.
+    """Return the strategy with its replicas filled in; the arguments are those of `support`.
 
     Raises:
-        StrategyError: it is not supported; gives the reason and the nearest that is.
+        StrategyError: it is not supported; the error has the reason and the nearest strategy that is.
     """
-    answer = support(strategy, processes=processes, shards=shards, called=called)
+    answer = support(strategy, processes=processes, shards=shards, limit_key=limit_key)
     if answer.ok:
         return answer.nearest
     raise StrategyError(
         answer.reason,
         where=f'strategy "{strategy}" on {processes} processes',
-        next_step=f'the nearest that works is "{answer.nearest}" on {num_ranks(answer.nearest)} processes',
+        next_step=f'the nearest supported strategy is "{answer.nearest}" on {num_ranks(answer.nearest)} processes',
     )
 
 
 def fill_replicas(strategy: Strategy, processes: int) -> Strategy:
-    """With as many replicas as there are processes for, if it leaves them open."""
+    """Return the strategy with as many replicas as there are processes for, if it names no number."""
     if strategy.replicas is not None:
         return strategy
     return strategy.replace(replicas=max(1, (processes - strategy.servers) // strategy.ranks_per_replica))
@@ -377,45 +350,47 @@ _INFERENCE_FIELDS = ("tensor", "context", "cut")
 
 
 def inference_strategy(strategy: Strategy) -> Strategy:
-    """The layout alone: how the weights of one model are split over ranks, and replicas of that.
+    """Return the part of a strategy that matters without training: how weights are split, and replicas of that.
 
-    Stages in threads of one process, and shards of optimizer and gradients alone, split no weights.
+    Stages in threads of one process, and shards of optimizer state and gradients, split no weights.
     """
-    kept = {name: getattr(strategy, name) for name in _INFERENCE_FIELDS}
+    terms = {name: getattr(strategy, name) for name in _INFERENCE_FIELDS}
     if strategy.zero == 3:
-        kept |= {"shard": strategy.shard, "zero": 3}
+        terms |= {"shard": strategy.shard, "zero": 3}
     if strategy.lanes == 1:
-        stages = "parameters" if strategy.stages == "time" else strategy.stages  # nothing is measured again
-        kept |= {"pipeline": strategy.pipeline, "stages": stages}
-    return Strategy(**kept)
+        terms |= {"pipeline": strategy.pipeline}
+        if not strategy.has_timed_stages:  # time is not measured again
+            terms |= {"stages": strategy.stages}
+    return Strategy(**terms)
 
 
-def resolve_inference_strategy(run: Strategy, asked: str | None, processes: int) -> Strategy:
-    """How the weights of a run lie on so many processes.
+def resolve_inference_strategy(run: Strategy, requested: str | None, processes: int) -> Strategy:
+    """Return how the weights of a run are split over a number of processes for an evaluation.
 
     Args:
-        run: the strategy that it was trained under.
-        asked: in place of its layout; None: that, or, on one process, all of it.
+        run: the strategy of the training run.
+        requested: a strategy in its place; None: the layout of the run, or the whole model on one process.
+        processes: of the evaluation.
     Raises:
-        StrategyError: the words or the number of processes do not go together, or some of them train.
+        StrategyError: the strategy does not fit the number of processes, or has terms about training.
     """
-    if asked is None:
+    if requested is None:
         chosen = Strategy() if processes == 1 else inference_strategy(run)
     else:
-        chosen = Strategy.parse(asked)
-        if chosen.servers or chosen.sync != "every-step":
+        chosen = Strategy.parse(requested)
+        if chosen.servers or chosen.is_set("sync"):
             raise StrategyError(
-                f"'{asked}' says how replicas agree while they train, and nothing is trained",
+                f"'{requested}' says how replicas agree in training, and an evaluation does not train",
                 next_step=f'--strategy "{inference_strategy(chosen)}"',
             )
-    return resolve_strategy(chosen, processes=processes, shards=processes, called="the processes")
+    return resolve_strategy(chosen, processes=processes, shards=processes, limit_key="the processes")
 
 
 _CHOICES: tuple[type[WordSpec], ...] = (SyncSpec, CodecSpec, RouteSpec, ChannelSpec, ScheduleSpec)
 
 
 class StrategyRow(NamedTuple):
-    """One line of the table of strategies: `processes` is the smallest number that shows it."""
+    """One line of the table of strategies; `processes` is the smallest number that shows it."""
 
     name: str
     strategy: Strategy
@@ -424,7 +399,7 @@ class StrategyRow(NamedTuple):
 
 
 def list_strategies(*, shards: int = 8) -> tuple[StrategyRow, ...]:
-    """Every preset and every word of the choices, each with its answer."""
+    """Return every preset and every word of every kind, each with the answer of `support`."""
     return tuple(_strategy_row(name, shards) for name in _names())
 
 
@@ -449,32 +424,32 @@ _AXES = ("replicas", "shard", "tensor", "context", "pipeline")
 
 
 def list_layouts(ranks: int) -> list[StrategyRow]:
-    """Every way to lay a model out: replica x shard (with each `zero`) x tensor x context x pipeline.
+    """Return every layout of a number of ranks, with the answer of `support` for one micro-batch per rank.
 
-    Whether one runs is asked with one micro-batch for each rank; plain replicas come first.
+    A layout is replica x shard (with each `zero`) x tensor x context x pipeline; plain replicas come first.
     """
-    found = []
+    rows = []
     for degrees in sorted(_factorizations(ranks, len(_AXES)), reverse=True):
-        named = dict(zip(_AXES, degrees, strict=True))
-        for zero in (1, 2, 3) if named["shard"] > 1 else (0,):
-            strategy = Strategy.model_validate(named | {"zero": zero})
+        terms = dict(zip(_AXES, degrees, strict=True))
+        for zero in (1, 2, 3) if terms["shard"] > 1 else (0,):
+            strategy = Strategy.model_validate(terms | {"zero": zero})
             answer = support(strategy, processes=ranks, shards=ranks)
-            found.append(StrategyRow(_degrees_text(strategy), strategy, ranks, answer))
-    return found
+            rows.append(StrategyRow(_degrees_text(strategy), strategy, ranks, answer))
+    return rows
 
 
 def _degrees_text(strategy: Strategy) -> str:
-    """Its degrees above one, as they are written."""
+    """Return the degrees above one, as terms of a strategy."""
     terms = {name: getattr(strategy, name) for name in (*_AXES[:2], "zero", *_AXES[2:])}
     return " ".join(f"{name}={n}" for name, n in terms.items() if name == "replicas" or n > (name != "zero"))
 
 
 def _factorizations(number: int, length: int) -> Iterator[tuple[int, ...]]:
-    """Every ordered product of so many integers that makes a number."""
+    """Yield every ordered product of `length` integers that is `number`."""
     if length == 1:
         yield (number,)
         return
     for first in range(1, number + 1):
         if number % first == 0:
-            for rest in _factorizations(number // first, length - 1):
-                yield (first, *rest)
+            for others in _factorizations(number // first, length - 1):
+                yield (first, *others)

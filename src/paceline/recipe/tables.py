@@ -1,226 +1,331 @@
-"""How a run learns: the batch that one update sees, the update rule, and its rate over time.
+"""The tables of a recipe, except `[strategy]`: batch, optimizer, schedule, checkpoint, health, log and others.
 
-What makes a run last: checkpoints, and what is done when the numbers go wrong.
+Each field states its bounds, its meaning and what it needs; `recipe.validation` makes errors, warnings and the
+reference page of them. Needs that concern several tables are in `recipe.constraints`.
 
-Amounts of memory as people write them: "2GiB", "512MiB", or a number of bytes. Pure.
-
-`[memory]`: what saves memory at the price of time, and how much of it there may be.
-
-The table `[log]`: what a run writes about itself.
-
-The table `[debug]`: what a run looks at to find mistakes of its own code.
-
-Who may hear what the processes of a job tell each other.
+Invariant: plain values without torch. A key whose value would have no effect is an error.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from paceline.recipe.constraints import (
+    BEST_VALUE_NEEDS,
+    BUCKET_BYTES_NEEDS,
+    BUCKET_LATENCY_NEEDS,
+    CERTIFICATE_NEEDS,
+    DELAY_NEEDS,
+    FRAGMENT_NEEDS,
+    GLOBAL_VIEW_NEEDS,
+    HELD_OUT_NEEDS,
+    KEEP_BEST_NEEDS,
+    LINK_PROFILE_NEEDS,
+    OUTER_NEEDS,
+    RECOMPUTE_NEEDS,
+    REPLAY_NEEDS,
+    STRAGGLER_NEEDS,
+    SYNC_BATCHNORM_NEEDS,
+    TLS_NEEDS,
+)
+from paceline.recipe.registry import OptimizerSpec, SinkSpec, known_specs
 from paceline.recipe.registry.optimizer_specs import OPTIMIZER_SPECS
-from paceline.recipe.registry.word_spec import OptimizerSpec, known_specs
+from paceline.recipe.registry.sink_specs import check_sinks
+from paceline.recipe.strategy_text import check_word
 from paceline.recipe.validation import (
     ExpectedText,
     FieldNeed,
-    KeyConflict,
     RecipeTable,
     WordChoice,
     expected_message,
     value_error,
 )
 
+# ---------------------------------------------------------------------- batch, optimizer, schedule
+
 
 class BatchRecipe(RecipeTable):
-    """The global batch: what one update sees, whatever the number of processes."""
+    """The global batch: the samples of one update, independent of the number of processes."""
 
     size: int = Field(default=32, ge=1, description="samples per update, over all replicas")
-    shards: int | None = Field(
+    shards: Annotated[
+        int | None,
+        FieldNeed(
+            lambda table: (table.shards or 0) <= table.size,
+            keys=("size",),
+            reason="expected at most batch.size = {t.size}, found {t.shards}",
+            is_conflict=True,
+        ),
+    ] = Field(
         default=None,
         ge=1,
-        description="micro-batches that a batch is cut into, whoever runs them; left out: one a rank, 4 for"
-        " each stage of a pipeline, 8 in all if reproducible",
+        description="micro-batches of a batch, over all ranks; left out: one per rank, 4 per stage of a"
+        " pipeline, 8 in all if reproducible",
     )
-    accumulation: int | None = Field(
-        default=None, ge=1, description="micro-batches of each rank, in place of shards"
-    )
+    accumulation: Annotated[
+        int | None,
+        FieldNeed(
+            lambda table: (table.accumulation or 0) <= table.size,
+            keys=("size",),
+            reason="expected at most batch.size = {t.size}, found {t.accumulation}",
+            is_conflict=True,
+        ),
+        FieldNeed(
+            lambda table: table.shards is None,
+            keys=("shards",),
+            reason="expected one of both, found accumulation = {t.accumulation} and shards = {t.shards}: shards"
+            " are those of all ranks together",
+            is_conflict=True,
+        ),
+    ] = Field(default=None, ge=1, description="micro-batches of each rank, in place of shards")
     reduction: Literal["mean", "sum"] = Field(
         default="mean", description="gradients of the mean over all counted items, or of their sum"
     )
     drop_last: bool = Field(default=False, description="leave out the smaller last batch of an epoch")
-    sync_batchnorm: bool = Field(
+    sync_batchnorm: Annotated[bool, *SYNC_BATCHNORM_NEEDS] = Field(
         default=False, description="statistics of BatchNorm over all ranks of a step; one micro-batch a rank"
     )
     shuffle: bool = Field(
         default=True, description="a new keyed order each epoch; false: the order of the data"
     )
 
-    def conflicts(self) -> Iterator[KeyConflict]:
-        """More micro-batches than samples, or two numbers of them."""
-        for name in ("shards", "accumulation"):
-            if (getattr(self, name) or 0) > self.size:
-                yield KeyConflict(
-                    (name, "size"), f"expected at most batch.size = {self.size}, found {getattr(self, name)}"
-                )
-        if self.shards is not None and self.accumulation is not None:
-            yield KeyConflict(
-                ("accumulation", "shards"),
-                f"expected one of both, found accumulation = {self.accumulation} and shards = {self.shards}:"
-                " shards are those of all ranks together",
-            )
-
-
-def _need_of_option(option: str) -> FieldNeed:
-    readers = [spec.word for spec in OPTIMIZER_SPECS if option in spec.reads]
-    return FieldNeed(
-        ("name",),
-        lambda table: option in table.spec.reads,
-        f"with {' or '.join(readers)}",
-        'found "{t.name}"',
-    )
-
-
-def _needs_of_options() -> dict[str, FieldNeed]:
-    options = dict.fromkeys(option for spec in OPTIMIZER_SPECS for option in spec.reads)
-    return {option: _need_of_option(option) for option in options}
-
 
 def _optimizers() -> tuple[str, ...]:
     return tuple(known_specs(OptimizerSpec))
 
 
-def _is_known(word: str) -> str:
+def _check_optimizer(word: str) -> str:
     if word not in _optimizers():
-        raise ValueError(word)
+        raise ValueError(word)  # the message is made from the field's WordChoice
     return word
 
 
+def _need_of_optimizer(option: str) -> FieldNeed:
+    """Return the need of a key that only some optimizers read; those of other packages count as well."""
+    readers = [spec.word for spec in OPTIMIZER_SPECS if option in spec.reads]
+    return FieldNeed(
+        lambda table: option in table.spec.reads,
+        f"with {' or '.join(readers)}",
+        'found "{t.name}"',
+        keys=("name",),
+    )
+
+
 class OptimizerRecipe(RecipeTable):
-    """The optimizer by name; a task may bring its own instead."""
+    """The optimizer by name; a task can bring its own instead."""
 
-    needs: ClassVar[Mapping[str, FieldNeed]] = {
-        **_needs_of_options(),
-        "decay_on": FieldNeed(
-            ("weight_decay",),
-            lambda table: table.weight_decay or table.l2,
-            "with weight_decay or l2",
-            "and both are 0",
-        ),
-    }
-
-    name: Annotated[str, AfterValidator(_is_known), WordChoice(_optimizers)] = Field(
+    name: Annotated[str, AfterValidator(_check_optimizer), WordChoice(_optimizers)] = Field(
         default="adamw",
         description="the update rule",
         json_schema_extra=lambda schema: schema.update(enum=[*_optimizers()]),
     )
     lr: float = Field(default=1e-3, ge=0, description="learning rate before the schedule")
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
-        default=(0.9, 0.999), strict=False, description="decay of the two moments (adamw, adam, adabound)"
+    betas: Annotated[
+        tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]],
+        _need_of_optimizer("betas"),
+    ] = Field(default=(0.9, 0.999), strict=False, description="decay of the two moments")
+    eps: Annotated[float, _need_of_optimizer("eps")] = Field(
+        default=1e-8, ge=0, description="added to the denominator"
     )
-    eps: float = Field(default=1e-8, ge=0, description="added to the denominator (all but sgd)")
-    final_lr: float = Field(
-        default=0.1, gt=0, description="rate of the SGD that Adam becomes, before the schedule (adabound)"
+    final_lr: Annotated[float, _need_of_optimizer("final_lr")] = Field(
+        default=0.1, gt=0, description="rate of the SGD that Adam becomes, before the schedule"
     )
-    gamma: float = Field(
-        default=1e-3, gt=0, description="how fast it does: about 1 / gamma updates (adabound)"
+    gamma: Annotated[float, _need_of_optimizer("gamma")] = Field(
+        default=1e-3, gt=0, description="how fast Adam becomes SGD: in about 1 / gamma updates"
     )
-    momentum: float = Field(default=0.0, ge=0, description="share of the last update kept (sgd, rmsprop)")
-    nesterov: bool = Field(default=False, description="look ahead along the momentum (sgd)")
-    alpha: float = Field(default=0.99, ge=0, le=1, description="decay of the squared average (rmsprop)")
-    weight_decay: float = Field(default=0.0, ge=0, description="decoupled decay per unit of lr (adamw)")
-    l2: float = Field(default=0.0, ge=0, description="l2 * weight added to the gradient (all but adamw)")
-    decay_on: Literal["matrices", "all"] = Field(
+    momentum: Annotated[float, _need_of_optimizer("momentum")] = Field(
+        default=0.0, ge=0, description="share of the last update that is kept"
+    )
+    nesterov: Annotated[
+        bool,
+        _need_of_optimizer("nesterov"),
+        FieldNeed(
+            lambda table: table.momentum or "nesterov" not in table.spec.reads,  # PyTorch's own condition
+            keys=("momentum",),
+            reason="expected momentum > 0 with nesterov, found 0",
+            is_conflict=True,
+        ),
+    ] = Field(default=False, description="look ahead along the momentum")
+    alpha: Annotated[float, _need_of_optimizer("alpha")] = Field(
+        default=0.99, ge=0, le=1, description="decay of the squared average"
+    )
+    weight_decay: Annotated[float, _need_of_optimizer("weight_decay")] = Field(
+        default=0.0, ge=0, description="decoupled decay per unit of lr"
+    )
+    l2: Annotated[float, _need_of_optimizer("l2")] = Field(
+        default=0.0, ge=0, description="l2 * weight added to the gradient"
+    )
+    decay_on: Annotated[
+        Literal["matrices", "all"],
+        FieldNeed(
+            lambda table: table.weight_decay or table.l2,
+            "with weight_decay or l2",
+            "and both are 0",
+            keys=("weight_decay",),
+        ),
+    ] = Field(
         default="matrices", description="parameters that decay: those of two dimensions or more, or all"
     )
     clip_norm: float | None = Field(
-        default=None, gt=0, description="largest norm of the whole gradient; left out: no clip"
+        default=None, gt=0, description="largest norm of the whole gradient; left out: no clipping"
     )
-    fused: bool = Field(default=True, description="use fused kernels where they exist and keep the result")
+    fused: bool = Field(
+        default=True, description="use fused kernels where they exist and give the same result"
+    )
 
     @property
     def spec(self) -> OptimizerSpec:
-        """What is known of the update rule."""
+        """Return the specification of the optimizer."""
         return known_specs(OptimizerSpec)[self.name]
-
-    def conflicts(self) -> Iterator[KeyConflict]:
-        """PyTorch's own condition."""
-        if self.nesterov and self.name == "sgd" and not self.momentum:
-            yield KeyConflict(("nesterov", "momentum"), "expected momentum > 0 with nesterov, found 0")
-
-
-_UNSET = "which is not set"
 
 
 def _need_of_decay(*shapes: str) -> FieldNeed:
     return FieldNeed(
-        ("decay",),
         lambda table: table.decay in shapes,
         f"with decay {' or '.join(shapes)}",
         'not "{t.decay}"',
+        keys=("decay",),
     )
 
 
 class ScheduleRecipe(RecipeTable):
     """The learning rate as a function of the update, as a factor of `optimizer.lr`."""
 
-    needs: ClassVar[Mapping[str, FieldNeed]] = {
-        "final": _need_of_decay("cosine", "linear"),
-        "rate": _need_of_decay("exponential"),
-        "cycle_steps": _need_of_decay("cosine"),
-        "cycle_factor": FieldNeed(
-            ("cycle_steps",), lambda table: table.cycle_steps, "with cycle_steps", _UNSET
+    decay: Annotated[
+        Literal["constant", "cosine", "exponential", "linear"],
+        FieldNeed(
+            lambda table: table.rate,
+            when=lambda decay: decay == "exponential",
+            reason='expected above 0 with decay = "exponential", found 0',
+            change_first="rate",
+            is_conflict=True,
         ),
-        "warmup_from": FieldNeed(
-            ("warmup_steps",), lambda table: table.warmup_steps, "with warmup_steps", "found 0"
+    ] = Field(default="constant", description="the shape after the warm-up")
+    warmup_steps: int = Field(default=0, ge=0, description="updates of linear rise to the full rate")
+    warmup_from: Annotated[
+        float,
+        FieldNeed(lambda table: table.warmup_steps, "with warmup_steps", "found 0", keys=("warmup_steps",)),
+        FieldNeed(
+            lambda table: table.batch_scaling == "none",
+            "without batch_scaling",
+            'found "{t.batch_scaling}", whose warm-up starts at the base rate',
+            keys=("batch_scaling",),
         ),
-        "base_batch": FieldNeed(
-            ("batch_scaling",),
+    ] = Field(default=0.0, ge=0, le=1, description="fraction of lr at the first update")
+    final: Annotated[float, _need_of_decay("cosine", "linear")] = Field(
+        default=0.0, ge=0, le=1, description="fraction of lr at the end"
+    )
+    rate: Annotated[float, _need_of_decay("exponential")] = Field(
+        default=0.0, ge=0, description="exp(-rate * t) after t updates"
+    )
+    cycle_steps: Annotated[int | None, _need_of_decay("cosine")] = Field(
+        default=None, ge=1, description="updates of the first restart cycle"
+    )
+    cycle_factor: Annotated[
+        int,
+        FieldNeed(
+            lambda table: table.cycle_steps, "with cycle_steps", "which is not set", keys=("cycle_steps",)
+        ),
+    ] = Field(default=1, ge=1, description="each cycle is this many times as long as the one before")
+    batch_scaling: Annotated[
+        Literal["none", "linear", "sqrt"],
+        FieldNeed(
+            lambda table: table.base_batch is not None,
+            reason='expected with batch_scaling = "{t.batch_scaling}", and it is not set',
+            change_first="base_batch",
+            is_conflict=True,
+        ),
+    ] = Field(default="none", description="how lr grows with batch.size / base_batch")
+    base_batch: Annotated[
+        int | None,
+        FieldNeed(
             lambda table: table.batch_scaling != "none",
             "with batch_scaling linear or sqrt",
             'found "none"',
+            keys=("batch_scaling",),
         ),
-    }
+    ] = Field(default=None, ge=1, description="samples per update for which lr was tuned")
 
-    decay: Literal["constant", "cosine", "exponential", "linear"] = Field(
-        default="constant", description="the shape after the warm-up"
-    )
-    warmup_steps: int = Field(default=0, ge=0, description="updates of linear rise to the full rate")
-    warmup_from: float = Field(default=0.0, ge=0, le=1, description="fraction of lr at the first update")
-    final: float = Field(default=0.0, ge=0, le=1, description="fraction of lr at the end (cosine, linear)")
-    rate: float = Field(default=0.0, ge=0, description="exp(-rate * t) after t updates (exponential)")
-    cycle_steps: int | None = Field(
-        default=None, ge=1, description="updates of the first restart cycle (cosine)"
-    )
-    cycle_factor: int = Field(default=1, ge=1, description="each cycle is this many times the one before")
-    batch_scaling: Literal["none", "linear", "sqrt"] = Field(
-        default="none", description="how lr grows with batch.size / base_batch"
-    )
-    base_batch: int | None = Field(default=None, ge=1, description="samples per update that lr was tuned for")
 
-    def conflicts(self) -> Iterator[KeyConflict]:
-        """What a schedule of this shape lacks."""
-        if self.decay == "exponential" and not self.rate:
-            yield KeyConflict(("rate", "decay"), 'expected above 0 with decay = "exponential", found 0')
-        if self.batch_scaling != "none" and self.base_batch is None:
-            yield KeyConflict(
-                ("base_batch", "batch_scaling"),
-                f'expected with batch_scaling = "{self.batch_scaling}", and it is not set',
-            )
+class PrecisionRecipe(RecipeTable):
+    """The number format of forward and backward; parameters and the update stay fp32."""
+
+    compute: Literal["auto", "fp32", "bf16", "fp16"] = Field(
+        default="auto", description="format of the activations; auto: bf16 if it is faster on every rank"
+    )
+    init_scale: Annotated[
+        float,
+        FieldNeed(
+            lambda table: table.compute == "fp16",
+            'with compute = "fp16"',
+            'found "{t.compute}"',
+            keys=("compute",),
+        ),
+    ] = Field(default=65536.0, gt=0, description="first factor of the loss")
+    growth_steps: Annotated[
+        int,
+        FieldNeed(
+            lambda table: table.compute == "fp16",
+            'with compute = "fp16"',
+            'found "{t.compute}"',
+            keys=("compute",),
+        ),
+    ] = Field(default=200, ge=1, description="finite updates before the factor doubles")
+
+
+# ---------------------------------------------------------------------- data, evaluation, checkpoints
+
+
+class LoaderRecipe(RecipeTable):
+    """How samples are loaded; nothing here changes which samples, or their order."""
+
+    workers: int = Field(default=0, ge=0, description="loader processes per rank; 0: in the training process")
+    prefetch: Annotated[
+        int, FieldNeed(lambda table: table.workers, "with workers", "found 0", keys=("workers",))
+    ] = Field(default=2, ge=1, description="micro-batches that are loaded ahead of the one in use")
+    cache_bytes: int = Field(
+        default=0, ge=0, description="bytes of collated micro-batches kept in memory per rank"
+    )
+
+
+class EvaluateRecipe(RecipeTable):
+    """The evaluation on held-out samples."""
+
+    every_steps: Annotated[int, *HELD_OUT_NEEDS] = Field(
+        default=0, ge=0, description="updates between evaluations; 0: only at the end"
+    )
+    batch: Annotated[int, *HELD_OUT_NEEDS] = Field(default=64, ge=1, description="samples per forward")
+    max_samples: Annotated[int, *HELD_OUT_NEEDS] = Field(
+        default=0, ge=0, description="held-out samples that are used; 0: all"
+    )
+    metric: Annotated[str, *BEST_VALUE_NEEDS] = Field(
+        default="loss", min_length=1, description="what decides which evaluation is best: loss, or a metric"
+    )
+    better: Annotated[Literal["lower", "higher"], *BEST_VALUE_NEEDS] = Field(
+        default="lower", description="which values of it are better"
+    )
+    patience: Annotated[
+        int,
+        FieldNeed(
+            lambda table: table.every_steps, "with every_steps", "which is not set", keys=("every_steps",)
+        ),
+    ] = Field(
+        default=0, ge=0, description="evaluations without improvement after which the run ends; 0: never"
+    )
 
 
 class CheckpointRecipe(RecipeTable):
-    """When state is saved, where, and how much of it stays."""
+    """When and where state is saved, and how much of it is kept."""
 
     every_steps: int = Field(default=0, ge=0, description="updates between checkpoints; 0: only at the end")
     every_minutes: float = Field(default=0.0, ge=0, description="minutes between checkpoints; 0: steps count")
     keep: int = Field(default=2, ge=1, description="newest checkpoints that are kept")
-    keep_best: int = Field(
-        default=0,
-        ge=0,
-        description="checkpoints of the best evaluate.metric that are kept besides",
+    keep_best: Annotated[int, *KEEP_BEST_NEEDS] = Field(
+        default=0, ge=0, description="checkpoints with the best evaluate.metric that are kept as well"
     )
     folder: str | None = Field(
         default=None,
@@ -228,17 +333,18 @@ class CheckpointRecipe(RecipeTable):
         description="a path or a URL such as s3://bucket/folder; left out: checkpoints/ in the run folder",
     )
     mode: Literal["background", "blocking"] = Field(
-        default="background", description="whether training goes on while a checkpoint is written"
+        default="background", description="whether training continues while a checkpoint is written"
     )
     grace_seconds: float = Field(
         default=30.0,
         gt=0,
-        description="seconds to save and leave, once asked to stop, before processes are killed",
+        description="seconds to save and exit after a request to stop, before processes are killed",
     )
     notice: str | None = Field(
         default=None,
         min_length=1,
-        description="a file or http URL; once it is there, the machine will go: the run saves and stops",
+        description="a file or http URL that announces the end of the machine: once it exists, the run saves"
+        " and stops",
     )
     deadline_seconds: float = Field(default=1800.0, gt=0, description="seconds that one save may take")
     full_disk_seconds: float = Field(
@@ -246,22 +352,8 @@ class CheckpointRecipe(RecipeTable):
     )
 
 
-def _need_of_answer(answer: str) -> FieldNeed:
-    return FieldNeed(
-        ("non_finite",),
-        lambda table: answer in table.answers,
-        f'with "{answer}"',
-        "which is not set",
-    )
-
-
-_NEEDS_SPIKE_FACTOR = FieldNeed(
-    ("spike_factor",), lambda table: table.spike_factor is not None, "with spike_factor", "which is not set"
-)
-
-
 class AverageRecipe(RecipeTable):
-    """A moving average of the weights, which is what is evaluated and exported where there is one."""
+    """A moving average of the weights; where there is one, it is evaluated and exported."""
 
     decay: float | None = Field(
         default=None,
@@ -271,91 +363,104 @@ class AverageRecipe(RecipeTable):
     )
 
 
-class HealthRecipe(RecipeTable):
-    """What is done when a loss or a gradient is not finite, or when the loss jumps."""
+# ---------------------------------------------------------------------- health
 
-    needs: ClassVar[Mapping[str, FieldNeed]] = {
-        "spike": _NEEDS_SPIKE_FACTOR,
-        "spike_window": _NEEDS_SPIKE_FACTOR,
-        "max_skips": FieldNeed(
-            ("non_finite",),
+
+_NEEDS_SPIKE_FACTOR = FieldNeed(
+    lambda table: table.spike_factor is not None,
+    "with spike_factor",
+    "which is not set",
+    keys=("spike_factor",),
+)
+
+
+def _need_of_answer(answer: str) -> FieldNeed:
+    return FieldNeed(
+        lambda table: answer in table.answers, f'with "{answer}"', "which is not set", keys=("non_finite",)
+    )
+
+
+class HealthRecipe(RecipeTable):
+    """The reaction to a loss or gradient that is not finite, to a jump of the loss, and to a slow rank."""
+
+    non_finite: Annotated[Literal["stop", "skip", "roll-back", "lower-rate"], *GLOBAL_VIEW_NEEDS] = Field(
+        default="stop",
+        description="at a loss or gradient that is not finite: end, skip the step, go back to the last"
+        " checkpoint, or skip the step and lower all rates",
+    )
+    spike_factor: Annotated[float | None, *GLOBAL_VIEW_NEEDS] = Field(
+        default=None,
+        gt=1,
+        description="a loss this many times the median of the last ones is a spike; left out: no loss is",
+    )
+    spike_window: Annotated[int, _NEEDS_SPIKE_FACTOR] = Field(
+        default=32, ge=2, description="steps with whose median a loss is compared"
+    )
+    spike: Annotated[Literal["stop", "skip", "roll-back", "lower-rate"], _NEEDS_SPIKE_FACTOR] = Field(
+        default="stop",
+        description="at a spike: end, skip the step, go back to the last checkpoint, or lower all rates and"
+        " take the step",
+    )
+    max_skips: Annotated[
+        int,
+        FieldNeed(
             lambda table: "skip" in table.answers or table.non_finite == "lower-rate",
             'with "skip", or with non_finite = "lower-rate"',
             "which is not set",
+            keys=("non_finite",),
         ),
-        "max_roll_backs": _need_of_answer("roll-back"),
-        "rate_factor": _need_of_answer("lower-rate"),
-        "max_lowerings": _need_of_answer("lower-rate"),
-    }
-
-    non_finite: Literal["stop", "skip", "roll-back", "lower-rate"] = Field(
-        default="stop",
-        description="at a loss or gradient that is not finite: end, leave the step out, go back, or leave it"
-        " out and lower all rates",
+    ] = Field(default=10, ge=1, description="steps that may be skipped in a row before the run ends")
+    max_roll_backs: Annotated[int, _need_of_answer("roll-back")] = Field(
+        default=3, ge=1, description="times that a run may go back before it ends"
     )
-    spike_factor: float | None = Field(
-        default=None,
-        gt=1,
-        description="a loss this many times the median of the last ones is a spike; left out: none is",
+    rate_factor: Annotated[float, _need_of_answer("lower-rate")] = Field(
+        default=0.5, gt=0, lt=1, description='factor of every rate after a "lower-rate"'
     )
-    spike_window: int = Field(default=32, ge=2, description="steps whose median a loss is compared with")
-    spike: Literal["stop", "skip", "roll-back", "lower-rate"] = Field(
-        default="stop",
-        description="at a spike: end, leave the step out, go back to the last checkpoint, or lower all rates"
-        " and take the step",
-    )
-    max_skips: int = Field(
-        default=10, ge=1, description="steps that may be left out one after another before the run ends"
-    )
-    max_roll_backs: int = Field(default=3, ge=1, description="times that a run may go back before it ends")
-    rate_factor: float = Field(
-        default=0.5, gt=0, lt=1, description='what "lower-rate" multiplies every rate with, from then on'
-    )
-    max_lowerings: int = Field(
+    max_lowerings: Annotated[int, _need_of_answer("lower-rate")] = Field(
         default=10, ge=1, description="times that the rates may be lowered before the run ends"
     )
-    straggler_factor: float | None = Field(
+    straggler_factor: Annotated[float | None, *STRAGGLER_NEEDS] = Field(
         default=None,
         gt=1,
-        description="a rank that takes this many times what others take is named; left out: none is",
+        description="a rank that takes this many times as long as others is reported as slow; left out: none",
     )
 
     @property
     def answers(self) -> tuple[str, str]:
-        """To what is not finite, and to a spike."""
+        """Return the reaction to a value that is not finite, and to a spike."""
         return self.non_finite, self.spike
 
     @property
     def rolls_back(self) -> bool:
-        """Whether the run may go back to a checkpoint."""
+        """Return whether the run may go back to a checkpoint."""
         return "roll-back" in self.answers
 
     @property
     def lowers_rates(self) -> bool:
-        """Whether the run may lower its rates."""
+        """Return whether the run may lower its rates."""
         return "lower-rate" in self.answers
 
 
+# ---------------------------------------------------------------------- memory
+
 BYTES_EXPECTED = 'bytes, such as "2GiB", "512MiB", "2GB" or 4096'
-_WRITTEN = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b", re.IGNORECASE)
+_BYTES_TEXT = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b", re.IGNORECASE)
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
 def parse_bytes(value: Any) -> Any:
-    """The number of bytes; None, which means that nothing is bounded, stays.
+    """Convert an amount of memory such as "2GiB" to a number of bytes; None stays None.
 
     KiB, MiB, GiB and TiB are powers of 1,024; kB, MB, GB and TB powers of 1,000.
     """
     if value is None or type(value) is int:
         return value
-    found = _WRITTEN.fullmatch(value.strip()) if isinstance(value, str) else None
-    if found is None:
+    match = _BYTES_TEXT.fullmatch(value.strip()) if isinstance(value, str) else None
+    prefix = match[2].lower() if match else "i"
+    if match is None or prefix == "i":
         raise value_error(expected_message(BYTES_EXPECTED, value))
-    prefix = found[2].lower()
     base = 1024 if prefix.endswith("i") else 1000
-    if prefix == "i":
-        raise value_error(expected_message(BYTES_EXPECTED, value))
-    return int(float(found[1]) * base ** _POWERS[prefix.removesuffix("i")])
+    return int(float(match[1]) * base ** _POWERS[prefix.removesuffix("i")])
 
 
 _RECOMPUTE_WORDS = ("auto", "none", "blocks", "segments")
@@ -363,7 +468,7 @@ _RECOMPUTE_EXPECTED = 'one of auto, none, blocks, segments, or numbers of blocks
 
 
 def check_recompute(text: str) -> str:
-    """What is computed again: a word, or numbers of blocks, ascending."""
+    """Check what is recomputed: a word, or ascending numbers of blocks."""
     numbers = text.split(",")
     if text in _RECOMPUTE_WORDS:
         return text
@@ -373,33 +478,52 @@ def check_recompute(text: str) -> str:
 
 
 class MemoryRecipe(RecipeTable):
-    """What saves memory at the price of time."""
+    """Recomputation, which saves memory at the price of time, and the memory budget of a rank."""
 
-    recompute: Annotated[str, AfterValidator(check_recompute), ExpectedText(_RECOMPUTE_EXPECTED)] = Field(
+    recompute: Annotated[
+        str, AfterValidator(check_recompute), ExpectedText(_RECOMPUTE_EXPECTED), *RECOMPUTE_NEEDS
+    ] = Field(
         default="auto",
-        description='what backward computes again: "none", the inside of "blocks", or of those with numbers'
+        description='what backward recomputes: "none", the inside of "blocks", or of the blocks with numbers'
         ' "0,1,4", or "segments" of about sqrt(blocks) blocks, of which one input is kept: the least memory,'
-        ' two more forwards. "auto": what keeps the budget in the least time, and nothing without one',
+        ' two more forwards. "auto": what keeps the budget in the least time, and nothing without a budget',
     )
     budget: Annotated[int | None, BeforeValidator(parse_bytes), ExpectedText(BYTES_EXPECTED)] = Field(
         default=None,
         ge=1,
-        description='the most that a rank may need, as "2GiB": a run that needs more does not start',
+        description='the most memory that a rank may need, as "2GiB": a run that needs more does not start',
     )
 
     @property
     def chooses(self) -> bool:
-        """Whether it is left open which blocks are computed again."""
+        """Return whether it is left open which blocks are recomputed."""
         return self.recompute == "auto" and self.budget is not None
 
     @property
     def recomputes(self) -> bool:
-        """Whether blocks are computed again, as far as it is known."""
+        """Return whether blocks are recomputed, as far as it is known."""
         return self.recompute not in ("auto", "none")
 
 
+# ---------------------------------------------------------------------- log, debug, security, runtime
+
+
+def _sinks() -> tuple[str, ...]:
+    return tuple(known_specs(SinkSpec))
+
+
+def _check_sink(text: str) -> str:
+    return check_word(text, SinkSpec)
+
+
+def _check_sinks(words: Sequence[str]) -> Sequence[str]:
+    if problem := check_sinks(words):
+        raise value_error(problem)
+    return words
+
+
 class LogRecipe(RecipeTable):
-    """What is written down: `metrics.jsonl` for programs, `log.txt` for people."""
+    """The log files of a run: `metrics.jsonl` for programs, `log.txt` for people."""
 
     level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="the lowest level that is written"
@@ -407,37 +531,99 @@ class LogRecipe(RecipeTable):
     rotate_bytes: int = Field(
         default=64 * 2**20, ge=0, description="size at which a new file begins; 0: one file"
     )
+    sinks: Annotated[
+        tuple[Annotated[str, AfterValidator(_check_sink), WordChoice(_sinks)], ...],
+        AfterValidator(_check_sinks),
+    ] = Field(
+        default=("jsonl", "text", "terminal"),
+        strict=False,
+        description="where steps and events go: jsonl, text, terminal, or sinks of other packages",
+    )
 
 
 class DebugRecipe(RecipeTable):
-    """Checks that end a run when they find something, and what makes a run repeat another."""
+    """Checks that end a run when they find a mistake, and the replay of another run."""
 
     bytes: bool = Field(
         default=False,
-        description="hold the bytes that routes send against their closed forms, in every round",
+        description="compare the bytes that routes send with their closed forms, in every round",
     )
     races: bool = Field(
         default=False,
-        description="find who touches a tensor between the launch of a collective and its wait",
+        description="find code that touches a tensor between the launch of a collective and its wait",
     )
-    replay_arrivals: str | None = Field(
+    replay_arrivals: Annotated[str | None, *REPLAY_NEEDS] = Field(
         default=None,
         min_length=1,
-        description="folder of a run with a server: hear the workers in the order in which it heard them",
+        description="folder of a run with a server: receive the workers in the order of that run",
     )
 
 
 class SecurityRecipe(RecipeTable):
     """What is encrypted. The key of a job is no part of its recipe: `--token-file`, or PACELINE_TOKEN."""
 
-    tls: Literal["auto", "on", "off"] = Field(
+    tls: Annotated[Literal["auto", "on", "off"], *TLS_NEEDS] = Field(
         default="auto",
-        description="encrypt what nodes say in the store of the job, and the channels of a server; "
-        "auto: where there are several nodes",
+        description="encrypt what nodes exchange in the store of the job, and the channels of a server; "
+        "auto: if there are several nodes",
     )
-    certificate: str | None = Field(
+    certificate: Annotated[str | None, *CERTIFICATE_NEEDS] = Field(
         default=None,
         min_length=1,
-        description="folder of `paceline certificate`, on every host: who has not the same cannot call;"
-        " left out: one is made at the start",
+        description="folder of `paceline certificate`, the same on every host: processes without it cannot"
+        " connect; left out: one is made at the start",
+    )
+
+
+class OuterRecipe(RecipeTable):
+    """The outer optimizer of replicas that train independently between rounds (DiLoCo)."""
+
+    lr: Annotated[float, *OUTER_NEEDS] = Field(
+        default=0.7, gt=0, description="share of the mean movement that is applied"
+    )
+    momentum: Annotated[float, *OUTER_NEEDS] = Field(
+        default=0.9, ge=0, lt=1, description="Nesterov momentum of the movements"
+    )
+    fragments: Annotated[int, *FRAGMENT_NEEDS] = Field(
+        default=1, ge=1, description="parts of the parameters that are averaged in turn"
+    )
+    delay_steps: Annotated[int, *DELAY_NEEDS] = Field(
+        default=0, ge=0, description="steps that run while a part is averaged"
+    )
+    mixing: Annotated[float, *OUTER_NEEDS] = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="share of a replica's own value that stays when an average arrives",
+    )
+
+
+class RuntimeRecipe(RecipeTable):
+    """Where and how the processes run; the result does not depend on it beyond rounding."""
+
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: NVIDIA GPUs if present")
+    threads: int = Field(
+        default=0, ge=0, description="intra-op threads per process; 0: the cores shared among local processes"
+    )
+    compile: bool = Field(default=False, description="compile the model with torch.compile")
+    deadline_seconds: float = Field(default=120.0, gt=0, description="seconds that any wait may take")
+    setup_deadline_seconds: float = Field(
+        default=1800.0,
+        gt=0,
+        description="seconds until every rank has started, and until all have built task and session",
+    )
+    bucket_bytes: Annotated[int, *BUCKET_BYTES_NEEDS] = Field(
+        default=16 * 2**20, ge=1, description="bytes of gradients that are sent together"
+    )
+    bucket_latency: Annotated[float | None, *BUCKET_LATENCY_NEEDS] = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="largest share of latency in the sum of a bucket; left out: bucket_bytes as it is",
+    )
+    link_profile: Annotated[str | None, *LINK_PROFILE_NEEDS] = Field(
+        default=None,
+        min_length=1,
+        description="file of `paceline bench link --out`, for route=auto and bucket_latency; left out: links"
+        " are measured",
     )

@@ -1,28 +1,24 @@
-"""What a recipe key expects, said in words: read off the types and bounds of the models, never repeated.
+"""The base class of all recipe tables, and what turns failed validation into an error that a user can act on.
 
-Invariant: pure functions of the model classes; a new field or bound needs no change here.
+A table is a frozen, strict pydantic model. Its fields carry three kinds of markers in `Annotated`:
+`ExpectedText` and `WordChoice` describe the accepted values where the type does not, and `FieldNeed` states
+when a key has an effect, or what its value excludes. Error messages, the reference page and the JSON schema
+are all read from these fields, so a new field or bound needs no change here.
 
-From what validation found to one error that a user can act on.
+Invariants: an instance that exists is valid. Types are not coerced (`"3"` and `true` are no integers); only
+lists become tuples and integers become floats, because TOML and Python write them so. Every problem names its
+key, what was expected and what was found, and all problems of a recipe come in one error.
 
-Invariant: every problem names its key, what was expected and what was found; all problems of a recipe
-come in one message. Where a key stands (file and line, override, Python call) is the caller's answer.
-
-When a key of a recipe acts: what else has to be so that it changes anything.
-
-Invariant: a key that is set to something else than its default and cannot act is an error that names what it
-needs. Each table says so of its own keys in `needs`, the recipe of what reaches over several tables. What
-only the task or the number of processes can tell is said when a session is built (`training.idle`).
-
-The base of every table of a recipe: frozen, strict, and wrong values are RecipeErrors.
-
-Invariant: an instance that exists is valid. Types are not coerced (`"3"` and `true` are no integers);
-only lists become tuples and integers become floats, because TOML and Python write them so.
+This module knows no key of any table, and it does not know where a key was written (file and line, override,
+Python call): the caller passes a `KeyLocator`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import MappingProxyType, UnionType
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from types import UnionType
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
@@ -31,15 +27,17 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from paceline.errors import RecipeError
 from paceline.recipe.toml_text import KeyPath, closest_word, dotted_key, shown_value, toml_value
 
+# ---------------------------------------------------------------------- which values a field accepts
+
 
 class ExpectedText(NamedTuple):
-    """A marker in `Annotated`: says what the field expects where its type alone does not."""
+    """A marker in `Annotated` with the description of the accepted values, where the type alone is not enough."""
 
     text: str
 
 
 class WordChoice(NamedTuple):
-    """A marker in `Annotated`: one of a few words, which other packages may add to."""
+    """A marker in `Annotated` for one of a few words; installed packages can add to them."""
 
     words: Callable[[], tuple[str, ...]]
 
@@ -59,11 +57,11 @@ _BOUNDS = (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"))
 
 
 def expected(annotation: Any, metadata: Iterable[Any] = ()) -> str:
-    """Say what a value of this type may be: "an integer >= 1", "one of adamw, adam, sgd".
+    """Describe the values of a type: "an integer >= 1", "one of adamw, adam, sgd".
 
     Args:
         annotation: the type of a field, or of one element of it.
-        metadata: its bounds, as pydantic or `Annotated` hold them.
+        metadata: its bounds and markers, as pydantic or `Annotated` hold them.
     """
     metadata = tuple(_flatten_markers(metadata))
     for marker in metadata:
@@ -77,10 +75,11 @@ def expected(annotation: Any, metadata: Iterable[Any] = ()) -> str:
     if origin is Literal:
         return _one_of(arguments)
     if origin is tuple:
-        return f"a list of {len(arguments)}, each {expected(arguments[0])}"
+        length = "a list" if arguments[-1] is Ellipsis else f"a list of {len(arguments)}"
+        return f"{length}, each {expected(arguments[0])}"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return str(getattr(annotation, "expects", "a table"))
-    return _TYPES.get(origin or annotation, "another value") + _bounds(metadata)
+    return _TYPES.get(origin or annotation, "another value") + _describe_bounds(metadata)
 
 
 def _one_of(values: Iterable[Any]) -> str:
@@ -88,45 +87,45 @@ def _one_of(values: Iterable[Any]) -> str:
 
 
 def _flatten_markers(metadata: Iterable[Any]) -> Iterator[Any]:
-    """The markers themselves: in `Annotated`, a pydantic `Field` holds several."""
+    """Yield single markers: a pydantic `Field` inside `Annotated` holds several."""
     for marker in metadata:
         yield from getattr(marker, "metadata", (marker,))
 
 
-def _bounds(metadata: Iterable[Any]) -> str:
-    found = {name: getattr(bound, name) for bound in metadata for name, _ in _BOUNDS if hasattr(bound, name)}
-    text = " and ".join(f"{sign} {found[name]}" for name, sign in _BOUNDS if name in found)
+def _describe_bounds(metadata: Iterable[Any]) -> str:
+    bounds = {name: getattr(bound, name) for bound in metadata for name, _ in _BOUNDS if hasattr(bound, name)}
+    text = " and ".join(f"{sign} {bounds[name]}" for name, sign in _BOUNDS if name in bounds)
     lengths = [bound.min_length for bound in metadata if hasattr(bound, "min_length")]
     return (f" {text}" if text else "") + (" that is not empty" if lengths else "")
 
 
 def expected_at(model: type[BaseModel], path: KeyPath) -> str:
-    """Say what the value at `path` of this model may be."""
+    """Describe the values that the key at `path` of this model accepts."""
     annotation, metadata = _type_at(model, path)
     return expected(annotation, metadata)
 
 
 def choices_at(model: type[BaseModel], path: KeyPath) -> tuple[str, ...]:
-    """The words that the value at `path` may be; empty if it is not one of a few words."""
+    """Return the words that the key at `path` accepts; empty if it is not one of a few words."""
     annotation, metadata = _type_at(model, path)
-    found = [marker.words() for marker in _flatten_markers(metadata) if isinstance(marker, WordChoice)]
-    return get_args(annotation) if get_origin(annotation) is Literal else next(iter(found), ())
+    choices = [marker.words() for marker in _flatten_markers(metadata) if isinstance(marker, WordChoice)]
+    return get_args(annotation) if get_origin(annotation) is Literal else next(iter(choices), ())
 
 
 def _type_at(model: type[BaseModel], path: KeyPath) -> tuple[Any, tuple[Any, ...]]:
     annotation: Any = model
     metadata: tuple[Any, ...] = ()
-    for part in path:
-        if isinstance(part, int):
-            annotation, metadata = get_args(annotation)[part], ()
+    for step in path:
+        if isinstance(step, int):
+            annotation, metadata = get_args(annotation)[step], ()
         elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
-            field = annotation.model_fields[part]
+            field = annotation.model_fields[step]
             annotation, metadata = field.annotation, tuple(field.metadata)
     return annotation, metadata
 
 
 def keys_at(model: type[BaseModel], path: KeyPath) -> tuple[str, ...]:
-    """The keys of the table at `path`; empty if it is not a table with fixed keys."""
+    """Return the keys of the table at `path`; empty if it is not a table with fixed keys."""
     annotation, _ = _type_at(model, path)
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return tuple(annotation.model_fields)
@@ -134,88 +133,93 @@ def keys_at(model: type[BaseModel], path: KeyPath) -> tuple[str, ...]:
 
 
 def known_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Every key of the model and of its tables, dotted: `seed`, `optimizer`, `optimizer.lr`, ..."""
+    """Yield every key of a model and of its tables, dotted: `seed`, `optimizer`, `optimizer.lr`, ..."""
     for name, field in model.model_fields.items():
         yield prefix + name
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             yield from known_keys(field.annotation, f"{prefix}{name}.")
 
 
+# ---------------------------------------------------------------------- problems and their error
+
+
 class RecipeProblem(NamedTuple):
-    """One thing that is wrong.
+    """One error of a recipe.
 
     Args:
-        paths: the keys that are involved, the one to change first.
+        paths: the keys involved, the one to change first.
         message: what was expected and what was found.
-        idle: the first key is right, but cannot act.
+        can_drop: the first key is valid but has no effect, so an override may remove it.
     """
 
     paths: tuple[KeyPath, ...]
     message: str
-    idle: bool = False
+    can_drop: bool = False
 
 
 class KeyConflict(NamedTuple):
-    """Keys, dotted from one table on, that are right alone and wrong together; the one to change first.
+    """Keys that are valid alone and contradict each other.
 
     Args:
-        idle: nothing is wrong but that the first cannot act.
+        keys: dotted from one table on, the one to change first.
+        message: what was expected and what was found.
+        can_drop: the first key only has no effect, so an override may remove it.
     """
 
-    fields: tuple[str, ...]
+    keys: tuple[str, ...]
     message: str
-    idle: bool = False
+    can_drop: bool = False
 
 
-KeyLocator = Callable[[Sequence[KeyPath]], str]  # keys -> where the first of them was written
+KeyLocator = Callable[[Sequence[KeyPath]], str]  # keys -> the place where the first of them was written
 
 
 def value_error(message: str) -> PydanticCustomError:
-    """The error that a validator raises to be shown word for word."""
+    """Make the error that a validator raises to have its message shown word for word."""
     return PydanticCustomError("refused", "{message}", {"message": message})
 
 
 def conflict_error(conflicts: Sequence[KeyConflict]) -> PydanticCustomError:
-    """The error that a table raises for its conflicts."""
+    """Make the error that a table raises for its conflicts."""
     return PydanticCustomError("conflicts", "fields do not agree", {"conflicts": tuple(conflicts)})
 
 
 def expected_message(expectation: str, value: Any, words: Sequence[str] = ()) -> str:
-    """Say what was expected and found, and which of `words` is near."""
+    """Return "expected ..., found ...", with the one of `words` that was probably meant."""
     message = f"expected {expectation}, found {shown_value(value)}"
     near = closest_word(value, words) if isinstance(value, str) else None
     return f'{message}; did you mean "{near}"?' if near else message
 
 
 def read_problems(error: ValidationError, model: type[BaseModel]) -> Iterator[RecipeProblem]:
-    """The problems in what pydantic reports about `model`."""
+    """Yield the problems in a validation error that pydantic raised for `model`."""
     for item in error.errors(include_url=False):
-        yield from _READERS.get(item["type"], _wrong_value)(item, model)
+        yield from _READERS.get(item["type"], _read_wrong_value)(item, model)
 
 
 def recipe_error(
     problems: Sequence[RecipeProblem], locate: KeyLocator, kind: type[RecipeError]
 ) -> RecipeError:
-    """One error for all problems, with the place of each.
+    """Make one error of all problems, with the place of each.
 
     Args:
         problems: at least one.
-        locate: says where the keys of a problem were written.
+        locate: returns where the keys of a problem were written.
         kind: the class of the error.
     """
     if len(problems) == 1:
         problem = problems[0]
-        return kind(_line(problem), where=locate(problem.paths))
-    lines = [f"{locate(problem.paths)}: {_line(problem)}" for problem in problems]
+        return kind(_problem_line(problem), where=locate(problem.paths))
+    lines = [f"{locate(problem.paths)}: {_problem_line(problem)}" for problem in problems]
     return kind("\n  ".join([f"{len(lines)} errors:", *lines]))
 
 
-def _line(problem: RecipeProblem) -> str:
+def _problem_line(problem: RecipeProblem) -> str:
     key = dotted_key(problem.paths[0])
     return f"{key}: {problem.message}" if key else problem.message
 
 
-def _wrong_value(item: ErrorDetails, model: type[BaseModel]) -> Iterator[RecipeProblem]:
+def _read_wrong_value(item: ErrorDetails, model: type[BaseModel]) -> Iterator[RecipeProblem]:
     path, value = item["loc"], item["input"]
     message = expected_message(expected_at(model, path), value, choices_at(model, path))
     if item["type"] == "int_type" and isinstance(value, float) and value.is_integer():
@@ -223,20 +227,20 @@ def _wrong_value(item: ErrorDetails, model: type[BaseModel]) -> Iterator[RecipeP
     yield RecipeProblem((path,), message)
 
 
-def _no_text(item: ErrorDetails, model: type[BaseModel]) -> Iterator[RecipeProblem]:
-    """A name of a file or folder that is not UTF-8, or that the locale of this process cannot say."""
-    found = shown_value(item["input"])
+def _read_undecodable_text(item: ErrorDetails, model: type[BaseModel]) -> Iterator[RecipeProblem]:
+    """Report the name of a file that is not UTF-8, or that the locale of this process cannot decode."""
+    shown = shown_value(item["input"])
     yield RecipeProblem(
-        (item["loc"],), f"expected text in UTF-8, found {found}; rename it, or set PYTHONUTF8=1"
+        (item["loc"],), f"expected text in UTF-8, found {shown}; rename it, or set PYTHONUTF8=1"
     )
 
 
-def _missing(item: ErrorDetails, model: type[BaseModel]) -> Iterator[RecipeProblem]:
+def _read_missing_key(item: ErrorDetails, model: type[BaseModel]) -> Iterator[RecipeProblem]:
     path = item["loc"]
     yield RecipeProblem((path,), f"expected {expected_at(model, path)}, but it is missing")
 
 
-def _unknown_key(item: ErrorDetails, model: type[BaseModel]) -> Iterator[RecipeProblem]:
+def _read_unknown_key(item: ErrorDetails, model: type[BaseModel]) -> Iterator[RecipeProblem]:
     path = item["loc"]
     keys = keys_at(model, path[:-1])
     near = _closest_key(path, keys, model)
@@ -245,7 +249,10 @@ def _unknown_key(item: ErrorDetails, model: type[BaseModel]) -> Iterator[RecipeP
 
 
 def _closest_key(path: KeyPath, keys: Sequence[str], model: type[BaseModel]) -> str | None:
-    """The key that was meant: in the same table, else of the same name anywhere, else of a near spelling."""
+    """Return the key that was probably meant.
+
+    That is a similar key of the same table, else a key of the same name in any table, else any similar key.
+    """
     known = tuple(known_keys(model))
     near = closest_word(str(path[-1]), keys)
     if near:
@@ -259,105 +266,141 @@ def _read_refusal(item: ErrorDetails, model: type[BaseModel]) -> Iterator[Recipe
 
 
 def _read_conflicts(item: ErrorDetails, model: type[BaseModel]) -> Iterator[RecipeProblem]:
-    for fields, message, idle in item["ctx"]["conflicts"]:
-        yield RecipeProblem(tuple((*item["loc"], *field.split(".")) for field in fields), message, idle)
+    for keys, message, can_drop in item["ctx"]["conflicts"]:
+        paths = tuple((*item["loc"], *key.split(".")) for key in keys)
+        yield RecipeProblem(paths, message, can_drop)
 
 
 _READERS = {
-    "extra_forbidden": _unknown_key,
-    "missing": _missing,
-    "string_unicode": _no_text,
+    "extra_forbidden": _read_unknown_key,
+    "missing": _read_missing_key,
+    "string_unicode": _read_undecodable_text,
     "refused": _read_refusal,
     "conflicts": _read_conflicts,
 }
 
-NEEDS_HELD_OUT = "with held-out data"
-_NEEDS_SUMS = "where several ranks sum gradients"
-SESSION_NEEDS: Mapping[str, str] = MappingProxyType(
-    {
-        "batch.sync_batchnorm": "where the model has BatchNorm",
-        "evaluate.every_steps": NEEDS_HELD_OUT,
-        "evaluate.batch": NEEDS_HELD_OUT,
-        "evaluate.max_samples": NEEDS_HELD_OUT,
-        "security.tls": "with a server, or where a job has several nodes",
-        "tensor": "where the strategy has tensor",
-        "strategy.balance": "where several replicas share a batch",
-        "strategy.codec": _NEEDS_SUMS,
-        "strategy.route": "where several ranks send each other tensors",
-        "runtime.bucket_bytes": _NEEDS_SUMS,
-        "runtime.bucket_latency": "where ranks of several hosts sum gradients",
-        "runtime.link_profile": "where ranks of several hosts sum gradients",
-    }
-)
-"""When a key acts, of those that a recipe alone cannot tell."""
+# ---------------------------------------------------------------------- what a key needs to have an effect
+
+NeedScope = Literal["table", "strategy", "recipe", "session"]
+"""What `FieldNeed.met` is called with: the table of the field, a Strategy with its replicas filled in, the
+Recipe, or the `SessionFacts` of a session that is about to start."""
 
 
-class FieldNeed(NamedTuple):
-    """What a key needs to act.
+@dataclass(frozen=True)
+class FieldNeed:
+    """A marker in `Annotated`: what must hold for the value of a field to have an effect, or to be possible.
+
+    Needs of scope "table" and "recipe" are errors of the constructor. Those of scope "strategy" are reasons of
+    `support` (a strategy has to be parsed before the nearest supported one can be named), and those of scope
+    "session" are warnings when a session starts, because only the task and the processes decide them.
 
     Args:
-        of: the keys that decide, from the same table on, dotted.
-        met: whether a table gives it.
-        acts: when it acts, in a few words: "with workers".
-        found: what was found instead; `{t}` is the table.
+        met: whether the need is met, given the object of its scope.
+        only: for the reference page, when the key has an effect: "with workers". Empty for a contradiction.
+        found: what was found instead; `{t}` is the object of the scope.
+        keys: the other keys that decide, dotted from the scope on.
+        scope: see `NeedScope`.
+        when: the values that have this need; None: all but the default.
+        reason: the whole message, in place of "expected only {only}, {found}": text with `{t}`, or a function.
+        change_first: the key to change, where that is another one than the field's.
+        is_conflict: the value contradicts other keys. An override that causes it does not remove the key, as
+            it does for one that only loses its effect.
     """
 
-    of: tuple[str, ...]
-    met: Callable[[Any], bool]
-    acts: str
-    found: str
+    met: Callable[[Any], Any]
+    only: str = ""
+    found: str = ""
+    keys: tuple[str, ...] = ()
+    scope: NeedScope = "table"
+    when: Callable[[Any], Any] | None = None
+    reason: str | Callable[[Any], str] = ""
+    change_first: str = ""
+    is_conflict: bool = False
 
-    def conflict(self, name: str, table: BaseModel) -> KeyConflict:
-        """Of the key `name`, which is set and cannot act."""
-        return KeyConflict(
-            (name, *self.of), f"expected only {self.acts}, {self.found.format(t=table)}", idle=True
-        )
+    def is_unmet(self, key: str, scope: Any, default: Any) -> bool:
+        """Return whether the value of `key` has this need, and it is not met.
+
+        Args:
+            key: dotted from `scope` on.
+            scope: the object that `met` takes; for scope "session" its `recipe` holds the key.
+            default: of the key.
+        """
+        value = get_value(scope.recipe if self.scope == "session" else scope, key)
+        concerned = self.when(value) if self.when else value != default
+        return bool(concerned) and not self.met(scope)
+
+    def message(self, scope: Any) -> str:
+        """Return what was expected and what was found."""
+        if callable(self.reason):
+            return self.reason(scope)
+        if self.reason:
+            return self.reason.format(t=scope)
+        return f"expected only {self.only}, {self.found.format(t=scope)}"
+
+    def conflict(self, key: str, scope: Any) -> KeyConflict:
+        """Return the conflict of `key`, whose need is not met."""
+        keys = dict.fromkeys((self.change_first or key, key, *self.keys))
+        return KeyConflict(tuple(keys), self.message(scope), can_drop=not self.is_conflict)
 
 
-def find_unmet_needs(table: Any) -> Iterator[KeyConflict]:
-    """The keys of a table that are set and cannot act."""
-    for name, need in table.needs.items():
-        if not need.met(table) and get_value(table, name) != default_value(type(table), name):
-            yield need.conflict(name, table)
+@cache
+def list_needs(model: type[BaseModel]) -> tuple[tuple[str, FieldNeed], ...]:
+    """Return every need of a model and of its tables, each with its dotted key, in the order of the fields."""
+    needs: list[tuple[str, FieldNeed]] = []
+    for name, field in model.model_fields.items():
+        needs += [(name, marker) for marker in field.metadata if isinstance(marker, FieldNeed)]
+        inner: Any = field.annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            needs += [(f"{name}.{key}", need) for key, need in list_needs(inner)]
+    return tuple(needs)
+
+
+def find_unmet_needs(owner: BaseModel, scope: NeedScope) -> Iterator[KeyConflict]:
+    """Yield a conflict for each need of one scope that `owner` does not meet.
+
+    Args:
+        owner: the object of the scope. For "table" only its own fields are checked, since a nested table has
+            checked its fields itself.
+    """
+    model = type(owner)
+    for key, need in list_needs(model):
+        nested = scope == "table" and "." in key
+        if need.scope == scope and not nested and need.is_unmet(key, owner, default_value(model, key)):
+            yield need.conflict(key, owner)
+
+
+def need_text(model: type[BaseModel], key: str) -> str:
+    """Return in a few words when a dotted key has an effect; empty: always."""
+    return ", and ".join(
+        dict.fromkeys(need.only for name, need in list_needs(model) if name == key and need.only)
+    )
 
 
 def get_value(table: Any, key: str) -> Any:
-    """The value of a dotted key."""
-    for part in key.split("."):
-        table = getattr(table, part)
+    """Return the value of a dotted key."""
+    for name in key.split("."):
+        table = getattr(table, name)
     return table
 
 
 def default_value(model: type[BaseModel], key: str) -> Any:
-    """The default of a dotted key."""
+    """Return the default of a dotted key."""
     *tables, name = key.split(".")
-    for part in tables:
-        inside: Any = model.model_fields[part].annotation
-        model = inside
+    for table in tables:
+        inner: Any = model.model_fields[table].annotation
+        model = inner
     return model.model_fields[name].get_default(call_default_factory=True)
 
 
-def need_text(model: type[BaseModel], key: str) -> str:
-    """When a dotted key acts, in a few words; empty: always."""
-    return next((need.acts for name, need in list_needs(model) if name == key), SESSION_NEEDS.get(key, ""))
-
-
-def list_needs(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldNeed]]:
-    """Every need of a model and of its tables, each by its dotted key."""
-    for name, need in getattr(model, "needs", {}).items():
-        yield prefix + name, need
-    for name, field in model.model_fields.items():
-        inside: Any = field.annotation
-        if isinstance(inside, type) and issubclass(inside, BaseModel):
-            yield from list_needs(inside, f"{prefix}{name}.")
+# ---------------------------------------------------------------------- the base class
 
 
 class RecipeTable(BaseModel):
     """A frozen table of a recipe.
 
     Raises:
-        RecipeError: a key is unknown or missing, or a value is of the wrong type, impossible, or does
-            not agree with another; one error names them all.
+        RecipeError: a key is unknown or missing, or a value is of the wrong type, impossible, or contradicts
+            another one; a single error names them all.
     """
 
     model_config = ConfigDict(
@@ -369,7 +412,7 @@ class RecipeTable(BaseModel):
     )
     error_class: ClassVar[type[RecipeError]] = RecipeError
     expects: ClassVar[str] = "a table"
-    needs: ClassVar[Mapping[str, FieldNeed]] = {}
+    checked_scopes: ClassVar[tuple[NeedScope, ...]] = ("table",)
 
     def __init__(self, /, **values: Any) -> None:
         try:
@@ -386,8 +429,8 @@ class RecipeTable(BaseModel):
         """Validate values that were written elsewhere.
 
         Args:
-            values: a mapping of plain values (or what else this table accepts).
-            locate: says where a key was written.
+            values: a mapping of plain values (or whatever else this table accepts).
+            locate: returns where a key was written.
         Raises:
             RecipeError: as for the constructor, with these places.
         """
@@ -397,19 +440,15 @@ class RecipeTable(BaseModel):
             raise _to_recipe_error(error, cls, locate) from None
 
     def replace(self, **changes: Any) -> Self:
-        """A copy with some fields changed, validated like a new one."""
-        kept = {name: getattr(self, name) for name in self.model_fields_set}
-        return type(self)(**{**kept, **changes})
-
-    def conflicts(self) -> Iterator[KeyConflict]:
-        """The fields of this table that do not agree; called when each of them is valid alone."""
-        return iter(())
+        """Return a copy with some fields changed, validated like a new one."""
+        values = {name: getattr(self, name) for name in self.model_fields_set}
+        return type(self)(**{**values, **changes})
 
     @model_validator(mode="after")
-    def _agree(self) -> Self:
-        found = (*find_unmet_needs(self), *self.conflicts())
-        if found:
-            raise conflict_error(found)
+    def _check_needs(self) -> Self:
+        conflicts = [conflict for scope in self.checked_scopes for conflict in find_unmet_needs(self, scope)]
+        if conflicts:
+            raise conflict_error(conflicts)
         return self
 
 
@@ -418,7 +457,4 @@ def _to_recipe_error(error: ValidationError, model: type[RecipeTable], locate: K
 
 
 def _constructor_locator(model: type[RecipeTable]) -> KeyLocator:
-    def locate(paths: Sequence[KeyPath]) -> str:
-        return f"{model.__name__}(...)"
-
-    return locate
+    return lambda paths: f"{model.__name__}(...)"

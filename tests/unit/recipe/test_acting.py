@@ -1,4 +1,4 @@
-"""A key that is set and cannot act is an error or a warning: every key of a recipe is looked at here."""
+"""Keys that have no effect, or contradict others: every need of every key of a recipe has a case here."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ import torch
 from paceline.errors import RecipeError
 from paceline.job.cluster import Cluster
 from paceline.job.mesh import Mesh, RankGroup
-from paceline.recipe import Recipe, load_recipe
+from paceline.recipe import Recipe, Strategy, load_recipe, support
 from paceline.recipe.validation import (
-    SESSION_NEEDS,
+    FieldNeed,
+    NeedScope,
     default_value,
     get_value,
-    known_keys,
     list_needs,
-    need_text,
 )
 from paceline.session.build import build_session
 from paceline.session.start_warnings import find_unused_keys
@@ -29,11 +28,20 @@ DIGITS = {"task": "digits", "steps": 1, "options": {"model": "mlp", "hidden": [8
 
 
 class Case(NamedTuple):
-    """A value of a key that is not its default, what lets it act, and what keeps it from that."""
+    """A value of a key that is not its default, keys with which it has an effect, and keys with which not."""
 
     value: Any
     acts_with: dict[str, Any]
     idle_with: dict[str, Any] = {}  # noqa: RUF012
+
+
+def needs_of(*scopes: NeedScope, is_conflict: bool = False) -> dict[str, list[FieldNeed]]:
+    """The needs of some scopes by key."""
+    found: dict[str, list[FieldNeed]] = {}
+    for key, need in list_needs(Recipe):
+        if need.scope in scopes and need.is_conflict == is_conflict:
+            found.setdefault(key, []).append(need)
+    return found
 
 
 FP16 = {"precision.compute": "fp16"}
@@ -98,17 +106,24 @@ def recipe(**keys: Any) -> Recipe:
     return Recipe(**values)
 
 
-def test_there_is_a_case_for_every_key_that_does_not_always_act() -> None:
-    assert {key for key, _ in list_needs(Recipe)} == set(CASES)
-    assert set(CASES) | set(SESSION_NEEDS) <= set(known_keys(Recipe))
+def test_there_is_a_case_for_every_key_that_may_have_no_effect() -> None:
+    assert set(needs_of("table", "recipe")) == set(CASES)
+    assert set(needs_of("table", "recipe", is_conflict=True)) == {key for key, *_ in CONFLICTS}
+    assert set(needs_of("strategy")) == set(STRATEGY_CASES)
+    assert set(needs_of("session")) == set(SESSION_CASES)
+    assert len(list_needs(Recipe)) == len(
+        [need for _, need in list_needs(Recipe) if need.only or need.reason]
+    )
     assert all(case.value != default_value(Recipe, key) for key, case in CASES.items())
 
 
 @pytest.mark.parametrize("key", CASES)
-def test_a_key_that_cannot_act_is_an_error_that_names_it_and_what_it_needs(key: str) -> None:
+def test_a_key_without_effect_is_an_error_that_names_it_and_what_it_needs(key: str) -> None:
     value, acts_with, idle_with = CASES[key]
     assert get_value(recipe(**{key: value}, **acts_with), key) == value
-    with pytest.raises(RecipeError, match=rf"{key}: expected only {need_text(Recipe, key)}"):
+    with pytest.raises(
+        RecipeError, match=rf"{key}: expected only {needs_of('table', 'recipe')[key][0].only}"
+    ):
         recipe(**{key: value}, **idle_with)
     unset = {key: default_value(Recipe, key)}
     assert get_value(recipe(**unset, **idle_with), key) == default_value(Recipe, key)
@@ -127,9 +142,133 @@ def test_what_is_typed_takes_out_what_can_no_longer_act(key: str, tmp_path: Path
         assert get_value(load_recipe(tmp_path / "a.toml", typed), key) == default_value(Recipe, key)
 
 
-# What only the task and the processes can tell
+# Contradictions: the key, what contradicts, and the key that the error asks to change
 
-HERE_CASES: dict[str, Any] = {
+CONFLICTS: tuple[tuple[str, dict[str, Any], str], ...] = (
+    ("batch.shards", {"batch.shards": 64}, "batch.shards: expected at most batch.size = 32, found 64"),
+    (
+        "batch.accumulation",
+        {"batch.accumulation": 64},
+        "batch.accumulation: expected at most batch.size = 32",
+    ),
+    ("batch.accumulation", {"batch.accumulation": 2, "batch.shards": 2}, "expected one of both"),
+    ("batch.sync_batchnorm", {"batch.sync_batchnorm": True, "reproducible": True}, "with this reproducible"),
+    (
+        "batch.sync_batchnorm",
+        {"batch.sync_batchnorm": True, "batch.accumulation": 2},
+        "with this batch.accumu",
+    ),
+    ("batch.sync_batchnorm", {"batch.sync_batchnorm": True, "strategy": "tensor=2"}, "with this strategy"),
+    (
+        "batch.sync_batchnorm",
+        {"batch.sync_batchnorm": True, "strategy.balance": "speed"},
+        "with this strategy",
+    ),
+    ("batch.sync_batchnorm", {"batch.sync_batchnorm": True, "memory.recompute": "blocks"}, "this memory.rec"),
+    (
+        "batch.sync_batchnorm",
+        {"batch.sync_batchnorm": True, "runtime.compile": True},
+        "with this runtime.comp",
+    ),
+    (
+        "optimizer.nesterov",
+        {"optimizer.name": "sgd", "optimizer.nesterov": True},
+        "optimizer.nesterov: expected mom",
+    ),
+    ("schedule.decay", {"schedule.decay": "exponential"}, "schedule.rate: expected above 0"),
+    ("schedule.batch_scaling", {"schedule.batch_scaling": "sqrt"}, "schedule.base_batch: expected with"),
+    ("memory.recompute", {"memory.recompute": "segments", "runtime.compile": True}, 'expected "blocks"'),
+    (
+        "reproducible",
+        {"reproducible": True, "batch.accumulation": 2},
+        "batch.accumulation: expected batch.shards",
+    ),
+    (
+        "reproducible",
+        {"reproducible": True, "strategy": "codec=int8"},
+        "expected sync=every-step and codec=fp32",
+    ),
+    (
+        "reproducible",
+        {"reproducible": True, "strategy": "sync=local:2"},
+        "expected sync=every-step and codec",
+    ),
+    ("reproducible", {"reproducible": True, "strategy": "route=ring"}, "expected another route"),
+    ("reproducible", {"reproducible": True, "strategy": "balance=speed"}, "expected balance=even"),
+    ("reproducible", {"reproducible": True, "strategy": "pipeline=2 rechunk=1,2"}, "expected no rechunk"),
+    ("reproducible", {"reproducible": True, "strategy": "tensor=2"}, "expected tensor=1 with reproducible"),
+    ("reproducible", {"reproducible": True, "runtime.threads": 2}, "runtime: expected runtime.threads = 1"),
+    (
+        "reproducible",
+        {"reproducible": True, "runtime.compile": True},
+        "runtime: expected runtime.compile = false",
+    ),
+    ("strategy.lanes", {"strategy.lanes": 2, "runtime.threads": 2}, "a lane is one thread"),
+    ("strategy.lanes", {"strategy.lanes": 2, "runtime.compile": True}, "a lane runs a copy of the model"),
+    (
+        "strategy.sync",
+        {"strategy": "servers=1 sync=every-step@straggler,backup:1"},
+        "expected health.straggler",
+    ),
+    (
+        "strategy.sync",
+        {"strategy": "servers=1 sync=every-step@9,server", "loader.workers": 1},
+        "loader.workers: expected 0 with a switch to a server",
+    ),
+)
+
+
+@pytest.mark.parametrize(("key", "keys", "message"), CONFLICTS)
+def test_a_contradiction_is_an_error_that_names_the_key_to_change(
+    key: str, keys: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RecipeError) as raised:
+        recipe(**keys)
+    assert message in str(raised.value), key
+
+
+def test_an_override_does_not_remove_a_key_that_it_contradicts(tmp_path: Path) -> None:
+    """It removes keys that only lose their effect; a contradiction is for the user to decide."""
+    (tmp_path / "a.toml").write_text('task = "digits"\nsteps = 1\nbatch.sync_batchnorm = true\n')
+    with pytest.raises(RecipeError, match="does not go with this reproducible"):
+        load_recipe(tmp_path / "a.toml", ["reproducible=true"])
+
+
+def test_lanes_of_a_reproducible_run_are_reported_once() -> None:
+    with pytest.raises(RecipeError, match="inside an operation") as raised:
+        recipe(reproducible=True, **{"strategy.lanes": 2, "runtime.threads": 2})
+    assert "a lane is one thread" not in str(raised.value)
+
+
+# What only `support` refuses: a strategy without effect has to be parsed to name the nearest
+
+STRATEGY_CASES = {
+    "strategy.shard": ("shard=2", "shard=2 zero=1"),
+    "strategy.zero": ("zero=2", "shard=2 zero=2"),
+    "strategy.schedule": ("schedule=1f1b", "pipeline=2 schedule=1f1b"),
+    "strategy.stages": ("stages=time", "pipeline=2 stages=time"),
+    "strategy.partition": (
+        "servers=1 sync=server partition=max-size:9",
+        "servers=2 sync=server partition=max-size:9",
+    ),
+    "strategy.balance": ("sync=local:2 balance=speed", "balance=speed"),
+    "strategy.codec": ("route=shared-memory codec=int8", "route=ring codec=int8"),
+    "strategy.route": ("sync=gossip:2 route=ring", "route=ring"),
+    "strategy.channel": ("channel=grpc", "sync=gossip:2 channel=grpc"),
+}
+
+
+@pytest.mark.parametrize("key", STRATEGY_CASES)
+def test_a_term_without_effect_is_a_reason_of_support(key: str) -> None:
+    (need,) = needs_of("strategy")[key]
+    idle, acting = (Strategy.parse(text) for text in STRATEGY_CASES[key])
+    assert str(need.reason) in support(idle, processes=4, shards=8).reason
+    assert support(acting, processes=4, shards=8).ok, support(acting, processes=4, shards=8).reason
+
+
+# What only the task and the processes decide
+
+SESSION_CASES: dict[str, Any] = {
     "batch.sync_batchnorm": True,
     "evaluate.every_steps": 3,
     "evaluate.batch": 5,
@@ -139,32 +278,29 @@ HERE_CASES: dict[str, Any] = {
     "strategy.balance": "speed",
     "strategy.codec": "int8",
     "strategy.route": "tree",
+    "strategy.sync": "local:2",
     "runtime.bucket_bytes": 1024,
     "runtime.bucket_latency": 0.05,
     "runtime.link_profile": "links.json",
 }
 
 
-def said(key: str, value: Any, held_out: bool = False) -> list[str]:
-    """What building a session on one rank says of a key."""
+def warnings_about(key: str, value: Any, held_out: bool = False) -> list[str]:
+    """The warnings about a key when a session is built on one rank."""
     chosen = recipe(**{key: value, "runtime.device": "cpu"})
     task = load_task("digits", dict(chosen.options), 1, Path.cwd(), Path.cwd())
     task = task if held_out else replace(task, held_out=None)
-    told: list[str] = []
-    build_session(chosen, task, Cluster.single(), torch.device("cpu"), warn=told.append).close()
-    return [text for text in told if text.startswith(f"{key} = ")]
+    messages: list[str] = []
+    build_session(chosen, task, Cluster.single(), torch.device("cpu"), warn=messages.append).close()
+    return [text for text in messages if text.startswith(f"warning: {key} = ")]
 
 
-def test_there_is_a_case_for_every_key_of_the_task_and_the_processes() -> None:
-    assert set(HERE_CASES) == set(SESSION_NEEDS)
-
-
-@pytest.mark.parametrize("key", HERE_CASES)
-def test_a_key_that_cannot_act_here_is_named_when_the_session_is_built(key: str) -> None:
-    (text,) = said(key, HERE_CASES[key])
+@pytest.mark.parametrize("key", SESSION_CASES)
+def test_a_key_without_effect_is_named_when_the_session_is_built(key: str) -> None:
+    (text,) = warnings_about(key, SESSION_CASES[key])
     assert "has no effect: " in text
     if key.startswith("evaluate"):
-        assert said(key, HERE_CASES[key], held_out=True) == []
+        assert warnings_about(key, SESSION_CASES[key], held_out=True) == []
 
 
 def two(axis: str) -> Mesh:

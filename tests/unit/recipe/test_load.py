@@ -155,7 +155,7 @@ def test_a_syntax_error_names_file_and_line(write: Write, text: str, line: int, 
     error = refuse(path)
     assert error.where == f"{path}, line {line}"
     assert error.what.startswith(what)
-    assert "quoted" in error.next_step
+    assert "quotes" in error.next_step
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path, write: Write) -> None:

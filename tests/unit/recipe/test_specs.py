@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from pydantic_core import PydanticCustomError
 
 from paceline.errors import StrategyError
 from paceline.plan import plan_memory
 from paceline.recipe import Strategy, support
-from paceline.recipe.registry import word_spec as specs_module
-from paceline.recipe.registry.route_specs import ChannelSpec
-from paceline.recipe.registry.sync_specs import ALL_SPECS
-from paceline.recipe.registry.word_spec import (
+from paceline.recipe.registry import (
+    ALL_SPECS,
+    ChannelSpec,
     CodecSpec,
     LayoutSpec,
     OptimizerSpec,
     RouteSpec,
     ScheduleSpec,
+    SinkSpec,
     StrategyRefusal,
     SyncSpec,
     WordSpec,
     builtin_specs,
     find_spec,
+    forget_plugins,
     known_specs,
+    parse_word,
     plugin_specs,
+    word_spec,
 )
 from tests.unit.plan.gpt_jobs import gpt, recipe
 
@@ -37,11 +42,11 @@ KINDS: tuple[type[WordSpec], ...] = (
     ScheduleSpec,
     LayoutSpec,
     OptimizerSpec,
+    SinkSpec,
 )
 
 PLUGIN = """
-from paceline.recipe.registry.route_specs import ChannelSpec
-from paceline.recipe.registry.word_spec import CodecSpec, LayoutSpec, StrategyRefusal
+from paceline.recipe.registry import ChannelSpec, CodecSpec, LayoutSpec, StrategyRefusal
 
 ROUND = CodecSpec(
     word="round",
@@ -63,12 +68,12 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (tmp_path / "other_words.py").write_text(PLUGIN)
     (about / "entry_points.txt").write_text(
         "[paceline.codec]\nround = other_words:ROUND\nfp32 = other_words:AUTO\n"
-        "[paceline.parallel]\nfold = other_words:FOLD\n[paceline.channel]\npigeon = other_words:PIGEON\n"
+        "[paceline.layout]\nfold = other_words:FOLD\n[paceline.channel]\npigeon = other_words:PIGEON\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    specs_module._load_plugins.cache_clear()
+    forget_plugins()
     yield
-    specs_module._load_plugins.cache_clear()
+    forget_plugins()
 
 
 def test_every_word_is_found_by_its_name_and_kind_and_no_word_twice() -> None:
@@ -87,11 +92,13 @@ def test_what_is_built_can_be_loaded_and_its_example_is_a_strategy() -> None:
         for spec in builtin_specs(kind).values():
             if spec.is_built:
                 assert callable(spec.load()) and spec.summary
-            if kind not in (LayoutSpec, OptimizerSpec):
+            if kind not in (LayoutSpec, OptimizerSpec, SinkSpec):
                 text = f"{spec.with_terms} {kind.choice}={spec.example}"
                 assert getattr(Strategy.parse(text), kind.choice) == spec.example
             if spec.argument is not None:
-                assert spec.argument.fits(spec.argument.example) and not spec.argument.fits("")
+                assert parse_word(kind, f"{spec.word}:{spec.argument.example}").argument is not None
+                with pytest.raises(PydanticCustomError, match=re.escape(spec.argument.says)):
+                    parse_word(kind, f"{spec.word}:")
 
 
 def test_a_strategy_names_its_cuts_in_their_order() -> None:
@@ -109,7 +116,7 @@ def test_words_of_an_installed_package_are_known_beside_the_own(package: None) -
     found = find_spec(CodecSpec, "round")
     assert found is not None and found.load()(1.5) == 1
     assert list(plugin_specs(LayoutSpec)) == ["fold"] and not plugin_specs(RouteSpec)
-    assert Strategy.parse("codec=round").form is found
+    assert Strategy.parse("codec=round").codec_spec is found
     assert support(Strategy.parse("codec=round"), processes=2, shards=8).ok
     carried = Strategy.parse("servers=1 sync=server channel=pigeon")
     assert carried.channel_spec.load()(4) == 2 and support(carried, processes=2, shards=8).ok
@@ -124,7 +131,7 @@ def test_words_of_an_installed_package_are_known_beside_the_own(package: None) -
 
 
 def test_memory_of_a_cut_without_a_form_is_refused_and_not_guessed(package: None) -> None:
-    with pytest.raises(StrategyError, match="what cut=fold keeps in memory has no closed form yet"):
+    with pytest.raises(StrategyError, match="the memory of cut=fold is not planned"):
         plan_memory(recipe("cut=fold"), gpt(), 1)
 
 
@@ -146,7 +153,7 @@ def test_an_entry_of_another_kind_is_not_taken_for_one(
 ) -> None:
     refusal = StrategyRefusal("never", lambda s: False)
     monkeypatch.setattr(
-        specs_module,
+        word_spec,
         "_load_plugins",
         lambda choice: (RouteSpec(word="sideways", build="math:floor", refusals=(refusal,)),),
     )

@@ -10,8 +10,7 @@ import pytest
 
 from paceline.errors import StrategyError
 from paceline.recipe import PRESETS, Recipe, Strategy
-from paceline.recipe.registry.route_specs import ChannelSpec
-from paceline.recipe.registry.word_spec import (
+from paceline.recipe.registry import (
     CodecSpec,
     RouteSpec,
     ScheduleSpec,
@@ -19,6 +18,7 @@ from paceline.recipe.registry.word_spec import (
     WordSpec,
     known_specs,
 )
+from paceline.recipe.registry.route_specs import ChannelSpec
 
 
 def examples(kind: type[WordSpec]) -> list[str]:

@@ -9,8 +9,8 @@ import pytest
 
 from paceline.errors import StrategyError
 from paceline.recipe import PRESETS, Strategy, list_strategies, resolve_strategy, support
+from paceline.recipe.registry import CodecSpec, RouteSpec, ScheduleSpec, SyncSpec, known_specs
 from paceline.recipe.registry.route_specs import ChannelSpec
-from paceline.recipe.registry.word_spec import CodecSpec, RouteSpec, ScheduleSpec, SyncSpec, known_specs
 from paceline.recipe.support import SupportResult, num_ranks
 from tests.unit.recipe.test_strategy import draw
 
@@ -306,7 +306,7 @@ def test_resolve_returns_the_strategy_or_raises_with_reason_and_nearest() -> Non
     assert caught.value.where == 'strategy "replicas=all shard=2 zero=2 sync=federated:10" on 4 processes'
     assert (
         caught.value.next_step
-        == 'the nearest that works is "replicas=1 shard=2 zero=2 tensor=2 sync=every-step" on 4 processes'
+        == 'the nearest supported strategy is "replicas=1 shard=2 zero=2 tensor=2 sync=every-step" on 4 processes'
     )
 
 

@@ -1,123 +1,181 @@
-"""The words of what goes over the wire and along which path: one line of registration each."""
+"""The codecs of collectives, and the class of their specifications."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from paceline.recipe.registry.word_spec import CodecSpec, RouteSpec, StrategyRefusal, WordArgument
+from paceline.recipe.registry.word_spec import StrategyRefusal, WordArgument, WordSpec, integer_argument
 
 if TYPE_CHECKING:
-    from paceline.recipe.strategy import Strategy
+    pass
+
+PLAIN_CODEC = "fp32"
+LOSSLESS_CODEC = "lossless"
 
 
-def integer_argument(smallest: int, example: str, largest: int = 1 << 31) -> WordArgument:
-    """Integers from one to another."""
-    says = f"an integer >= {smallest}" if largest == 1 << 31 else f"an integer from {smallest} to {largest}"
-    return WordArgument(example, says, lambda text: text.isdecimal() and smallest <= int(text) <= largest)
+@dataclass(frozen=True, kw_only=True)
+class CodecSpec(WordSpec):
+    """The specification of the encoding of collectives: `build(argument) -> Codec | None`.
+
+    `argument` is the value that `WordArgument.parse` makes; None where the word stands alone.
+
+    Args:
+        exact: decoding restores the same bits.
+        is_identity: values travel as they are, so there is no codec.
+        uses_error_feedback: the quantisation error is kept and added to the next values.
+        is_unbiased: given the argument, whether errors are zero in the mean and need no error feedback.
+        sparsifies: it leaves out some values, and another codec may encode the others: `topk:0.01+int4`.
+        after: where it may follow in a chain: a codec that leaves out "values", or any codec ("bytes").
+        join: `module:name` of `join(earlier, this) -> Codec`, for a codec that follows another one.
+        summed: `module:name` of `summed(path, argument, seed) -> Collective`, for codecs whose sum is not
+            that of decoded parts.
+        has_momentum: it applies momentum where gradients are sent, so the optimizer must not.
+        clip_norm: given the argument, the norm to which each rank clips what it sends; None: no clipping.
+        compiled: it has compiled CPU kernels.
+    """
+
+    choice = "codec"
+    exact: bool = False
+    is_identity: bool = False
+    uses_error_feedback: bool = True
+    is_unbiased: Callable[[Any], bool] = lambda argument: False
+    sparsifies: bool = False
+    after: Literal["", "values", "bytes"] = ""
+    join: str = ""
+    summed: str = ""
+    has_momentum: bool = False
+    clip_norm: Callable[[Any], float | None] = lambda argument: None
+    compiled: bool = False
+
+    def can_follow(self, earlier: CodecSpec) -> bool:
+        """Return whether it may follow another codec in a chain."""
+        return self.after == "bytes" or (self.after == "values" and earlier.sparsifies)
 
 
-def _is_share_or_count(text: str) -> bool:
-    if text.isdecimal():
-        return int(text) > 0
-    try:
-        return 0.0 < float(text) <= 1.0
-    except ValueError:
-        return False
+class DgcArgument(NamedTuple):
+    """The argument of `dgc:K:M:C`.
+
+    Args:
+        kept: an int is a number of values, a float a share of them.
+        momentum: below 1; None: the codec's default.
+        clip_norm: the norm to which each rank clips its gradient; None: no clipping.
+    """
+
+    kept: int | float
+    momentum: float | None = None
+    clip_norm: float | None = None
 
 
-def _is_dgc_argument(text: str) -> bool:
-    kept, *more = text.split(":")
-    try:
-        numbers = [float(x) for x in more]
-    except ValueError:
-        return False
-    positive = all(0.0 < x < inf for x in numbers)
-    return _is_share_or_count(kept) and len(numbers) <= 2 and positive and all(x < 1.0 for x in numbers[:1])
+def _parse_rounding(text: str) -> bool:
+    """Return whether rounding is stochastic."""
+    if text not in ("nearest", "stochastic"):
+        raise ValueError(text)
+    return text == "stochastic"
 
 
-def _clips(strategy: Strategy) -> bool:
-    """Whether each rank clips what it sends."""
-    return any(spec.word == "dgc" and said.count(":") == 2 for spec, said in strategy.links)
+def _parse_kept(text: str) -> int | float:
+    """Return how many values are kept: a count as int, or a share of all values as float."""
+    kept = int(text) if text.isdecimal() else float(text)
+    if kept <= 0 or (isinstance(kept, float) and not kept <= 1.0):  # also refuses nan
+        raise ValueError(text)
+    return kept
 
 
-_ROUNDING = WordArgument(
-    "stochastic", "nearest or stochastic", lambda text: text in ("nearest", "stochastic")
-)
-_SPARSITY_ARGUMENT = WordArgument("0.01", "a share above 0 and at most 1, or a count", _is_share_or_count)
+def _parse_dgc(text: str) -> DgcArgument:
+    kept, *others = text.split(":")
+    numbers = [float(number) for number in others]
+    if (
+        len(numbers) > 2
+        or not all(0.0 < number < inf for number in numbers)
+        or max(numbers[:1], default=0) >= 1
+    ):
+        raise ValueError(text)
+    return DgcArgument(_parse_kept(kept), *numbers)
+
+
+_ROUNDING = WordArgument("stochastic", "nearest or stochastic", _parse_rounding)
+_SPARSITY_ARGUMENT = WordArgument("0.01", "a share above 0 and at most 1, or a count", _parse_kept)
 _DGC_ARGUMENT = WordArgument(
     "0.01:0.9",
     "a share or a count, behind a colon a momentum below 1, behind another the norm that ranks clip to",
-    _is_dgc_argument,
+    _parse_dgc,
 )
-_NOT_GRADIENTS = StrategyRefusal(
-    "dgc gives gradients their momentum once, where whole replicas sum them in every step: choose topk",
-    lambda s: s.sync != "every-step" or s.ranks_per_replica > 1,
+_DGC_NEEDS_GRADIENTS = StrategyRefusal(
+    "dgc applies momentum to gradients once, where whole replicas sum them in every step: choose topk",
+    lambda s: s.is_set("sync") or s.ranks_per_replica > 1,
 )
-_CLIPS_EQUALLY = StrategyRefusal(
-    "dgc clips on each rank to a part of the norm that goes with an equal share of the batch: leave out the"
+_DGC_NEEDS_EQUAL_SHARES = StrategyRefusal(
+    "dgc clips on each rank to the part of the norm that belongs to an equal share of the batch: leave out the"
     " norm behind the momentum, or balance=speed",
-    lambda s: s.balance == "speed" and any(map(_clips, s.codec_alternatives)),
+    lambda s: s.balances_by_speed and any(one.clip_norm is not None for one in s.codec_alternatives),
 )
-_CODED_VALUES = "paceline.comm.codecs.top_k:code_kept_values"
+_AUTO_CODEC_REFUSAL = StrategyRefusal(
+    "codec=auto measures sums of whole gradients, of replicas with or without zero: name the codec",
+    lambda s: not s.sync_spec.sums or bool(s.servers) or s.ranks_per_replica != s.shard or bool(s.cut),
+)
 
 
 def _value_codec(word: str, summary: str, build: str, argument: WordArgument | None = None) -> CodecSpec:
-    """A codec that codes every value, so it may stand behind one that leaves some out."""
+    """Return a codec that encodes every value, so that it may follow one that leaves some out."""
     return CodecSpec(
         word=word,
         summary=summary,
         build=f"paceline.comm.codecs.{build}",
         argument=argument,
         argument_may_be_missing=argument is _ROUNDING,
+        is_unbiased=lambda parsed: argument is _ROUNDING and bool(parsed),
         after="values",
-        join=_CODED_VALUES,
+        join="paceline.comm.codecs.top_k:code_kept_values",
+        compiled=True,
     )
 
 
-_AUTO_CODEC_REFUSAL = StrategyRefusal(
-    "codec=auto measures sums of whole gradients, of replicas with or without zero: name the codec",
-    lambda s: not s.rule.sums or bool(s.servers) or s.ranks_per_replica != s.shard or bool(s.cut),
-)
-
 CODEC_SPECS = (
     CodecSpec(
-        word="fp32",
+        word=PLAIN_CODEC,
         summary="values as they are",
         build="paceline.comm.codecs:no_codec",
         exact=True,
+        is_identity=True,
         uses_error_feedback=False,
     ),
-    _value_codec("bf16", "the upper halves of values", "bf16_fp16:bf16"),
-    _value_codec("fp16", "half floats, scaled so that none overflows", "bf16_fp16:fp16"),
-    _value_codec("int8", "8 bits with a scale for every block", "int8_int4_int2:int8", _ROUNDING),
-    _value_codec("int4", "4 bits with a scale for every block", "int8_int4_int2:int4", _ROUNDING),
-    _value_codec("int2", "2 bits with a scale for every block", "int8_int4_int2:int2", _ROUNDING),
+    _value_codec("bf16", "the upper 16 bits of values", "bf16_fp16:bf16"),
+    _value_codec("fp16", "16-bit floats, scaled so that none overflows", "bf16_fp16:fp16"),
+    _value_codec("int8", "8 bits per value, with a scale for each block", "int8_int4_int2:int8", _ROUNDING),
+    _value_codec("int4", "4 bits per value, with a scale for each block", "int8_int4_int2:int4", _ROUNDING),
+    _value_codec("int2", "2 bits per value, with a scale for each block", "int8_int4_int2:int2", _ROUNDING),
     _value_codec(
         "fixed",
-        "steps of one size, 2**-b of the largest value",
+        "fixed point, in steps of 2**-b of the largest value",
         "fixed_point:fixed_point",
         integer_argument(1, "8", 14),
     ),
-    _value_codec("sign", "one bit, and the mean magnitude of every block", "sign:sign"),
+    _value_codec("sign", "1 bit per value, with the mean magnitude of each block", "sign:sign"),
     CodecSpec(
         word="topk",
-        summary="the largest values of a row, the rest later",
+        summary="the largest values of a row; the others are sent later",
         argument=_SPARSITY_ARGUMENT,
         build="paceline.comm.codecs.top_k:top_k",
         sparsifies=True,
+        compiled=True,
     ),
     CodecSpec(
         word="dgc",
-        summary="topk of velocities: momentum where gradients are sent (Deep Gradient Compression)",
+        summary="topk with momentum before sending (Deep Gradient Compression)",
         argument=_DGC_ARGUMENT,
         build="paceline.comm.codecs.top_k:deep_gradient_compression_codec",
         summed="paceline.comm.collectives.coded_collective:deep_gradient_compression",
-        refusals=(_NOT_GRADIENTS, _CLIPS_EQUALLY),
+        has_momentum=True,
+        clip_norm=lambda argument: argument.clip_norm,
+        compiled=True,
+        refusals=(_DGC_NEEDS_GRADIENTS, _DGC_NEEDS_EQUAL_SHARES),
     ),
     CodecSpec(
         word="randomk",
-        summary="values at places drawn anew in every step, the rest later",
+        summary="values at random indices, new in every step; the others are sent later",
         argument=_SPARSITY_ARGUMENT,
         build="paceline.comm.codecs.top_k:random_k",
         sparsifies=True,
@@ -130,7 +188,7 @@ CODEC_SPECS = (
         summed="paceline.comm.collectives.power_sgd:power_sgd",
     ),
     CodecSpec(
-        word="lossless",
+        word=LOSSLESS_CODEC,
         summary="fewer bytes, the same bits",
         build="paceline.comm.codecs.lossless:lossless",
         exact=True,
@@ -140,76 +198,11 @@ CODEC_SPECS = (
     ),
     CodecSpec(
         word="auto",
-        summary="one of those that stand behind it, where it pays; alone: lossless or none",
-        argument=WordArgument("int8,topk:0.01", "codecs by comma", bool),
+        summary="one of the listed codecs, if it is faster; alone: lossless or none",
+        argument=WordArgument("int8,topk:0.01", "codecs by comma", lambda text: tuple(text.split(","))),
         argument_may_be_missing=True,
         build="paceline.tuning.codec_choice:choose_codec",
         chooses=True,
         refusals=(_AUTO_CODEC_REFUSAL,),
     ),
-)
-
-ROUTE_SPECS = (
-    RouteSpec(
-        word="auto",
-        summary="memory within a host, else by the size of a buffer and what links were measured to do",
-        build="paceline.tuning.route_choice:build_auto_route",
-        by_default=True,
-        ring_bytes=True,
-        in_memory=True,
-        coded=2,
-    ),
-    RouteSpec(
-        word="native",
-        summary="the collectives of torch.distributed",
-        build="paceline.comm.routes.native:build_native",
-        by_default=True,
-        ring_bytes=True,
-        coded=2,
-    ),
-    RouteSpec(
-        word="ring",
-        summary="messages from each rank to the next",
-        build="paceline.comm.routes.ring_route:build_ring",
-        any_order=True,
-        ring_bytes=True,
-        coded=1,
-    ),
-    RouteSpec(
-        word="tree",
-        summary="up and down a binomial tree",
-        build="paceline.comm.routes.tree_route:build_tree",
-        any_order=True,
-        coded=1,
-    ),
-    RouteSpec(
-        word="recursive-doubling",
-        summary="between ranks whose numbers differ in one bit",
-        build="paceline.comm.routes.recursive_doubling:build_recursive_doubling",
-        any_order=True,
-        coded=1,
-    ),
-    RouteSpec(
-        word="grid",
-        summary="along rows, then columns, then rows of a grid of ranks",
-        build="paceline.comm.routes.grid_route:build_grid",
-        any_order=True,
-        coded=1,
-    ),
-    RouteSpec(
-        word="hierarchical",
-        summary="inside nodes first",
-        build="paceline.comm.routes.hierarchical:build_hierarchical",
-        with_terms="replicas=4",
-        any_order=True,
-    ),
-    RouteSpec(
-        word="shared-memory",
-        summary="the memory of one host",
-        build="paceline.comm.routes.shared_memory:build_shared_memory",
-        coded=0,
-        ring_bytes=True,
-        in_memory=True,
-    ),
-    RouteSpec(word="server"),
 )

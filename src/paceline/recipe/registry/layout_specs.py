@@ -1,39 +1,91 @@
-"""The words of layouts and of schedules: one line of registration each."""
+"""The layouts of a model over ranks and the schedules of pipelines, and the classes of their specifications."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from paceline.pipeline_schedule.schedule_formats import is_schedule_file
 from paceline.pipeline_schedule.schedule_table import parts_divide_evenly
-from paceline.recipe.registry.word_spec import LayoutSpec, ScheduleSpec, StrategyRefusal, WordArgument
-from paceline.recipe.strategy_text import parse_counts
+from paceline.recipe.registry.word_spec import (
+    StrategyRefusal,
+    WordArgument,
+    WordSpec,
+    integer_argument,
+    parse_counts,
+)
 
 if TYPE_CHECKING:
     from paceline.recipe.strategy import Strategy
 
-_NO_LANES = StrategyRefusal(
+_FILE_PREFIX = "file:"
+_FILE_SUFFIX = ".csv"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleSpec(WordSpec):
+    """The specification of the order of a pipeline.
+
+    `build(num_stages, num_micro_batches[, argument]) -> ScheduleTable`.
+
+    Args:
+        reads_file: its argument is the path of a file with the table.
+    """
+
+    choice = "schedule"
+    reads_file: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutSpec(WordSpec):
+    """The specification of one partition of a model: `build(setting, material) -> ModelPartition`.
+
+    Args:
+        order: partitions are applied from the lowest to the highest.
+        inexact_reason: why results have other bits than those of one process; empty: they have the same.
+        applies: whether a strategy uses it.
+    """
+
+    choice = "layout"
+    order: int = 0
+    inexact_reason: str = ""
+    applies: Callable[[Strategy], bool] = lambda strategy: False
+
+
+def schedule_word(text: str) -> str:
+    """Return the word of a schedule: `FILE.csv` is short for `file:FILE.csv`."""
+    is_short = text.endswith(_FILE_SUFFIX) and not text.startswith(_FILE_PREFIX)
+    return f"{_FILE_PREFIX}{text}" if is_short else text
+
+
+def _parse_schedule_file(text: str) -> str:
+    if not text.endswith(_FILE_SUFFIX):
+        raise ValueError(text)
+    return text
+
+
+_NEEDS_ONE_LANE = StrategyRefusal(
     "stages that are lanes of one process run gpipe or 1f1b: leave out lanes, or choose one of these",
     lambda s: s.lanes > 1,
 )
 
 
-def _is_divided(strategy: Strategy) -> bool:
+def _divides_evenly(strategy: Strategy) -> bool:
     parts = parse_counts(strategy.rechunk)
     return len(parts) == strategy.pipeline and parts_divide_evenly(parts)
 
 
-_UNEVEN = StrategyRefusal(
-    "rechunk gives each stage of a pipeline a number, which divides its neighbours' or is divided by them,"
+_NEEDS_EVEN_PARTS = StrategyRefusal(
+    "rechunk has a number for each stage of a pipeline that divides its neighbours' or is divided by them,"
     " as in 1,2,4",
-    lambda s: bool(s.rechunk) and not _is_divided(s),
+    lambda s: bool(s.rechunk) and not _divides_evenly(s),
 )
-_NO_PARTS = StrategyRefusal(
+_NEEDS_WHOLE_SEQUENCES = StrategyRefusal(
     "rechunk divides micro-batches by samples, for ranks that run all positions: leave out rechunk, or lanes"
     " and context",
     lambda s: bool(s.rechunk) and (s.lanes > 1 or s.context > 1),
 )
-_NO_RECHUNK = StrategyRefusal(
+_NEEDS_NO_RECHUNK = StrategyRefusal(
     "rechunk makes a gpipe, 1f1b or zero-bubble of parts, and a file names parts itself: leave out rechunk or"
     " schedule",
     lambda s: bool(s.rechunk),
@@ -45,44 +97,45 @@ SCHEDULE_SPECS = (
         summary="all forwards, then all backwards",
         build="paceline.pipeline_schedule:gpipe",
         with_terms="pipeline=2",
-        refusals=(_UNEVEN, _NO_PARTS),
+        refusals=(_NEEDS_EVEN_PARTS, _NEEDS_WHOLE_SEQUENCES),
     ),
     ScheduleSpec(
         word="1f1b",
         summary="forwards and backwards in turn",
         build="paceline.pipeline_schedule:one_f_one_b",
         with_terms="pipeline=2",
-        refusals=(_UNEVEN, _NO_PARTS),
+        refusals=(_NEEDS_EVEN_PARTS, _NEEDS_WHOLE_SEQUENCES),
     ),
     ScheduleSpec(
         word="interleaved",
         summary="1f1b over several chunks of the model on each rank",
-        argument=WordArgument("2", "an integer >= 2", lambda text: text.isdecimal() and int(text) >= 2),
+        argument=integer_argument(2, "2"),
         build="paceline.pipeline_schedule:interleaved",
         with_terms="pipeline=2",
-        refusals=(_NO_LANES, _NO_RECHUNK),
+        refusals=(_NEEDS_ONE_LANE, _NEEDS_NO_RECHUNK),
     ),
     ScheduleSpec(
         word="zero-bubble",
-        summary="gradients of weights put off into what would be waiting",
+        summary="weight gradients moved into the idle time of stages",
         build="paceline.pipeline_schedule:zero_bubble",
         with_terms="pipeline=2",
-        refusals=(_NO_LANES, _UNEVEN, _NO_PARTS),
+        refusals=(_NEEDS_ONE_LANE, _NEEDS_EVEN_PARTS, _NEEDS_WHOLE_SEQUENCES),
     ),
     ScheduleSpec(
         word="file",
-        summary="the rows of a file, also written schedule=FILE.csv",
-        argument=WordArgument("schedule.csv", "a path that ends with .csv", is_schedule_file),
+        summary="the rows of a file; also written schedule=FILE.csv",
+        argument=WordArgument("schedule.csv", "a path that ends with .csv", _parse_schedule_file),
         build="paceline.pipeline_schedule:read_schedule_csv",
+        reads_file=True,
         with_terms="pipeline=2",
-        refusals=(_NO_LANES, _NO_RECHUNK),
+        refusals=(_NEEDS_ONE_LANE, _NEEDS_NO_RECHUNK),
     ),
 )
 
 LAYOUT_SPECS = (
     LayoutSpec(
         word="servers",
-        summary="parameters and optimizer state spread over several servers, by bytes",
+        summary="parameters and optimizer state divided among servers, by bytes",
         build="paceline.parallel.server_partition:partition_among_servers",
         order=5,
         applies=lambda s: s.servers > 1,
@@ -96,43 +149,43 @@ LAYOUT_SPECS = (
     ),
     LayoutSpec(
         word="tensor",
-        summary="large layers split, by a plan",
+        summary="large layers split according to a plan",
         build="paceline.parallel.tensor.tensor_plan:partition_tensors",
         order=20,
-        inexact_reason="a product that is cut adds up in another order",
+        inexact_reason="a split matrix product sums in another order",
         applies=lambda s: s.tensor > 1,
     ),
     LayoutSpec(
         word="context",
-        summary="every sequence split by positions, attention over all of them",
+        summary="sequences split by position, with attention over all positions",
         build="paceline.parallel.context.context_attention:partition_sequences",
         order=25,
-        inexact_reason="what is added over the positions of a sequence is added in parts",
+        inexact_reason="sums over the positions of a sequence are made of partial sums",
         applies=lambda s: s.context > 1,
         refusals=(
             StrategyRefusal(
-                "lanes run copies of a whole model, and context changes what is around it: leave out lanes",
+                "lanes run copies of a whole model, and context does not: leave out lanes",
                 lambda s: s.lanes > 1,
             ),
         ),
     ),
     LayoutSpec(
         word="zero-1",
-        summary="optimizer state cut among the shard ranks",
+        summary="optimizer state sharded",
         build="paceline.parallel.zero:shard_optimizer_state",
         order=30,
         applies=lambda s: s.shard > 1 and s.zero == 1,
     ),
     LayoutSpec(
         word="zero-2",
-        summary="optimizer state and gradients cut among the shard ranks",
+        summary="optimizer state and gradients sharded",
         build="paceline.parallel.zero:shard_gradients",
         order=30,
         applies=lambda s: s.shard > 1 and s.zero == 2,
     ),
     LayoutSpec(
         word="zero-3",
-        summary="all state cut among the shard ranks, gathered for its use",
+        summary="optimizer state, gradients and parameters sharded, gathered for use",
         build="paceline.parallel.zero:shard_parameters",
         order=30,
         applies=lambda s: s.shard > 1 and s.zero == 3,

@@ -1,34 +1,93 @@
-"""All words: one line of registration each. Here those of when replicas agree."""
+"""The rules by which replicas agree, and the class of their specifications."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
-from paceline.recipe.registry.codec_specs import CODEC_SPECS, ROUTE_SPECS, integer_argument
-from paceline.recipe.registry.layout_specs import LAYOUT_SPECS, SCHEDULE_SPECS
-from paceline.recipe.registry.optimizer_specs import OPTIMIZER_SPECS
-from paceline.recipe.registry.route_specs import CHANNEL_SPECS
-from paceline.recipe.registry.word_spec import StrategyRefusal, SyncSpec, WordArgument, WordSpec
+from paceline.recipe.registry.word_spec import StrategyRefusal, WordArgument, WordSpec, integer_argument
 
 if TYPE_CHECKING:
     from paceline.recipe.strategy import Strategy
 
+AgreementScope = Literal["world", "replica", "nobody"]
+"""The ranks that see the same sums in a step: all, those of one replica, or none."""
 
-def _integer_argument(strategy: Strategy) -> int:
-    return int(strategy.sync.partition(":")[2])
+
+@dataclass(frozen=True, kw_only=True)
+class SyncSpec(WordSpec):
+    """The specification of when replicas agree: `build(setting, layout, state) -> SyncRule`.
+
+    Args:
+        exact: its result is that of one process, up to rounding.
+        agrees: the ranks that see the same sums in a step.
+        shares_state: all ranks that hold a part of the state hold the same bits, so any of them may save it.
+        steady: only the optimizer changes parameters before the first update of a round.
+        needs_server: the smallest number of servers.
+        needs_whole_replicas: each replica must be whole on one rank, and trains independently of others.
+        sums: it sums over replicas with collectives, which have a route and a codec.
+        sends: ranks send each other messages over a channel; with servers they always do.
+        recipe_tables: tables of the recipe that no other rule reads.
+        finds_stragglers: it compares the step times of ranks, so a slow one can be named.
+        updates_per_step: updates of one global batch, given a strategy with its replicas filled in.
+        can_balance: whether the shards of a batch can be assigned by speed.
+        has_reproducible_sums: whether its sums can follow the tree of a reproducible run.
+        extra_tally_bytes: bytes by which its tally is longer than that of every-step; None: unknown.
+        memory: `module:name` of the function that plans its memory; empty: not planned.
+    """
+
+    choice = "sync"
+    exact: bool = False
+    agrees: AgreementScope = "nobody"
+    shares_state: bool = False
+    steady: bool = False
+    needs_server: int = 0
+    needs_whole_replicas: bool = False
+    sums: bool = True
+    sends: bool = False
+    recipe_tables: tuple[str, ...] = ()
+    finds_stragglers: bool = False
+    updates_per_step: Callable[[Strategy], int] = lambda strategy: 1
+    has_reproducible_sums: Callable[[Strategy], bool] = lambda strategy: strategy.sync_spec.exact
+    can_balance: Callable[[Strategy], bool] = lambda strategy: False
+    extra_tally_bytes: int | None = None
+    memory: str = ""
+
+    @property
+    def has_outer_optimizer(self) -> bool:
+        """Return whether an outer optimizer applies the mean movement of replicas."""
+        return "outer" in self.recipe_tables
 
 
-def _is_bound(text: str) -> bool:
-    return text == "inf" or (text.isascii() and text.isdigit() and text == str(int(text)))
+def _parse_bound(text: str) -> float:
+    """Return a number of steps, or infinity."""
+    if text == "inf":
+        return math.inf
+    if not (text.isascii() and text.isdigit() and text == str(int(text))):
+        raise ValueError(text)
+    return int(text)
+
+
+def _parse_double_buffering(text: str) -> bool:
+    if text != "2bw":
+        raise ValueError(text)
+    return True
+
+
+def _bound(strategy: Strategy) -> float:
+    """Return how many steps workers may be apart; no argument means infinitely many."""
+    argument = strategy.sync_word.argument
+    return math.inf if argument is None else float(argument)
 
 
 def _one_exact_server(strategy: Strategy) -> bool:
-    """Whether one server adds what workers bring as it is; several would take norms of their own."""
-    return strategy.servers == 1 and strategy.codec == "fp32"
+    """Return whether a single server sums uncoded gradients; several would compute norms of their own."""
+    return strategy.servers == 1 and not strategy.is_coded
 
 
-_ONE_PIPELINE = StrategyRefusal(
+_NEEDS_ONE_PIPELINE = StrategyRefusal(
     "pipedream is a rule of one pipeline: replicas=1 and pipeline=2 or more, without shard, tensor or"
     " context",
     lambda s: s.pipeline == 1 or s.replicas != 1 or s.ranks_per_replica != s.stage_ranks,
@@ -37,31 +96,32 @@ _NEEDS_WHOLE_MODEL = StrategyRefusal(
     "a server holds a whole model: leave out shard, tensor and pipeline",
     lambda s: s.ranks_per_replica > 1,
 )
-_NO_CHOICE_SPREAD = StrategyRefusal(
-    "replicas of several ranks that train alone choose no codec by measuring: name one in place of auto",
-    lambda s: s.ranks_per_replica > 1 and s.form.chooses,
+_NEEDS_NAMED_CODEC = StrategyRefusal(
+    "replicas of several ranks that train independently cannot choose a codec by measuring: name one in place"
+    " of auto",
+    lambda s: s.ranks_per_replica > 1 and s.codec_spec.chooses,
 )
-_NO_LANES = StrategyRefusal("a worker of a server is one lane: leave out lanes", lambda s: s.lanes > 1)
+_NEEDS_ONE_LANE = StrategyRefusal("a worker of a server is one lane: leave out lanes", lambda s: s.lanes > 1)
 
 SYNC_SPECS = (
     SyncSpec(
         word="every-step",
         summary="replicas average their gradients in every step",
-        build="paceline.sync.rule_builders:build_every_step_rule",
+        build="paceline.sync.every_step:build_every_step_rule",
         memory="paceline.sync.every_step:plan_memory",
         exact=True,
         agrees="world",
         shares_state=True,
         steady=True,
-        deals=lambda s: s.sync == "every-step",
+        can_balance=lambda s: not s.is_set("sync"),
         extra_tally_bytes=0,
+        finds_stragglers=True,
     ),
     SyncSpec(
         word="backup",
-        summary="a server takes the first pushes of a step and drops the last B",
+        summary="a server sums the first gradients of a step and drops the last B",
         argument=integer_argument(0, "1"),
-        build="paceline.sync.rule_builders:build_backup_workers",
-        memory="paceline.sync.server.server_memory:backup_workers_memory",
+        build="paceline.sync.server.server_builders:build_backup_workers",
         with_terms="servers=1",
         needs_server=1,
         sums=False,
@@ -69,40 +129,37 @@ SYNC_SPECS = (
             _NEEDS_WHOLE_MODEL,
             StrategyRefusal(
                 "backup:B leaves out the last B of the replicas, and one must be left: add replicas",
-                lambda s: _integer_argument(s) >= (s.replicas or 1),
+                lambda s: s.sync_word.argument >= (s.replicas or 1),
             ),
         ),
     ),
     SyncSpec(
         word="bounded",
-        summary="a server applies every push as it comes, and nobody is more than S batches ahead",
-        argument=WordArgument("2", "a number of batches >= 0, or inf", _is_bound),
-        build="paceline.sync.rule_builders:build_bounded_staleness",
-        memory="paceline.sync.server.server_memory:bounded_staleness_memory",
+        summary="a server applies each gradient as it arrives; no worker is more than S batches ahead",
+        argument=WordArgument("2", "a number of batches >= 0, or inf", _parse_bound),
+        build="paceline.sync.server.server_builders:build_bounded_staleness",
         with_terms="servers=1",
         needs_server=1,
         sums=False,
-        updates_per_step=lambda s: (s.replicas or 1) if s.sync != "bounded:0" else 1,
-        in_order=lambda s: s.sync == "bounded:0" and _one_exact_server(s),
+        updates_per_step=lambda s: (s.replicas or 1) if _bound(s) else 1,
+        has_reproducible_sums=lambda s: _bound(s) == 0 and _one_exact_server(s),
         refusals=(_NEEDS_WHOLE_MODEL,),
     ),
     SyncSpec(
         word="server",
-        summary="a server adds what all workers bring of a step, and makes one update",
-        build="paceline.sync.rule_builders:build_sync_server",
-        memory="paceline.sync.server.server_memory:sync_server_memory",
+        summary="a server sums the gradients of all workers in a step, and makes one update",
+        build="paceline.sync.server.server_builders:build_sync_server",
         with_terms="servers=1",
         needs_server=1,
         sums=False,
         exact=True,
-        in_order=_one_exact_server,
-        refusals=(_NEEDS_WHOLE_MODEL, _NO_LANES),
+        has_reproducible_sums=_one_exact_server,
+        refusals=(_NEEDS_WHOLE_MODEL, _NEEDS_ONE_LANE),
     ),
     SyncSpec(
         word="server-async",
-        summary="a server applies every push as it comes",
-        build="paceline.sync.rule_builders:build_async_server",
-        memory="paceline.sync.server.server_memory:async_server_memory",
+        summary="a server applies each gradient as it arrives",
+        build="paceline.sync.server.server_builders:build_async_server",
         with_terms="servers=1",
         needs_server=1,
         sums=False,
@@ -111,97 +168,126 @@ SYNC_SPECS = (
     ),
     SyncSpec(
         word="hogwild",
-        summary="replicas of one host update one set of weights without a lock; with S at most S steps apart",
-        argument=WordArgument("2", "a number of steps >= 0, or inf", _is_bound),
+        summary="replicas of one host update shared weights without a lock; with S at most S steps apart",
+        argument=WordArgument("2", "a number of steps >= 0, or inf", _parse_bound),
         argument_may_be_missing=True,
         build="paceline.sync.hogwild:build_hogwild",
-        memory="paceline.sync.hogwild:hogwild_memory",
         agrees="replica",
         needs_whole_replicas=True,
-        deals=lambda s: s.sync not in ("hogwild", "hogwild:inf"),
+        can_balance=lambda s: _bound(s) < math.inf,
         sums=False,
-        refusals=(StrategyRefusal("hogwild sends nothing: leave out codec", lambda s: s.codec != "fp32"),),
+        refusals=(StrategyRefusal("hogwild sends nothing: leave out codec", lambda s: s.is_coded),),
     ),
     SyncSpec(
         word="gossip",
-        summary="replicas give halves of their weights to each other in pairs, at most S steps late",
+        summary="pairs of replicas send each other half of their weights, at most S steps late",
         argument=integer_argument(0, "2"),
         build="paceline.sync.gossip:build_gossip",
-        memory="paceline.sync.gossip:plan_memory",
         agrees="replica",
         needs_whole_replicas=True,
-        deals=lambda s: True,
+        can_balance=lambda s: True,
         sums=False,
         sends=True,
-        refusals=(
-            StrategyRefusal("gossip sends values as they are: leave out codec", lambda s: s.codec != "fp32"),
-        ),
+        refusals=(StrategyRefusal("gossip sends values as they are: leave out codec", lambda s: s.is_coded),),
     ),
     SyncSpec(
         word="local",
-        summary="replicas train alone for H steps, then average",
+        summary="replicas train independently for H steps, then average",
         argument=integer_argument(1, "8"),
-        build="paceline.sync.rule_builders:build_local_sgd",
+        build="paceline.sync.diloco:build_local_sgd",
         memory="paceline.sync.diloco:plan_memory",
         agrees="replica",
         steady=True,
         extra_tally_bytes=8,
-        refusals=(_NO_CHOICE_SPREAD,),
+        refusals=(_NEEDS_NAMED_CODEC,),
     ),
     SyncSpec(
         word="diloco",
         summary="local steps with an outer optimizer",
         argument=integer_argument(1, "50"),
-        build="paceline.sync.rule_builders:build_diloco",
+        build="paceline.sync.diloco:build_diloco",
         memory="paceline.sync.diloco:plan_memory",
         agrees="replica",
         steady=True,
-        reads=("outer",),
+        recipe_tables=("outer",),
         extra_tally_bytes=8,
-        refusals=(_NO_CHOICE_SPREAD,),
+        refusals=(_NEEDS_NAMED_CODEC,),
     ),
     SyncSpec(
         word="pipedream",
-        summary="stages update as gradients reach them; 2bw: with two versions of weights on each",
-        argument=WordArgument("2bw", "2bw or nothing", lambda text: text == "2bw"),
+        summary="stages update when gradients reach them; 2bw: with two versions of the weights each",
+        argument=WordArgument("2bw", "2bw or nothing", _parse_double_buffering),
         argument_may_be_missing=True,
         build="paceline.sync.pipedream:build_pipedream",
-        memory="paceline.sync.pipedream:pipedream_memory",
         with_terms="replicas=1 pipeline=2",
         sums=False,
         refusals=(
             StrategyRefusal(
                 "pipedream has one replica, so there is nothing to code: leave out codec",
-                lambda s: s.codec != "fp32",
+                lambda s: s.is_coded,
             ),
             StrategyRefusal(
                 "pipedream orders its stages itself: leave out schedule and rechunk",
-                lambda s: s.schedule != "gpipe" or bool(s.rechunk),
+                lambda s: s.is_set("schedule") or bool(s.rechunk),
             ),
-            _ONE_PIPELINE,
+            _NEEDS_ONE_PIPELINE,
         ),
     ),
     SyncSpec(
         word="auto",
-        summary="every-step, and after some steps the rule behind it that the measured link makes fastest",
-        argument=WordArgument("every-step,diloco:8", "every-step, then rules by comma", bool),
-        build="paceline.sync.rule_builders:build_every_step_rule",
+        summary="every-step at first, then the listed rule that is fastest on the measured link",
+        argument=WordArgument(
+            "every-step,diloco:8", "every-step, then rules by comma", lambda text: tuple(text.split(","))
+        ),
+        build="paceline.sync.every_step:build_every_step_rule",
         chooses=True,
     ),
     SyncSpec(word="federated", argument=integer_argument(1, "10")),
 )
 
-ALL_SPECS: tuple[WordSpec, ...] = (
-    *SYNC_SPECS,
-    *CODEC_SPECS,
-    *ROUTE_SPECS,
-    *CHANNEL_SPECS,
-    *SCHEDULE_SPECS,
-    *LAYOUT_SPECS,
-    *OPTIMIZER_SPECS,
+
+_SWITCH_REFUSALS = (
+    StrategyRefusal(
+        "a run can switch between rules that sum over replicas (every-step, local and diloco), and at last to"
+        " one with a server, or to gossip",
+        lambda s: any(not spec.sums for spec in s.sync_specs[:-1]) or not _can_be_last(s.sync_specs[-1]),
+    ),
+    StrategyRefusal(
+        "replicas of several ranks cannot be followed until they keep up, nor can a rule be chosen for them by"
+        " measuring: name a step in place of @straggler or auto",
+        lambda s: s.ranks_per_replica > 1 and s.switches_on_event and _trains_independently(s.sync_specs),
+    ),
+    StrategyRefusal(
+        "a run can switch to one server, which holds everything: set servers=1",
+        lambda s: s.servers > 1,
+    ),
 )
-SPECS_BY_CHOICE: Mapping[str, Mapping[str, Any]] = {
-    choice: {spec.word: spec for spec in ALL_SPECS if spec.choice == choice}
-    for choice in {spec.choice for spec in ALL_SPECS}
-}
-"""The same, by what they are a choice of, and by word."""
+
+
+def _can_be_last(spec: SyncSpec) -> bool:
+    return spec.sums or spec.sends or spec.needs_server > 0
+
+
+def _trains_independently(specs: Sequence[SyncSpec]) -> bool:
+    return any(spec.agrees == "replica" for spec in specs)
+
+
+def merge_sync_specs(specs: Sequence[SyncSpec]) -> SyncSpec:
+    """Return the specification of a run that has all of these rules, one after another."""
+    scopes = [spec.agrees for spec in specs]
+    weakest = next(scope for scope in ("nobody", "replica", "world") if scope in scopes)
+    return SyncSpec(
+        word="+".join(spec.word for spec in specs),
+        build=specs[0].build if all(spec.is_built for spec in specs) else "",
+        exact=all(spec.exact for spec in specs),
+        agrees=weakest,
+        shares_state=all(spec.shares_state for spec in specs),
+        steady=all(spec.steady for spec in specs),
+        needs_server=max(spec.needs_server for spec in specs),
+        needs_whole_replicas=any(spec.needs_whole_replicas for spec in specs),
+        sums=any(spec.sums for spec in specs),
+        sends=any(spec.sends for spec in specs),
+        recipe_tables=tuple(dict.fromkeys(table for spec in specs for table in spec.recipe_tables)),
+        finds_stragglers=any(spec.finds_stragglers for spec in specs),
+        refusals=_SWITCH_REFUSALS,
+    )

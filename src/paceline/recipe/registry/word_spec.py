@@ -1,38 +1,45 @@
-"""What is known of a word before anything is built, of a strategy or an optimizer: torch-free descriptions.
+"""The base of all word specifications, and the one function that parses a word of a strategy.
 
-From them follow parsing, support, refusals, who guards and saves, closed forms, and what builds the piece.
-A word is described in one place (`words`), or in another package, as an entry point of `paceline.CHOICE`.
+A strategy string such as `sync=diloco:16 codec=topk:0.01+int4` is made of words with arguments. Each word has a
+specification (`WordSpec`), without torch and before anything is built: from it follow parsing, support,
+refusals, checkpointing, closed forms, and the function that builds the object. A word is specified in one line
+of `registry/*_specs.py`, or by an installed package, as an entry point of the group `paceline.CHOICE`.
+
+Invariant: `parse_word` is the only code that splits a word from its argument. Everything else gets a
+`ParsedWord` and reads attributes of its specification, so no other module compares names.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar, cast
+
+from paceline.recipe.validation import expected_message, value_error
 
 if TYPE_CHECKING:
     from paceline.recipe.strategy import Strategy
 
 
 class WordArgument(NamedTuple):
-    """What stands behind the colon of a word.
+    """The argument of a word: the text behind its colon.
 
     Args:
-        example: one that is right.
-        says: what is expected, in words.
-        fits: whether a text is right.
+        example: a valid one.
+        says: the description of valid arguments, for error messages.
+        parse: returns the value of a text that is not empty, or raises ValueError.
     """
 
     example: str
     says: str
-    fits: Callable[[str], bool]
+    parse: Callable[[str], Any]
 
 
 class StrategyRefusal(NamedTuple):
-    """Why a strategy cannot be, in one line, and whether that holds of one."""
+    """A combination that a word does not support: the reason in one line, and the test for it."""
 
     reason: str
     holds: Callable[[Strategy], bool]
@@ -40,17 +47,17 @@ class StrategyRefusal(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class WordSpec:
-    """A word.
+    """The specification of a word.
 
     Args:
         word: as users write it.
-        summary: what it does, in a few words.
-        argument: behind a colon; None: there is none.
-        argument_may_be_missing: the word may stand alone.
-        build: `module:name` of what constructs it; empty: not built yet.
+        summary: a few words on what it does.
+        argument: what is expected behind a colon; None: no argument.
+        argument_may_be_missing: the word may stand alone, and its argument is then None.
+        build: `module:name` of the function that builds the object; empty: not implemented yet.
         with_terms: further terms of the smallest strategy that shows it.
-        refusals: what it does not go with.
-        chooses: it stands for one of the words of its argument, until it was measured which one pays.
+        refusals: the combinations that it does not support.
+        chooses: it stands for one of several words until measurements show which is fastest.
     """
 
     choice: ClassVar[str]
@@ -65,177 +72,111 @@ class WordSpec:
 
     @property
     def example(self) -> str:
-        """The word as it is written."""
+        """Return the word as it is written, with an argument if it needs one."""
         if self.argument is None or self.argument_may_be_missing:
             return self.word
         return f"{self.word}:{self.argument.example}"
 
     @property
     def is_built(self) -> bool:
-        """Whether it can run."""
+        """Return whether the word can run."""
         return bool(self.build)
 
     def load(self) -> Any:
-        """What constructs it; imports its module."""
+        """Import and return the function that builds the object."""
         return import_object(self.build)
-
-
-def import_object(place: str) -> Any:
-    """What `module:name` names; imports the module."""
-    module, _, name = place.partition(":")
-    return getattr(import_module(module), name)
-
-
-AgreementScope = Literal["world", "replica", "nobody"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class SyncSpec(WordSpec):
-    """When replicas agree. `build(setting, layout, state) -> Rule`; of a server a policy
-    (`paceline.sync.server.server_policies`), of which `training.rules.served` makes the rest.
-
-    Args:
-        exact: whether the result is that of one process but for rounding.
-        agrees: which ranks see the same sums in a step.
-        shares_state: all ranks that hold a part of the state hold the same, so any of them may save it.
-        steady: nothing but the optimizer changes parameters before the first update of a round.
-        needs_server: how many servers it has at least.
-        needs_whole_replicas: a replica must be whole on one rank, beside others that train alone.
-        sums: it sums over replicas by collectives, which have a route and a codec.
-        sends: ranks send each other messages, over a channel; those of a server always do.
-        reads: tables of the recipe that it alone reads.
-        updates_per_step: how many updates a global batch makes, of a strategy with its replicas filled in.
-        deals: whether the shards of its batches may be dealt by speed.
-        in_order: whether its sums can follow the tree of a reproducible run.
-        extra_tally_bytes: how much longer its tally is than every-step's; None: nobody knows.
-        memory: `module:name` of what it says that it keeps (`paceline.sync.sync_rule`); empty: nobody knows.
-    """
-
-    choice = "sync"
-    exact: bool = False
-    agrees: AgreementScope = "nobody"
-    shares_state: bool = False
-    steady: bool = False
-    needs_server: int = 0
-    needs_whole_replicas: bool = False
-    sums: bool = True
-    sends: bool = False
-    reads: tuple[str, ...] = ()
-    updates_per_step: Callable[[Strategy], int] = lambda strategy: 1
-    in_order: Callable[[Strategy], bool] = lambda strategy: strategy.rule.exact
-    deals: Callable[[Strategy], bool] = lambda strategy: False
-    extra_tally_bytes: int | None = None
-    memory: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CodecSpec(WordSpec):
-    """The form of what travels. `build(argument) -> Codec | None`.
-
-    Args:
-        exact: nothing is lost.
-        uses_error_feedback: what is lost is kept, and sent later.
-        sparsifies: it leaves out some values, and another codec may code the others: `topk:0.01+int4`.
-        after: it may stand behind another word: behind one that leaves "values", or behind any ("bytes").
-        join: `join(earlier, this) -> Codec` of what stands behind another; a module and a name, as `build`.
-        summed: `summed(path, argument, seed) -> Collective`, if parts are not coded and added up; as `build`.
-        keeps: `keeps(buffers, argument, scatters=) -> int`, bytes of that where shapes decide; as `build`.
-    """
-
-    choice = "codec"
-    exact: bool = False
-    uses_error_feedback: bool = True
-    sparsifies: bool = False
-    after: Literal["", "values", "bytes"] = ""
-    join: str = ""
-    summed: str = ""
-    keeps: str = ""
-
-    def can_follow(self, earlier: CodecSpec) -> bool:
-        """Whether it may stand behind another."""
-        return self.after == "bytes" or (self.after == "values" and earlier.sparsifies)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RouteSpec(WordSpec):
-    """The path on which it travels. `build(group, site) -> Collective`.
-
-    Args:
-        coded: buffers that are coded and under way at a time; 0: no codec goes with it; None: nobody knows.
-        any_order: it sums in an order of its own, so a reproducible run, or lanes, cannot have it.
-        by_default: what a user gets who says nothing, or what costs nothing to name anyway.
-        ring_bytes: an all_reduce sends 2 (P-1)/P n bytes of a rank.
-        in_memory: what ranks of one host have for each other lies in memory that they share.
-        hops: messages, one after another, that may carry it between hosts; `hops() -> Hops`, as `build`.
-    """
-
-    choice = "route"
-    coded: int | None = None
-    any_order: bool = False
-    by_default: bool = False
-    ring_bytes: bool = False
-    in_memory: bool = False
-    hops: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScheduleSpec(WordSpec):
-    """The order in which stages work. `build(num_stages, num_micro_batches[, argument]) -> Table`."""
-
-    choice = "schedule"
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayoutSpec(WordSpec):
-    """One cut of a model. `build(setting, material) -> Cutting`.
-
-    Args:
-        order: cuts are made from the lowest to the highest.
-        inexact_reason: why its result has other bits than one process; empty: it has the same.
-        applies: whether a strategy asks for it.
-    """
-
-    choice = "layout"
-    order: int = 0
-    inexact_reason: str = ""
-    applies: Callable[[Strategy], bool] = lambda strategy: False
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerSpec(WordSpec):
-    """An update rule. `build(model, groups, recipe, *, fused) -> torch.optim.Optimizer`; its method
-    `on_build(session)`, if it has one, is called once, before anything is restored.
-
-    Args:
-        reads: keys of [optimizer] that it reads, beside those that all read.
-        decays_by: the key whose value is a group's "weight_decay".
-        elementwise: it is known to update each value by itself; else its class says so, or it is tried.
-        has_kernel: PyTorch has a fused kernel of it.
-    """
-
-    choice = "optimizer"
-    reads: tuple[str, ...] = ()
-    decays_by: Literal["weight_decay", "l2"] = "weight_decay"
-    elementwise: bool = False
-    has_kernel: bool = False
 
 
 S = TypeVar("S", bound=WordSpec)
 
 
+class ParsedWord(NamedTuple, Generic[S]):
+    """A word of a strategy, parsed.
+
+    Args:
+        spec: its specification.
+        argument: the value that `spec.argument.parse` made; None if the word stands alone.
+    """
+
+    spec: S
+    argument: Any
+
+
+@lru_cache(maxsize=512)
+def _parse_word(kind: Any, text: str) -> ParsedWord[Any]:
+    word, colon, argument = text.partition(":")
+    spec = find_spec(kind, word)
+    if spec is None:
+        words = tuple(known_specs(kind))
+        raise value_error(expected_message("one of " + ", ".join(words), text, words))
+    if spec.argument is None and colon:
+        raise value_error(expected_message(f'"{word}" without an argument', text))
+    if spec.argument is None or (not colon and spec.argument_may_be_missing):
+        return ParsedWord(spec, None)
+    try:
+        value = spec.argument.parse(argument) if argument else None
+    except ValueError:
+        value = None
+    if value is None:
+        raise value_error(expected_message(f'{spec.argument.says}, as in "{spec.example}"', text))
+    return ParsedWord(spec, value)
+
+
+def parse_word(kind: type[S], text: str) -> ParsedWord[S]:
+    """Parse a word with its argument, such as `diloco:16`.
+
+    Args:
+        kind: the class of the specification, which decides between words of the same name.
+    Raises:
+        PydanticCustomError: the word is unknown, or its argument is not valid.
+    """
+    # Strategies are asked for their words in every step of a run, so results are cached. Errors are not.
+    hashable: Any = kind
+    return cast("ParsedWord[S]", _parse_word(hashable, text))
+
+
+def import_object(place: str) -> Any:
+    """Import the module of `module:name`, and return the object."""
+    module, _, name = place.partition(":")
+    return getattr(import_module(module), name)
+
+
+def integer_argument(smallest: int, example: str, largest: int = 1 << 31) -> WordArgument:
+    """Return an argument that is an integer from `smallest` to `largest`."""
+    says = f"an integer >= {smallest}" if largest == 1 << 31 else f"an integer from {smallest} to {largest}"
+
+    def parse(text: str) -> int:
+        if not (text.isdecimal() and smallest <= int(text) <= largest):
+            raise ValueError(text)
+        return int(text)
+
+    return WordArgument(example, says, parse)
+
+
+def parse_counts(text: str) -> list[int]:
+    """Return the integers between commas of a text that was checked before."""
+    return [int(number) for number in text.split(",") if number]
+
+
+# ---------------------------------------------------------------------- all words, and those of plug-ins
+
+
 def find_spec(kind: type[S], word: str) -> S | None:
-    """The description of a word; None: nobody knows it."""
+    """Return the specification of a word; None: the word is unknown."""
     return builtin_specs(kind).get(word) or plugin_specs(kind).get(word)
 
 
 def known_specs(kind: type[S]) -> dict[str, S]:
-    """All words of a choice, by word, the own ones first; those keep their meaning."""
+    """Return all specifications of a kind by word, built-in ones first.
+
+    An installed package cannot change the meaning of a built-in word.
+    """
     return {**builtin_specs(kind), **plugin_specs(kind), **builtin_specs(kind)}
 
 
 def builtin_specs(kind: type[S]) -> Mapping[str, S]:
-    """Those that come with this package."""
-    from paceline.recipe.registry.sync_specs import SPECS_BY_CHOICE
+    """Return the specifications that come with this package, by word."""
+    from paceline.recipe.registry import SPECS_BY_CHOICE  # the package imports this module first
 
     return SPECS_BY_CHOICE[kind.choice]
 
@@ -246,5 +187,11 @@ def _load_plugins(choice: str) -> tuple[WordSpec, ...]:
 
 
 def plugin_specs(kind: type[S]) -> dict[str, S]:
-    """Those of other packages that are installed; looked up once."""
+    """Return the specifications of other installed packages, by word; they are looked up once."""
     return {spec.word: spec for spec in _load_plugins(kind.choice) if isinstance(spec, kind)}
+
+
+def forget_plugins() -> None:
+    """Look installed packages up again at the next use."""
+    _load_plugins.cache_clear()
+    _parse_word.cache_clear()

@@ -102,7 +102,7 @@ def _watched(session: Session, folder: Path) -> Any:
     console = Console(file=StringIO()) if session.is_first else None
     found = build_sinks(session, folder, console)
     fitting = FitInProgress(session, folder, found, CheckpointSchedule(session, None, found, print))
-    for stats in fitting.course.rounds():
+    for stats in fitting.schedule.rounds():
         fitting.after_round(stats)
         yield stats
 
@@ -154,7 +154,7 @@ def watch(case: Case, options: Options, folder: Path, cluster: Cluster) -> Watch
     found = build_sinks(session, folder, Console(file=StringIO())) if session.is_first else []
     fitting = FitInProgress(session, folder, found, CheckpointSchedule(session, None, found, print))
     steps, behind, uncovered = [], [], []
-    for stats in fitting.course.rounds():
+    for stats in fitting.schedule.rounds():
         began = time.thread_time()
         fitting.after_round(stats)
         behind.append(time.thread_time() - began)

@@ -84,7 +84,7 @@ def test_what_a_rank_says_is_shown_and_a_failure_is_an_error(
         paceline.train(RECIPE, build, processes=2, console=Console(file=out, width=200))
     said = out.getvalue().splitlines()
     assert "rank 0 builds" in said and "[rank 1] rank 1 builds" in said
-    with pytest.raises(RecipeError, match="nothing says what to train"):
+    with pytest.raises(RecipeError, match="the recipe names no task"):
         paceline.train(RECIPE, processes=2)
 
 

@@ -144,5 +144,5 @@ def test_a_resume_before_the_first_checkpoint_begins_at_step_0_and_says_so(tmp_p
     with start(tmp_path, "train", "--resume", "run", "-n", "2", "--set", "steps=4") as process:
         end = end_of(process)
     assert end.code == 0, end.err
-    assert "there is no checkpoint yet: the run begins at step 0" in end.out
+    assert "this run has no checkpoint yet, so it starts at step 0" in end.out
     assert CheckpointCatalog.look(StorageFolder(str(tmp_path / "run" / "checkpoints"))).whole[-1].step == 4

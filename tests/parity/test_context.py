@@ -172,7 +172,7 @@ def test_broken_twins_are_found() -> None:
         task = make_task(of)
         at_zero = {**context_attention._INSTEAD, positions: begins_at_zero}
         for instead, loss, why in (
-            (at_zero, task.loss, "returns something else than on the whole"),
+            (at_zero, task.loss, "returns other values on parts of a sequence"),
             (context_attention._INSTEAD, counted_on_both, "the count of the loss of the first sample"),
         ):
             with pytest.MonkeyPatch.context() as patch:
@@ -223,7 +223,7 @@ def test_a_model_that_mixes_positions_is_refused_by_name() -> None:
 
     for norm, conv, again, anew, nothing in run_ranks(refused, 2):
         assert "changes the buffer 'norm.running_mean'" in norm
-        assert "returns something else than on the whole" in conv
+        assert "returns other values on parts of a sequence" in conv
         assert all("computes a part of itself again in backward" in own for own in (again, anew))
         assert "nothing says where the positions" in nothing
 

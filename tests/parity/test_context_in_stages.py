@@ -49,7 +49,7 @@ def test_stages_train_on_parts_of_sequences_as_one_process() -> None:
             patch.setattr(
                 context_attention, "_INSTEAD", {**context_attention._INSTEAD, positions: begins_at_zero}
             )
-            with pytest.raises(TaskError, match="returns something else than on the whole"):
+            with pytest.raises(TaskError, match="returns other values on parts of a sequence"):
                 build_session(of, make_task(of), cluster, CPU)
             patch.setattr(partition_check, "_compare_values", lambda *args: None)
             found.append(compare_with_oracle(of, make_task(of), cluster, CPU, 1).ok)

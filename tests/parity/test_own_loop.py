@@ -178,7 +178,7 @@ def test_it_has_a_folder_goes_on_and_keeps_the_schedule(
 def test_what_a_loop_forgets_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with paceline.own_loop(recipe_of(), build) as loop:
-        with pytest.raises(TaskError, match="step\\(\\) without a loss"):
+        with pytest.raises(TaskError, match="step\\(\\) was called without backward"):
             loop.step()
         for batch in loop.batches():
             with pytest.raises(TaskError, match="comes in several micro-batches"):

@@ -18,8 +18,7 @@ from paceline.recipe import Recipe
 from paceline.session.membership_change import change_members, join_as_member, prepare_new_member
 from paceline.session.session import Session
 from paceline.testing import run_ranks
-from paceline.testing.contracts.training_contracts import whole_trajectory
-from paceline.testing.parity import Trajectory, build_test_session, make_task, run_oracle
+from paceline.testing.parity import Trajectory, build_test_session, make_task, run_oracle, whole_trajectory
 
 STEPS, CHANGE = 6, 3
 
@@ -79,7 +78,7 @@ def survive(cluster: Cluster, recipe: Recipe, leaver: int, how: str, wrongly: bo
 
 def run(recipe: Recipe, leaver: int, how: str, *more: Any) -> list[Any]:
     dying = (leaver,) if how == "is killed" else ()
-    return run_ranks(survive, 3, recipe, leaver, how, *more, group_deadline=60.0, dying=dying)
+    return run_ranks(survive, 3, recipe, leaver, how, *more, group_deadline=60.0, may_die=dying)
 
 
 @pytest.mark.capability("Z1")
@@ -175,4 +174,4 @@ def test_where_no_rank_has_the_whole_state_it_is_refused(strategy: str) -> None:
         session.close()
         return caught.value.what
 
-    assert all("members cannot change in process under" in what for what in run_ranks(refused, 2))
+    assert all("members cannot change in a running process with" in what for what in run_ranks(refused, 2))

@@ -83,13 +83,13 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
 def test_it_does_not_go_back_for_ever(tmp_path: Path) -> None:
     chosen = recipe(non_finite="roll-back", max_roll_backs=2, more={"checkpoint": {"every_steps": 1}})
     found = train(Cluster.single(), chosen, lambda: bad([2, 5, 8]), tmp_path)
-    assert "the loss is nan in step 8" in found.said and "gone back 2 times" in found.said
+    assert "the loss is nan in step 8" in found.said and "rolled back 2 times" in found.said
     assert "health.max_roll_backs" in found.said
 
 
 def test_when_no_checkpoint_is_left_it_ends_with_the_cause(tmp_path: Path) -> None:
     found = train(Cluster.single(), recipe(non_finite="roll-back"), lambda: bad([1, 2]), tmp_path)
-    assert "the loss is nan in step 2" in found.said and "no checkpoint left to go back to" in found.said
+    assert "the loss is nan in step 2" in found.said and "no earlier checkpoint to roll back to" in found.said
 
 
 def test_without_a_run_folder_there_is_nothing_to_go_back_to() -> None:

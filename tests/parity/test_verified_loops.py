@@ -174,7 +174,7 @@ def on_two(cluster: Cluster) -> None:
         assert error.value.next_step
     with pytest.raises(ValueError, match="the user's own"):
         check(cluster, raising, "replicas=2")
-    with pytest.raises(PacelineError, match="an own loop does not go with"):
+    with pytest.raises(PacelineError, match="an own loop is not possible with"):
         check(cluster, one, "replicas=1 pipeline=2")
     assert threading.active_count() == before, "no thread is left"
 

@@ -159,7 +159,7 @@ def on_two(cluster: Cluster) -> None:
     for name in ("bucket-not-reduced", "stepped-twice", "not-divided", "optimizer-state-lost"):
         found = check(cluster, remembering, "replicas=2", PLANTED_FAULTS[name].pieces(cluster.world_size))
         assert found.failure is not None and found.failure.part in PARTS, name
-    with pytest.raises(TaskError, match="and another rank another part"):
+    with pytest.raises(TaskError, match="but another rank updates another part"):
         check(cluster, lambda loop: by_rank(loop, cluster.global_rank), "replicas=2")
 
 

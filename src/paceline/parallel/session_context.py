@@ -128,7 +128,7 @@ class SessionContext:
     def single_replica_mesh(self) -> SessionContext:
         """Of what the ranks of a replica do among themselves; there values travel as they are."""
         strategy = self.recipe.strategy.replace(codec="fp32")
-        return replace(self, mesh=self.mesh.single_replica_mesh(), recipe=self.recipe.under(strategy))
+        return replace(self, mesh=self.mesh.single_replica_mesh(), recipe=self.recipe.with_strategy(strategy))
 
     @property
     def bucket_bytes(self) -> int:
@@ -153,12 +153,12 @@ class SessionContext:
     @property
     def reports(self) -> bool:
         """Whether this rank tells the sums of its micro-batches; its tensor peers compute the same."""
-        return self.mesh.place("tensor") == 0
+        return self.mesh.coordinate("tensor") == 0
 
     @property
     def counts(self) -> bool:
         """Whether its micro-batches count; its context peers run other positions of the same."""
-        return self.mesh.place("context") == 0
+        return self.mesh.coordinate("context") == 0
 
     def collective(self, group: RankGroup) -> Collective:
         """Sums over a group, by the recipe's route and codec; collective."""
@@ -189,7 +189,7 @@ class SessionContext:
         )
         if is_coded:  # a thread codes and sends, beside what others do in this group
             group = replace(duplicate_group(group, "coded"), name=group.name)
-        found: Collective = self.recipe.strategy.path.load()(group, site)
+        found: Collective = self.recipe.strategy.route_spec.load()(group, site)
         return found
 
     def _coded(self, path: AllToAllCollective) -> Collective:

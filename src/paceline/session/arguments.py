@@ -1,4 +1,4 @@
-"""What a caller may give: a recipe or its file, a task or what makes one, a run or a folder of runs."""
+"""Resolve arguments of callers: a recipe or its file, a task or its function, a run or a folder of runs."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ _TASK_TUPLE_LENGTH = 3
 
 
 def resolve_recipe(recipe: RecipeLike, task: TaskLike | None, base_dir: Path | None) -> tuple[Recipe, Path]:
-    """The recipe, and the folder that its task's file is relative to.
+    """Return the recipe, and the folder to which the file of its task is relative.
 
     Args:
-        recipe: or the path of its file.
+        recipe: a recipe or the path of its file.
         base_dir: None: the folder of that file, or the working directory.
     Raises:
-        RecipeError: nothing says what to train.
+        RecipeError: neither the recipe nor `task` names a task.
     """
     if not isinstance(recipe, Recipe):
         base_dir = base_dir or Path(recipe).resolve().parent
         recipe = load_recipe(recipe)
     if not recipe.task and task is None:
         raise RecipeError(
-            "nothing says what to train",
+            "the recipe names no task, and none was passed",
             where="Recipe(...)",
-            next_step='train(recipe, build) with a function, or Recipe(task="file.py:build", ...)',
+            next_step='call train(recipe, build) with a function, or set Recipe(task="file.py:build", ...)',
         )
     if not recipe.task:
         recipe = recipe.replace(task=getattr(task, "__name__", "given"))
@@ -42,7 +42,7 @@ def resolve_recipe(recipe: RecipeLike, task: TaskLike | None, base_dir: Path | N
 
 
 def resolve_task(task: TaskLike | None) -> Task | Callable[..., Any] | None:
-    """A tuple (model, data, loss) is a task.
+    """Return a task, or a function that builds one; a tuple (model, data, loss) becomes a task.
 
     Raises:
         TaskError: it is something else.
@@ -52,13 +52,13 @@ def resolve_task(task: TaskLike | None) -> Task | Callable[..., Any] | None:
     if task is None or isinstance(task, Task) or callable(task):
         return task
     raise TaskError(
-        f"the task is {type(task).__name__}, which is no task",
-        next_step="give Task(model, data, loss), (model, data, loss), or a function that returns one",
+        f"expected a task, found {type(task).__name__}",
+        next_step="pass Task(model, data, loss), (model, data, loss), or a function that returns one",
     )
 
 
 def resolve_run(resume: str | PathLike[str] | None) -> Path | None:
-    """A run folder, a checkpoint inside one, or the newest run of a folder of them.
+    """Return a run folder or a checkpoint inside of one; of a folder of runs the newest run.
 
     Raises:
         DataError: there is no run in that folder.
@@ -68,7 +68,7 @@ def resolve_run(resume: str | PathLike[str] | None) -> Path | None:
     path = Path(resume)
     if is_run_folder(path) or is_run_folder(path.parent.parent) or not path.is_dir():
         return path
-    found = find_runs([path])
-    if not found:
-        raise DataError(f"there is no run in '{path}' to go on with", next_step="name a run folder")
-    return found[-1]
+    runs = find_runs([path])
+    if not runs:
+        raise DataError(f"there is no run in '{path}' to resume", next_step="name a run folder")
+    return runs[-1]

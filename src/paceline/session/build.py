@@ -31,12 +31,13 @@ from paceline.session.model_setup import (
     build_task_optimizer,
     prepare_model,
     recompute_and_compile,
+    set_up_sync_batchnorm,
 )
 from paceline.session.partition_check import check_sequences, check_tensor_plan
 from paceline.session.reproducibility import check_numerics
 from paceline.session.rule_switch import enter_rule
 from paceline.session.session import EventQueue, RuleParts, Session, SessionBase
-from paceline.session.start_warnings import synchronize_batch_norm, warn_before_start, warn_missing_kernels
+from paceline.session.start_warnings import warn_before_start, warn_missing_kernels
 from paceline.session.task_contract import (
     check_loss,
     refuse_repeated_momentum_or_clip,
@@ -89,14 +90,18 @@ def build_session(
     check_health_supported(recipe.health, strategy)
     net = Net(recipe.runtime.deadline_seconds, times_calls=device.type == "cpu")
     context = SessionContext(
-        recipe=recipe.under(strategy.under(strategy.phase(0).rule)),
+        recipe=recipe.with_strategy(strategy.with_sync(strategy.phase(0).rule)),
         cluster=cluster,
         mesh=Mesh.build(cluster, strategy.degrees),
         net=net,
         device=device,
         phases=PhaseTimer(),
         components=pieces or Components(),
-        rule_inputs=RuleInputs(max(1, task.num_tokens_per_sample), stop_requested, choices=strategy.choices),
+        rule_inputs=RuleInputs(
+            items_per_sample=max(1, task.num_tokens_per_sample),
+            stop_requested=stop_requested,
+            choices=strategy.sync_choices,
+        ),
         warn=warn,
         note=events.add,
         comm_checks=CommChecks(recipe.debug, net),
@@ -148,7 +153,7 @@ def build_session_base(context: SessionContext, recipe: Recipe, task: Task, *, f
     apply_buffer_reductions(recipe, task, model)
     recompute_and_compile(recipe, task, model, device, context.warn)
     if recipe.batch.sync_batchnorm:
-        synchronize_batch_norm(context, model, build_order(recipe, task))
+        set_up_sync_batchnorm(context, model, build_order(recipe, task))
     if mesh.axes["tensor"].size > 1 and not recipe.runtime.compile:
         check_tensor_plan(context, task, model)
     loss_recorder = LossRecorder(task.loss)
@@ -170,7 +175,7 @@ def build_rule_parts(session_base: SessionBase, task: Task, state: TrainState) -
     update_step = build_update_step(context, layout, state, feed.num_steps)
     install_guard(update_step, context, layout.runner, session_base.loss_recorder)
     update_step.parts = context.components.update(update_step.parts)
-    rule = context.recipe.strategy.rule.load()(context, layout, state)
+    rule = context.recipe.strategy.sync_spec.load()(context, layout, state)
     return RuleParts(
         strategy=context.recipe.strategy,
         cluster=context.cluster,

@@ -1,4 +1,4 @@
-"""What a user may hang into a run: called on every rank, at points where the state is consistent."""
+"""Callbacks of a run, called on every rank at points where the state is consistent."""
 
 from __future__ import annotations
 
@@ -13,32 +13,33 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Override what you need; `Task(callbacks=[...])` or `train(..., callbacks=[...])`.
+    """Base class of callbacks for `Task(callbacks=[...])` or `train(..., callbacks=[...])`.
 
-    Every rank has its own and calls it at the same points, so a callback may use what is collective
-    (`session.sum`, `session.complete`, `paceline.evaluate`), and writes files where `session.is_first`.
-    `session.stop(reason)` ends the run after the present round on all ranks, whichever asked for it.
+    Override the methods you need. Every rank has its own callback and calls it at the same points, so a
+    callback may call collectives (`session.sum`, `session.complete`, `paceline.evaluate`), and should
+    write files only if `session.is_first`. `session.stop(reason)` on any rank ends the run after the
+    present round on all ranks.
     """
 
     def on_build(self, session: Session) -> None:
-        """Once, before anything is restored: hooks on modules, parts of `session.update_step`, and what
-        `session.state.keep` is to put into checkpoints."""
+        """Run once, before anything is restored: the place to register hooks on modules, to add parts to
+        `session.update_step`, and to add state to checkpoints with `session.state.keep`."""
 
     def on_begin(self, session: Session) -> None:
-        """Before the first round of this fit; a resumed run has its state by then."""
+        """Run before the first round of a fit, when a resumed run has its state."""
 
     def on_step(self, session: Session, stats: StepStats) -> None:
-        """After every round: one step of many micro-batches, or several steps where replicas train alone."""
+        """Run after every round: one step, or several steps under rules in which replicas train alone."""
 
     def on_evaluation(self, session: Session, evaluation: Evaluation) -> None:
-        """After every evaluation on held-out data; equal on all ranks."""
+        """Run after every evaluation on held-out data, which is equal on all ranks."""
 
     def on_end(self, session: Session, result: Result) -> None:
-        """After the last checkpoint; not called when the run fails."""
+        """Run after the last checkpoint; not called if the run fails."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """What a checkpoint should hold: numbers, words, lists and tables. That of rank 0 is saved."""
+        """Return state for checkpoints: numbers, strings, lists and mappings; that of rank 0 is saved."""
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave before the run was stopped."""
+        """Restore the state that `state_dict` returned when the checkpoint was saved."""

@@ -1,8 +1,11 @@
-"""When something is due: every so many steps, every so many minutes, the same on every rank.
+"""Checkpoints of a session: when one is due, how it is saved, and how a session is restored from one.
 
-The checkpoints of a session: where they are, how it saves them, and how it goes on from one.
+`CheckpointSchedule` saves during a fit, by steps and by minutes, at the same step on every rank, and
+restores an earlier checkpoint if a health check asks to roll back. A save in the background reads the live
+state, so the next update waits for it (`_wait_before_updates`). Invariant: a checkpoint is loaded on all
+ranks or on none of them.
 
-The saves of one fit: when one is due, and telling the sinks when it is written.
+File formats and atomic publishing are in `paceline.checkpoint`.
 """
 
 from __future__ import annotations
@@ -41,20 +44,20 @@ from paceline.sync.residuals import orphaned_residuals
 
 
 def interval_passed(every_steps: int, before: int, step: int) -> bool:
-    """Whether a round from step `before` to `step` has reached or passed a multiple of the interval."""
+    """Return whether a round from step `before` to `step` reached a multiple of the interval (0: never)."""
     return every_steps > 0 and step // every_steps > before // every_steps
 
 
 class EveryMinutes:
-    """A clock that all ranks read alike: rank 0 looks, and says when to look again.
+    """Timer that is due at the same step on all ranks: rank 0 reads its clock and says when to check again.
 
-    Ranks talk at few steps: at about half of what is left, then at half of that.
+    Ranks communicate at few steps: after about half of the remaining time, then after half of the rest.
 
     Args:
-        minutes: the interval; 0: never due, and nobody talks.
+        minutes: the interval; 0: never due, without communication.
         is_first: whether this is the rank whose clock counts.
-        total: adds up a number of every rank; collective.
-        now: seconds on a clock that never goes back.
+        total: returns the sum of a number over all ranks; collective.
+        now: returns seconds of a monotonic clock.
     Wire: one all_reduce of 8 bytes at some steps.
     """
 
@@ -69,30 +72,30 @@ class EveryMinutes:
         self._since, self._steps, self._steps_until_check = now(), 0, 1
 
     @property
-    def asks(self) -> bool:
-        """Whether ranks talk about the time at all."""
+    def is_active(self) -> bool:
+        """Return whether there is an interval, for which ranks communicate."""
         return self._seconds > 0
 
     def due(self, steps: int) -> bool:
-        """Whether the interval is over; collective.
+        """Return whether the interval is over; collective.
 
         Args:
-            steps: taken since the last call.
+            steps: number of steps since the last call.
         """
         self._steps += steps
         self._steps_until_check -= steps
-        if not self.asks or self._steps_until_check > 0:
+        if not self.is_active or self._steps_until_check > 0:
             return False
         answer = int(self._total(self._steps_until_next_check() if self._is_first else 0.0))
         self._steps_until_check = max(1, answer)
         return answer == 0
 
     def restart(self) -> None:
-        """Something has just been done: the next time is an interval from now."""
+        """Start the interval anew, after a save for any reason."""
         self._since, self._steps, self._steps_until_check = self._now(), 0, 1
 
     def _steps_until_next_check(self) -> float:
-        """0 if it is time, else half of the steps that are left at the pace so far."""
+        """Return 0 if it is time, else half of the steps that remain at the present pace."""
         passed = self._now() - self._since
         if passed >= self._seconds:
             return 0.0
@@ -101,27 +104,27 @@ class EveryMinutes:
 
 
 _PATIENCE_SECONDS = 60.0
-"""For so long a save takes only what the training leaves; a crash would lose it."""
+"""A save runs at idle priority for at most this long, because a crash in the meantime would lose it."""
 _WAIT_PART = "settle"
 
 
 def checkpoint_files(recipe: Recipe, run_dir: Path) -> StorageFolder:
-    """The folder of a run's checkpoints."""
+    """Return the folder of a run's checkpoints, local or in object storage."""
     return StorageFolder(recipe.checkpoint.folder or str(run_dir / "checkpoints"))
 
 
 def build_saver(session: Session, run_dir: Path, warn: Callable[[str], None]) -> CheckpointSaver:
-    """A saver for this rank; collective. What a crash has left half-written is removed."""
+    """Build the saver of this rank and remove incomplete checkpoints of a crashed run; collective."""
     files = checkpoint_files(session.recipe, run_dir)
     options, strategy = session.recipe.checkpoint, session.full_strategy
     patience = FullDiskPatience(options.full_disk_seconds, warn)
-    shelf = claim_folder(files, patience) if session.is_first else CheckpointCatalog(files)
-    run = share_with_all(session, shelf.run)
-    saving = SaveSettings(
+    catalog = claim_folder(files, patience) if session.is_first else CheckpointCatalog(files)
+    run = share_with_all(session, catalog.run)
+    settings = SaveSettings(
         rank=session.cluster.global_rank,
         background=options.mode == "background",
-        shared=strategy.rule.shares_state,
-        steady=strategy.rule.steady,
+        shared=strategy.sync_spec.shares_state,
+        steady=strategy.sync_spec.steady,
         keep=RetentionCounts(options.keep, options.keep_best),
         deadline_seconds=options.deadline_seconds,
         patience=patience,
@@ -130,7 +133,7 @@ def build_saver(session: Session, run_dir: Path, warn: Callable[[str], None]) ->
         survives_lost_ranks=lambda: session.launcher_phase == TRAINING_FOR_SERVER,
     )
     saver = CheckpointSaver(
-        session.state, shelf, _origin(session, run), saving, partial(gather_from_all, session)
+        session.state, catalog, _origin(session, run), settings, partial(gather_from_all, session)
     )
     session.wait_for_save = saver.settle
     session.reinstall_hooks.append(partial(_wait_before_updates, session))
@@ -139,7 +142,7 @@ def build_saver(session: Session, run_dir: Path, warn: Callable[[str], None]) ->
 
 
 def _writer(files: StorageFolder, options: CheckpointRecipe, patience: FullDiskPatience) -> PartWriter:
-    """All threads of a training that waits; else a process beside it, or one thread if there can be none."""
+    """Return the writer: all threads if training waits, else a process or, without one, a thread."""
     if options.mode == "blocking":
         return ThreadWriter(torch.get_num_threads())
     if files.local_path("") is None or not can_use_writer_process():
@@ -149,7 +152,7 @@ def _writer(files: StorageFolder, options: CheckpointRecipe, patience: FullDiskP
 
 
 def _present_ranks(session: Session) -> list[int]:
-    """The ranks that are not gone, as far as the store of the job knows; empty: there is none."""
+    """Return the ranks that the job's store does not know as lost; empty if the job has no store."""
     membership = session.cluster.membership
     if membership is None:
         return []
@@ -158,14 +161,14 @@ def _present_ranks(session: Session) -> list[int]:
 
 
 def _wait_before_updates(session: Session) -> None:
-    """Nothing that follows a step changes what a save in the background still reads.
+    """Make updates wait until a save in the background reads the state no more.
 
-    Before all other parts: a step that is left out comes to few of them, and where replicas meet that have
-    trained alone parameters move all the same.
+    It is the first part of the update step, since a skipped step runs only some of the parts, and since
+    parameters change before the update where replicas average that have trained alone.
     """
     step = session.update_step
-    others = {name: part for name, part in step.parts.items() if name != _WAIT_PART}
-    step.parts = {_WAIT_PART: lambda record: session.wait_for_save(), **others}
+    other_parts = {name: part for name, part in step.parts.items() if name != _WAIT_PART}
+    step.parts = {_WAIT_PART: lambda record: session.wait_for_save(), **other_parts}
     if session.average is not None:
         session.average.settle = session.wait_for_save
 
@@ -181,7 +184,7 @@ def _origin(session: Session, run: str) -> CheckpointOrigin:
 
 
 def _versions(session: Session) -> dict[str, str]:
-    """What the bits of a run depend on beside what was asked for."""
+    """Return versions and settings of this machine on which the bits of a run depend."""
     precision = session.recipe.precision.compute
     return {
         "paceline": VERSION,
@@ -193,18 +196,18 @@ def _versions(session: Session) -> dict[str, str]:
 
 
 ReadState = Callable[[Session, StoredCheckpoint], Callable[[], None]]
-"""Reads what this rank wants of a state; nothing changes before the result is called."""
+"""Function that reads what this rank needs; it returns a function that then changes the session."""
 
 
-def read_whole_state(session: Session, found: StoredCheckpoint) -> Callable[[], None]:
-    """All that a training goes on from."""
-    read = session.state.read_from(found, found.scalars)
+def read_whole_state(session: Session, stored: StoredCheckpoint) -> Callable[[], None]:
+    """Read the whole state of a training run; see `ReadState`."""
+    load = session.state.read_from(stored, stored.scalars)
 
-    def take_over() -> None:
-        read()
-        _warn_dropped_residuals(session, found)
+    def load_state() -> None:
+        load()
+        _warn_dropped_residuals(session, stored)
 
-    return take_over
+    return load_state
 
 
 def restore_checkpoint(
@@ -216,13 +219,13 @@ def restore_checkpoint(
     before: str | None = None,
     take: ReadState = read_whole_state,
 ) -> str:
-    """Go on from a checkpoint; collective. Every rank reads and checks all of it.
+    """Load a checkpoint into the session; collective. Every rank reads and verifies all that it needs.
 
     Args:
-        name: which one; "best": by evaluation; None: the newest that is valid.
-        warn: is told, on rank 0, which ones cannot be used and why.
-        before: only those that were saved before this one.
-        take: what is read of it.
+        name: of the checkpoint; "best": that of the best evaluation; None: the newest valid one.
+        warn: receives, on rank 0, which checkpoints cannot be used and why.
+        before: consider only checkpoints that were saved before this one.
+        take: reads the wanted part of the state.
     Returns:
         The name of the checkpoint.
     Raises:
@@ -236,67 +239,69 @@ def restore_checkpoint(
             return candidate
         if name:
             raise refusal
-        warn(f"{refusal.what}; the one before it is used")
+        warn(f"warning: {refusal.what}. Trying the checkpoint before it.")
     raise CheckpointError(
         "there is no valid checkpoint" + (f": {refusal.what}" if refusal else ""),
         where=files.url,
-        next_step="name a run folder with a checkpoint in it, or start the run again",
+        next_step="name a run folder that has a checkpoint, or start the run again",
     )
 
 
 def _resolve_name(files: StorageFolder, name: str) -> str:
-    """What "best" and "newest" stand for; every rank looks, as nobody writes now."""
+    """Return the name behind "best" and "newest"; every rank reads the folder, as nothing is written now."""
     return CheckpointCatalog.look(files).named(name)
 
 
 def _newest_first(
     session: Session, files: StorageFolder, before: str | None, warn: Callable[[str], None]
 ) -> list[str]:
-    """Rank 0 looks; the others follow."""
-    found: list[str] = []
+    """Return the names of complete checkpoints as rank 0 lists them; collective."""
+    names: list[str] = []
     if session.is_first:
-        shelf = CheckpointCatalog.look(files)
-        found = [kept.name for kept in reversed(shelf.whole)]
-        found = found[found.index(before) + 1 :] if before in found else found
-        for error in shelf.broken.values():
-            warn(error.what)
-    return [str(name) for name in json.loads(share_with_all(session, json.dumps(found)))]
+        catalog = CheckpointCatalog.look(files)
+        names = [complete.name for complete in reversed(catalog.whole)]
+        names = names[names.index(before) + 1 :] if before in names else names
+        for error in catalog.broken.values():
+            warn(f"warning: {error.what}")
+    return [str(name) for name in json.loads(share_with_all(session, json.dumps(names)))]
 
 
 def _try_restore(
     session: Session, files: StorageFolder, name: str, warn: Callable[[str], None], take: ReadState
 ) -> CheckpointError | None:
-    """Load one if every rank can read it; else why not, on every rank."""
+    """Load a checkpoint if every rank can read it; else return the reason, on every rank; collective."""
     refusal: CheckpointError | None = None
     other = CheckpointError(f"the checkpoint {name} cannot be read by another rank", where=files.url)
     try:
-        found = open_checkpoint(files, name)
-        theirs = found.manifest.origin.versions.get(VOCABULARY_KEY, "")
-        require_same_vocabulary(session.task.vocabulary, theirs, name)
+        stored = open_checkpoint(files, name)
+        saved_vocabulary = stored.manifest.origin.versions.get(VOCABULARY_KEY, "")
+        require_same_vocabulary(session.task.vocabulary, saved_vocabulary, name)
     except CheckpointError as error:
         refusal = error
     if session.sum(float(refusal is not None)):
         return refusal or other
-    session.prepare_restore(found.scalars)
+    session.prepare_restore(stored.scalars)
     try:
-        take_over = take(session, found)
+        load_state = take(session, stored)
     except CheckpointError as error:
         refusal = error
     if session.sum(float(refusal is not None)):
         return refusal or other
-    differing = fingerprint_differences(found.manifest.origin.versions) if session.recipe.reproducible else ""
+    # Only now, when all ranks have read their part, does the state change: never half on some of them.
+    versions = stored.manifest.origin.versions
+    differing = fingerprint_differences(versions) if session.recipe.reproducible else ""
     if differing:
-        warn(f"{name} was computed otherwise ({differing}): from here on the bits may be others")
-    take_over()
+        warn(f"warning: {name} was computed differently ({differing}), so the bits may differ from here on.")
+    load_state()
     return None
 
 
-def _warn_dropped_residuals(session: Session, found: StoredCheckpoint) -> None:
-    """What coding had not sent yet is part of the gradients: nobody may lose it unheard."""
-    if orphaned_residuals(found.shapes, session.state.extra_states):
+def _warn_dropped_residuals(session: Session, stored: StoredCheckpoint) -> None:
+    """Warn if quantisation errors of the checkpoint, which belong to its gradients, are not sent any more."""
+    if orphaned_residuals(stored.shapes, session.state.extra_states):
         text = (
-            f"{found.name} holds what coding had not sent yet under '{found.manifest.origin.strategy}', and"
-            f" nothing sends it under '{session.strategy}': it is dropped; resume with that codec to keep it"
+            f"{stored.name} has unsent quantisation errors of '{stored.manifest.origin.strategy}', which are"
+            f" dropped under '{session.strategy}'. Resume with that codec to keep them."
         )
         session.events.add("warning", {"text": text})
 
@@ -305,7 +310,12 @@ def _warn_dropped_residuals(session: Session, found: StoredCheckpoint) -> None:
 def open_checkpoint_schedule(
     session: Session, run_dir: Path | None, sinks: Sequence[Sink]
 ) -> Iterator[CheckpointSchedule]:
-    """The saves of a fit; collective. Without a run folder nothing is saved."""
+    """Return a context manager around the checkpoints of a fit; collective.
+
+    Args:
+        run_dir: the folder of the run; None: nothing is saved.
+        sinks: receive the events `checkpoint`, `roll-back` and `warning`.
+    """
 
     def warn(text: str) -> None:
         for sink in sinks:
@@ -313,22 +323,22 @@ def open_checkpoint_schedule(
 
     saver = None if run_dir is None else build_saver(session, run_dir, warn)
     try:
-        saves = CheckpointSchedule(session, saver, sinks, warn)
-        saves.best = EvaluationScores(session.recipe.evaluate, saves.scores())
-        saves.begin()
-        yield saves
+        schedule = CheckpointSchedule(session, saver, sinks, warn)
+        schedule.best = EvaluationScores(session.recipe.evaluate, schedule.scores())
+        schedule.begin()
+        yield schedule
     finally:
         if saver is not None:
             saver.close()
 
 
 class CheckpointSchedule:
-    """Saves a session when it is time.
+    """Schedule of the saves of one fit.
 
     Args:
-        saver: None: it is never time.
-        sinks: are told of every checkpoint when it is there.
-        warn: is told what cannot be used.
+        saver: None: nothing is saved.
+        sinks: receive the event `checkpoint` when a checkpoint is complete.
+        warn: receives which checkpoints cannot be used.
     Attributes:
         best: the evaluations so far, by which the run may end early.
     """
@@ -347,22 +357,22 @@ class CheckpointSchedule:
         self._saved_at = -1
         self._roll_backs = 0
         self._rolled_back_to: str | None = None
-        self._untold: tuple[int, str] | None = None
+        self._unreported: tuple[int, str] | None = None
         minutes = session.recipe.checkpoint.every_minutes if saver is not None else 0.0
         self._clock = EveryMinutes(minutes, session.is_first, session.sum)
 
     def at_interval(self, before: int, *, is_best: bool = False) -> bool:
-        """Save if a round from step `before` to now has made it due; collective.
+        """Save if a round from step `before` to the present one has made it due; collective.
 
         Args:
-            is_best: the state has just been evaluated, and none was better; the same on every rank.
+            is_best: the state has just been evaluated, and no earlier one was better; equal on every rank.
         Returns:
-            Whether ranks may have talked about it.
+            Whether the ranks may have communicated.
         """
         if self._saver is None:
             return False
         if not self._saver.busy:
-            self._tell()
+            self._report_complete()
         step = self._session.state.step
         by_time = self._clock.due(step - before)
         options = self._session.recipe.checkpoint
@@ -370,27 +380,31 @@ class CheckpointSchedule:
         is_due = by_time or as_best or interval_passed(options.every_steps, before, step)
         if is_due:
             self._save(self._saver)
-        return is_due or self._clock.asks
+        return is_due or self._clock.is_active
 
     def begin(self) -> None:
-        """Save where the fit begins, if the run may have to go back there; collective."""
-        if self._saver is not None and self._session.recipe.health.rolls_back and self._here() is None:
+        """Save the first state of the fit if the run may have to roll back to it; collective."""
+        if (
+            self._saver is not None
+            and self._session.recipe.health.rolls_back
+            and self._present_checkpoint() is None
+        ):
             self._save(self._saver)
 
-    def roll_back(self, ask: RollBackRequest) -> None:
-        """Load the newest valid checkpoint, and leave out the steps from there to the one that went wrong.
+    def roll_back(self, request: RollBackRequest) -> None:
+        """Load the newest valid checkpoint and skip the steps from it to the failed one; collective.
 
-        If nothing was saved since the last time, that one is no good, and the one before it is loaded.
-        Collective.
+        If nothing was saved since the last roll-back, that checkpoint leads to the same error, so the one
+        before it is loaded.
 
         Raises:
-            NumericError: it went back too often, or there is nothing to go back to.
+            NumericError: the run has rolled back too often, or there is no checkpoint left.
         """
-        saver, session = self._saver_for_roll_back(ask), self._session
+        saver, session = self._saver_for_roll_back(request), self._session
         self._roll_backs += 1
         if self._name is not None:
             saver.wait_published(self._name)
-        self._tell()
+        self._report_complete()
         session.abort()
         wrong = session.state.step
         try:
@@ -399,92 +413,94 @@ class CheckpointSchedule:
             )
         except CheckpointError as error:
             raise _no_roll_back_error(
-                ask, f"{error.what}: there is no checkpoint left to go back to"
+                request, f"{error.what}: there is no earlier checkpoint to roll back to"
             ) from error
         self._rolled_back_to = name
         first, session.state.step = session.state.step, wrong + 1
-        told = {"step": wrong, "checkpoint": name, "left_out": [first, wrong], "reason": ask.what}
+        record = {"step": wrong, "checkpoint": name, "left_out": [first, wrong], "reason": request.what}
         for sink in self._sinks:
-            sink.event("roll-back", told)
+            sink.event("roll-back", record)
 
-    def _saver_for_roll_back(self, ask: RollBackRequest) -> CheckpointSaver:
-        """The saver, if there is one and the run may go back once more."""
+    def _saver_for_roll_back(self, request: RollBackRequest) -> CheckpointSaver:
+        """Return the saver; raise a NumericError if there is none or the run may not roll back again."""
         most = self._session.recipe.health.max_roll_backs
         if self._saver is None:
-            raise _no_roll_back_error(ask, "there is no checkpoint to go back to, as there is no run folder")
+            raise _no_roll_back_error(request, "without a run folder there is no checkpoint to roll back to")
         if self._roll_backs == most:
             raise _no_roll_back_error(
-                ask, f"the run has gone back {most} times, and health.max_roll_backs allows no more"
+                request, f"the run has rolled back {most} times, the limit of health.max_roll_backs"
             )
         return self._saver
 
     def score(self, score: float) -> None:
-        """Of the evaluation at the present step; lower is better."""
+        """Record the score of the evaluation at the present step; lower is better."""
         if self._saver is not None:
             self._saver.score(self._session.state.step, score)
 
     def scores(self) -> dict[int, float]:
-        """The scores up to the present step, by step; collective."""
+        """Return the saved scores up to the present step, by step; collective."""
         session, saver = self._session, self._saver
         if saver is None or session.state.step == 0:
             return {}
-        mine = json.dumps(saver.shelf.losses if session.is_first else {})
-        found = {int(step): float(score) for step, score in json.loads(share_with_all(session, mine)).items()}
-        return {step: score for step, score in found.items() if step <= session.state.step}
+        local = json.dumps(saver.shelf.losses if session.is_first else {})
+        saved = json.loads(share_with_all(session, local))
+        scores = {int(step): float(score) for step, score in saved.items()}
+        return {step: score for step, score in scores.items() if step <= session.state.step}
 
     def begin_final_save(self) -> None:
-        """Begin to save the end of the fit, if that is not where a checkpoint is already; collective."""
+        """Begin to save the last state of the fit, unless it has a checkpoint already; collective."""
         if self._saver is None:
             return
         step = self._session.state.step
         if step == self._first:
-            self._name = self._here()
+            self._name = self._present_checkpoint()
         if self._name is None or step not in (self._first, self._saved_at):
             self._save(self._saver)
 
     def finish(self) -> str | None:
-        """Wait until the last one can be loaded, and say where it is; collective where a rank was lost."""
+        """Wait until the last checkpoint is complete and return its place; collective if a rank was lost."""
         if self._saver is None or self._name is None:
             return None
+        # A save that lost a rank is incomplete, so the remaining ranks save again.
         while not self._saver.wait_published(self._name):
             self._save(self._saver)
-        self._tell()
+        self._report_complete()
         self._saver.tidy()
         return self._saver.shelf.files.place(self._name)
 
     def best_checkpoint_path(self) -> str | None:
-        """Where the checkpoint of the best evaluation is, if such are kept; collective."""
+        """Return the place of the checkpoint of the best evaluation, if such are kept; collective."""
         session, saver = self._session, self._saver
         if saver is None or not session.recipe.checkpoint.keep_best:
             return None
-        shelf, name = saver.shelf, ""
-        if session.is_first and any(kept.step in shelf.losses for kept in shelf.whole):
-            name = shelf.named(BEST)
+        catalog, name = saver.shelf, ""
+        if session.is_first and any(complete.step in catalog.losses for complete in catalog.whole):
+            name = catalog.named(BEST)
         name = share_with_all(session, name)
-        return shelf.files.place(name) if name else None
+        return catalog.files.place(name) if name else None
 
-    def _here(self) -> str | None:
-        """The newest checkpoint, if it is of the present step; collective."""
+    def _present_checkpoint(self) -> str | None:
+        """Return the newest checkpoint if it is of the present step, else None; collective."""
         session, saver = self._session, self._saver
-        found = (
-            saver.shelf.newest_at_step(session.state.step) if saver is not None and session.is_first else None
-        )
-        return share_with_all(session, found or "") or None
+        name = None
+        if saver is not None and session.is_first:
+            name = saver.shelf.newest_at_step(session.state.step)
+        return share_with_all(session, name or "") or None
 
     def _save(self, saver: CheckpointSaver) -> None:
         saver.finish()
-        self._tell()
+        self._report_complete()
         self._rolled_back_to = None
         self._name, self._saved_at = saver.save(), self._session.state.step
-        self._untold = (self._session.state.step, self._name)
+        self._unreported = (self._session.state.step, self._name)
         self._clock.restart()
 
-    def _tell(self) -> None:
-        """Tell of the save that was under way, now that it is written."""
-        if self._saver is None or self._untold is None:
+    def _report_complete(self) -> None:
+        """Send the event of the save that was in progress, now that it is written."""
+        if self._saver is None or self._unreported is None:
             return
         self._saver.finish()
-        (step, name), self._untold = self._untold, None
+        (step, name), self._unreported = self._unreported, None
         if name in self._saver.dropped:
             return
         path = self._saver.shelf.files.place(name)
@@ -492,6 +508,6 @@ class CheckpointSchedule:
             sink.event("checkpoint", {"step": step, "path": path})
 
 
-def _no_roll_back_error(ask: RollBackRequest, why: str) -> NumericError:
-    """The trouble that asked to go back, and why that cannot be."""
-    return NumericError(f"{ask.what}; {why}", where=ask.where, next_step=ask.next_step)
+def _no_roll_back_error(request: RollBackRequest, why: str) -> NumericError:
+    """Return the error of the failed health check, with the reason why the run cannot roll back."""
+    return NumericError(f"{request.what}; {why}", where=request.where, next_step=request.next_step)

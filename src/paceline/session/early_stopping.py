@@ -1,4 +1,4 @@
-"""Early stopping: which evaluation was the best, and how long ago; alike on all ranks and after a resume."""
+"""Early stopping: the best evaluation and how many followed, equal on all ranks and after a resume."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.errors import RecipeError
-from paceline.recipe.recipe import EvaluateRecipe
+from paceline.recipe.tables import EvaluateRecipe
 from paceline.session.evaluation import Evaluation
 
 
 class EvaluationScores:
-    """The scores of a run; a lower one is better, whatever the metric.
+    """Scores of the evaluations of a run; lower is better for every metric, since others are negated.
 
     Args:
-        before: scores by step, of the evaluations before a resume.
+        before: scores of the evaluations before a resume, by step.
     """
 
     def __init__(self, options: EvaluateRecipe, before: Mapping[int, float]) -> None:
@@ -22,10 +22,10 @@ class EvaluationScores:
         self._scores = dict(sorted(before.items()))
 
     def add(self, evaluation: Evaluation) -> float:
-        """Take an evaluation; returns its score.
+        """Add an evaluation and return its score.
 
         Raises:
-            RecipeError: it lacks the metric that the recipe names.
+            RecipeError: the evaluation lacks the metric that the recipe names.
         """
         name = self._options.metric
         values = {"loss": evaluation.loss, **evaluation.metrics}
@@ -40,19 +40,19 @@ class EvaluationScores:
         return score
 
     def is_over(self) -> bool:
-        """Whether the last `patience` evaluations were no better than one before them."""
+        """Return whether the last `patience` evaluations were no better than one before them."""
         patience = self._options.patience
         return patience > 0 and len(self._scores) > patience and self._since_best() >= patience
 
     def record(self, step: int) -> dict[str, Any]:
-        """What is told when the run ends early."""
+        """Return the event `early-stop`."""
         best = self._best_step()
         score = self._scores[best]
         value = score if self._options.better == "lower" else -score
         return {"step": step, "metric": self._options.metric, "best": float(value), "best_step": best}
 
     def is_best(self, step: int) -> bool:
-        """Whether the evaluation at a step is the best so far; one as good as an earlier one is not."""
+        """Return whether the evaluation at a step is the best so far; one equal to an earlier one is not."""
         return bool(self._scores) and step == self._best_step()
 
     def _best_step(self) -> int:

@@ -1,8 +1,8 @@
-"""Evaluation on held-out samples: the same number for every world size, to the bit.
+"""Evaluation on held-out samples, with the same bits for every world size.
 
-The samples are cut into blocks of a fixed size; every rank runs some blocks, and the sums of all blocks
-are put into one table and added in the order of the blocks. So neither a ragged end nor the number of
-ranks changes the result.
+The samples are divided into blocks of a fixed size. Every rank evaluates some blocks; the sums of all
+blocks are put into one table and added in the order of the blocks. So neither a smaller last block nor the
+number of ranks changes the result.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from paceline.task import SampleSource, finish_metrics, held_out_sets
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Means over all held-out items.
+    """Mean loss and metrics over all held-out items.
 
-    Of several sets, `loss`, `num_samples` and `num_items` are those of the first, and the metrics of each
-    have its name in front: "far.loss", "far.accuracy".
+    With several held-out sets, `loss`, `num_samples` and `num_items` are those of the first, and metrics
+    have the name of their set as prefix: "far.loss", "far.accuracy".
 
     Args:
-        step: training steps taken before it.
-        loss: mean loss.
-        metrics: further means.
-        num_samples: held-out samples that were used, each once.
-        num_items: what the loss counts.
+        step: number of training steps before the evaluation.
+        loss: mean over items.
+        metrics: means over items.
+        num_samples: number of held-out samples, each used once.
+        num_items: number of items that the loss counts.
     """
 
     step: int
@@ -45,29 +45,29 @@ class Evaluation:
 
 
 def evaluate(session: Session, source: Any = None) -> Evaluation | None:
-    """Evaluate on the task's held-out data, with the average of the weights if there is one; collective.
+    """Evaluate on the task's held-out data, with the averaged weights if there are any; collective.
 
     Args:
-        source: other samples than the task's held-out ones; or several sets by name.
+        source: samples in place of the task's held-out ones, or several sets by name.
     Returns:
-        None if there is nothing to evaluate on.
+        The means, equal on all ranks; None if there is nothing to evaluate on.
     Wire: for each set one all_reduce of 8 (2 + num_metrics) bytes a block.
     """
     sets = held_out_sets(session.task.held_out if source is None else source)
-    found = {}
-    for name, one in sets.items():
-        samples = read_held_out(name, one, session.recipe)
-        found[name] = repeat_until_agreed(session, partial(_evaluate_set, session, samples))
-    return _merge_sets(found) if found else None
+    evaluations = {}
+    for name, held_out in sets.items():
+        samples = read_held_out(name, held_out, session.recipe)
+        evaluations[name] = repeat_until_agreed(session, partial(_evaluate_set, session, samples))
+    return _merge_sets(evaluations) if evaluations else None
 
 
-def _merge_sets(found: Mapping[str, Evaluation]) -> Evaluation:
-    """One evaluation of all sets."""
-    first = next(iter(found.values()))
+def _merge_sets(evaluations: Mapping[str, Evaluation]) -> Evaluation:
+    """Return one evaluation with the metrics of all sets."""
+    first = next(iter(evaluations.values()))
     metrics: dict[str, float] = {}
-    for name, one in found.items():
-        own = {"loss": one.loss, **one.metrics} if name else one.metrics
-        metrics |= {f"{name}.{metric}" if name else metric: value for metric, value in own.items()}
+    for name, evaluation in evaluations.items():
+        named = {"loss": evaluation.loss, **evaluation.metrics} if name else evaluation.metrics
+        metrics |= {f"{name}.{metric}" if name else metric: value for metric, value in named.items()}
     return replace(first, metrics=metrics)
 
 
@@ -75,13 +75,14 @@ def _evaluate_set(session: Session, held_out: SampleSource) -> Evaluation:
     options, data = session.recipe.evaluate, session.mesh.data
     num_samples = min(len(held_out), options.max_samples or len(held_out))
     blocks = [range(i, min(i + options.batch, num_samples)) for i in range(0, num_samples, options.batch)]
-    mine = split_evenly(len(blocks), data.size, data.rank)
-    names = session.runner.metric_names.found or ()
+    local = split_evenly(len(blocks), data.size, data.rank)
+    names = session.runner.metric_names.names or ()
     table = torch.zeros(len(blocks), 2 + len(names), dtype=torch.float64)
     with session.averaged():
-        rows = _run_blocks(session, held_out, [blocks[i] for i in mine])
-    table[mine.start : mine.start + len(rows)] = rows
+        rows = _run_blocks(session, held_out, [blocks[i] for i in local])
+    table[local.start : local.start + len(rows)] = rows  # fewer if this rank does not compute the loss
     world = session.mesh.world
+    # Every row comes from one rank and the others add zeros, so the order of this sum changes no bit.
     agreed = session.net.all_reduce(table.to(session.runner.sharded_model.device), world).wait()
     sums = agreed.cpu().numpy().sum(axis=0)
     count = sums[1] or 1.0

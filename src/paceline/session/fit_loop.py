@@ -1,10 +1,9 @@
-"""What compiling a model has cost, in seconds and in steps: nobody knows it before.
+"""The fit loop: train a session to the end of its run, with metrics, hashes, evaluations and checkpoints.
 
-Hashes of the state while it is trained: written to the sinks, and compared over all ranks.
-
-The course of one fit: rounds, and what is due between two of them.
-
-The fit loop: step, observe, and at quiescent points evaluate and save.
+`fit` runs `FitInProgress.after_round` after every round. What is due there is due on all ranks after the
+same round, since it follows from the step (or from rank 0's clock, which all ranks read together); so
+everything in `RunSchedule` is collective. `RunSchedule` decides when the run ends: after its last step,
+after a stop signal, when evaluations have not improved, or when a callback asks for it.
 """
 
 from __future__ import annotations
@@ -32,81 +31,74 @@ _NUM_USUAL_STEPS = 5
 
 
 class CompileCost:
-    """Watches the first steps of a model that is compiled when it is first called."""
+    """Measurement of what compiling the model has cost, from the first steps, of which the first compiles."""
 
     def __init__(self) -> None:
         self._seconds: list[float] = []
 
     def follow(self, seconds: float) -> Mapping[str, Any] | None:
-        """Note the wall time of a step; returns the event `compile` when it is known."""
+        """Record the wall time of a step; return the event `compile` once the cost is known."""
         if len(self._seconds) > _NUM_USUAL_STEPS:
             return None
         self._seconds.append(seconds)
         if len(self._seconds) <= _NUM_USUAL_STEPS:
             return None
         first, usual = self._seconds[0], median(self._seconds[1:])
-        spent = max(0.0, first - usual)
-        return {"seconds": spent, "steps": int(spent / usual) if usual > 0 else 0}
-
-
-def hash_at_interval(session: Session, before: int, sinks: Sequence[Sink]) -> bool:
-    """Every `hash_every` steps: hash, compare, tell; collective.
-
-    Args:
-        before: the step at which the last round began.
-    Returns:
-        Whether it was time.
-    Raises:
-        DivergenceError: ranks that should be equal are not, and the recipe says stop.
-    """
-    is_due = interval_passed(session.recipe.hash_every, before, session.state.step)
-    if is_due:
-        hash_and_compare(session, sinks)
-    return is_due
+        cost = max(0.0, first - usual)
+        return {"seconds": cost, "steps": int(cost / usual) if usual > 0 else 0}
 
 
 def hash_and_compare(session: Session, sinks: Sequence[Sink]) -> str:
-    """Hash the whole state, in hex, after comparing what ranks hold in common; collective."""
+    """Compare tensors that several ranks hold, and return the SHA-256 of the whole state in hex; collective.
+
+    Args:
+        sinks: receive the events `hash` and `divergence`.
+    Raises:
+        DivergenceError: ranks differ in tensors that should be equal, and `on_divergence` is "stop".
+    """
     state = session.state
-    found = repeat_until_agreed(session, lambda: find_divergence(state, session.mesh, session.net))
+    divergence = repeat_until_agreed(session, lambda: find_divergence(state, session.mesh, session.net))
     sha256 = repeat_until_agreed(session, lambda: whole_sha256(state, session.mesh, session.net))
     for sink in sinks:
-        sink.event("hash", {"step": state.step - 1, "sha256": sha256, "equal": found is None})
-    if found is None:
+        sink.event("hash", {"step": state.step - 1, "sha256": sha256, "equal": divergence is None})
+    if divergence is None:
         return sha256
     for sink in sinks:
-        sink.event("divergence", {"step": found.step, "tensor": found.tensor, "ranks": list(found.ranks)})
+        sink.event(
+            "divergence",
+            {"step": divergence.step, "tensor": divergence.tensor, "ranks": list(divergence.ranks)},
+        )
     if session.recipe.on_divergence == "stop":
         raise DivergenceError(
-            f"ranks that should hold equal bits do not: {found}",
-            next_step="go on from the last checkpoint; if it happens again on the same host, test its memory,"
-            " otherwise look for something in the model that differs between ranks",
+            f"ranks that should hold equal bits do not: {divergence}",
+            next_step="resume from the last checkpoint; if it happens again on the same host, test its"
+            " memory, otherwise look for something in the model that differs between ranks",
         )
     return sha256
 
 
 class RunSchedule:
-    """Takes a session through its rounds.
+    """Schedule of one fit: its rounds, what is due between two of them, and when the run ends.
 
     Args:
-        saves: when to save, and which evaluation was the best.
+        checkpoints: when to save, and which evaluation was the best.
         sinks: receive every step and event; only rank 0 has any.
     Attributes:
-        reason: why the run ends before its last step; empty: it goes on.
-        stopped: a signal ended it.
-        checks_stop_requests: `Session.stop` may be called though there are no callbacks.
+        reason: why the run ends before its last step; empty while it continues.
+        stopped: a signal has ended the run.
+        checks_stop_requests: `Session.stop` may be called although there are no callbacks.
     """
 
-    def __init__(self, session: Session, saves: CheckpointSchedule, sinks: Sequence[Sink]) -> None:
-        self._session, self._saves, self._sinks = session, saves, sinks
+    def __init__(self, session: Session, checkpoints: CheckpointSchedule, sinks: Sequence[Sink]) -> None:
+        self._session, self._checkpoints, self._sinks = session, checkpoints, sinks
         self.reason, self.stopped, self.checks_stop_requests = "", False, False
         self._evaluation: Evaluation | None = None
         self._compile_cost = CompileCost() if session.recipe.runtime.compile else None
 
     def rounds(self) -> Iterator[StepStats]:
-        """The rounds of the session; where health asks for it, on from an earlier checkpoint."""
+        """Yield the stats of the session's rounds; roll back if a health check asks for it."""
         session = self._session
-        if self._saves.best.is_over():
+        if self._checkpoints.best.is_over():
             self.reason = self._patience()
         while not self.is_over():
             try:
@@ -115,111 +107,115 @@ class RunSchedule:
                     if self.is_over():
                         return
                 return
-            except RollBackRequest as ask:
-                self._saves.roll_back(ask)
+            except RollBackRequest as request:
+                self._checkpoints.roll_back(request)
 
     def is_over(self) -> bool:
-        """Whether the run has ended."""
+        """Return whether the run has ended."""
         return self.done or bool(self.reason)
 
     @property
     def done(self) -> bool:
-        """Whether the last step was taken."""
+        """Return whether the last step was taken."""
         return self._session.state.step >= self._session.num_steps
 
     def after_round(self, stats: StepStats, before: int) -> bool:
-        """Tell of a round that began at step `before`, and do what is due; collective.
+        """Report a round to sinks and callbacks, and do what is due after it; collective.
 
+        Args:
+            before: the step at which the round began.
         Returns:
-            Whether more was done than telling: what that took belongs to no round.
+            Whether something was done whose time does not belong to the next round.
         """
         session = self._session
         for sink in self._sinks:
             sink.step(stats)
         compiled = self._compile_cost.follow(stats.seconds) if self._compile_cost is not None else None
         if compiled is not None:
-            self.tell("compile", compiled)
+            self.send_event("compile", compiled)
         for name, record in session.events.take():
-            self.tell(name, record)
+            self.send_event(name, record)
         for callback in session.callbacks:
             callback.on_step(session, stats)
-        more = hash_at_interval(session, before, self._sinks)
+        hashes = interval_passed(session.recipe.hash_every, before, session.state.step)
+        if hashes:
+            hash_and_compare(session, self._sinks)
         self.stopped = stats.stops > 0 and not self.done
         if self.stopped:
-            self.reason = "asked by a signal"
+            self.reason = "stopped by a signal"
         elif not self.done:
-            more |= self._at_intervals(before)
+            hashes |= self._evaluate_and_save(before)
             self._check_stop_requests()
-        return more or self._heeds
+        return hashes or self._may_be_stopped
 
     def evaluate(self) -> Evaluation | None:
-        """Evaluate, unless the present state has been; collective."""
-        found, session = self._evaluation, self._session
-        if found is not None and found.step == session.state.step:
-            return found
-        self._evaluation = found = evaluate(session)
-        if found is not None:
-            self._saves.score(self._saves.best.add(found))
-            self.tell("evaluation", asdict(found))
+        """Return the evaluation of the present state, evaluating it if that was not done yet; collective."""
+        evaluation, session = self._evaluation, self._session
+        if evaluation is not None and evaluation.step == session.state.step:
+            return evaluation
+        self._evaluation = evaluation = evaluate(session)
+        if evaluation is not None:
+            self._checkpoints.score(self._checkpoints.best.add(evaluation))
+            self.send_event("evaluation", asdict(evaluation))
             for callback in session.callbacks:
-                callback.on_evaluation(session, found)
-        return found
+                callback.on_evaluation(session, evaluation)
+        return evaluation
 
-    def tell(self, event: str, record: Mapping[str, Any]) -> None:
-        """Tell all sinks."""
+    def send_event(self, event: str, record: Mapping[str, Any]) -> None:
+        """Send an event to all sinks."""
         for sink in self._sinks:
             sink.event(event, record)
 
     @property
-    def _heeds(self) -> bool:
-        """Whether somebody else has a say after every round."""
+    def _may_be_stopped(self) -> bool:
+        """Return whether a callback or the user's own loop may stop the run after a round."""
         return bool(self._session.callbacks) or self.checks_stop_requests
 
-    def _at_intervals(self, before: int) -> bool:
-        """Evaluate and save where that is due; returns whether it was."""
-        session, best = self._session, self._saves.best
+    def _evaluate_and_save(self, before: int) -> bool:
+        """Evaluate and save if that is due; return whether it was."""
+        session, best = self._session, self._checkpoints.best
         evaluated = None
         if interval_passed(session.recipe.evaluate.every_steps, before, session.state.step):
             evaluated = self.evaluate()
             if best.is_over():
                 self.reason = self._patience()
-                self.tell("early-stop", best.record(session.state.step))
+                self.send_event("early-stop", best.record(session.state.step))
         is_best = evaluated is not None and best.is_best(evaluated.step)
-        return self._saves.at_interval(before, is_best=is_best) or evaluated is not None
+        return self._checkpoints.at_interval(before, is_best=is_best) or evaluated is not None
 
     def _patience(self) -> str:
         recipe = self._session.recipe.evaluate
         return f"{recipe.patience} evaluations without a better {recipe.metric}"
 
     def _check_stop_requests(self) -> None:
-        """End on all ranks if a callback of any has asked for it; 8 bytes a round if there are callbacks."""
+        """End the run on all ranks if a callback of any rank asks for it; 8 bytes a round with callbacks."""
         session = self._session
-        if self.reason or not self._heeds or not session.sum(float(bool(session.stop_reason))):
+        if self.reason or not self._may_be_stopped or not session.sum(float(bool(session.stop_reason))):
             return
         reasons = gather_from_all(session, lambda: session.stop_reason)
         self.reason = next(text for text in reasons if text)
-        self.tell("stop", {"step": session.state.step, "reason": self.reason})
+        self.send_event("stop", {"step": session.state.step, "reason": self.reason})
 
 
 @dataclass(frozen=True)
 class Result:
-    """How a run ended, equal on every rank but for `model`.
+    """Result of a run, equal on every rank except for `model`.
 
     Args:
-        steps: steps taken since the beginning of the run, also before a resume.
-        last: the last step of this fit; None if there was none to take.
+        steps: steps taken since the beginning of the run, including those before a resume.
+        last: stats of the last round of this fit; None if there was no step to take.
         evaluation: on the held-out data after the last step; None without such data.
-        checkpoint: where the last one is; None: nothing was saved.
-        sha256: of the state after the last step, in hex; None unless the run is reproducible.
-        stopped: whether a signal ended the run before its last step.
+        checkpoint: path or URL of the last checkpoint; None if nothing was saved.
+        sha256: hash of the state after the last step, in hex; None unless the run is reproducible.
+        stopped: a signal ended the run before its last step.
         run_dir: the folder of the run; None without one.
-        reason: why it ended before its last step: a signal, patience, or what a callback said; empty: it
-            did not.
-        best: where the checkpoint of the best evaluation is; None: `checkpoint.keep_best` is not set, or
-            nothing was evaluated.
-        model: with the parameters of the last step, or with their average where the recipe asks for one;
-            None where this rank holds only a part of it (`paceline export` takes it whole from the
-            checkpoint), and until `train` returns.
+        reason: why the run ended before its last step: a signal, patience, or the reason of a callback; empty
+            if it did not.
+        best: path or URL of the checkpoint of the best evaluation; None if `checkpoint.keep_best` is not set
+            or nothing was evaluated.
+        model: with the parameters of the last step, or their average if the recipe asks for one; None if this
+            rank holds only a part of it (`paceline export` reads the whole from the checkpoint), and until
+            `train` returns.
     """
 
     steps: int
@@ -235,50 +231,51 @@ class Result:
 
 
 class FitInProgress:
-    """A fit under way.
+    """Fit that has begun: `after_round` is called after every round, `finish` at the end.
 
-    Args:
-        course: rounds, and what is due between two of them.
+    Attributes:
+        schedule: the rounds, and what is due between two of them.
     """
 
     def __init__(
-        self, session: Session, run_dir: Path | None, sinks: Sequence[Sink], saves: CheckpointSchedule
+        self, session: Session, run_dir: Path | None, sinks: Sequence[Sink], checkpoints: CheckpointSchedule
     ) -> None:
-        self._session, self._run_dir, self._sinks, self._saves = session, run_dir, sinks, saves
-        self.course = RunSchedule(session, saves, sinks)
+        self._session, self._run_dir, self._sinks = session, run_dir, sinks
+        self._checkpoints = checkpoints
+        self.schedule = RunSchedule(session, checkpoints, sinks)
         self._ranks = RankRecords(session, sinks, written=run_dir is not None)
         self._before, self._last = session.state.step, cast("StepStats | None", None)
         for callback in session.callbacks:
             callback.on_begin(session)
 
     def after_round(self, stats: StepStats) -> None:
-        """Tell of a round, and do what is due; collective."""
+        """Report a round, and do what is due after it; collective."""
         self._last = stats
         self._ranks.step(stats)
-        if self.course.after_round(stats, self._before):
+        if self.schedule.after_round(stats, self._before):
             self._ranks.begin()
         self._before = self._session.state.step
 
     def finish(self) -> Result:
-        """Save, evaluate and say how the run ended; collective."""
-        session, course, saves = self._session, self.course, self._saves
-        saves.begin_final_save()
+        """Save, evaluate and return the result of the run; collective."""
+        session, schedule, checkpoints = self._session, self.schedule, self._checkpoints
+        checkpoints.begin_final_save()  # first, so that it is written in the background of the evaluation
         self._ranks.flush()
-        _log_communication(session, course)
+        _log_communication(session, schedule)
         sha256 = hash_and_compare(session, self._sinks) if session.recipe.reproducible else None
-        evaluation = None if course.stopped else course.evaluate()
-        saved = saves.finish()
-        course.tell("end", {"step": session.state.step, "stopped": course.stopped})
+        evaluation = None if schedule.stopped else schedule.evaluate()
+        saved = checkpoints.finish()
+        schedule.send_event("end", {"step": session.state.step, "stopped": schedule.stopped})
         result = Result(
             steps=session.state.step,
             last=self._last,
             evaluation=evaluation,
             checkpoint=saved,
             sha256=sha256,
-            stopped=course.stopped,
+            stopped=schedule.stopped,
             run_dir=self._run_dir,
-            reason=course.reason,
-            best=saves.best_checkpoint_path(),
+            reason=schedule.reason,
+            best=checkpoints.best_checkpoint_path(),
         )
         for callback in session.callbacks:
             callback.on_end(session, result)
@@ -287,7 +284,7 @@ class FitInProgress:
 
 @contextmanager
 def fitting(session: Session, run_dir: Path | None, sinks: Sequence[Sink]) -> Iterator[FitInProgress]:
-    """A fit, for whoever makes its rounds; see `fit`."""
+    """Return a context manager around a fit whose rounds the caller makes; see `fit`."""
     with ExitStack() as stack:
         for sink in sinks:
             stack.callback(sink.close)
@@ -300,24 +297,24 @@ def fit(session: Session, run_dir: Path | None = None, sinks: Sequence[Sink] = (
     """Train to the end of the run.
 
     Args:
-        session: from its state's step on; a resumed state continues.
-        run_dir: of the run; None: nothing is saved.
+        session: training continues from its state's step.
+        run_dir: the folder of the run; None: nothing is saved.
         sinks: receive every step and event; only rank 0 has any.
     Returns:
-        The result; a stop signal on any rank ends all ranks after the same step, which is saved.
+        The result. A stop signal on any rank ends all ranks after the same step, which is saved.
     """
-    with fitting(session, run_dir, sinks) as found:
-        for stats in found.course.rounds():
-            found.after_round(stats)
-        return found.finish()
+    with fitting(session, run_dir, sinks) as fit_in_progress:
+        for stats in fit_in_progress.schedule.rounds():
+            fit_in_progress.after_round(stats)
+        return fit_in_progress.finish()
 
 
-def _log_communication(session: Session, course: RunSchedule) -> None:
-    """What went over the wires, how much of its time was hidden, and what the sample cache saved."""
+def _log_communication(session: Session, schedule: RunSchedule) -> None:
+    """Send what was communicated, which fraction of its time was hidden, and the hits of the sample cache."""
     rows = {
         f"{op} {group}": {**asdict(entry), "hidden_fraction": entry.hidden_fraction}
         for (op, group), entry in session.net.ledger.rows.items()
     }
     loader = session.loader
-    course.tell("communication", {"rows": rows})
-    course.tell("cache", {"hits": loader.cache_hits, "lookups": loader.cache_lookups})
+    schedule.send_event("communication", {"rows": rows})
+    schedule.send_event("cache", {"hits": loader.cache_hits, "lookups": loader.cache_lookups})

@@ -1,6 +1,8 @@
-"""On what a process computes: an NVIDIA GPU of its own, or the processor.
+"""Join a job as one of its ranks: choose the device, connect, build the task on all ranks, build the session.
 
-Become one of the ranks of a job: set up, meet the others, build the task together, and leave.
+Invariant: a rank that fails leaves its connections open, since the other ranks may be gone and closing
+would wait for them; the process is about to end. After a clean end the number of intra-op threads is what
+it was before.
 """
 
 from __future__ import annotations
@@ -26,25 +28,25 @@ from paceline.tasks.task_registry import load_task, run_build
 from paceline.tuning.hardware_defaults import choose_threads
 
 
-def choose_device(name: str, local_rank: int, processes_here: int) -> torch.device:
-    """`auto` takes one NVIDIA GPU a process where there are enough, the processor otherwise.
+def choose_device(name: str, local_rank: int, num_processes: int) -> torch.device:
+    """Return the device of this rank: with `auto` one GPU per process if there are enough, else the CPU.
 
     Raises:
-        DeviceError: "cuda" was asked for and is not there.
+        DeviceError: the recipe asks for "cuda", and there are fewer GPUs than processes.
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if name == "cuda" and count < processes_here:
+    if name == "cuda" and count < num_processes:
         raise DeviceError(
-            f'runtime.device = "cuda": this host has {count} NVIDIA GPUs for {processes_here} processes',
-            next_step='start fewer processes, or set runtime.device = "auto" to use the processor',
+            f'runtime.device = "cuda": this host has {count} NVIDIA GPUs for {num_processes} processes',
+            next_step='start fewer processes, or set runtime.device = "auto" to use the CPU',
         )
-    if name == "cpu" or count < processes_here:
+    if name == "cpu" or count < num_processes:
         return torch.device("cpu")
     return torch.device("cuda", local_rank)
 
 
-def idle_gpu_warning(asked: str, device: torch.device, processes_here: int) -> Iterator[str]:
-    """A sentence if there are GPUs and this job uses none of them though it was free to.
+def idle_gpu_warning(asked: str, device: torch.device, num_processes: int) -> Iterator[str]:
+    """Yield a warning if this host has GPUs that the job could use and does not.
 
     Args:
         asked: `runtime.device`.
@@ -52,8 +54,8 @@ def idle_gpu_warning(asked: str, device: torch.device, processes_here: int) -> I
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if asked == "auto" and device.type == "cpu" and count:
         yield (
-            f"this host has {count} NVIDIA GPUs for {processes_here} processes, so all compute on the"
-            f" processor; with at most {count} processes each has a GPU"
+            f"warning: this host has {count} NVIDIA GPUs for {num_processes} processes, so all of them use"
+            f" the CPU. Start at most {count} processes to use the GPUs."
         )
 
 
@@ -62,13 +64,14 @@ CACHE_DIR = cache_folder()
 
 @contextmanager
 def connected(
-    recipe: Recipe, cluster: Cluster | None = None, say: Callable[[str], object] = lambda text: None
+    recipe: Recipe, cluster: Cluster | None = None, log: Callable[[str], object] = lambda text: None
 ) -> Iterator[tuple[Cluster, torch.device]]:
-    """Set up threads and the device, meet the other ranks, and leave at the end of the block.
+    """Set threads and device, connect to the other ranks, and disconnect at the end of the block.
 
-    After an error it closes no connection: the other ranks may be gone, and the process is about to end.
-    The number of intra-op threads is afterwards what it was. `say` is told now and then which ranks have not
-    started; they may take as long as setting up may.
+    Args:
+        cluster: in place of that of the environment.
+        log: receives from time to time which ranks have not started yet; the limit is
+            `runtime.setup_deadline_seconds`.
     """
     cluster = cluster or Cluster.from_env()
     device = choose_device(recipe.runtime.device, cluster.local_rank, cluster.local_world_size)
@@ -76,7 +79,7 @@ def connected(
     torch.set_num_threads(choose_threads(recipe, cluster.local_world_size, find_cores()).number)
     try:
         runtime = recipe.runtime
-        patience = SetupDeadline(runtime.setup_deadline_seconds, say)
+        patience = SetupDeadline(runtime.setup_deadline_seconds, log)
         cluster = cluster.connect(device.type, runtime.deadline_seconds, patience)
         yield cluster, device
     finally:
@@ -96,25 +99,23 @@ def join(
     fresh: bool = True,
     callbacks: Sequence[Callback] = (),
 ) -> Iterator[Session]:
-    """Connect to the other ranks, build this rank's session, and leave at the end of the block.
+    """Connect to the other ranks, build this rank's session, and close both at the end of the block.
 
     Args:
         recipe: equal on every rank.
-        task: in place of the one that the recipe names: a task, or the function that builds it. A
-            function is better: it runs under the run's own seed, so that weights follow from the recipe.
-        base_dir: where a task `file.py:function` is looked for; the working directory if None.
-        cluster: in place of the one in the environment.
-        warn: see `build_session`.
-        stop_requested: see `EveryStep`.
-        fresh: see `build_session`.
-        callbacks: beside those of the task.
+        task: in place of the one that the recipe names: a task, or a function that builds it. Prefer a
+            function: it runs with the run's seed, so that the first weights follow from the recipe.
+        base_dir: folder of a task `file.py:function`; the working directory if None.
+        cluster: in place of that of the environment.
+        warn, stop_requested, fresh: see `build_session`.
+        callbacks: in addition to those of the task.
     """
-    with connected(recipe, cluster, warn) as (found, device):
-        for text in idle_gpu_warning(recipe.runtime.device, device, found.local_world_size):
+    with connected(recipe, cluster, warn) as (joined, device):
+        for text in idle_gpu_warning(recipe.runtime.device, device, joined.local_world_size):
             warn(text)
-        built = build_task_on_all_ranks(recipe, task, base_dir, found, warn)
+        built = build_task_on_all_ranks(recipe, task, base_dir, joined, warn)
         session = build_session(
-            recipe, built, found, device, warn=warn, stop_requested=stop_requested, fresh=fresh
+            recipe, built, joined, device, warn=warn, stop_requested=stop_requested, fresh=fresh
         )
         session.add_callbacks(callbacks)
         try:
@@ -128,24 +129,24 @@ def build_task_on_all_ranks(
     task: TaskLike | None,
     base_dir: Path | None,
     cluster: Cluster,
-    say: Callable[[str], object] = lambda text: None,
+    log: Callable[[str], object] = lambda text: None,
 ) -> Task:
-    """`build_task` on every rank; each waits for the others, for at most `runtime.setup_deadline_seconds`.
+    """Build the task on every rank; each waits for the others, for at most `runtime.setup_deadline_seconds`.
 
     Raises:
-        DeadlineError: a rank takes longer than `runtime.setup_deadline_seconds`; names it.
+        DeadlineError: a rank takes longer; the error names it.
     """
     seconds = recipe.runtime.setup_deadline_seconds
     cluster.enter_phase("building the task", seconds)
     built = build_task(recipe, task, base_dir)
     cluster.enter_phase("waiting for the other ranks to build the task", seconds)
-    cluster.await_ranks("built the task", seconds, say)
+    cluster.await_ranks("built the task", seconds, log)
     cluster.enter_phase("building the session", seconds)
     return built
 
 
 def build_task(recipe: Recipe, task: TaskLike | None, base_dir: Path | None) -> Task:
-    """The given task, what the given function builds, or the task that the recipe names."""
+    """Return the given task, the one that the given function builds, or the one that the recipe names."""
     task = resolve_task(task)
     if isinstance(task, Task):
         return task

@@ -92,8 +92,8 @@ def require_renewable(session: Session) -> None:
     strategy = session.strategy
     reasons = {
         "a partitioned model": bool(strategy.cuts),
-        f"sync={strategy.sync}": strategy.sync != "every-step",
-        f"codec={strategy.codec}": strategy.codec != "fp32",
+        f"sync={strategy.sync}": strategy.is_set("sync"),
+        f"codec={strategy.codec}": strategy.is_coded,
         "batch.sync_batchnorm": session.recipe.batch.sync_batchnorm,
     }
     found = [reason for reason, holds in reasons.items() if holds]
@@ -114,12 +114,14 @@ def _with_overlap(
 
 def _rebuild(session: Session, cluster: Cluster) -> None:
     context = session.session_base.context
-    max_shards, called = max_sharers(context.recipe)
+    max_shards, limit_key = max_sharers(context.recipe)
     open_ended = context.recipe.strategy.replace(replicas=None)
-    strategy = resolve_strategy(open_ended, processes=cluster.world_size, shards=max_shards, called=called)
+    strategy = resolve_strategy(
+        open_ended, processes=cluster.world_size, shards=max_shards, limit_key=limit_key
+    )
     context = replace(
         context,
-        recipe=context.recipe.under(strategy),
+        recipe=context.recipe.with_strategy(strategy),
         cluster=cluster,
         mesh=Mesh.build(cluster, strategy.degrees),
         close_callbacks=[],

@@ -1,8 +1,7 @@
-"""A task's model, made ready to be placed: its weights, and the same on every rank.
+"""Set up the task's model and optimizer: weights, equal on every rank; buffers; recomputation; fused kernels.
 
-How buffers come together, as a task says it by patterns: looked up once, refused where it cannot be.
-
-The optimizer of a session: the task's own, or the recipe's by name, in fused kernels where they suit.
+Invariant: before a model is partitioned, every rank has the same weights, either broadcast from rank 0 or,
+for parameters without memory, made by name from the seed.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from paceline.checkpoint.pretrained import load_weights
 from paceline.comm.group_collectives import broadcast_coalesced
 from paceline.comm.net import Net
+from paceline.data.sample_order import BatchOrder
 from paceline.errors import StrategyError, TaskError
 from paceline.job.mesh import RankGroup
 from paceline.models.dropout import name_dropouts
@@ -27,6 +27,7 @@ from paceline.parallel.model_buffers import set_buffer_reductions
 from paceline.parallel.recompute import recompute_blocks
 from paceline.parallel.session_context import SessionContext
 from paceline.parallel.sharded_model import ShardedModel
+from paceline.parallel.sync_batchnorm import synchronize_batch_norms
 from paceline.recipe.recipe import Recipe
 from paceline.session.task_contract import refuse_two_optimizers
 from paceline.task import Task
@@ -41,23 +42,25 @@ def prepare_model(
     whole: bool = False,
     warn: Callable[[str], None] = lambda text: None,
 ) -> nn.Module:
-    """The task's model on its device: weights from a file, or set by name where the task knows how.
+    """Return the task's model on its device, with weights from a file or set by name if the task knows how.
 
     Args:
-        whole: give memory to all parameters of a model that was built without; else they wait until it is
-            known which of them this rank holds. Weights from a file are read whole, by every rank.
-        warn: is told of files of which nobody says what their bytes should be.
+        whole: give memory to all parameters of a model that was built on the meta device. Otherwise they
+            get it when it is known which of them this rank holds. Every rank reads weights from a file as
+            a whole.
+        warn: receives a sentence about files whose content cannot be verified by a hash.
     """
-    waits = any(p.is_meta for p in task.model.parameters()) and recipe.init_from is None and not whole
-    if task.initialize is not None and not waits:
+    has_meta = any(p.is_meta for p in task.model.parameters())
+    stays_meta = has_meta and recipe.init_from is None and not whole
+    if task.initialize is not None and not stays_meta:
         task.initialize(task.model, recipe.seed)
     if recipe.init_from is not None:
-        taken = load_weights(task.model, recipe.init_from, vocabulary=task.vocabulary)
-        doubt = taken.warning(recipe.init_from)
-        if doubt:
-            warn(doubt)
+        loaded = load_weights(task.model, recipe.init_from, vocabulary=task.vocabulary)
+        warning = loaded.warning(recipe.init_from)
+        if warning:
+            warn(warning)
     name_dropouts(task.model)
-    if not waits:
+    if not stays_meta:
         return task.model.to(device)
     if isinstance(task.initialize, InitializeByName):
         initialize_allocated(task.model, recipe.seed, task.initialize)
@@ -65,7 +68,7 @@ def prepare_model(
 
 
 def initialize_allocated(model: nn.Module, seed: int, initialize: InitializeByName) -> None:
-    """Set the parameters of a model that have memory, though it was built without."""
+    """Set the parameters that have memory in a model of which others have none."""
     with torch.no_grad():
         for name, p in model.named_parameters():
             if not p.is_meta:
@@ -73,9 +76,9 @@ def initialize_allocated(model: nn.Module, seed: int, initialize: InitializeByNa
 
 
 def broadcast_model(model: nn.Module, net: Net, group: RankGroup) -> None:
-    """Give every rank the parameters and buffers of rank 0; what has no memory is made alike on every rank.
+    """Give every rank the parameters and buffers of rank 0; those without memory are made by name later.
 
-    Wire: n bytes received by each rank but the first, in broadcasts of some megabytes.
+    Wire: every rank but the first receives the n bytes of the model, in broadcasts of some megabytes.
     """
     tensors: list[Tensor] = [p.detach() for p in model.parameters()] + list(model.buffers())
     broadcast_coalesced([t for t in tensors if not t.is_meta], net, group)
@@ -84,7 +87,7 @@ def broadcast_model(model: nn.Module, net: Net, group: RankGroup) -> None:
 def recompute_and_compile(
     recipe: Recipe, task: Task, model: nn.Module, device: torch.device, warn: Callable[[str], None]
 ) -> None:
-    """Change the model in place as the recipe's memory and runtime sections say."""
+    """Apply activation recomputation and `torch.compile` to the model in place, as the recipe says."""
     if recipe.memory.recomputes:
         recompute_blocks(model, task.blocks, recipe.memory.recompute)
     if recipe.runtime.compile:
@@ -93,48 +96,68 @@ def recompute_and_compile(
             warn(reason)
 
 
+def set_up_sync_batchnorm(context: SessionContext, model: nn.Module, order: BatchOrder) -> None:
+    """Let BatchNorm compute its statistics over all ranks of a step; collective.
+
+    Raises:
+        StrategyError: in some step a rank runs no micro-batch or several. A rank without a forward would
+            leave the others waiting in the collective of a BatchNorm.
+    """
+    group, shards = context.mesh.data, context.shards
+    last_batch = order.batch_size(order.steps_per_epoch - 1)
+    if shards != group.size:
+        raise StrategyError(
+            "batch.sync_batchnorm needs exactly one micro-batch per rank in every step, but a batch has"
+            f" {shards} micro-batches for {group.size} ranks",
+            next_step="remove batch.shards",
+        )
+    if last_batch < shards:
+        raise StrategyError(
+            "batch.sync_batchnorm needs exactly one micro-batch per rank in every step, but the last batch"
+            f" of an epoch has {last_batch} samples for {shards} ranks",
+            next_step="set batch.drop_last = true",
+        )
+    if group.size > 1:
+        context.close_callbacks.append(synchronize_batch_norms(model, group, context.net))
+
+
 def apply_buffer_reductions(recipe: Recipe, task: Task, model: nn.Module) -> None:
-    """Tell the model's modules.
+    """Set on the model's modules how their buffers are combined over micro-batches, by `Task(buffers=...)`.
 
     Raises:
         TaskError: a pattern fits no persistent buffer.
-        StrategyError: there are no micro-batches of ranks.
+        StrategyError: changes are to be combined per micro-batch, and SyncBatchNorm has one forward of all
+            ranks.
     """
     if not task.buffers:
         return
-    kept = model.state_dict(keep_vars=True)
-    names = [name for name, _ in model.named_buffers(remove_duplicate=False) if name in kept]
+    persistent = model.state_dict(keep_vars=True)
+    names = [name for name, _ in model.named_buffers(remove_duplicate=False) if name in persistent]
     for pattern in task.buffers:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise TaskError(
-                f"Task(buffers=...) has the pattern '{pattern}', which fits no persistent buffer",
-                next_step=f"the model has: {', '.join(names[:5]) or 'none'}",
+                f"the pattern '{pattern}' in Task(buffers=...) matches no persistent buffer of the model",
+                next_step=f"the model has these buffers: {', '.join(names[:5]) or 'none'}",
             )
-    if set(task.buffers.values()) != {"mean"}:
-        _refuse_sync_batchnorm(recipe)
-    found = {name: [how for p, how in task.buffers.items() if fnmatchcase(name, p)] for name in names}
-    set_buffer_reductions(
-        model, {name: buffer_reductions[0] for name, buffer_reductions in found.items() if buffer_reductions}
-    )
-
-
-def _refuse_sync_batchnorm(recipe: Recipe) -> None:
-    if recipe.batch.sync_batchnorm:
+    if set(task.buffers.values()) != {"mean"} and recipe.batch.sync_batchnorm:
         raise StrategyError(
-            "Task(buffers=...) asks for the sum of changes, or those of the first micro-batch, and"
-            " batch.sync_batchnorm has one forward of all ranks",
-            next_step='leave sync_batchnorm out, or choose "mean"',
+            'Task(buffers=...) combines buffers per micro-batch ("sum" or "first"), but with'
+            " batch.sync_batchnorm all ranks run one forward together",
+            next_step='remove batch.sync_batchnorm, or use "mean"',
         )
+    # The first pattern that matches a name decides.
+    matches = {name: [how for p, how in task.buffers.items() if fnmatchcase(name, p)] for name in names}
+    set_buffer_reductions(model, {name: reductions[0] for name, reductions in matches.items() if reductions})
 
 
 def build_task_optimizer(
     context: SessionContext, task: Task, sharded_model: ShardedModel
 ) -> torch.optim.Optimizer:
-    """The task's own optimizer, or the recipe's by name, over what this rank updates.
+    """Build the task's own optimizer, or the recipe's by name, over the parameters that this rank updates.
 
     Raises:
-        StrategyError: it looks at more than one value, or tensor, at a time, and this rank would update a
-            part of them.
+        StrategyError: the optimizer needs whole tensors or several of them at once, and this rank has
+            parts only.
         TaskError: the task brings its own, and the recipe sets options of one.
     """
     recipe = context.recipe
@@ -142,7 +165,7 @@ def build_task_optimizer(
         optimizer = build_optimizer(
             sharded_model.model, recipe.optimizer, fused_allowed=not recipe.reproducible
         )
-        _log_optimizer_kernels(context, sharded_model)
+        _log_optimizer_kernels(context, type(optimizer).__name__, sharded_model)
     else:
         refuse_two_optimizers(recipe)
         optimizer = require_one_gradient(task.optimizer(sharded_model.model))
@@ -152,16 +175,18 @@ def build_task_optimizer(
     return optimizer
 
 
-def _log_optimizer_kernels(context: SessionContext, sharded_model: ShardedModel) -> None:
-    """Whether updates take a fused kernel, and why; what is slow here is told."""
-    recipe, allowed = context.recipe.optimizer, not context.recipe.reproducible
-    why_not = reason_not_fused(sharded_model.model, recipe, allowed)
-    reason = why_not or "PyTorch has one for all that is trained"
+def _log_optimizer_kernels(context: SessionContext, class_name: str, sharded_model: ShardedModel) -> None:
+    """Print whether the optimizer is fused; warn if the recipe turns off a fused kernel that is faster."""
+    recipe, fused_allowed = context.recipe.optimizer, not context.recipe.reproducible
+    why_not = reason_not_fused(sharded_model.model, recipe, fused_allowed)
+    reason = why_not or "all trained parameters have a fused kernel"
     context.note("optimizer", {"name": recipe.name, "fused": not why_not, "reason": reason})
-    context.warn(f"optimizer: {recipe.name} {'without a' if why_not else 'in a'} fused kernel, as {reason}")
-    if not recipe.fused and not reason_not_fused(sharded_model.model, recipe.replace(fused=True), allowed):
-        slow = unfused_optimizer_warning(
-            recipe, sum(p.numel() for p in sharded_model.updates.values()), context.device
-        )
-        if slow:
-            context.warn(slow)
+    context.warn(
+        f"optimizer: {class_name}, not fused ({why_not})" if why_not else f"optimizer: fused {class_name}"
+    )
+    could_fuse = not reason_not_fused(sharded_model.model, recipe.replace(fused=True), fused_allowed)
+    if not recipe.fused and could_fuse:
+        num_values = sum(p.numel() for p in sharded_model.updates.values())
+        warning = unfused_optimizer_warning(recipe, num_values, context.device)
+        if warning:
+            context.warn(warning)

@@ -1,13 +1,13 @@
-"""Values of all replicas as one value, for a user's own loop: a number of samples, a score.
+"""Communication between the ranks of a user's own loop besides gradients: reduced values, next actions.
 
-Sums are taken in the order of ranks, of what every rank has heard, so all have the same bits. There is no
-mean: that of ranks with other numbers of samples is none of the samples. Add up a sum and a count.
+Values (a number of samples, a score) are gathered on every rank and reduced there in the order of ranks,
+so all ranks have the same bits. There is no mean, because ranks have different numbers of samples: reduce
+a sum and a count.
 
-What the ranks of a user's own loop say to each other beside gradients: values, and what is done next.
-
-A rank that has no samples in a step does not run the loop's body, and has to take part in what the others do
-there. Nobody knows before a loop runs how many updates it makes in a step, or what it asks of all ranks in
-between, so such ranks are told. Nothing is told in a step in which every rank has samples.
+A rank without samples in a step does not run the body of the loop, but it must take part in its
+collectives. How many updates and reductions a step has is unknown before the body runs, so ranks with
+samples announce each of them (`LoopAction`). In a step in which every rank has samples nothing is
+announced.
 """
 
 from __future__ import annotations
@@ -30,52 +30,52 @@ _REDUCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
 
 
 def require_reduction(how: str) -> None:
-    """Raises: TaskError: values cannot come together so."""
+    """Raise a TaskError unless `how` is "sum", "max" or "min"."""
     if how not in _REDUCTIONS:
         raise TaskError(
-            f"loop.reduce(..., '{how}'): values of replicas come together by {', '.join(_REDUCTIONS)}",
-            next_step="for a mean, reduce the sum and the count, and divide",
+            f"loop.reduce(..., '{how}'): expected one of {', '.join(_REDUCTIONS)}",
+            next_step="for a mean, reduce the sum and the count, and divide them",
         )
 
 
 def reduce_values(values: Sequence[Tensor], how: str) -> Tensor:
-    """The values as one, in their type.
+    """Reduce values to one of their dtype.
 
     Args:
-        values: of the replicas, in their order, of one shape.
+        values: one of each replica, in the order of ranks, of one shape.
         how: "sum", "max" or "min".
     Raises:
         TaskError: shapes differ.
     """
     shapes = {tuple(value.shape) for value in values}
     if len(shapes) > 1:
-        raise TaskError(f"loop.reduce of values of several shapes: {sorted(shapes)}")
+        raise TaskError(f"loop.reduce needs values of one shape, found {sorted(shapes)}")
     stacked = torch.stack(list(values))
     return _REDUCTIONS[how](stacked).to(stacked.dtype)
 
 
 def tensor_to_bytes(value: Tensor) -> bytes:
-    """A tensor with its type and shape."""
+    """Serialize a tensor with its dtype and shape."""
     head = json.dumps([str(value.dtype).removeprefix("torch."), list(value.shape)]).encode()
-    own = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return head + b"\n" + bytes(own.numpy().tobytes())
+    data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return head + b"\n" + bytes(data.numpy().tobytes())
 
 
 def tensor_from_bytes(data: bytes) -> Tensor:
-    """The inverse of `tensor_to_bytes`."""
+    """Return the tensor that `tensor_to_bytes` has serialized."""
     head, _, values = data.partition(b"\n")
-    kind, shape = json.loads(head)
+    dtype, shape = json.loads(head)
     flat = torch.frombuffer(bytearray(values), dtype=torch.uint8) if values else torch.empty(0).byte()
-    return flat.view(getattr(torch, kind)).reshape(shape)
+    return flat.view(getattr(torch, dtype)).reshape(shape)
 
 
 class LoopAction(NamedTuple):
-    """What comes next.
+    """Next collective action of a loop, as ranks with samples announce it.
 
     Args:
         what: "update" or "reduce".
-        name: of the part that is updated, or of the reduction.
-        metrics: names of those of the update's loss.
+        name: of the part of the model that is updated, or of the reduction.
+        metrics: names of the metrics of the update's loss.
     """
 
     what: str
@@ -84,41 +84,49 @@ class LoopAction(NamedTuple):
 
 
 class LoopCoordinator:
-    """Of one session. Wire: a ragged all_gather of some bytes for each thing that is told."""
+    """Coordinator of the ranks of one session's loop.
+
+    Wire: a ragged all_gather of some bytes for each announced action.
+    """
 
     def __init__(self, session: Session) -> None:
         self._session = session
 
-    def tell(self, told: LoopAction | None) -> None:
-        """From a rank with samples: what comes now; None: nothing more in this step."""
-        if self._are_any_idle():
-            self._exchange(told)
-
-    def receive_update(self) -> LoopAction | None:
-        """On a rank without samples: the next update; values that come before it have nothing from here."""
-        while (told := self._exchange(None)) is not None and told.what == "reduce":
-            self._gather(b"")
-        return told
-
-    def reduce(self, value: Tensor | float, how: str, *, tells: bool) -> Tensor:
-        """See `OwnLoop.reduce`.
+    def announce(self, action: LoopAction | None) -> None:
+        """Announce the next action to ranks without samples, if there are any; collective.
 
         Args:
-            tells: ranks without samples do not know of it.
+            action: None: the step has no further action.
+        """
+        if self._are_any_idle():
+            self._exchange(action)
+
+    def receive_update(self) -> LoopAction | None:
+        """Return the next update on a rank without samples, after reductions before it; collective."""
+        while (action := self._exchange(None)) is not None and action.what == "reduce":
+            self._gather(b"")  # this rank has no value, and an empty text stands for none
+        return action
+
+    def reduce(self, value: Tensor | float, how: str, *, announces: bool) -> Tensor:
+        """Reduce a value over all replicas; collective.
+
+        Args:
+            value, how: see `OwnLoop.reduce`.
+            announces: inside the body of the loop, which ranks without samples do not run.
         """
         require_reduction(how)
-        own = torch.as_tensor(value).detach()
-        if tells:
-            self.tell(LoopAction("reduce", how))
-        values = [tensor_from_bytes(data) for data in self._gather(tensor_to_bytes(own)) if data]
-        return reduce_values(values, how).to(own.device)
+        local = torch.as_tensor(value).detach()
+        if announces:
+            self.announce(LoopAction("reduce", how))
+        values = [tensor_from_bytes(data) for data in self._gather(tensor_to_bytes(local)) if data]
+        return reduce_values(values, how).to(local.device)
 
     def _gather(self, data: bytes) -> list[bytes]:
         return all_gather_bytes(data, self._session.mesh.world, self._session.net)
 
-    def _exchange(self, mine: LoopAction | None) -> LoopAction | None:
-        texts = all_gather_texts(json.dumps(mine), self._session.mesh.world, self._session.net)
-        return next((LoopAction(*told) for told in map(json.loads, texts) if told is not None), None)
+    def _exchange(self, action: LoopAction | None) -> LoopAction | None:
+        texts = all_gather_texts(json.dumps(action), self._session.mesh.world, self._session.net)
+        return next((LoopAction(*fields) for fields in map(json.loads, texts) if fields is not None), None)
 
     def _are_any_idle(self) -> bool:
         work, step, replicas = self._session.work, self._session.state.step, self._session.mesh.data.size

@@ -1,12 +1,9 @@
-"""What belongs to one update of a user's own loop: losses of a micro-batch, and the gradients of a part.
+"""A user's own training loop: `OwnLoop`, which the loop calls, and the steps behind it.
 
-Steps of a user's own loop: the reduction, the tally and the update are those of every-step.
-
-A step may make several updates of different parts of the model, each with a loss of its own (a GAN).
-Gradients are summed when an update begins, not during backward: nobody knows which backward is the last.
-Invariant: with one loss and one update a step, the result is to the bit that of `train`.
-
-A user's own loop: what it calls beside its model.
+Reduction, tally and update are those of every-step. A step may make several updates of different parts of
+the model, each with its own loss (a GAN), so gradients are reduced when an update begins and not during
+backward: which backward is the last is not known before. Invariant: with one loss and one update in a
+step, the result equals that of `train` bit for bit.
 """
 
 from __future__ import annotations
@@ -42,27 +39,27 @@ _PART_METRIC, _UPDATERS_METRIC = "_part", "_sayers"  # metrics; names that begin
 
 
 def keep_gradients_of(computes: Mapping[TensorSlot, nn.Parameter], part: str) -> None:
-    """Leave a gradient to the parameters of one submodule.
+    """Drop the gradients of all parameters outside of one submodule.
 
     Raises:
-        TaskError: no parameter is in it.
+        TaskError: the submodule has no trained parameter.
     """
-    own = [p for slot, p in computes.items() if slot.name.startswith(f"{part}.")]
-    if not own:
+    inside = [p for slot, p in computes.items() if slot.name.startswith(f"{part}.")]
+    if not inside:
         names = sorted({slot.name.partition(".")[0] for slot in computes})
-        raise TaskError(f"the model has no part '{part}' that is trained, but {', '.join(names)}")
-    kept = {id(p) for p in own}
+        raise TaskError(f"the model has no trained submodule '{part}'; it has {', '.join(names)}")
+    kept = {id(p) for p in inside}
     for p in computes.values():
         if id(p) not in kept:
             p.grad = None
 
 
 def sum_losses(losses: Sequence[Loss], part: str) -> Loss:
-    """Losses of one micro-batch over the same items; ranks that update a part say which."""
+    """Add losses of one micro-batch over the same items; a metric holds the part that is updated."""
     total = torch.stack([loss.total.detach().reshape(()) for loss in losses]).sum()
     metrics = {name: value for loss in losses for name, value in loss.metrics.items()}
-    said = {_PART_METRIC: _hash_of_part(part), _UPDATERS_METRIC: 1.0} if part else {}
-    return Loss(total, losses[0].count, {**metrics, **said})
+    part_metrics = {_PART_METRIC: _hash_of_part(part), _UPDATERS_METRIC: 1.0} if part else {}
+    return Loss(total, losses[0].count, {**metrics, **part_metrics})
 
 
 def _hash_of_part(part: str) -> float:
@@ -70,11 +67,11 @@ def _hash_of_part(part: str) -> float:
 
 
 def require_same_part(part: str, tally: StepTally) -> None:
-    """Raises: TaskError: ranks update different parts, each with what the others have of its gradient."""
+    """Raise a TaskError if ranks update different parts, which would mix up their gradients."""
     if part and tally.metrics[_PART_METRIC] != _hash_of_part(part) * tally.metrics[_UPDATERS_METRIC]:
         raise TaskError(
-            f"this rank updates '{part}', and another rank another part",
-            next_step="decide which part is updated by loop.step_number, which is equal on all ranks",
+            f"this rank updates '{part}', but another rank updates another part",
+            next_step="choose the part by loop.step_number, which is equal on all ranks",
         )
 
 
@@ -83,33 +80,33 @@ _LOOP_ADVICE = "for batch in loop.batches(): loss = ...; loop.backward(loss); lo
 
 
 def refuse_own_loop(session: Session) -> None:
-    """Raises: StrategyError: under this strategy no loop can call the model, with the reason."""
+    """Raise a StrategyError with the reasons if a loop cannot call the model under this strategy."""
     runner, rule, recipe = session.runner, session.rule, session.recipe
     reasons = {
         "the layout runs forward and backward of its parts itself": type(runner) is not ReplicatedRunner,
-        "gradients or parameters are here only while a run needs them": session.runner.sharded_model.frees_gradients,
-        "the rule changes on the way": session.strategy != session.full_strategy,
-        "the rule deals out micro-batches by itself": type(rule) is not EveryStep,
-        "reproducible sums take each micro-batch's gradients apart": recipe.is_ordered,
+        "gradients or parameters are freed between uses": runner.sharded_model.frees_gradients,
+        "the sync rule changes during the run": session.strategy != session.full_strategy,
+        "the sync rule runs micro-batches itself": type(rule) is not EveryStep,
+        "reproducible sums need the gradients of each micro-batch separately": recipe.is_ordered,
     }
     why = [reason for reason, holds in reasons.items() if holds]
     if why:
         raise StrategyError(
-            f"an own loop does not go with {session.strategy}: {'; '.join(why)}",
-            next_step="choose replicas=all, with shard=N zero=1 if memory is short; or write the loss as a"
-            " function and use train, which runs it under every strategy",
+            f"an own loop is not possible with {session.strategy}: {'; '.join(why)}",
+            next_step="use replicas=all, with shard=N zero=1 if memory is short; or write the loss as a"
+            " function and use train, which supports every strategy",
         )
 
 
 class OwnLoopSteps:
-    """What a loop calls.
+    """Steps of a user's own loop on one rank.
 
     Args:
-        after_round: is told of every step that is complete; collective.
-        is_over: whether the run ends before its last step.
+        after_round: called after every complete step; collective.
+        is_over: returns whether the run ends before its last step.
 
     Attributes:
-        updated: the parts that the last step has updated, in their order; an empty name: all of the model.
+        updated: the parts that the last step has updated, in order; an empty name stands for the whole model.
     """
 
     def __init__(
@@ -121,20 +118,20 @@ class OwnLoopSteps:
         refuse_own_loop(session)
         self._session = session
         self._after_round, self._is_over = after_round, is_over
-        self._placed: Any = session.runner
+        self._runner: Any = session.runner
         self._rule: Any = session.rule
         self._dropouts = name_dropouts(session.runner.sharded_model.model)
         self._ranks = LoopCoordinator(session)
         self._names: dict[str, MetricNames] = {}
         self._sums: list[tuple[str, LossSums]] = []
         self._losses: list[Loss] = []
-        self._made: list[tuple[str, StepTally, UpdateResult]] = []
+        self._updates: list[tuple[str, StepTally, UpdateResult]] = []
         self._loaded: LoadedBatch | None = None
         self._is_last = self._step_called = self._in_loop_body = False
         self.updated: tuple[str, ...] = ()
 
     def batches(self) -> Iterator[Any]:
-        """This rank's micro-batches to the end of the run, each on its device, as the task collates them."""
+        """Yield this rank's collated micro-batches on its device, to the end of the run."""
         session = self._session
         with session.feed.from_step(session.state.step) as stream:
             while session.state.step < session.num_steps and not self._is_over():
@@ -147,7 +144,7 @@ class OwnLoopSteps:
                     self._is_last = i == count - 1
                     self._rule.phases.begin("forward")
                     self._begin_micro_batch(first=i == 0)
-                    seen, autocast = self._placed.sharded_model.seen, self._placed.precision.autocast()
+                    seen, autocast = self._runner.sharded_model.seen, self._runner.precision.autocast()
                     with seen(self._loaded.batch) as batch, autocast:
                         yield batch
                     self._require_step()
@@ -156,76 +153,76 @@ class OwnLoopSteps:
                 self.end_round()
 
     def backward(self, loss: Loss) -> None:
-        """Add the gradients of a loss to those of the update that comes next."""
-        found, session = check_loss(loss), self._session
+        """Add the gradients of a loss to those of the next update."""
+        checked, session = check_loss(loss), self._session
         if self._loaded is None or self._loaded.micro_batch.step != session.state.step:
             raise TaskError(
-                "a loss after the end of its step: evaluate() ends it",
-                next_step="evaluate after the last update",
+                "backward() was called after the end of its step, which evaluate() ends",
+                next_step="call evaluate() after the last update",
             )
-        if self._losses and float(found.count) != float(self._losses[0].count):
+        if self._losses and float(checked.count) != float(self._losses[0].count):
             raise TaskError(
-                f"two losses of one update count {float(self._losses[0].count):g} and {float(found.count):g}"
-                " items: their means would have other weights than they had alone",
+                f"two losses of one update count {float(self._losses[0].count):g} and"
+                f" {float(checked.count):g} items, so their means would get other weights than in separate"
+                " updates",
                 next_step="add them up in one Loss, or make an update after each",
             )
-        self._losses.append(found)
+        self._losses.append(checked)
         scale = gradient_scale(session.work, session.state, self._rule.items_per_sample)
         self._rule.phases.begin("backward")
-        backward_scaled(found.total, scale)
+        backward_scaled(checked.total, scale)
 
     def step(self, part: str = _WHOLE_MODEL) -> UpdateResult | None:
-        """Sum the gradients over all micro-batches and ranks, and update; collective.
+        """Reduce the gradients over all micro-batches and ranks, and update; collective.
 
         Args:
             part: name of the submodule whose parameters are updated ("generator"); all by default.
         Returns:
-            What the update did; None: more micro-batches of this step come before it.
+            The result of the update; None if more micro-batches of this step come first.
         Raises:
-            TaskError: no loss was given since the last update; or a part is updated while a rank has several
-                micro-batches.
+            TaskError: `backward` was not called since the last update, or a part is updated while a rank has
+                several micro-batches.
         """
         if not self._losses:
-            raise TaskError("step() without a loss: nothing was given to backward()", next_step=_LOOP_ADVICE)
+            raise TaskError("step() was called without backward(loss) before it", next_step=_LOOP_ADVICE)
         if part:
-            self._require_whole_batch("several updates a step need")
+            self._require_whole_batch("several updates in a step need")
         if not self._sums or self._sums[-1][0] != part:
             names = self._names.setdefault(part, MetricNames())
-            self._sums.append((part, LossSums(names, counts=self._placed.counts)))
+            self._sums.append((part, LossSums(names, counts=self._runner.counts)))
         self._sums[-1][1].add(sum_losses(self._losses, part))
         self._losses, self._step_called = [], True
-        self._placed.buffers.end_micro_batch()
+        self._runner.buffers.end_micro_batch()
         if not self._is_last:
             return None
-        self._ranks.tell(LoopAction("update", part, self._names[part].found or ()))
+        self._ranks.announce(LoopAction("update", part, self._names[part].names or ()))
         return self._update(part)
 
     def reduce(self, value: Tensor | float, how: str) -> Tensor:
-        """See `OwnLoop.reduce`."""
         if self._in_loop_body:
-            self._require_whole_batch("a value of all replicas needs")
-        return self._ranks.reduce(value, how, tells=self._in_loop_body)
+            self._require_whole_batch("loop.reduce inside the loop needs")
+        return self._ranks.reduce(value, how, announces=self._in_loop_body)
 
     def end_round(self) -> None:
-        """The step is complete, if an update was made; called where the loop goes on or ends."""
-        if not self._made:
+        """Complete the step, if an update was made in it; called before the next batch and at the end."""
+        if not self._updates:
             return
         if self._in_loop_body:
-            self._ranks.tell(None)
-            self._placed.buffers.abort_step()  # a forward behind the last update moves no statistics
+            self._ranks.announce(None)
+            self._runner.buffers.abort_step()  # a forward after the last update must not change statistics
         self._in_loop_body = False
         session, state = self._session, self._session.state
-        _, tally, update = self._made[-1]
+        _, tally, update = self._updates[-1]
         steps, phases = range(state.step, state.step + 1), self._rule.phases
         stats = step_stats(steps, session.work, state, tally, update, phases, session.net)
-        losses = {f"{name} loss": t.total / (t.count or 1.0) for name, t, _ in self._made if name}
-        self.updated = tuple(name for name, _, _ in self._made)
-        self._made = []
+        losses = {f"{name} loss": t.total / (t.count or 1.0) for name, t, _ in self._updates if name}
+        self.updated = tuple(name for name, _, _ in self._updates)
+        self._updates = []
         state.step += 1
         self._after_round(session.with_reported_metrics(replace(stats, metrics={**stats.metrics, **losses})))
 
     def drop_rest(self) -> None:
-        """The loop has ended inside a step: what is half done is as if it had not begun."""
+        """Drop an incomplete step when the loop has ended inside of it."""
         if self._sums or self._losses:
             self._sums, self._losses = [], []
             self._session.abort()
@@ -233,17 +230,17 @@ class OwnLoopSteps:
     def _require_whole_batch(self, what: str) -> None:
         if self._session.work.num_micro_batches(self._session.state.step) > 1:
             raise TaskError(
-                f"{what} the whole batch of a rank at once, and it comes in several micro-batches",
+                f"{what} the whole batch of a rank at once, but it has several micro-batches",
                 next_step=f"set batch.shards = {self._session.mesh.data.size}, the number of replicas",
             )
 
     def _require_step(self) -> None:
-        """Raises: TaskError: the loop goes on, and a batch has trained nothing."""
+        """Raise a TaskError if the loop continues without a call of `step` for this batch."""
         if not self._step_called:
             raise TaskError("the loop took the next batch without step()", next_step=_LOOP_ADVICE)
 
     def _begin_micro_batch(self, *, first: bool) -> None:
-        runner, loaded = self._placed, self._loaded
+        runner, loaded = self._runner, self._loaded
         assert loaded is not None
         self._step_called, self._in_loop_body = False, True
         if first:
@@ -252,12 +249,12 @@ class OwnLoopSteps:
             runner.gradients.open(None)
             runner.buffers.begin_step()
         else:
-            runner.buffers.abort_step()  # of a forward behind `step`
+            runner.buffers.abort_step()  # drops changes of a forward after `step`
         seed_micro_batch(loaded.micro_batch.key, runner.sharded_model.device, self._dropouts)
 
     def _update(self, part: str) -> UpdateResult:
-        """Hand on what this part has of gradients, agree, and update."""
-        session, runner, rule = self._session, self._placed, self._rule
+        """Reduce the gradients of a part, agree on the tally, and update; collective."""
+        session, runner, rule = self._session, self._runner, self._rule
         _, sums = self._sums.pop()
         if part:
             keep_gradients_of(runner.sharded_model.computes, part)
@@ -267,142 +264,146 @@ class OwnLoopSteps:
         runner.gradients.close()
         rule.reducer.close()
         session.net.step = step = session.state.step
-        shards = [one.shard for one in session.work.micro_batches(step)]
+        shards = [micro_batch.shard for micro_batch in session.work.micro_batches(step)]
         tally, update = rule.agree(sums, runner, session.update_step, scale, shards, session.work.shards)
         require_same_part(part, tally)
-        torch.clear_autocast_cache()  # it holds weights of before the update
+        torch.clear_autocast_cache()  # it holds casts of the weights before the update
         runner.gradients.begin()
         runner.gradients.open(None)
         runner.buffers.begin_step()
-        self._made.append((part, tally, update))
+        self._updates.append((part, tally, update))
         return update
 
     def _follow_others(self) -> None:
-        """A step in which this rank has no samples: it makes the updates that the others make."""
+        """Make the updates of a step in which this rank has no samples; collective."""
         self._is_last = True
-        while (told := self._ranks.receive_update()) is not None:
-            self._sums = [(told.name, LossSums(MetricNames(told.metrics), counts=self._placed.counts))]
-            self._update(told.name)
+        while (action := self._ranks.receive_update()) is not None:
+            names = MetricNames(action.metrics)
+            self._sums = [(action.name, LossSums(names, counts=self._runner.counts))]
+            self._update(action.name)
 
 
 S = TypeVar("S")
 
 
 class OwnLoop:
-    """One rank of a run whose loop is the user's; see `own_loop`.
+    """Handle of a user's own loop on one rank; see `own_loop`.
 
     Args:
-        after_round: is told of every complete step, behind what is due there.
+        after_round: called after every complete step, after evaluations and saves that are due there.
 
     Attributes:
-        session: what everything is made of.
-        result: how the run ended, behind the block.
+        session: the session that is trained.
+        result: the result of the run, set after the `with` block of `own_loop`.
     """
 
     def __init__(
         self, session: Session, fitting: FitInProgress, after_round: Callable[[StepStats], Any] | None = None
     ) -> None:
         self.session, self.result = session, _empty_result()
-        self._course = fitting.course
-        self._course.checks_stop_requests = True
-        self._steps = OwnLoopSteps(session, self._completed, fitting.course.is_over)
-        self._told = [fitting.after_round, *([after_round] if after_round is not None else [])]
+        self._schedule = fitting.schedule
+        self._schedule.checks_stop_requests = True
+        self._steps = OwnLoopSteps(session, self._completed, fitting.schedule.is_over)
+        self._after_round_calls = [fitting.after_round, *([after_round] if after_round is not None else [])]
 
     @property
     def model(self) -> nn.Module:
-        """What the loop calls; whole on every rank."""
+        """The model, whole on every rank."""
         return self.session.runner.sharded_model.model
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """Over what this rank updates. `step` calls it."""
+        """The optimizer of the parameters that this rank updates; `step` calls it."""
         return self.session.state.optimizer
 
     @property
     def step_number(self) -> int:
-        """Steps taken before this one: equal on all ranks, where a count of batches need not be.
+        """Number of steps before the present one, equal on all ranks.
 
-        A rank may have no samples in the last step of an epoch; then it has no batch in it.
+        A count of batches is not: a rank may have no samples in the last step of an epoch, and then no batch.
         """
         return self.session.state.step
 
     @property
     def updated(self) -> Sequence[str]:
-        """What the last step has updated, in its order; an empty name stands for all of the model."""
+        """The parts that the last step has updated, in order; an empty name stands for the whole model."""
         return self._steps.updated
 
     def batches(self) -> Iterator[Any]:
-        """This rank's micro-batches from the state's step to the end of the run.
+        """Yield this rank's micro-batches from the state's step to the end of the run.
 
-        Between two of them a step may have ended: then evaluations, checkpoints and callbacks that are due
-        have been. Every rank leaves the loop at the same place, or reaches its end.
+        When a step has ended between two batches, evaluations, checkpoints and callbacks that were due are
+        done. Every rank must leave the loop at the same place or reach its end.
         """
         return self._steps.batches()
 
     def backward(self, loss: Loss) -> None:
-        """Add the gradients of a loss to those of the next update; several add up if they count alike."""
+        """Add the gradients of a loss to those of the next update; its losses must count the same items."""
         self._steps.backward(loss)
 
     def step(self, part: str = "") -> UpdateResult | None:
-        """Update all parameters, or those of one submodule by name; see `OwnLoopSteps.step`. Collective."""
+        """Update all parameters, or those of one submodule by name; collective; see `OwnLoopSteps.step`."""
         return self._steps.step(part)
 
     @property
     def num_replicas(self) -> int:
-        """How many share the batch of a step."""
+        """Number of replicas that share the batch of a step."""
         return self.session.mesh.data.size
 
     def reduce(self, value: Tensor | float, how: str = "sum") -> Tensor:
-        """A value of every rank as one, equal on all: their "sum", "max" or "min"; collective.
+        """Return the "sum", "max" or "min" of a value over all replicas, equal on all ranks; collective.
 
-        For what is small: a number of samples, a score, the mean of a statistic. Where a rank has several
-        micro-batches in a step it can only be asked outside of the loop over batches; a rank that has none
-        has no part in it. No gradient flows through it: what is trained on goes to `backward`.
+        It is for small values: a number of samples, a score, the sum of a statistic. If a rank has several
+        micro-batches in a step, call it only outside of the loop over batches; inside, a rank without samples
+        contributes nothing. No gradient flows through it.
 
         Raises:
-            TaskError: values cannot come together so, or the batch of a rank comes in parts.
+            TaskError: the reduction is unknown, shapes differ, or a rank has several micro-batches.
         """
         return self._steps.reduce(value, how)
 
     def evaluate(self, source: SampleSource | None = None) -> Evaluation | None:
-        """Evaluate now, on the held-out data or on other samples; collective; ends the step."""
+        """End the step and evaluate, on the held-out data or on other samples; collective."""
         self._steps.end_round()
-        return self._course.evaluate() if source is None else evaluate(self.session, source)
+        return self._schedule.evaluate() if source is None else evaluate(self.session, source)
 
     def schedule(self, make: Callable[[torch.optim.Optimizer], S]) -> S:
-        """Use a scheduler of torch.optim.lr_scheduler; the loop calls its `step` when it wants.
+        """Build and return a scheduler of torch.optim.lr_scheduler, whose `step` the loop calls.
 
-        Its state, and the rates, are in checkpoints.
+        Checkpoints contain its state and the learning rates.
 
+        Args:
+            make: called with the optimizer.
         Raises:
-            RecipeError: the recipe has a schedule of its own, or lowers rates.
+            RecipeError: the recipe has its own schedule, or lowers the rate after a health check.
         """
         if self.session.recipe.schedule != ScheduleRecipe():
             raise RecipeError(
-                "the recipe sets [schedule], and the loop brings a scheduler", next_step="leave one out"
+                "the recipe sets [schedule], and the loop has its own scheduler",
+                next_step="remove one of them",
             )
         if self.session.recipe.health.lowers_rates:
             raise RecipeError(
-                'health: "lower-rate" lowers the rates of the recipe, and the loop brings a scheduler',
-                next_step='choose "stop", "skip" or "roll-back", or let the recipe set [schedule]',
+                'health: "lower-rate" changes the rates of the recipe, but the loop has its own scheduler',
+                next_step='use "stop", "skip" or "roll-back", or let the recipe set [schedule]',
             )
         parts = self.session.update_step.parts
         parts["rate"] = _read_rate
-        made: Any = make(self.optimizer)
+        scheduler: Any = make(self.optimizer)
         name = f"scheduler.{len(self.session.state.others)}"
-        self.session.state.keep(name, _SchedulerState(made, self.optimizer))
-        return cast(S, made)
+        self.session.state.keep(name, _SchedulerState(scheduler, self.optimizer))
+        return cast(S, scheduler)
 
     def stop(self, reason: str) -> None:
         """End the run after this step, on all ranks."""
         self.session.stop(reason)
 
     def _completed(self, stats: StepStats) -> None:
-        for tell in self._told:
-            tell(stats)
+        for call in self._after_round_calls:
+            call(stats)
 
     def end(self) -> None:
-        """The loop has ended: what it has done of a step counts."""
+        """Complete the last step, and drop what came after its last update."""
         self._steps.end_round()
         self._steps.drop_rest()
 
@@ -412,23 +413,21 @@ def _empty_result() -> Result:
 
 
 def _read_rate(record: PendingUpdate) -> None:
-    """The part `rate` of an update whose scheduler is the user's."""
+    """Report the learning rate of the user's scheduler, as the part `rate` of the update step."""
     record.lr = float(record.state.optimizer.param_groups[0]["lr"])
 
 
 class _SchedulerState:
-    """A scheduler and the rates that it has set."""
+    """State of a scheduler, with the rates that it has set, for checkpoints."""
 
     def __init__(self, scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
         self._scheduler, self._optimizer = scheduler, optimizer
 
     def state_dict(self) -> Mapping[str, Any]:
-        """See `Stateful`."""
         rates = [float(group["lr"]) for group in self._optimizer.param_groups]
         return {"scheduler": self._scheduler.state_dict(), "rates": rates}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """See `Stateful`."""
         self._scheduler.load_state_dict(state_dict["scheduler"])
         for group, rate in zip(self._optimizer.param_groups, state_dict["rates"], strict=True):
             group["lr"] = rate

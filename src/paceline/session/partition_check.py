@@ -1,18 +1,16 @@
-"""Does a model on parts of a sequence compute what it does on the whole? Asked before the first step.
+"""Checks that a partitioned model computes what the whole model computes, before the first step.
 
-A model may look at positions elsewhere than in attention (a convolution, a mean, an index of its own that
-begins at 0 on every rank), and a loss may compare neighbours: all of that would train something else in
-silence. So the ranks run the first sample whole and in parts, as they are laid out (stages pass it on), in
-evaluation and in the parameters' type. What the model returns is compared value by value, and what the loss
-adds up to.
+Sequences: a model may depend on other positions outside of attention (a convolution, a mean, its own
+position index that starts at 0 on every rank), and a loss may compare neighbours; on parts of a sequence
+both would silently train something else. So the ranks run the first sample whole and in parts, under their
+layout, in evaluation and in the parameters' dtype; the outputs of the model are compared value by value,
+and the sums of the loss as well.
 
-Does a model that is cut by a tensor plan compute what it does whole? Asked before the first step.
-
-Between a column and its row a rank has some of the features. A norm over them, a softmax, or a split into two
-halves computes something else there, in silence. So the first sample goes through the whole model, in
-evaluation; then each planned part of it, an attention or what lies around columns and their row, is given the
-same inputs cut as planned, and what comes out is compared. A model that is built without memory has no
-weights to do that with: `paceline verify` looks at it.
+Tensor plans: between a column and its row a rank has some of the features. A norm over them, a softmax, or
+a split into halves computes something else there, silently. So the first sample runs through the whole
+model; then each planned part (an attention, or the module around columns and their row) gets the same
+inputs, partitioned, and its outputs are compared. A model without memory has no weights for this check;
+`paceline verify` covers it.
 """
 
 from __future__ import annotations
@@ -25,7 +23,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -34,7 +31,6 @@ from paceline.comm.group_collectives import all_gather_texts
 from paceline.comm.net import Net
 from paceline.comm.routes.native import NativeCollective
 from paceline.data.loader import collate_samples
-from paceline.data.work import LoadedBatch, MicroBatch
 from paceline.errors import TaskError
 from paceline.job.mesh import Mesh, RankGroup
 from paceline.models.positions import positions
@@ -48,27 +44,27 @@ from paceline.parallel.tensor.tensor_plan import (
     resolve_tensor_plan,
     tensor_plan_for,
 )
-from paceline.session.task_contract import restore_buffers
+from paceline.session.task_contract import probe_batch, restore_buffers
 from paceline.state.slot import TensorSlot
 from paceline.task import Loss, Task
 
-_CLOSE = 1e-4
-_STEPS = 32  # of the coarsest type, where that is more
+_MIN_TOLERANCE = 1e-4
+_MAX_ULPS = 32  # of the coarsest dtype, if that is more
 
 
 class _ProbeResult(NamedTuple):
-    """What a rank has seen of the model's outputs: the tensors, or how far each is off; and of the losses."""
+    """Outputs of the model on one rank, or the relative error of each; and the sums of its losses."""
 
     outputs: list[Any]
     sums: list[Tensor]
 
 
 def check_sequences(task: Task, runner: ModelRunner, net: Net, mesh: Mesh) -> None:
-    """Compare the first sample whole and in parts; collective.
+    """Compare the first sample whole and split into sequence parts; collective.
 
     Raises:
-        TaskError: they differ, or the model has buffers that a forward changes; the same on every rank.
-    Wire: what the layout sends for a training of one sample and two forwards, and a few numbers.
+        TaskError: they differ, or the model has buffers that a forward changes; the same error on every rank.
+    Wire: the traffic of the layout for training on one sample and for two forwards, and a few numbers.
     """
     batch = collate_samples(task, [task.data[0]], runner.sharded_model.device)
     with torch.random.fork_rng(), restore_buffers(runner.sharded_model.model):
@@ -79,34 +75,34 @@ def check_sequences(task: Task, runner: ModelRunner, net: Net, mesh: Mesh) -> No
 
 
 def _raise_on_all_ranks(mistake: tuple[str, str] | None, net: Net, world: RankGroup) -> None:
-    """Raises: TaskError: a rank has found a mistake; that of the first, on every rank."""
+    """Raise a TaskError with the mistake of the first rank that has found one, on every rank; collective."""
     texts = all_gather_texts(json.dumps(mistake) if mistake else "", world, net)
-    found = next((text for text in texts if text), "")
-    if found:
-        what, next_step = json.loads(found)
+    first = next((text for text in texts if text), "")
+    if first:
+        what, next_step = json.loads(first)
         raise TaskError(what, next_step=next_step)
 
 
 def rounding_tolerance(tensors: Sequence[Tensor]) -> float:
-    """How much of the largest value rounding may take, in their coarsest type."""
-    types = {x.dtype for x in tensors if x.is_floating_point()}
-    return max([_CLOSE, *(_STEPS * torch.finfo(one).eps for one in types)])
+    """Return the error, relative to the largest value, that rounding explains in the coarsest dtype."""
+    dtypes = {x.dtype for x in tensors if x.is_floating_point()}
+    return max([_MIN_TOLERANCE, *(_MAX_ULPS * torch.finfo(dtype).eps for dtype in dtypes)])
 
 
 def _probe(task: Task, runner: ModelRunner, batch: TrialBatch, whole: Sequence[Tensor]) -> _ProbeResult:
-    """Forward; what the model returns, or how far that is off the whole, where that is known."""
-    looked = _ProbeResult([], [])
+    """Run a forward; return the outputs of the model, or their errors if the whole outputs are known."""
+    result = _ProbeResult([], [])
 
-    def listen(_: nn.Module, inputs: Any, output: Any) -> None:
+    def record_output(_: nn.Module, inputs: Any, output: Any) -> None:
         values = float_tensors(output)
-        looked.outputs.extend(map(_position_error, whole, values) if whole else values)
+        result.outputs.extend(map(_position_error, whole, values) if whole else values)
 
-    runner.forward_only([_loaded(batch)], partial(_probe_loss, task, listen, looked.sums))
-    return looked
+    runner.forward_only([probe_batch(batch)], partial(_probe_loss, task, record_output, result.sums))
+    return result
 
 
-def _probe_loss(task: Task, listen: Any, sums: list[Tensor], model: nn.Module, batch: Any) -> None:
-    hook = model.register_forward_hook(listen)
+def _probe_loss(task: Task, record_output: Any, sums: list[Tensor], model: nn.Module, batch: Any) -> None:
+    hook = model.register_forward_hook(record_output)
     try:
         loss = task.loss(model, batch)
     finally:
@@ -114,12 +110,8 @@ def _probe_loss(task: Task, listen: Any, sums: list[Tensor], model: nn.Module, b
     sums.append(_sums(loss))
 
 
-def _loaded(batch: Any) -> LoadedBatch:
-    return LoadedBatch(MicroBatch(step=0, shard=0, indices=np.zeros(1, dtype=np.int64), key=0), batch)
-
-
 def float_tensors(output: Any) -> list[Tensor]:
-    """The floating-point tensors in what a module returned."""
+    """Return the floating-point tensors among the outputs of a module."""
     leaves = tree_leaves(dict(output) if isinstance(output, Mapping) else output)
     return [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
 
@@ -131,20 +123,20 @@ def _sums(loss: Loss) -> Tensor:
 
 
 def _position_error(whole: Tensor, part: Tensor) -> float:
-    """How far a part is from the same positions of the whole, of the largest value; 0 without positions."""
+    """Return the error of a part at its positions, relative to the largest value; 0 without positions."""
     dims = [d for d in range(min(whole.dim(), part.dim())) if whole.shape[d] != part.shape[d]]
     if whole.dim() != part.dim() or len(dims) != 1:
         return 0.0
-    there = positions(part, dims[0])
-    assert isinstance(there, Tensor)
-    same, largest = whole.index_select(dims[0], there), float(whole.abs().max())
-    return float((same - part).abs().max()) / largest if largest else 0.0
+    indices = positions(part, dims[0])
+    assert isinstance(indices, Tensor)
+    expected, largest = whole.index_select(dims[0], indices), float(whole.abs().max())
+    return float((expected - part).abs().max()) / largest if largest else 0.0
 
 
 def _compare_values(
     whole: _ProbeResult, parts: _ProbeResult, net: Net, group: RankGroup
 ) -> tuple[str, str] | None:
-    """What is wrong with what came out, and what to do; None also where another stage has it. Collective."""
+    """Return a mistake and its next step; None if there is none or another stage has the outputs."""
     if not whole.sums:
         return None
     device, allowed = whole.sums[0].device, rounding_tolerance(whole.outputs)
@@ -153,51 +145,52 @@ def _compare_values(
     together = net.all_reduce(parts.sums[0], group).wait()
     if float(farthest) > allowed:
         return (
-            "on parts of a sequence the model returns something else than on the whole: a value is off by"
-            f" {float(farthest):.1e} of the largest",
-            "take positions from paceline.models.positions, or cut position ids in Task.sequence;"
-            " across positions only scaled_dot_product_attention may look",
+            "the model returns other values on parts of a sequence than on the whole sequence: one is off by"
+            f" {float(farthest):.1e} of the largest value",
+            "take positions from paceline.models.positions, or split position ids in Task.sequence;"
+            " only scaled_dot_product_attention may depend on other positions",
         )
     for name, a, b in zip(("total", "count"), whole.sums[0].tolist(), together.tolist(), strict=False):
         if abs(a - b) > allowed * abs(a):
             return (
-                f"the {name} of the loss of the first sample is {a:.9g}, and of its parts together {b:.9g}",
-                "the loss has to be a sum over positions; pair what it compares in Task.sequence",
+                f"the {name} of the loss of the first sample is {a:.9g}, but that of its parts adds up to"
+                f" {b:.9g}",
+                "the loss must be a sum over positions; pair the values that it compares in Task.sequence",
             )
     return None
 
 
 class _NullGradientSink:
-    """Takes gradients, and does nothing with them."""
+    """Gradient sink that ignores gradients."""
 
     by_micro_batch = False
 
     def micro_batch(self, shards: range, is_last: bool) -> None:
-        """See `GradientSink`."""
+        pass
 
     def ready(self, slot: TensorSlot, grad: Tensor | None) -> None:
-        """See `GradientSink`."""
+        pass
 
 
 def _compare_buffers(runner: ModelRunner, batch: Any) -> tuple[str, str] | None:
-    """Whether a forward in training changes what the model keeps, statistics over positions; collective."""
+    """Return a mistake if a forward in training changes buffers, as running statistics do; collective."""
     if not runner.buffers.names:
         return None
-    runner.run([_loaded(batch)], 1, _NullGradientSink(), 1.0)
+    runner.run([probe_batch(batch)], 1, _NullGradientSink(), 1.0)
     changed = runner.buffers.changed
     if not changed:
         return None
     return (
-        f"a forward changes the buffer '{changed[0]}', and under context a rank sees some positions only",
-        "use a norm without running statistics, or choose a strategy without context",
+        f"a forward changes the buffer '{changed[0]}', but with context a rank sees only some positions",
+        "use a norm without running statistics, or a strategy without context",
     )
 
 
-_CUT = ("column", "row", "gathered", "split", "heads")
+_PARTITIONING_WORDS = ("column", "row", "gathered", "split", "heads")
 
 
 class _ModuleCall(NamedTuple):
-    """What went into a part, and what came out."""
+    """Inputs and outputs of one call of a module."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -205,45 +198,49 @@ class _ModuleCall(NamedTuple):
 
 
 def check_tensor_plan(context: SessionContext, task: Task, model: nn.Module) -> None:
-    """Compare every planned part cut and whole; collective over the ranks of `tensor`.
+    """Compare every planned part, partitioned and whole; collective over the ranks of `tensor`.
 
     Args:
-        model: whole, with the weights that all ranks have.
+        model: whole, with equal weights on all ranks.
     Raises:
-        TaskError: a part gives something else; it is named on every rank.
-    Wire: the sums of each part over one sample, and one ragged all_gather of a few numbers.
+        TaskError: a part computes something else; every rank names it.
+    Wire: the all_reduces of each part over one sample, and one ragged all_gather of a few numbers.
     """
     if any(p.is_meta for p in model.parameters()):
         return
-    entries = [e for e in resolve_tensor_plan(tensor_plan_for(context, task, model), model) if e.word in _CUT]
+    entries = [
+        e
+        for e in resolve_tensor_plan(tensor_plan_for(context, task, model), model)
+        if e.word in _PARTITIONING_WORDS
+    ]
     with torch.no_grad(), torch.random.fork_rng(), restore_buffers(model):
         calls = _record_calls(task, model.eval(), modules_to_compare(entries), context.device)
-        off = {name: _split_error(context, model, name, entries, call) for name, call in calls.items()}
-    _require_close(context, off, rounding_tolerance([*model.parameters()]))
+        errors = {name: _split_error(context, model, name, entries, call) for name, call in calls.items()}
+    _require_close(context, errors, rounding_tolerance([*model.parameters()]))
 
 
 def modules_to_compare(entries: Sequence[TensorPlanEntry]) -> list[str]:
-    """The modules whose results are whole again: attentions, and what holds columns and their row; pure.
+    """Return the modules with whole outputs: attentions, and modules around columns and their row; pure.
 
     Args:
         entries: in the order of the model.
     """
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     columns, is_open = list[str](), False
     for entry in entries:
         if entry.word in ("heads", "gathered"):
-            found[entry.name] = None
+            names[entry.name] = None
         elif entry.word == "column":
             columns = [*columns, entry.name] if is_open else [entry.name]
             is_open = True
         elif entry.word == "row":
-            found[_common_parent([*columns, entry.name])] = None
+            names[_common_parent([*columns, entry.name])] = None
             is_open = False
-    return [*found]
+    return [*names]
 
 
 def _common_parent(names: Sequence[str]) -> str:
-    """The innermost module that has all of these inside."""
+    """Return the name of the innermost module that contains all of these."""
     paths = [name.split(".")[:-1] for name in names]
     common = []
     for steps in zip(*paths, strict=False):
@@ -256,26 +253,26 @@ def _common_parent(names: Sequence[str]) -> str:
 def _record_calls(
     task: Task, model: nn.Module, names: Sequence[str], device: torch.device
 ) -> dict[str, _ModuleCall]:
-    """The first call of each part in a forward of the first sample; none of a part that is not called."""
-    found: dict[str, _ModuleCall] = {}
-    with _recording_hooks(model, names, found):
+    """Return the first call of each named module in a forward of the first sample, if it is called."""
+    recorded: dict[str, _ModuleCall] = {}
+    with _recording_hooks(model, names, recorded):
         task.loss(model, collate_samples(task, [task.data[0]], device))
-    return {name: call for name, call in found.items() if call.outputs}
+    return {name: call for name, call in recorded.items() if call.outputs}
 
 
 @contextmanager
-def _recording_hooks(model: nn.Module, names: Sequence[str], found: dict[str, _ModuleCall]) -> Iterator[None]:
+def _recording_hooks(model: nn.Module, names: Sequence[str], calls: dict[str, _ModuleCall]) -> Iterator[None]:
     hooks = []
     for name in names:
         module = model.get_submodule(name)
 
         def before(_: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
-            if name not in found:
-                found[name] = _ModuleCall(*copy.deepcopy((args, kwargs)), [])
+            if name not in calls:  # copied, since the module may change its inputs in place
+                calls[name] = _ModuleCall(*copy.deepcopy((args, kwargs)), [])
 
         def after(_: nn.Module, args: Any, output: Any, name: str = name) -> None:
-            if not found[name].outputs:
-                found[name].outputs.extend(x.clone() for x in float_tensors(output))
+            if not calls[name].outputs:
+                calls[name].outputs.extend(x.clone() for x in float_tensors(output))
 
         hooks += [
             module.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
@@ -295,39 +292,40 @@ def _split_error(
     entries: Sequence[TensorPlanEntry],
     call: _ModuleCall,
 ) -> float:
-    """How far a copy of a part that is cut is from the whole one, of the largest value."""
+    """Return the error of a partitioned copy of a module, relative to the largest value; collective."""
     group = context.mesh.axes["tensor"]
     part = copy.deepcopy(model.get_submodule(name))
-    inside = f"{name}." if name else ""
-    own = [
+    prefix = f"{name}." if name else ""
+    part_entries = [
         replace(entry, module=part.get_submodule(entry.name.removeprefix(name).removeprefix(".")))
         for entry in entries
-        if entry.name == name or entry.name.startswith(inside)
+        if entry.name == name or entry.name.startswith(prefix)
     ]
-    apply_tensor_cuts(plan_tensor_cuts(own, group.size), NativeCollective(context.net, group))
+    apply_tensor_cuts(plan_tensor_cuts(part_entries, group.size), NativeCollective(context.net, group))
     outputs = float_tensors(part(*call.args, **call.kwargs))
     return max((_max_relative_error(a, b) for a, b in zip(call.outputs, outputs, strict=True)), default=0.0)
 
 
-def _max_relative_error(right: Tensor, found: Tensor) -> float:
-    if right.shape != found.shape:
+def _max_relative_error(expected: Tensor, actual: Tensor) -> float:
+    if expected.shape != actual.shape:
         return float("inf")
-    largest = float(right.abs().nan_to_num().max()) if right.numel() else 0.0
-    return float((right - found).abs().nan_to_num().max()) / largest if largest else 0.0
+    largest = float(expected.abs().nan_to_num().max()) if expected.numel() else 0.0
+    return float((expected - actual).abs().nan_to_num().max()) / largest if largest else 0.0
 
 
-def _require_close(context: SessionContext, off: dict[str, float], allowed: float) -> None:
-    """Raises: TaskError: on some rank a part is farther off than rounding explains."""
-    mine = {name: gap for name, gap in off.items() if gap > allowed}
-    texts = all_gather_texts(json.dumps(mine), context.mesh.world, context.net)
-    wrong = {name: gap for text in texts for name, gap in json.loads(text).items()}
+def _require_close(context: SessionContext, errors: dict[str, float], allowed: float) -> None:
+    """Raise a TaskError if on some rank a part has a larger error than rounding explains; collective."""
+    local = {name: error for name, error in errors.items() if error > allowed}
+    texts = all_gather_texts(json.dumps(local), context.mesh.world, context.net)
+    wrong = {name: error for text in texts for name, error in json.loads(text).items()}
     if wrong:
-        name, gap = next(iter(wrong.items()))
+        name, error = next(iter(wrong.items()))
         raise TaskError(
-            f"cut by its tensor plan, {_spell_module(name)} gives something else than whole: a value is off by"
-            f" {gap:.1e} of the largest",
-            next_step="between a column and its row each feature has to be computed by itself: no norm or"
-            f" softmax over them, no split into halves; plan {_spell_module(name)} otherwise, or 'whole'",
+            f"partitioned by its tensor plan, {_spell_module(name)} computes other values than whole: one is"
+            f" off by {error:.1e} of the largest value",
+            next_step="between a column and its row each feature must be computed by itself: no norm or"
+            f" softmax over them, no split into halves; change the plan of {_spell_module(name)}, or set it"
+            " to 'whole'",
         )
 
 

@@ -1,6 +1,7 @@
-"""What else the bits depend on: checked before a reproducible run starts.
+"""Checks before a reproducible run: machine, software and settings on which the bits depend.
 
 Invariant: a reproducible run that starts computes each shard with the same instructions on every rank.
+Sums in one order are built elsewhere (`parallel.gradient_reduction`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _SMALLEST_NORMAL = 2.0**-126
 
 
 def numerics_fingerprint() -> dict[str, str]:
-    """What the arithmetic of this process depends on beside the recipe, by name."""
+    """Return by name what the arithmetic of this process depends on, besides the recipe."""
     denormal = torch.tensor([_SMALLEST_NORMAL]) * 0.5
     return {
         "torch": torch.__version__,
@@ -37,14 +38,14 @@ def numerics_fingerprint() -> dict[str, str]:
 
 
 def fingerprint_differences(before: Mapping[str, str]) -> str:
-    """What of an earlier fingerprint is different now, in words; empty if nothing is."""
-    now = numerics_fingerprint()
-    found = [f"{n}: {before[n]} then, {now[n]} now" for n in now if n in before and before[n] != now[n]]
-    return ", ".join(found)
+    """Describe how this process differs from an earlier fingerprint; empty if it does not."""
+    present = numerics_fingerprint()
+    changed = [name for name in present if name in before and before[name] != present[name]]
+    return ", ".join(f"{name}: {before[name]} before, {present[name]} now" for name in changed)
 
 
 def _cpu_model() -> str:
-    """The model of the processor: kernels are chosen by it."""
+    """Return the model of the CPU, by which kernels are chosen."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -56,11 +57,12 @@ def _cpu_model() -> str:
 def check_numerics(
     mesh: Mesh, net: Net, sharded_model: ShardedModel, optimizer: torch.optim.Optimizer
 ) -> None:
-    """Refuse a reproducible run that could not keep its promise; collective.
+    """Raise an error if the bits of a reproducible run could depend on the number of ranks; collective.
 
     Raises:
-        StrategyError, TaskError: what is asked for here does not keep its bits.
-        DeviceError: ranks do not compute alike.
+        StrategyError: this rank uses a GPU, several threads, a fused optimizer or a partitioned
+            half-precision tensor.
+        DeviceError: ranks have different machines or software.
     """
     check_this_rank(sharded_model.device, optimizer)
     check_types(sharded_model, mesh.axes["shard"].size)
@@ -71,32 +73,32 @@ def check_same_numerics(mesh: Mesh, net: Net) -> None:
     """Compare the fingerprints of all ranks; collective.
 
     Raises:
-        DeviceError: they differ; names ranks, what differs and the values.
+        DeviceError: they differ; the error names the ranks and their values.
     """
-    mine = numerics_fingerprint()
-    known = [json.loads(text) for text in all_gather_texts(json.dumps(mine), mesh.world, net)]
-    for name in mine:
+    local = numerics_fingerprint()
+    fingerprints = [json.loads(text) for text in all_gather_texts(json.dumps(local), mesh.world, net)]
+    for name in local:
         by_value: dict[str, list[int]] = {}
-        for rank, found in enumerate(known):
-            by_value.setdefault(found[name], []).append(rank)
+        for rank, fingerprint in enumerate(fingerprints):
+            by_value.setdefault(fingerprint[name], []).append(rank)
         if len(by_value) > 1:
-            spelled = ", ".join(f"{value} on ranks {ranks}" for value, ranks in by_value.items())
+            values = ", ".join(f"{value} on ranks {ranks}" for value, ranks in by_value.items())
             raise DeviceError(
-                f"reproducible = true, and ranks do not compute alike: {name} is {spelled}",
-                next_step="use machines and settings of one kind, or leave out reproducible",
+                f"reproducible = true, but ranks differ: {name} is {values}",
+                next_step="use equal machines and settings on all ranks, or remove reproducible",
             )
 
 
 def check_this_rank(device: torch.device, optimizer: torch.optim.Optimizer) -> None:
-    """What one rank can see by itself.
+    """Check device, threads and optimizer of this rank.
 
     Raises:
         StrategyError: this rank computes on a GPU, on several threads, or with a fused optimizer.
     """
     reasons = {
-        f"its kernels on {device} are not proven to keep their bits": device.type != "cpu",
-        f"an operation runs on {torch.get_num_threads()} threads": torch.get_num_threads() > 1,
-        "a fused optimizer rounds by where a tensor is cut": any(
+        f"kernels on {device} are not known to be deterministic": device.type != "cpu",
+        f"operations use {torch.get_num_threads()} threads": torch.get_num_threads() > 1,
+        "a fused optimizer rounds depending on how a tensor is partitioned": any(
             group.get("fused") for group in optimizer.param_groups
         ),
     }
@@ -104,23 +106,24 @@ def check_this_rank(device: torch.device, optimizer: torch.optim.Optimizer) -> N
     if broken:
         raise StrategyError(
             f"reproducible = true, but {'; '.join(broken)}",
-            next_step='runtime.device = "cpu", one thread (lanes use the cores), and fused = False'
-            " in the task's own optimizer",
+            next_step='set runtime.device = "cpu", use one thread (lanes use the cores), and pass fused=False'
+            " to the task's own optimizer",
         )
 
 
 def check_types(sharded_model: ShardedModel, num_shards: int) -> None:
-    """A kernel rounds half types otherwise at the end of a run of memory than inside it.
+    """Check that no half-precision parameter is partitioned: kernels round its last elements differently.
 
     Raises:
-        StrategyError: a parameter of a half type would be updated in parts.
+        StrategyError: a bf16 or fp16 parameter would be updated in parts.
     """
     half = [
         slot.name for slot, p in sharded_model.computes.items() if p.dtype in (torch.bfloat16, torch.float16)
     ]
     if half and num_shards > 1:
         raise StrategyError(
-            f"reproducible = true, and '{half[0]}' is bf16 or fp16: its update depends on where it is cut",
-            next_step="keep parameters in float32 (precision.compute sets the type of the arithmetic), or"
-            " leave out shard",
+            f"reproducible = true, but '{half[0]}' is bf16 or fp16, whose update depends on how it is"
+            " partitioned",
+            next_step="keep parameters in float32 (precision.compute sets the format of the arithmetic), or"
+            " remove shard",
         )

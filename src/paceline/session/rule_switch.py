@@ -181,7 +181,7 @@ def enter_rule(
     _release_rule(session)
     context = replace(
         context,
-        recipe=context.recipe.under(session.full_strategy.under(rule)),
+        recipe=context.recipe.with_strategy(session.full_strategy.with_sync(rule)),
         close_callbacks=[],
         rule_inputs=replace(
             context.rule_inputs,

@@ -1,4 +1,9 @@
-"""The folder of a run: its name, its recipe, its checkpoints. Rank 0 writes, all ranks know the name."""
+"""The folder of a run: create or reuse it, lock it, write its recipe, and find the checkpoint to resume from.
+
+Rank 0 writes; all ranks know the name. Invariant: two running jobs never share a run folder or a
+checkpoint folder (they are locked until the session closes), and a new run never writes into the folder of
+another.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +32,13 @@ from paceline.session.session import Session
 
 
 def prepare_folder(session: Session, resume: Path | None, name: str | None = None) -> Path:
-    """The folder of the run, the same on every rank; rank 0 makes it and writes the recipe there.
+    """Return the folder of the run, equal on every rank; rank 0 creates it and writes the recipe; collective.
 
     Args:
-        name: what a new folder under `runs/` is called after; the task's function if None.
+        name: part of the name of a new folder under `runs/`; None: the name of the task's function.
     Raises:
-        RecipeError: the run goes on, and the recipe differs in what must stay; or another run is there.
+        RecipeError: the run is resumed and the recipe has changed where it must not, or the folder belongs to
+            another run.
         RunFolderError: the folder cannot be written.
     """
     chosen = ""
@@ -49,12 +55,13 @@ def prepare_folder(session: Session, resume: Path | None, name: str | None = Non
 
 
 def _claim(session: Session, name: str | None) -> Path:
-    """A folder that is no other run's, and checkpoints that are no other run's either.
+    """Lock and return a folder that no other run uses, with checkpoints that no other run uses.
 
-    A process that an agent starts again after a failure goes on in the folder of the first attempt.
+    If an elastic agent has restarted the processes after a failure, they continue in the folder of the
+    first attempt.
     """
-    recipe, again = session.recipe, session.cluster.attempt > 0
-    if not again:
+    recipe, is_restart = session.recipe, session.cluster.attempt > 0
+    if not is_restart:
         _refuse_used(recipe)
     folder = (
         claim_run_dir(name or run_name_of_task(recipe.task))
@@ -62,75 +69,72 @@ def _claim(session: Session, name: str | None) -> Path:
         else Path(recipe.run_dir)
     )
     _lock_folder(session, folder)
-    if not again:
-        refuse_existing_run(folder)  # another run had it until this very moment
+    if not is_restart:
+        refuse_existing_run(folder)  # again, now that it is locked: another run may have just ended here
     return folder
 
 
 def _refuse_used(recipe: Recipe) -> None:
-    """Raises: RecipeError: the folder that the recipe names, of the run or its checkpoints, is in use."""
+    """Raise a RecipeError if the recipe names a run folder or checkpoint folder that another run has used."""
     if recipe.run_dir is not None:
         refuse_existing_run(Path(recipe.run_dir))
     if recipe.run_dir is None and recipe.checkpoint.folder is None:
         return
     files = checkpointing.checkpoint_files(recipe, Path(recipe.run_dir or ""))
-    taken = CheckpointCatalog.look(files).whole
-    if taken:
+    existing = CheckpointCatalog.look(files).whole
+    if existing:
         raise RecipeError(
-            f"there are checkpoints of another run here already, {taken[-1].name} the newest",
+            f"this folder has checkpoints of another run, the newest is {existing[-1].name}",
             where=files.url,
-            next_step="name another checkpoint.folder; `paceline train --resume RUN` goes on with a run",
+            next_step="name another checkpoint.folder, or resume that run with `paceline train --resume RUN`",
         )
 
 
 def _lock_folder(session: Session, run_dir: Path) -> None:
-    """Keep other jobs out of the folders of the run and of its checkpoints until the session is closed."""
+    """Lock the folders of the run and of its checkpoints until the session is closed."""
+    exit_callbacks = session.session_base.layout.exit_callbacks
     with explain_os_errors(run_dir):
-        session.session_base.layout.exit_callbacks.append(
-            FolderLock(StorageFolder(str(run_dir)), warn_on_stderr).release
-        )
+        exit_callbacks.append(FolderLock(StorageFolder(str(run_dir)), warn_on_stderr).release)
     folder = session.recipe.checkpoint.folder
     if folder is None:
         return
     try:
-        session.session_base.layout.exit_callbacks.append(
-            FolderLock(StorageFolder(folder), warn_on_stderr).release
-        )
+        exit_callbacks.append(FolderLock(StorageFolder(folder), warn_on_stderr).release)
     except OSError as error:
         raise refused_write_error(folder, error) from error
 
 
 def _write_recipe(recipe: Recipe, run_dir: Path) -> None:
-    """What was asked for; the folder says where, so that a copy is free to go elsewhere."""
+    """Write the recipe without the name of the folder, so that a copied folder can be resumed elsewhere."""
     text, files = to_toml(recipe.replace(run_dir=None)).encode(), StorageFolder(str(run_dir))
     patience = FullDiskPatience(recipe.checkpoint.full_disk_seconds, warn_on_stderr)
 
-    def refuse(place: str, error: OSError) -> RunFolderError:
+    def make_error(path: str, error: OSError) -> RunFolderError:
         return run_folder_error(error, run_dir)
 
-    # a crash must not leave half of it
-    write_with_retries(lambda: files.publish(RECIPE, text), files, [], patience, refuse=refuse)
+    # Published by a rename, so that a crash does not leave half of it.
+    write_with_retries(lambda: files.publish(RECIPE, text), files, [], patience, refuse=make_error)
 
 
 def find_checkpoint_to_resume(
     recipe: Recipe, resume: Path | None, warn: Callable[[str], None]
 ) -> Path | None:
-    """What a run that goes on restores: `resume`, unless its folder has no checkpoint yet; that is told."""
+    """Return `resume`, or None with a message if that run has no checkpoint yet."""
     if (
         resume is None
         or _is_checkpoint(resume)
         or has_published(checkpointing.checkpoint_files(recipe, run_folder_of(resume)))
     ):
         return resume
-    warn("there is no checkpoint yet: the run begins at step 0")
+    warn("warning: this run has no checkpoint yet, so it starts at step 0.")
     return None
 
 
 def restore_run(session: Session, resume: Path, warn: Callable[[str], None] = lambda text: None) -> str:
-    """Go on from the newest valid checkpoint of a run folder, or from the given one; returns its name.
+    """Restore the newest valid checkpoint of a run folder, or the given one; return its name; collective.
 
     Raises:
-        CheckpointError: there is none, or it is damaged or does not fit.
+        CheckpointError: there is no checkpoint, or it is damaged or does not fit.
     """
     files = checkpointing.checkpoint_files(session.recipe, run_folder_of(resume))
     return checkpointing.restore_checkpoint(
@@ -139,7 +143,7 @@ def restore_run(session: Session, resume: Path, warn: Callable[[str], None] = la
 
 
 def run_folder_of(resume: Path) -> Path:
-    """The run folder of a run folder, or of a checkpoint inside one."""
+    """Return the run folder for a run folder or a checkpoint inside of one."""
     return resume.parent.parent if _is_checkpoint(resume) else resume
 
 

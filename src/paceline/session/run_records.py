@@ -1,6 +1,7 @@
-"""What a run says of itself: how it began, and where the time of every rank goes.
+"""Records of a run: how it was started, and how every rank spends its time.
 
-Every so many rounds all ranks send their numbers to rank 0, which writes one record for each rank.
+Every 20 rounds all ranks send their measurements to rank 0, which writes one record for each rank.
+Evaluations, checkpoints and the records themselves happen between two rounds and are not part of them.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ from paceline.session.session import Session, repeat_until_agreed
 _WINDOW_ROUNDS = 20
 
 _RoundCounters = tuple[float, float, float, float]
-"""Seconds of communication that was under way and that was waited for, bytes sent, processor seconds."""
+"""Seconds of communication in progress, seconds of waiting for it, sent bytes, CPU seconds."""
 
 
 class RankRecords:
-    """Measures this rank's rounds, and lets rank 0 write those of all.
+    """Measurements of this rank's rounds, written by rank 0 for all ranks.
 
     Args:
-        sinks: of rank 0; empty on the others.
-        written: whether the run has a folder; without one nothing is measured or sent.
-        window: rounds in a record.
+        sinks: those of rank 0; empty on the other ranks.
+        written: the run has a folder; otherwise nothing is measured or sent.
+        window: number of rounds in a record.
     Wire: one gather a window, of 8 (window x num_columns) bytes from each rank.
     """
 
@@ -46,7 +47,7 @@ class RankRecords:
         self._before: _RoundCounters = self._counters()
 
     def step(self, stats: StepStats) -> None:
-        """After every round; collective when the window is full."""
+        """Record a round; collective when the window is full."""
         if not self._written:
             return
         before, self._before = self._before, self._counters()
@@ -55,37 +56,40 @@ class RankRecords:
             self.flush()
 
     def flush(self) -> None:
-        """Write what the window holds; collective. All ranks have made the same number of rounds."""
+        """Write the rounds since the last record; collective: all ranks have the same number of rounds."""
         if not self._rounds:
             return
         session, rounds = self._session, self._rounds
-        rows = [_round_columns(*one) for one in rounds]
-        rows[-1][-1] = peak_memory_bytes()  # it only grows, so the last round's is the window's
-        mine = torch.tensor(rows, dtype=torch.float64, device=session.runner.sharded_model.device)
-        tables = repeat_until_agreed(session, lambda: session.net.gather(mine, session.mesh.world).wait())
+        rows = [_round_columns(*measured) for measured in rounds]
+        rows[-1][-1] = (
+            peak_memory_bytes()
+        )  # the peak only grows, so that of the last round is that of the window
+        local = torch.tensor(rows, dtype=torch.float64, device=session.runner.sharded_model.device)
+        tables = repeat_until_agreed(session, lambda: session.net.gather(local, session.mesh.world).wait())
         self._rounds = []
-        found = dict(zip(session.mesh.world.ranks, (t.tolist() for t in tables), strict=False))
-        for record in build_rank_records(rounds[-1][0].step, found) if found else ():
+        # `tables` is empty on all ranks but the first.
+        by_rank = dict(zip(session.mesh.world.ranks, (t.tolist() for t in tables), strict=False))
+        for record in build_rank_records(rounds[-1][0].step, by_rank) if by_rank else ():
             for sink in self._sinks:
                 sink.event("ranks", record)
         self.begin()
 
     def begin(self) -> None:
-        """A round begins: what evaluations, checkpoints and these records cost belongs to none."""
+        """Start the measurement of the next round, after work that belongs to no round."""
         self._before = self._counters()
 
     def _counters(self) -> _RoundCounters:
-        return *self._session.net.ledger.spent(), time.process_time()
+        return *self._session.net.ledger.totals_so_far(), time.process_time()
 
 
 def _round_columns(stats: StepStats, before: _RoundCounters, after: _RoundCounters) -> list[float]:
-    """What a round is in the table of a window; the last column is filled in for all of it."""
-    spent = [b - a for a, b in zip(before, after, strict=True)]
-    return [stats.seconds, *[stats.phases[phase] for phase in PHASES], *spent, 0.0]
+    """Return the columns of a round; the last one, peak memory, is filled in for the window."""
+    differences = [b - a for a, b in zip(before, after, strict=True)]
+    return [stats.seconds, *[stats.phases[phase] for phase in PHASES], *differences, 0.0]
 
 
 def run_record(session: Session) -> dict[str, Any]:
-    """How this process takes part, and the sizes from which closed forms follow."""
+    """Return the event `run`: versions, machine, strategy, and the sizes that traffic is computed from."""
     recipe, runner = session.recipe, session.runner
     slots, types = runner.sharded_model.slots, dict(session.state.model.named_parameters())  # of all ranks
     return {
@@ -106,7 +110,7 @@ def run_record(session: Session) -> dict[str, Any]:
         "parameters": sum(slot.numel for slot in slots),
         "gradient_bytes": sum(slot.numel * types[slot.name].element_size() for slot in slots),
         "tally_bytes": tally_bytes(
-            len(runner.metric_names.found or ()), len(slots), runner.buffers.num_values
+            len(runner.metric_names.names or ()), len(slots), runner.buffers.num_values
         ),
         "tokens_per_sample": session.task.num_tokens_per_sample,
     }

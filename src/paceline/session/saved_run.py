@@ -1,13 +1,11 @@
-"""What a model says of samples, as it lies on the ranks: each sample once, in the order of the source.
+"""Weights of a saved run, in one process or several: evaluate them, or predict for any samples.
 
-A run of blocks at a time; replicas take their shares of it, and what they found goes to all ranks. What comes
-from another rank is data: none of it is run.
+`open_run` builds a session that does not train. Its layout is its own: whole in one process, whatever the
+run was trained under, or partitioned as in a training. Task, number format and batch of evaluations are
+those of the run. Nothing in the run folder is written.
 
-A run's weights, in one process or several: evaluated, or asked for predictions, on any samples.
-
-The layout is its own: whole in one process, whatever the run was trained under, or cut as a training cuts.
-The task, the number format and the batch of evaluations are those of the run. Nothing of the run folder is
-written.
+Predictions come in blocks: replicas share the blocks, and every rank receives all predictions in the order
+of the samples. What other ranks send is loaded as data only (`weights_only`), so no code in it is run.
 """
 
 from __future__ import annotations
@@ -37,11 +35,11 @@ from paceline.data.task_data import read_held_out
 from paceline.data.work import MicroBatch, split_evenly
 from paceline.errors import CheckpointError, DataError, PacelineError, StrategyError, TaskError
 from paceline.job.cluster import Cluster
-from paceline.recipe.recipe import EvaluateRecipe, PrecisionRecipe, Recipe, RuntimeRecipe
+from paceline.recipe.recipe import Recipe
 from paceline.recipe.recipe_loading import load_recipe
 from paceline.recipe.strategy import Strategy
 from paceline.recipe.support import num_ranks, resolve_inference_strategy
-from paceline.recipe.tables import BatchRecipe
+from paceline.recipe.tables import BatchRecipe, EvaluateRecipe, PrecisionRecipe, RuntimeRecipe
 from paceline.report.run_files import RECIPE
 from paceline.session.arguments import TaskLike, resolve_run
 from paceline.session.build import build_session
@@ -54,28 +52,28 @@ from paceline.state.train_state import MisfitError
 from paceline.task import SampleSource, Task, held_out_sets
 from paceline.tasks.task_registry import SHIPPED
 
-_BLOCKS_AT_A_TIME = 16  # of each replica: predictions of so many are in memory
+_BLOCKS_AT_A_TIME = 16  # of each replica; limits how many predictions are in memory
 
 
 def predict_samples(session: Session, source: Any, max_samples: int = 0) -> Iterator[Any]:
-    """The predictions of all samples, one by one, on the host; collective: every rank takes all.
+    """Yield the predictions of all samples, one by one, on the host; collective: every rank must consume all.
 
     Args:
         source: samples; see `Task.predict`.
-        max_samples: the first so many; 0: all.
+        max_samples: number of samples, from the first; 0: all.
     Raises:
-        TaskError: there was not one prediction for each sample, or it is nothing that can be sent.
-        DataError: these are several sets.
-        StrategyError: ranks have some positions of a sequence only.
-    Wire: what is predicted, to every rank; beside what the layout sends in a forward.
+        TaskError: the number of predictions is not that of the samples, or they cannot be sent.
+        DataError: the source has several sets.
+        StrategyError: the strategy splits sequences over ranks (context).
+    Wire: all predictions to every rank, in addition to the forward of the layout.
     """
     names = [name for name in held_out_sets(source) if name]
     if names:
-        raise DataError("these are several sets", next_step=f"name one of them: {', '.join(names)}")
+        raise DataError("the source has several sets", next_step=f"pass one of them: {', '.join(names)}")
     if session.strategy.context > 1:
         raise StrategyError(
-            "ranks of a context have some positions of a sequence, and a prediction is of all",
-            next_step="predict under a strategy without context, or in one process",
+            "predict does not support context, in which every rank has some positions of a sequence",
+            next_step="use a strategy without context, or one process",
         )
     samples, size = read_held_out("", source, session.recipe), session.recipe.evaluate.batch
     count = min(len(samples), max_samples or len(samples))
@@ -86,45 +84,41 @@ def predict_samples(session: Session, source: Any, max_samples: int = 0) -> Iter
 
 
 def _predict_blocks(session: Session, samples: SampleSource, blocks: Sequence[range]) -> list[Any]:
-    """The predictions of some blocks; collective."""
+    """Return the predictions of some blocks; collective."""
     data = session.mesh.data
-    mine = [blocks[i] for i in split_evenly(len(blocks), data.size, data.rank)]
-    rows = _predict_on_this_rank(session, samples, mine)
+    local = [blocks[i] for i in split_evenly(len(blocks), data.size, data.rank)]
+    rows = _predict_on_this_rank(session, samples, local)
     if session.mesh.world.size == 1:
         return rows
-    tells = session.mesh.place("tensor") == 0  # its peers have found the same
-    packed = _serialize(mine[0].start, rows) if rows and tells else b""
-    said = all_gather_bytes(packed, session.mesh.world, session.net)
-    shares = sorted((_deserialize(one) for one in said if one), key=_first_sample)
-    together = list(chain.from_iterable(rows for _, rows in shares))
-    wanted = sum(map(len, blocks))
-    if len(together) != wanted:
+    sends = session.mesh.coordinate("tensor") == 0  # its tensor peers have the same
+    packed = _serialize(local[0].start, rows) if rows and sends else b""
+    gathered = all_gather_bytes(packed, session.mesh.world, session.net)
+    shares = sorted((_deserialize(data) for data in gathered if data), key=lambda share: share[0])
+    predictions = list(chain.from_iterable(rows for _, rows in shares))
+    num_samples = sum(map(len, blocks))
+    if len(predictions) != num_samples:
         raise StrategyError(
-            f"{len(together)} predictions came together of {wanted} samples under '{session.strategy}'",
+            f"got {len(predictions)} predictions for {num_samples} samples under '{session.strategy}'",
             next_step="predict in one process",
         )
-    return together
+    return predictions
 
 
 def _predict_on_this_rank(session: Session, samples: SampleSource, mine: Sequence[range]) -> list[Any]:
-    """What this rank finds; nothing where it has not the end of the model."""
-    runner, found = session.runner, list[Any]()
+    """Return the predictions of this rank's blocks; empty if it does not have the last layers."""
+    runner, outputs = session.runner, list[Any]()
 
-    def ask(model: nn.Module, batch: Any) -> None:
-        found.append(predict_batch(session.task, model, batch))
+    def forward(model: nn.Module, batch: Any) -> None:
+        outputs.append(predict_batch(session.task, model, batch))
 
     loader = build_loader(session.recipe, session.task, samples, runner.sharded_model.device)
     wanted = (MicroBatch(0, 0, np.arange(block.start, block.stop), key=0) for block in mine)
     with session.averaged(), loader.open(wanted) as stream:
-        runner.forward_only(stream, ask)
-    if not found:
+        runner.forward_only(stream, forward)
+    if not outputs:
         return []
-    rows = (split_predictions(one, len(block)) for one, block in zip(found, mine, strict=True))
+    rows = (split_predictions(output, len(block)) for output, block in zip(outputs, mine, strict=True))
     return list(chain.from_iterable(rows))
-
-
-def _first_sample(share: tuple[int, list[Any]]) -> int:
-    return share[0]
 
 
 def _serialize(first: int, rows: list[Any]) -> bytes:
@@ -134,57 +128,58 @@ def _serialize(first: int, rows: list[Any]) -> bytes:
 
 
 def _deserialize(share: bytes) -> tuple[int, list[Any]]:
-    """Raises: TaskError: there is something in it that only code could make again."""
+    """Load what `_serialize` has made; raise a TaskError if that would need to run code."""
     try:
         first, rows = torch.load(io.BytesIO(share), weights_only=True)
     except UnpicklingError as error:
         raise TaskError(
-            "predictions travel between ranks, and these cannot",
+            "these predictions cannot be sent between ranks",
             next_step="let predict return tensors, or lists and mappings of tensors, numbers and texts",
         ) from error
     return int(first), rows
 
 
 def predict_batch(task: Task, model: torch.nn.Module, batch: Any) -> Any:
-    """What the task, or its model, says of a batch.
+    """Return the predictions of the task, or the outputs of its model, for a batch.
 
     Raises:
-        TaskError: the task does not say how, and the batch is no tensor.
+        TaskError: the task has no `predict`, and the batch is not a tensor.
     """
     if task.predict is not None:
         return task.predict(model, batch)
     if isinstance(batch, Tensor):
         return model(batch)
     raise TaskError(
-        f"a batch of this task is a {type(batch).__name__}, and nothing says what of it the model is asked",
-        next_step="Task(..., predict=lambda model, batch: model(batch[0]).argmax(1)), for example",
+        f"cannot predict: a batch of this task is a {type(batch).__name__}, and the task has no predict"
+        " function",
+        next_step="pass one, for example Task(..., predict=lambda model, batch: model(batch[0]).argmax(1))",
     )
 
 
-def split_predictions(found: Any, count: int) -> list[Any]:
-    """The predictions of a batch, one for each of its `count` samples.
+def split_predictions(predictions: Any, count: int) -> list[Any]:
+    """Return the predictions of a batch as a list, one for each of its `count` samples.
 
     Raises:
         TaskError: there are more or fewer.
     """
-    if isinstance(found, Mapping):
-        columns = {name: split_predictions(value, count) for name, value in found.items()}
+    if isinstance(predictions, Mapping):
+        columns = {name: split_predictions(value, count) for name, value in predictions.items()}
         return [{name: column[i] for name, column in columns.items()} for i in range(count)]
-    rows = _as_rows(found)
+    rows = _as_rows(predictions)
     if len(rows) == count:
         return rows
-    shape = list(getattr(found, "shape", [type(found).__name__]))
+    shape = list(getattr(predictions, "shape", [type(predictions).__name__]))
     raise TaskError(
-        f"a batch of {count} samples has the prediction {shape}, which is not one for each of them",
+        f"predict returned {shape} for a batch of {count} samples, which is not one prediction for each",
         next_step="let predict return a tensor [N, ...], a list of N, or a mapping of such by name",
     )
 
 
-def _as_rows(found: Any) -> list[Any]:
-    """What a tensor, on the host, or a list holds; nothing of anything else."""
-    if isinstance(found, Tensor):
-        return list(found.detach().cpu().unbind()) if found.dim() else []
-    return found if isinstance(found, list) else []
+def _as_rows(predictions: Any) -> list[Any]:
+    """Return the rows of a tensor, on the host, or the items of a list; empty for other types."""
+    if isinstance(predictions, Tensor):
+        return list(predictions.detach().cpu().unbind()) if predictions.dim() else []
+    return predictions if isinstance(predictions, list) else []
 
 
 _KEPT_TABLES = ("task", "options", "seed", "reproducible", "loader", "log")
@@ -192,12 +187,12 @@ _KEPT_TABLES = ("task", "options", "seed", "reproducible", "loader", "log")
 
 @dataclass(frozen=True)
 class OpenedRun:
-    """A run's weights in a model, as they lie on the ranks.
+    """Weights of a saved run in a model that is placed on the ranks.
 
     Args:
-        session: which does not train.
-        checkpoint: name of the one that the weights are from.
-        max_samples: of a source that is predicted; 0: all.
+        session: a session that does not train.
+        checkpoint: name of the checkpoint of the weights.
+        max_samples: number of samples of a source to predict; 0: all.
     """
 
     session: Session
@@ -206,29 +201,30 @@ class OpenedRun:
 
     @property
     def task(self) -> Task:
-        """The run's."""
+        """The task of the run."""
         return self.session.task
 
     def evaluate(self, source: Any = None) -> Evaluation:
         """Evaluate on the run's held-out data, or on other samples, or on several sets by name; collective.
 
         Raises:
-            DataError: nothing is given, and the task has no held-out data.
+            DataError: no samples are passed, and the task has no held-out data.
         """
-        found = evaluate(self.session, source)
-        if found is None:
-            raise DataError("the task has no held-out data", next_step="name samples to evaluate on")
-        return found
+        evaluation = evaluate(self.session, source)
+        if evaluation is None:
+            raise DataError("the task has no held-out data", next_step="pass samples to evaluate on")
+        return evaluation
 
     def predict(self, source: Any) -> Iterator[Any]:
-        """The predictions of all samples, one by one, on the host, in the order of the source; collective.
+        """Yield the predictions of all samples on the host, in the order of the source; collective.
 
-        Every rank takes all of them: who stops between two has the others wait. See `Task.predict`.
+        Every rank must consume all of them: a rank that stops early leaves the others waiting. See
+        `Task.predict`.
 
         Raises:
-            TaskError: it gave something else than one prediction for each sample.
-            DataError: these are several sets.
-            StrategyError: the strategy splits sequences, so no rank has all of a prediction.
+            TaskError: `predict` did not return one prediction for each sample.
+            DataError: the source has several sets.
+            StrategyError: the strategy splits sequences over ranks (context).
         """
         return predict_samples(self.session, source, self.max_samples)
 
@@ -244,28 +240,30 @@ def open_run(
     cluster: Cluster | None = None,
     warn: Callable[[str], None] = lambda text: None,
 ) -> Iterator[OpenedRun]:
-    """A run, to be evaluated or asked for predictions inside of the block; collective on several ranks.
+    """Open a saved run for evaluations and predictions inside of the block; collective on several ranks.
 
     Args:
-        run: its folder, a checkpoint inside it (`RUN/checkpoints/best`), or a folder of runs: the newest.
-        task: in place of the one that its recipe names, as `train` takes one, or "file.py:function": for runs
-            of a function of a script or a notebook.
-        weights: of a run with an average: which; None: the average.
-        max_samples: of a set; 0: all; None: as the recipe says in evaluations, and all in predictions.
+        run: its folder, a checkpoint in it (`RUN/checkpoints/best`), or a folder of runs, of which the
+            newest.
+        task: in place of the task of its recipe, as for `train`, or "file.py:function"; for runs of a
+            function in a script or a notebook.
+        weights: which weights of a run that has averaged them; None: the average.
+        max_samples: limit for each set; 0: none; None: that of the recipe in evaluations, none in
+            predictions.
         strategy: how the weights are split over the ranks: "shard=2 zero=3", "tensor=2"; None: as in the
-            training, and all of them where there is one rank.
-        cluster: the ranks; None: this process alone.
-        warn: is told which checkpoints cannot be used and why.
+            training, and whole on a single rank.
+        cluster: the ranks; None: this process only.
+        warn: receives which checkpoints cannot be used and why.
     Raises:
-        TaskError: nobody says where its task is.
-        CheckpointError: there is no valid one, or its weights are not those of the task's model.
-        StrategyError: the weights cannot lie so on so many ranks.
+        TaskError: the task of the run cannot be located.
+        CheckpointError: there is no valid checkpoint, or its weights do not fit the task's model.
+        StrategyError: the strategy does not fit the number of ranks.
     """
     cluster = cluster or Cluster.single()
-    found = SavedRun.find(run, strategy, max_samples, cluster.world_size)
-    with connected(found.recipe, cluster, warn) as (joined, device):
-        built = task_for_inference(found.recipe, task, found.folder)
-        opened = found.open(built, joined, device, weights, warn)
+    saved = SavedRun.find(run, strategy, max_samples, cluster.world_size)
+    with connected(saved.recipe, cluster, warn) as (joined, device):
+        built = task_for_inference(saved.recipe, task, saved.folder)
+        opened = saved.open(built, joined, device, weights, warn)
         try:
             yield opened
         finally:
@@ -274,13 +272,13 @@ def open_run(
 
 @dataclass(frozen=True)
 class SavedRun:
-    """A run that is not opened yet.
+    """Saved run that is not opened yet.
 
     Args:
-        recipe: what is read of the run's, under the layout in which the weights will lie.
-        folder: of the run.
-        files: of its checkpoints.
-        name: of the one that is wanted; None: the newest that is valid.
+        recipe: for a session that does not train, with the layout of the weights.
+        folder: the run folder.
+        files: the folder of its checkpoints.
+        name: of the wanted checkpoint; None: the newest valid one.
         max_samples: see `open_run`.
     """
 
@@ -294,7 +292,7 @@ class SavedRun:
     def find(
         cls, run: str | PathLike[str], strategy: str | None, max_samples: int | None, num_processes: int
     ) -> Self:
-        """Look at its folder; see `open_run`."""
+        """Read the recipe and the checkpoints of a run folder; see `open_run` for the arguments."""
         folder = run_folder_of(path := cast(Path, resolve_run(run)))
         recipe = load_recipe(folder / RECIPE)
         name = None if path.resolve() == folder.resolve() else path.name
@@ -312,7 +310,7 @@ class SavedRun:
         weights: WhichWeights | None = None,
         warn: Callable[[str], None] = lambda text: None,
     ) -> OpenedRun:
-        """The weights as they lie on the ranks of a cluster that is connected; collective. See `open_run`."""
+        """Load the weights on the ranks of a connected cluster; collective; arguments as for `open_run`."""
         session = build_session(self.recipe, task, cluster, device, warn=warn, fresh=False)
         try:
             take = partial(_read_weights_only, weights)
@@ -324,18 +322,18 @@ class SavedRun:
 
 
 def task_for_inference(recipe: Recipe, task: TaskLike | str | None, folder: Path) -> Task:
-    """The task that is given, named, or of the recipe of the run in this folder; nothing trains it.
+    """Return the given task, or that of the run's recipe, without an optimizer.
 
     Raises:
-        TaskError: the recipe names a function of a script, and not where it is.
+        TaskError: the recipe names a function of a script without its file.
     """
     if isinstance(task, str):
         return replace(build_task(recipe.replace(task=task), None, Path.cwd()), optimizer=None)
     if task is None and ":" not in recipe.task and recipe.task not in SHIPPED:
         raise TaskError(
-            f"the run is of a function '{recipe.task}', and its recipe does not say where that is",
+            f"the run has trained a function '{recipe.task}', but its recipe does not name the file",
             where=str(folder / RECIPE),
-            next_step=f"--task file.py:{recipe.task}, or open_run(run, {recipe.task})",
+            next_step=f"pass --task file.py:{recipe.task}, or open_run(run, {recipe.task})",
         )
     return replace(build_task(recipe, task, folder), optimizer=None)
 
@@ -343,15 +341,15 @@ def task_for_inference(recipe: Recipe, task: TaskLike | str | None, folder: Path
 def _inference_recipe(
     recipe: Recipe, files: StorageFolder, max_samples: int | None, layout: Strategy
 ) -> Recipe:
-    """What of a run's recipe is read where nothing is trained.
+    """Return a recipe with the parts of a run's recipe that evaluations and predictions read.
 
     Raises:
-        CheckpointError: the newest that is whole cannot be read.
+        CheckpointError: the newest complete checkpoint cannot be read.
     """
-    evaluation, shelf = recipe.evaluate, CheckpointCatalog.look(files)
+    evaluation, catalog = recipe.evaluate, CheckpointCatalog.look(files)
     precision = recipe.precision.compute
-    if shelf.whole:  # what "auto" chose
-        manifest = open_checkpoint(files, shelf.whole[-1].name).manifest
+    if catalog.whole:  # its manifest has the number format that "auto" has chosen
+        manifest = open_checkpoint(files, catalog.whole[-1].name).manifest
         precision = cast(Any, manifest.origin.versions.get("precision", precision))
     return Recipe(
         steps=1,
@@ -368,27 +366,27 @@ def _inference_recipe(
 
 
 def _read_weights_only(
-    which: WhichWeights | None, session: Session, found: StoredCheckpoint
+    which: WhichWeights | None, session: Session, stored: StoredCheckpoint
 ) -> Callable[[], None]:
-    """Read what this rank has of the model; nothing else of a state is there."""
-    nothing: dict[str, Any] = {"optimizer": {}, "others": {}}
-    taken = {name: found.scalars[name] for name in ("step", "updates")}
+    """Read the weights of this rank's part of the model, and no other state."""
+    no_state: dict[str, Any] = {"optimizer": {}, "others": {}}
+    counters = {name: stored.scalars[name] for name in ("step", "updates")}
     try:
-        scalars = {**session.state.scalars(), **nothing, **taken}
-        return session.state.read_from(ModelWeightsSource(found, which), scalars)
+        scalars = {**session.state.scalars(), **no_state, **counters}
+        return session.state.read_from(ModelWeightsSource(stored, which), scalars)
     except MisfitError as error:
         raise CheckpointError(
-            f"the weights of {found.name} are not those of the task's model: {error.what}",
-            next_step="name the task that the run was trained with; its recipe holds the options",
+            f"the weights of {stored.name} do not fit the task's model: {error.what}",
+            next_step="pass the task that the run was trained with; its recipe has the options",
         ) from error
 
 
 def find_samples(task: Task, name: str) -> SampleSource | None:
-    """A set of the task by its name: "data", "held_out", or one of several held-out sets; None: none."""
+    """Return the samples "data", "held_out" or those of a named held-out set of a task, if there are any."""
     sets = held_out_sets(task.held_out)
-    own = {
+    by_name = {
         "data": getattr(task.data, "stream", task.data),
         **({"held_out": task.held_out} if task.held_out is not None else {}),
         **sets,
     }
-    return cast("SampleSource | None", own.get(name))
+    return cast("SampleSource | None", by_name.get(name))

@@ -381,7 +381,7 @@ class Session:
         return stats.with_metrics(metrics, rates)
 
     def abort(self) -> None:
-        """Drop the incomplete step in which an error left `rounds`; calling `rounds` again repeats that step."""
+        """Drop the incomplete step in which an error left `rounds`; `rounds` then repeats that step."""
         self.rule.abort()
         self.runner.abort()
 

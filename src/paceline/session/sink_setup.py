@@ -9,8 +9,8 @@ from rich.console import Console
 
 from paceline.errors import RecipeError
 from paceline.observe.sinks import GuardedSink, Sink, SinkSite
+from paceline.recipe.registry import parse_word
 from paceline.recipe.registry.sink_specs import SinkSpec
-from paceline.recipe.registry import known_specs
 from paceline.session.run_records import run_record
 from paceline.session.session import Session
 
@@ -51,15 +51,14 @@ def build_sinks(
 
 
 def _build_sink(text: str, site: SinkSite) -> Sink | None:
-    word, _, argument = text.partition(":")
-    spec = known_specs(SinkSpec)[word]
+    spec, argument = parse_word(SinkSpec, text)
     try:
         build: Any = spec.load()
     except (ImportError, AttributeError) as error:
         raise RecipeError(
-            f"the sink '{word}' cannot be loaded from {spec.build}: {error}",
+            f"the sink '{spec.word}' cannot be loaded from {spec.build}: {error}",
             where="log.sinks",
             next_step="install what it needs, or remove it from log.sinks",
         ) from error
     sink: Sink | None = build(site, argument)
-    return sink if sink is None or spec.handles_errors else GuardedSink(word, sink, site.warn)
+    return sink if sink is None or spec.handles_errors else GuardedSink(spec.word, sink, site.warn)

@@ -1,9 +1,10 @@
-"""Asked to stop: by a signal to any rank, or by a notice that the machine will be taken away.
+"""Stop requests from signals to any rank, and from preemption notices of the machine.
 
-The first signal (SIGTERM, SIGUSR1, SIGINT) asks; the rule tells all ranks in the step that follows, and
-all save the same step. A second one, `SAME_REQUEST_SECONDS` later or more, ends the process at once, also
-while it waits inside a collective. Batch systems signal the launcher and its workers: what comes sooner is
-the same one. Before the first step there is nothing to save, and the first signal ends the process.
+The first signal (SIGTERM, SIGUSR1, SIGINT) is a request: the sync rule shares it with all ranks in the
+next step, and all save the same step. A second signal at least `SAME_REQUEST_SECONDS` later ends the
+process at once, also while it waits inside a collective. Batch systems signal the launcher and its
+workers, so signals that arrive sooner count as the same request. Before the first step there is nothing to
+save, and the first signal ends the process.
 
 Invariant: signals are received by a thread, and the main thread only reads a flag between two steps.
 """
@@ -33,11 +34,11 @@ _NOTICE_SECONDS = 2.0
 
 @dataclass
 class StopRequest:
-    """Whether this process was asked to stop; call it to know.
+    """Flag of a request to stop this process; calling it returns whether there is one.
 
     Args:
         setting_up: no step has begun, so a request need not wait for one.
-        has_launcher: it tells the user that there was nothing to save.
+        has_launcher: the launcher prints that there was nothing to save.
     """
 
     requested: bool = False
@@ -48,25 +49,21 @@ class StopRequest:
     def __call__(self) -> bool:
         return self.requested
 
-    def ask(self, now: float) -> bool:
-        """Take a request; False if it is a second one, and the process must end at once."""
+    def request(self, now: float) -> bool:
+        """Register a request; return False if it is a second one and the process must end at once."""
         if not self.requested:
             self.requested, self._first_request_seconds = True, now
         return now - self._first_request_seconds < SAME_REQUEST_SECONDS
 
     def leave_setup(self) -> None:
-        """Called in the main thread by a signal: unwind, if there is nothing to save.
-
-        Raises:
-            SetupStoppedError: there is nothing to save.
-        """
+        """Raise a SetupStoppedError while there is nothing to save; called by signal handlers."""
         if self.setting_up:
             raise SetupStoppedError(NOTHING_TO_SAVE)
 
 
 @contextmanager
 def stop_on_signals(stop: StopRequest) -> Iterator[StopRequest]:
-    """Turn signals into requests, in the main thread."""
+    """Turn signals into stop requests inside of the block; enter it in the main thread."""
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
     over = threading.Event()
@@ -90,22 +87,22 @@ def stop_on_signals(stop: StopRequest) -> Iterator[StopRequest]:
 
 
 def _detach_signals_in_child() -> None:
-    """In a child, such as a loader worker: what is sent to it asks nobody else to stop."""
+    """Detach a forked child, such as a loader worker, so that its signals do not stop this process."""
     signal.set_wakeup_fd(-1)
 
 
 def _read_signals(read_end: int, stop: StopRequest, over: threading.Event) -> None:
-    """The system writes the number of every signal to the pipe, whatever the main thread is doing."""
+    """Read signal numbers, which Python writes to the pipe whatever the main thread is doing."""
     while numbers := os.read(read_end, 16):
         for number in numbers:
-            if number in SIGNALS and not stop.ask(time.monotonic()):
+            if number in SIGNALS and not stop.request(time.monotonic()):
                 os._exit(INTERRUPTED_EXIT_CODE)
             if number in SIGNALS and stop.setting_up:
                 _end_setup(stop, over)
 
 
 def _end_setup(stop: StopRequest, over: threading.Event) -> None:
-    """Say so, and give the main thread a moment to unwind: it cannot while it waits inside a collective."""
+    """Print that nothing is saved; exit if the main thread does not unwind, as inside a collective."""
     if not stop.has_launcher:
         sys.stderr.write(f"{NOTHING_TO_SAVE}\n")
         sys.stderr.flush()
@@ -114,25 +111,26 @@ def _end_setup(stop: StopRequest, over: threading.Event) -> None:
 
 
 @contextmanager
-def stop_on_notice(where: str | None, stop: StopRequest) -> Iterator[None]:
-    """Look for a notice every two seconds, and ask when it is there.
+def stop_on_notice(source: str | None, stop: StopRequest) -> Iterator[None]:
+    """Check for a preemption notice every two seconds inside of the block; request a stop if there is one.
 
     Args:
-        where: a file, or an http(s) URL that answers 200 once there is a notice (spot instances); None: none.
+        source: a file, or an http(s) URL that answers 200 once there is a notice (spot instances); None:
+            no check.
     """
-    if where is None:
+    if source is None:
         yield
         return
-    over, found = threading.Event(), _notice_check(where)
+    over, has_notice = threading.Event(), _notice_check(source)
 
     def watch() -> None:
         while not over.wait(_NOTICE_SECONDS):
-            if found():
+            if has_notice():
                 stop.requested = True
                 return
 
     watcher = threading.Thread(target=watch, name="notice", daemon=True)
-    stop.requested = stop.requested or found()
+    stop.requested = stop.requested or has_notice()
     watcher.start()
     try:
         yield
@@ -141,30 +139,29 @@ def stop_on_notice(where: str | None, stop: StopRequest) -> Iterator[None]:
         watcher.join()
 
 
-def _notice_check(where: str) -> Callable[[], bool]:
-    if not where.startswith(("http://", "https://")):
-        return Path(where).exists
-
-    return _UrlNotice(where)
+def _notice_check(source: str) -> Callable[[], bool]:
+    if source.startswith(("http://", "https://")):
+        return _UrlNotice(source)
+    return Path(source).exists
 
 
 class _UrlNotice:
-    """Asks a URL. An answer that trickles in for ever is waited for once, in a thread, and is no notice."""
+    """Check of a URL; a response that never completes blocks only one thread, and counts as no notice."""
 
     def __init__(self, url: str) -> None:
-        self._url, self._answers = url, list[bool]()
-        self._asking: threading.Thread | None = None
+        self._url, self._responses = url, list[bool]()
+        self._thread: threading.Thread | None = None
 
     def __call__(self) -> bool:
-        if self._asking is None or not self._asking.is_alive():
-            self._asking = threading.Thread(target=self._ask, name="notice-question", daemon=True)
-            self._asking.start()
-        self._asking.join(2 * _NOTICE_SECONDS)
-        return any(self._answers)
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._fetch, name="notice-question", daemon=True)
+            self._thread.start()
+        self._thread.join(2 * _NOTICE_SECONDS)
+        return any(self._responses)
 
-    def _ask(self) -> None:
+    def _fetch(self) -> None:
         try:
-            with urllib.request.urlopen(self._url, timeout=_NOTICE_SECONDS) as answer:
-                self._answers.append(answer.status == 200)
+            with urllib.request.urlopen(self._url, timeout=_NOTICE_SECONDS) as response:
+                self._responses.append(response.status == 200)
         except (OSError, ValueError, http.client.HTTPException):
-            return  # 404, nobody there, or no HTTP: no notice
+            return  # 404, no server or no HTTP: no notice

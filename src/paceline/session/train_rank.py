@@ -1,8 +1,6 @@
-"""What a run prints at its end.
+"""One rank of a job, from the recipe to the result: join, build, restore, fit, print a summary, leave.
 
-One rank of a job, from the recipe to the result: join the others, build, resume, fit, leave.
-
-Whoever started the processes (Paceline's launcher, torchrun, nobody) does not matter here.
+It does not matter here what has started the processes (Paceline's launcher, torchrun, or nothing).
 """
 
 from __future__ import annotations
@@ -36,17 +34,18 @@ from paceline.session.stop_signals import StopRequest, stop_on_notice, stop_on_s
 def print_summary(
     session: Session, result: Result, run_dir: Path, console: Console, whole: nn.Module | None
 ) -> None:
-    """Print what came out, where it is, and how to go on.
+    """Print the task's report, where the results are, and how to resume.
 
     Args:
         whole: the whole model, if the task reports on it.
     """
     lines: list[str] = []
     if session.task.report is not None and result.evaluation is not None and whole is not None:
-        found = result.evaluation
-        values = {"loss": found.loss, "count": found.num_items, **found.metrics}
+        evaluation = result.evaluation
+        values = {"loss": evaluation.loss, "count": evaluation.num_items, **evaluation.metrics}
         lines += session.task.report(whole, values)
-    resume = f"paceline train --resume {run_dir} -n {session.cluster.world_size}{_longer_run_option(session, result)}"
+    num_ranks, longer = session.cluster.world_size, _longer_run_option(session, result)
+    resume = f"paceline train --resume {run_dir} -n {num_ranks}{longer}"
     if result.sha256 is not None:
         lines.append(f"state sha256: {result.sha256}")
     lines += [
@@ -60,14 +59,14 @@ def print_summary(
 
 
 def plain_printer(console: Console | None) -> Callable[[str], None]:
-    """Prints a text as it is, never wrapped, coloured or read as markup; nothing without a console."""
+    """Return a function that prints text without wrapping, colours or markup; a no-op without a console."""
     if console is None:
         return lambda text: None
     return partial(console.print, markup=False, highlight=False, soft_wrap=True)
 
 
 def _longer_run_option(session: Session, result: Result) -> str:
-    """A run that has reached its end goes on only if it is made longer."""
+    """Return options that make a complete run longer, without which it would end at once when resumed."""
     if result.stopped:
         return ""
     epochs = session.recipe.epochs
@@ -84,17 +83,16 @@ def train(
     name: str | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> Result:
-    """Train on this rank, as one of however many there are.
+    """Train on this rank of a job of any size.
 
     Args:
-        recipe, task, base_dir, resume, name: see `paceline.train`, which starts processes as well.
-        console: where rank 0 reports; quiet if None.
-        callbacks: beside those of the task.
+        recipe, task, base_dir, resume, name: see `paceline.train`, which also starts processes.
+        console: where rank 0 prints; None: nothing is printed.
+        callbacks: in addition to those of the task.
     Returns:
         The result, equal on every rank.
     """
-    begun = _begin_run(recipe, task, base_dir, resume, console, name, callbacks)
-    with begun as run:
+    with _begin_run(recipe, task, base_dir, resume, console, name, callbacks) as run:
         return run.end(fit(run.session, run.folder, run.sinks))
 
 
@@ -109,52 +107,52 @@ def own_loop(
     name: str | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> Iterator[OwnLoop]:
-    """A run whose loop you write: `for batch in loop.batches(): ...; loop.backward(loss); loop.step()`.
+    """Start a run whose loop you write: `for batch in loop.batches(): ...; loop.backward(loss); loop.step()`.
 
-    Run folder, checkpoints, evaluations, resume, callbacks and Ctrl-C are those of `train`; at the end of the
-    block the state is saved and evaluated, and `loop.result` says how the run ended.
+    Run folder, checkpoints, evaluations, resume, callbacks and Ctrl-C work as in `train`. At the end of
+    the block the state is saved and evaluated, and `loop.result` is set.
 
     Args:
-        recipe, task, base_dir, resume, console, name, callbacks: see `train`. The loss of the task is called
-            in evaluations, and once at the start to see that it adds up.
+        recipe, task, base_dir, resume, console, name, callbacks: see `train`. The loss of the task is used in
+            evaluations, and in the checks at the start.
     Raises:
-        StrategyError: under this strategy no loop can call the model; says why.
+        StrategyError: under this strategy a loop cannot call the model; the error has the reason.
     """
-    begun = _begin_run(recipe, task, base_dir, resume, console, name, callbacks)
-    with begun as run, fitting(run.session, run.folder, run.sinks) as found:
-        loop = OwnLoop(run.session, found)
+    starting = _begin_run(recipe, task, base_dir, resume, console, name, callbacks)
+    with starting as run, fitting(run.session, run.folder, run.sinks) as fit_in_progress:
+        loop = OwnLoop(run.session, fit_in_progress)
         yield loop
         loop.end()
-        loop.result = run.end(found.finish())
+        loop.result = run.end(fit_in_progress.finish())
 
 
 @dataclass(frozen=True)
 class _RunInProgress:
-    """A run that has begun.
+    """Run that has begun: its session, folder and sinks.
 
     Args:
-        talks: where this rank reports.
+        console: where this rank prints; None on all but rank 0.
     """
 
     session: Session
     folder: Path
     sinks: Sequence[Sink]
-    talks: Console | None
+    console: Console | None
 
     def end(self, result: Result) -> Result:
-        """Say what came out; collective."""
+        """Write the report page, print the summary, and return the result with its model; collective."""
         session = self.session
         session.cluster.enter_phase(LEAVING, session.recipe.runtime.setup_deadline_seconds)
         average = session.average
         if average is not None:
             repeat_until_agreed(session, lambda: average.put(session.mesh.world))
-        wanted = session.task.report is not None and result.evaluation is not None
-        whole = session.complete() if wanted else None
+        needs_whole = session.task.report is not None and result.evaluation is not None
+        whole = session.complete() if needs_whole else None
         result = replace(result, model=session.local_whole_model())
         if session.is_first:
-            write_report_page(self.folder, plain_printer(self.talks))
-        if self.talks is not None:
-            print_summary(session, result, self.folder, self.talks, whole)
+            write_report_page(self.folder, plain_printer(self.console))
+        if self.console is not None:
+            print_summary(session, result, self.folder, self.console, whole)
         return result
 
 
@@ -168,34 +166,36 @@ def _begin_run(
     name: str | None,
     callbacks: Sequence[Callback],
 ) -> Iterator[_RunInProgress]:
-    """Join the others, and restore if the run is not new."""
+    """Join the other ranks and build the session; restore it if the run is resumed."""
     recipe, base_dir = resolve_recipe(recipe, task, base_dir)
-    before, cluster = resolve_run(resume), Cluster.from_env()
-    talks = console if cluster.global_rank == 0 else None
-    warn = plain_printer(talks)
-    source = run_folder.find_checkpoint_to_resume(recipe, before, warn)
+    resumed_run, cluster = resolve_run(resume), Cluster.from_env()
+    console = console if cluster.global_rank == 0 else None
+    warn = plain_printer(console)
+    source = run_folder.find_checkpoint_to_resume(recipe, resumed_run, warn)
     joins = partial(join, recipe, task, base_dir=base_dir, cluster=cluster, warn=warn, callbacks=callbacks)
     with (
         stop_on_signals(StopRequest(setting_up=True, has_launcher=cluster.error_dir is not None)) as stop,
         stop_on_notice(recipe.checkpoint.notice, stop),
         joins(stop_requested=stop, fresh=source is None) as session,
     ):
-        folder = run_folder.prepare_folder(session, before, name or _function_name(task))
-        used = None if source is None else run_folder.restore_run(session, source, warn)
+        folder = run_folder.prepare_folder(session, resumed_run, name or _function_name(task))
+        checkpoint = None if source is None else run_folder.restore_run(session, source, warn)
         stop.setting_up = False
         cluster.enter_phase(session.launcher_phase)
-        yield _RunInProgress(session, folder, build_sinks(session, folder, talks, used), talks)
-    cluster.enter_phase(LEAVING)  # a script may go on for as long as it likes
+        yield _RunInProgress(session, folder, build_sinks(session, folder, console, checkpoint), console)
+    cluster.enter_phase(LEAVING)  # no deadline: the script may continue for any time
 
 
 def _function_name(task: TaskLike | None) -> str | None:
-    """What a run of this function is called; None if it is the recipe's to say."""
+    """Return the name of a task function, for the run folder; None for other tasks."""
     return getattr(task, "__name__", None)
 
 
 def write_report_page(run_dir: Path, warn: Callable[[str], None]) -> None:
-    """The page of the run; a disk that has no room for it takes nothing from the run."""
+    """Write the report page; warn if the disk is full, which must not fail a complete run."""
     try:
         write_report(run_dir)
     except OSError as error:
-        warn(f"the report cannot be written: {error}; free space, then `paceline report {run_dir}`")
+        warn(
+            f"warning: cannot write the report: {error}. Free some space and run `paceline report {run_dir}`."
+        )

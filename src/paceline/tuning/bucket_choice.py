@@ -1,8 +1,8 @@
-"""`runtime.bucket_latency`: buckets as small as the links allow, since small ones leave backward earlier.
+"""Choose the bucket size by `runtime.bucket_latency`: as small as the links allow.
 
-The sum of a bucket takes alpha for each round and beta for each byte. In a small bucket most of that is
-latency, which more buckets pay more often; a large one leaves late, and less of its sum is hidden. Invariant:
-ranks decide from equal numbers, by a pure function, so they fill equal buckets.
+The sum of a bucket takes alpha seconds for each round and beta for each byte. Small buckets leave backward
+earlier, so more of their sum is hidden behind it, but they pay the latency alpha more often. Invariant:
+ranks decide from equal numbers with a pure function, so they fill equal buckets.
 """
 
 from __future__ import annotations
@@ -27,41 +27,42 @@ from paceline.recipe.strategy import Strategy
 from paceline.tuning.route_choice import read_link_profile
 
 MIN_BUCKET_BYTES = 1 << 16
-"""Smaller buckets cost more calls than they hide."""
+"""Smaller buckets cost more in calls than they hide."""
 
 
 class BucketChoice(NamedTuple):
-    """How many bytes of gradients are sent together, and why."""
+    """Bytes of gradients that are sent together, with the reason."""
 
     bucket_bytes: int
     reason: str
 
     def __str__(self) -> str:
-        return f"buckets: {self.bucket_bytes:,} bytes, as {self.reason}"
+        return f"buckets: {self.bucket_bytes:,} bytes ({self.reason})"
 
 
-def choose_bucket_bytes(line: LinkModel, world: int, share: float, most: int) -> BucketChoice:
-    """The smallest power of two whose sum is latency to at most `share`; from `MIN_BUCKET_BYTES` to `most`. Pure.
+def choose_bucket_bytes(link: LinkModel, world_size: int, share: float, most_bytes: int) -> BucketChoice:
+    """Return the smallest power of two whose sum is latency to at most `share`; pure.
 
     Args:
-        line: alpha and beta of the sums of so many ranks.
+        link: alpha and beta of an all_reduce over the ranks.
         share: above 0, below 1.
+        most_bytes: upper limit of the result; the lower one is `MIN_BUCKET_BYTES`.
     """
-    way = native_cost("all_reduce", 1 << 20, world)
-    latency = way.rounds * line.alpha_seconds
-    per_byte = way.sent_bytes / (1 << 20) * line.beta_seconds_per_byte
-    found, size = most, MIN_BUCKET_BYTES
-    while size < most:
+    cost = native_cost("all_reduce", 1 << 20, world_size)
+    latency = cost.rounds * link.alpha_seconds
+    per_byte = cost.sent_bytes / (1 << 20) * link.beta_seconds_per_byte
+    chosen, size = most_bytes, MIN_BUCKET_BYTES
+    while size < most_bytes:
         if latency <= share * (latency + size * per_byte):
-            found = size
+            chosen = size
             break
         size *= 2
-    part = latency / (latency + found * per_byte) if latency + found * per_byte else 0.0
+    seconds = latency + chosen * per_byte
     return BucketChoice(
-        found,
-        f"{part:.1%} of the {1e3 * (latency + found * per_byte):.3g} ms of such a sum is latency:"
-        f" {1e3 * line.alpha_seconds:.3g} ms a round, and {line.bits_per_second / 1e6:.4g} Mbit/s"
-        f" (bucket_latency = {share:g}, bucket_bytes = {most:,} at most)",
+        chosen,
+        f"latency is {latency / seconds if seconds else 0.0:.1%} of the {1e3 * seconds:.3g} ms of their sum:"
+        f" {1e3 * link.alpha_seconds:.3g} ms a round at {link.bits_per_second / 1e6:.4g} Mbit/s;"
+        f" bucket_latency = {share:g}, bucket_bytes = {most_bytes:,} at most",
     )
 
 
@@ -74,51 +75,53 @@ def choose_buckets(
     warn: Callable[[str], None],
     note: Callable[[str, Mapping[str, Any]], None],
 ) -> Recipe:
-    """The recipe with the bucket size of these links in place of `runtime.bucket_latency`; collective.
+    """Return the recipe with a bucket size for these links in place of `runtime.bucket_latency`; collective.
 
+    Args:
+        recipe: with `runtime.bucket_latency`, for a job of at least two ranks.
+        warn: receives the choice with its reason.
+        note: receives the event `buckets`.
     Raises:
-        DataError: the link profile cannot be read, or is of another number of ranks.
+        DataError: the link profile cannot be read, or has another number of ranks.
     """
     runtime = recipe.runtime
     assert runtime.bucket_latency is not None
     group, net = Mesh.build(cluster, {"replica": cluster.world_size}).replica, Net(runtime.deadline_seconds)
-    if why := _why_not_measured(strategy, device, group, net):
-        warn(f"runtime.bucket_latency has no effect: {why}")
+    if reason := _why_not_measured(strategy, device, group, net):
+        warn(f"warning: runtime.bucket_latency has no effect: {reason}")
         return recipe
-    began = time.perf_counter()
-    known = runtime.link_profile is not None
-    line = _read_all_reduce_line(recipe, group, net, device) if known else measure_all_reduce(net, group)
-    took = f"measured in {time.perf_counter() - began:.1f} s"
-    choice = choose_bucket_bytes(line, group.size, runtime.bucket_latency, runtime.bucket_bytes)
-    warn(f"{choice} ({runtime.link_profile or took})")
+    begin = time.perf_counter()
+    if runtime.link_profile is not None:
+        link, source = _read_all_reduce_line(recipe, group, net, device), runtime.link_profile
+    else:
+        link = measure_all_reduce(net, group)
+        source = f"measured in {time.perf_counter() - begin:.1f} s"
+    choice = choose_bucket_bytes(link, group.size, runtime.bucket_latency, runtime.bucket_bytes)
+    warn(f"{choice}, {source}")
     note("buckets", {**choice._asdict(), "source": runtime.link_profile or "measured"})
-    return _with_bucket_bytes(recipe, strategy, choice.bucket_bytes)
-
-
-def _with_bucket_bytes(recipe: Recipe, strategy: Strategy, bucket_bytes: int) -> Recipe:
-    """The recipe with the choice alone: a run that goes on keeps to it."""
-    profile = recipe.runtime.link_profile if strategy.route == "auto" else None
-    told = {"bucket_bytes": bucket_bytes, "bucket_latency": None, "link_profile": profile}
-    return recipe.replace(runtime=recipe.runtime.replace(**told))
+    # The profile stays in the recipe only where another chooser reads it: a resumed run keeps these buckets.
+    profile = runtime.link_profile if strategy.route_spec.chooses else None
+    changes = {"bucket_bytes": choice.bucket_bytes, "bucket_latency": None, "link_profile": profile}
+    return recipe.replace(runtime=runtime.replace(**changes))
 
 
 def _why_not_measured(strategy: Strategy, device: torch.device, group: RankGroup, net: Net) -> str:
-    """Why there are no links to measure; empty: there are."""
+    """Return why there are no links to measure; empty if there are; collective."""
     if device.type != "cpu":
         return "this job computes on GPUs, whose links are not measured"
     hosts = set(all_gather_texts(host_id(), group, net))
-    if strategy.path.in_memory and len(hosts) == 1 and hosts != {""}:
+    if strategy.route_spec.in_memory and len(hosts) == 1 and hosts != {""}:
         return "the ranks share the memory of one host"
     return ""
 
 
 def _read_all_reduce_line(recipe: Recipe, group: RankGroup, net: Net, device: torch.device) -> LinkModel:
-    place = str(recipe.runtime.link_profile)
-    profile = read_link_profile(place, group, net, device)
+    path = str(recipe.runtime.link_profile)
+    profile = read_link_profile(path, group, net, device)
     if len(profile.hosts) != group.size:
         raise DataError(
-            f"this link profile is of {len(profile.hosts)} ranks, and the job has {group.size}",
-            where=place,
-            next_step=f"paceline bench link -n {group.size} --out {place} on these hosts",
+            f"this link profile was measured with {len(profile.hosts)} ranks, but the job has {group.size}",
+            where=path,
+            next_step=f"paceline bench link -n {group.size} --out {path} on these hosts",
         )
     return profile.all_reduce

@@ -1,8 +1,8 @@
-"""`codec=auto:int8,topk:0.01`: a codec that was allowed, where the link is so slow that it pays; else none.
+"""Choose the codec of `codec=auto:int8,topk:0.01`: one of these if the link is slow enough, else none.
 
-Bytes, coding and the link are measured by sums over all ranks, and forward and backward by a micro-batch on a
-copy of the model. Invariant: ranks decide from equal numbers, by a pure function, so they decide alike; a run
-that goes on has the codec of its folder.
+Sent bytes, time to encode and bandwidth are measured by all_reduces over all ranks, forward and backward
+by a micro-batch on a copy of the model. Invariant: ranks decide from equal numbers with a pure function,
+so they choose alike. A resumed run keeps the codec of its folder.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from paceline.task import Task
 from paceline.tuning.comm_benchmark import AllReduceTiming, measure_all_reduce_of
 
 MIN_CODEC_GAIN = 1.1
-"""A codec is chosen where it makes a step this many times as fast as those that were named before it."""
+"""A codec is chosen if it makes a step this many times as fast as those that the user named before it."""
 _FIRST_BYTES = 1 << 16
 _PROBE_SECONDS = 0.3
 _REPEATS = 2
@@ -41,11 +41,11 @@ _NO_MEASUREMENTS: Mapping[str, Any] = {
 
 
 class CodecCost(NamedTuple):
-    """What a codec does to a step of one rank.
+    """Cost of a codec in a step of one rank.
 
     Args:
-        sent_bytes: of its gradients.
-        seconds: of a processor, to code and decode.
+        sent_bytes: bytes that are sent for all gradients.
+        seconds: CPU time to encode and decode them.
     """
 
     codec: str
@@ -54,49 +54,52 @@ class CodecCost(NamedTuple):
 
 
 class CodecMeasurements(NamedTuple):
-    """What was measured, equal on every rank.
+    """Measurements from which a codec is chosen, equal on every rank.
 
     Args:
-        compute_seconds: between two sums, on the slowest rank.
-        bits_per_second: of the link, in a sum.
-        codings: values as they are, then what is allowed, in the user's order.
+        compute_seconds: forward and backward between two sums, on the slowest rank.
+        bits_per_second: bandwidth of the link in an all_reduce.
+        costs: of fp32 first, then of the codecs in the user's order.
     """
 
     compute_seconds: float
     bits_per_second: float
-    codings: Sequence[CodecCost]
+    costs: Sequence[CodecCost]
 
-    def seconds(self, coding: CodecCost) -> float:
-        """A step: sums go on beside backward, and coding takes the processor from it."""
-        sending = 8 * coding.sent_bytes / self.bits_per_second
-        return max(self.compute_seconds + coding.seconds, sending)
+    def seconds(self, cost: CodecCost) -> float:
+        """Return the seconds of a step: sending overlaps with backward, encoding takes CPU time from it."""
+        sending = 8 * cost.sent_bytes / self.bits_per_second
+        return max(self.compute_seconds + cost.seconds, sending)
 
-    def break_even(self, coding: CodecCost) -> float:
-        """Bits per second below which a codec makes a step shorter; 0: nowhere."""
-        plain = self.codings[0].sent_bytes
-        return 8 * plain / (self.compute_seconds + coding.seconds) if coding.sent_bytes < plain else 0.0
+    def break_even(self, cost: CodecCost) -> float:
+        """Return the bits per second below which a codec makes a step shorter; 0: it never does."""
+        plain_bytes = self.costs[0].sent_bytes
+        if cost.sent_bytes >= plain_bytes:
+            return 0.0
+        return 8 * plain_bytes / (self.compute_seconds + cost.seconds)
 
 
 class CodecChoice(NamedTuple):
-    """A codec, and why."""
+    """Codec, with the reason."""
 
     codec: str
     reason: str
 
     def __str__(self) -> str:
-        return f"codec: {self.codec}, as {self.reason}; codec=NAME in the strategy chooses another"
+        return f"codec: {self.codec} ({self.reason}); set codec=NAME in the strategy to use another"
 
 
-def choose_fastest_codec(found: CodecMeasurements) -> CodecChoice:
-    """The first coding that is nearly as fast as the fastest; pure."""
-    best = min(found.seconds(coding) for coding in found.codings)
-    chosen = next(one for one in found.codings if found.seconds(one) <= MIN_CODEC_GAIN * best)
-    times = ", ".join(f"{one.codec} {found.seconds(one) * 1e3:.3g} ms" for one in found.codings)
-    pays = ", ".join(f"{one.codec} {_spell_bandwidth(found.break_even(one))}" for one in found.codings[1:])
+def choose_fastest_codec(measured: CodecMeasurements) -> CodecChoice:
+    """Choose the first codec, in the user's order, that is nearly as fast as the fastest; pure."""
+    costs = measured.costs
+    best = min(measured.seconds(cost) for cost in costs)
+    chosen = next(cost for cost in costs if measured.seconds(cost) <= MIN_CODEC_GAIN * best)
+    times = ", ".join(f"{cost.codec} {measured.seconds(cost) * 1e3:.3g} ms" for cost in costs)
+    limits = ", ".join(f"{cost.codec} {_spell_bandwidth(measured.break_even(cost))}" for cost in costs[1:])
     return CodecChoice(
         chosen.codec,
-        f"the link carries {_spell_bandwidth(found.bits_per_second)} and a step takes {times} (compute"
-        f" {found.compute_seconds * 1e3:.3g} ms); break-even bandwidth: {pays}",
+        f"the link has {_spell_bandwidth(measured.bits_per_second)} and a step takes {times}, of which"
+        f" compute {measured.compute_seconds * 1e3:.3g} ms; break-even bandwidth: {limits}",
     )
 
 
@@ -110,27 +113,27 @@ def choose_codec(
     warn: Callable[[str], None],
     note: Callable[[str, Mapping[str, Any]], None],
 ) -> tuple[Recipe, Strategy]:
-    """Both with a codec in place of `auto`; collective.
+    """Return recipe and strategy with a codec in place of `auto`; collective.
 
     Args:
         recipe: with the number format of forward and backward.
-        strategy: the recipe's, with its replicas filled in.
-        warn: is told what was chosen and why.
-        note: the same, for the run folder.
+        strategy: the recipe's, with its replicas filled in, and with several codecs.
+        warn: receives the choice with its reason.
+        note: receives the event `codec`.
     """
     choice, record = _choose_or_skip(recipe, strategy, task, cluster, device)
     warn(str(choice))
     note("codec", {**choice._asdict(), **record})
-    mended = recipe.strategy.replace(codec=choice.codec)
-    return recipe.replace(strategy=mended), strategy.replace(codec=choice.codec)
+    recipe = recipe.replace(strategy=recipe.strategy.replace(codec=choice.codec))
+    return recipe, strategy.replace(codec=choice.codec)
 
 
 def _choose_or_skip(
     recipe: Recipe, strategy: Strategy, task: Task, cluster: Cluster, device: torch.device
 ) -> tuple[CodecChoice, Mapping[str, Any]]:
     for holds, reason in (
-        (cluster.world_size == 1, "one rank sends nothing"),
-        (recipe.is_ordered, "sums in one order leave nothing to what is measured"),
+        (cluster.world_size == 1, "a single rank sends nothing"),
+        (recipe.is_ordered, "in an ordered run nothing depends on measurements"),
         (device.type != "cpu", "this job computes on GPUs, whose links are not measured"),
     ):
         if holds:
@@ -147,62 +150,62 @@ def _measure_and_choose(
     recipe: Recipe, strategy: Strategy, task: Task, cluster: Cluster, group: RankGroup, net: Net
 ) -> tuple[CodecChoice, Mapping[str, Any]]:
     hosts = set(all_gather_texts(host_id(), group, net))
-    if strategy.route == "auto" and len(hosts) == 1 and hosts != {""}:
+    if strategy.route_spec.chooses and len(hosts) == 1 and hosts != {""}:
         return CodecChoice(
             "fp32", "the ranks share the memory of one host, so nothing is sent"
         ), _NO_MEASUREMENTS
-    found = measure_codecs(recipe, strategy, task, cluster, group, net)
+    measured = measure_codecs(recipe, strategy, task, cluster, group, net)
     record = {
-        "compute_seconds": found.compute_seconds,
-        "bits_per_second": found.bits_per_second,
-        "step_seconds": {one.codec: found.seconds(one) for one in found.codings},
-        "break_even": {one.codec: found.break_even(one) for one in found.codings[1:]},
+        "compute_seconds": measured.compute_seconds,
+        "bits_per_second": measured.bits_per_second,
+        "step_seconds": {cost.codec: measured.seconds(cost) for cost in measured.costs},
+        "break_even": {cost.codec: measured.break_even(cost) for cost in measured.costs[1:]},
     }
-    return choose_fastest_codec(found), record
+    return choose_fastest_codec(measured), record
 
 
 def measure_codecs(
     recipe: Recipe, strategy: Strategy, task: Task, cluster: Cluster, group: RankGroup, net: Net
 ) -> CodecMeasurements:
-    """Bytes, coding, link and compute; collective, equal on every rank."""
+    """Measure the cost of each codec, the link and the compute; collective, equal on every rank."""
     num_values = sum(p.numel() for p in task.model.parameters() if p.requires_grad)
-    most = 4 * max(1, min(num_values, recipe.runtime.bucket_bytes // 4))
-    words = [one.codec for one in strategy.codec_alternatives]
+    most_bytes = 4 * max(1, min(num_values, recipe.runtime.bucket_bytes // 4))
+    codecs = [alternative.codec for alternative in strategy.codec_alternatives]
 
-    def row(codec: str, num_bytes: int) -> AllReduceTiming:
-        found = measure_all_reduce_of(cluster, group, net, Strategy(route="native", codec=codec), num_bytes)
-        assert found is not None  # the native route can be had everywhere
-        return found
+    def measure(codec: str, num_bytes: int) -> AllReduceTiming:
+        timing = measure_all_reduce_of(cluster, group, net, Strategy(route="native", codec=codec), num_bytes)
+        assert timing is not None  # the native route exists everywhere
+        return timing
 
-    first = row("fp32", min(_FIRST_BYTES, most))
-    fits = int(_PROBE_SECONDS / first.seconds * first.num_bytes) // 4 * 4
-    probe = min(max(fits, first.num_bytes), most)
-    rows = [row(codec, probe) for codec in words]
-    times = 4 * num_values / probe
-    codings = [
-        CodecCost(one.codec, times * one.sent_bytes, times * coding_seconds(one, rows[0])) for one in rows
-    ]
-    rule = strategy.phase(0).rule.partition(":")[2]
-    steps = int(rule) if rule.isdecimal() else 1
-    mine = torch.tensor([steps * _compute_seconds(recipe, task, cluster)], dtype=torch.float64)
-    compute = float(net.all_reduce(mine, group, "max").wait())
-    return CodecMeasurements(compute, rows[0].busbw, codings)
+    # A small buffer first: it shows how large a buffer the link can send in the time of the probe.
+    first = measure("fp32", min(_FIRST_BYTES, most_bytes))
+    affordable = int(_PROBE_SECONDS / first.seconds * first.num_bytes) // 4 * 4
+    probe_bytes = min(max(affordable, first.num_bytes), most_bytes)
+    timings = [measure(codec, probe_bytes) for codec in codecs]
+    times = 4 * num_values / probe_bytes
+    costs = [CodecCost(t.codec, times * t.sent_bytes, times * coding_seconds(t, timings[0])) for t in timings]
+    # Local rules send once in several steps, whose compute all overlaps with it.
+    argument = strategy.sync_word.argument
+    steps = argument if isinstance(argument, int) else 1
+    local = torch.tensor([steps * _compute_seconds(recipe, task, cluster)], dtype=torch.float64)
+    compute_seconds = float(net.all_reduce(local, group, "max").wait())
+    return CodecMeasurements(compute_seconds, timings[0].busbw, costs)
 
 
-def coding_seconds(row: AllReduceTiming, plain: AllReduceTiming) -> float:
-    """Processor time beside that of sending as many bytes."""
-    return max(0.0, row.processor_seconds - plain.processor_seconds * row.sent_bytes / plain.sent_bytes)
+def coding_seconds(timing: AllReduceTiming, plain: AllReduceTiming) -> float:
+    """Return the CPU time of a codec in addition to that of sending as many plain bytes."""
+    return max(0.0, timing.processor_seconds - plain.processor_seconds * timing.sent_bytes / plain.sent_bytes)
 
 
 def _compute_seconds(recipe: Recipe, task: Task, cluster: Cluster) -> float:
-    """Forward and backward of this rank's micro-batches in a step; 0 where the model has no memory yet."""
+    """Measure forward and backward of a step on this rank; 0 if the model has no memory yet."""
     if any(p.is_meta for p in task.model.parameters()):
         return 0.0
     micro_batches = num_micro_batches(recipe, cluster.world_size)
     samples = -(-recipe.batch.size // micro_batches)
     model, device = copy.deepcopy(task.model).train(), torch.device("cpu")
     precision, times = MixedPrecision(recipe.precision.compute, device.type), []
-    with torch.random.fork_rng():
+    with torch.random.fork_rng():  # the run draws the same random numbers as without a measurement
         batch = collate_samples(task, [task.data[0]] * samples, device)
         for _ in range(_REPEATS + 1):
             set_micro_batch_key(model, 0)

@@ -1,10 +1,9 @@
-"""Measure every route and codec over sizes: what `paceline bench comm` prints.
+"""Measure all routes and codecs over buffer sizes for `paceline bench comm`; render a table and a page.
 
 All ranks measure together, one combination after another; a time is the median over repeats of the slowest
-rank. The break-even bandwidth of a codec follows from its bytes and its processor time:
-on slower links it pays.
-
-What `paceline bench comm` measured, as one page that needs nothing else: a plot and the table.
+rank. The break-even bandwidth of a codec follows from its bytes and its CPU time: on slower links the
+codec pays. The page is one HTML file without scripts or external resources. `codec_choice` measures single
+combinations with it.
 """
 
 from __future__ import annotations
@@ -26,7 +25,8 @@ from paceline.comm.routes.route_context import RouteContext
 from paceline.errors import StrategyError
 from paceline.job.cluster import Cluster
 from paceline.job.mesh import Mesh, RankGroup, duplicate_group
-from paceline.recipe.registry.word_spec import RouteSpec, known_specs
+from paceline.recipe.registry import RouteSpec, known_specs
+from paceline.recipe.registry.route_specs import NATIVE_ROUTE
 from paceline.recipe.strategy import Strategy
 
 SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 24)
@@ -46,15 +46,15 @@ _REPEATS = 5
 
 @dataclass(frozen=True)
 class AllReduceTiming:
-    """An all_reduce, measured.
+    """Measured all_reduce of one buffer by one route and codec.
 
     Args:
-        num_bytes: of the float32 tensor of each rank.
-        seconds: of the slowest rank, the median.
-        sent_bytes: by the mean rank.
-        error: norm of the difference from the float64 sum, relative to it.
-        processor_seconds: of all threads of the mean rank.
-        break_even: bits per second; the codec pays on slower links. 0: it never does.
+        num_bytes: size of the float32 tensor of each rank.
+        seconds: of the slowest rank, median over repeats.
+        sent_bytes: mean over ranks.
+        error: norm of the difference from the float64 sum, relative to the norm of that sum.
+        processor_seconds: CPU time of all threads, mean over ranks.
+        break_even: bits per second below which the codec pays; 0: it never does.
     """
 
     route: str
@@ -67,34 +67,41 @@ class AllReduceTiming:
     break_even: float = 0.0
 
     @property
+    def is_coded(self) -> bool:
+        """Return whether values were encoded."""
+        return Strategy(codec=self.codec).is_coded
+
+    @property
     def algbw(self) -> float:
-        """Bits of the tensor per second."""
+        """Algorithm bandwidth: bits of the tensor per second."""
         return 8 * self.num_bytes / self.seconds
 
     @property
     def busbw(self) -> float:
-        """Bits that a rank sends per second."""
+        """Bus bandwidth: bits that a rank sends per second."""
         return 8 * self.sent_bytes / self.seconds
 
     def record(self) -> dict[str, Any]:
-        """As plain values."""
+        """Return the fields and both bandwidths as plain values."""
         return {**asdict(self), "algbw": self.algbw, "busbw": self.busbw}
 
 
 def measure_comm(
     cluster: Cluster, net: Net, routes: Sequence[str], codecs: Sequence[str], sizes: Sequence[int]
 ) -> list[AllReduceTiming]:
-    """Every route as it is, and every codec on the native one; collective, equal on every rank.
+    """Measure every route without a codec, and every codec on the native route; collective.
 
+    Returns:
+        Timings that are equal on every rank, without routes that do not exist here.
     Raises:
         StrategyError: a route or a codec is not known.
     """
     mesh = Mesh.build(cluster, {"replica": cluster.world_size})
     group, rows = mesh.replica, []
     for route, codec in [*((route, "fp32") for route in routes), *(("native", codec) for codec in codecs)]:
-        with_path = _path(cluster, group, net, Strategy(route=route, codec=codec))
-        if with_path is not None:
-            path, closers = with_path
+        path_and_closers = _path(cluster, group, net, Strategy(route=route, codec=codec))
+        if path_and_closers is not None:
+            path, closers = path_and_closers
             rows += [_measure(path, net, group, route, codec, size) for size in sizes]
             for close in closers:
                 close()
@@ -105,43 +112,43 @@ def measure_comm(
 def measure_all_reduce_of(
     cluster: Cluster, group: RankGroup, net: Net, strategy: Strategy, num_bytes: int
 ) -> AllReduceTiming | None:
-    """An all_reduce by the route and codec of a strategy; None: the route cannot be had here. Collective."""
-    found = _path(cluster, group, net, strategy)
-    if found is None:
+    """Measure an all_reduce by the route and codec of a strategy; None if the route does not exist here."""
+    path_and_closers = _path(cluster, group, net, strategy)
+    if path_and_closers is None:
         return None
-    path, closers = found
-    row = _measure(path, net, group, strategy.route, strategy.codec, num_bytes)
+    path, closers = path_and_closers
+    timing = _measure(path, net, group, strategy.route, strategy.codec, num_bytes)
     for close in closers:
         close()
-    return row
+    return timing
 
 
 def default_routes() -> list[str]:
-    """All routes but those that choose one."""
-    return [word for word, spec in known_specs(RouteSpec).items() if spec.is_built and word != "auto"]
+    """Return all routes except `auto`, which chooses among them."""
+    return [word for word, spec in known_specs(RouteSpec).items() if spec.is_built and not spec.chooses]
 
 
 def _path(
     cluster: Cluster, group: RankGroup, net: Net, strategy: Strategy
 ) -> tuple[Collective, list[Callable[[], None]]] | None:
-    """A collective by its words; None: it cannot be had here."""
+    """Build a collective and the functions that close it; None if the route does not exist here."""
     closers: list[Callable[[], None]] = []
-    told: list[str] = []
+    warnings: list[str] = []
 
-    def coded(path: Any) -> Any:
-        found = build_coded_collective(path, strategy, 0)
-        closers.append(found.close)
-        return found
+    def add_codec(path: Any) -> Any:
+        coded = build_coded_collective(path, strategy, 0)
+        closers.append(coded.close)
+        return coded
 
-    is_coded = strategy.codec != "fp32"
-    form = coded if is_coded else lambda path: path
-    site = RouteContext(cluster, group, net, torch.device("cpu"), told.append, closers, form, is_coded)
+    is_coded = strategy.is_coded
+    wrap = add_codec if is_coded else lambda path: path
+    site = RouteContext(cluster, group, net, torch.device("cpu"), warnings.append, closers, wrap, is_coded)
     try:
-        own = replace(duplicate_group(group, "bench"), name=f"{strategy.route} {strategy.codec}")
-        path = strategy.path.load()(own, site)
+        bench_group = replace(duplicate_group(group, "bench"), name=f"{strategy.route} {strategy.codec}")
+        path = strategy.route_spec.load()(bench_group, site)
     except StrategyError:
         return None
-    return None if told else (path, closers)
+    return None if warnings else (path, closers)  # a route that warns has fallen back to another
 
 
 def _measure(
@@ -149,7 +156,7 @@ def _measure(
 ) -> AllReduceTiming:
     n = num_bytes // 4
     parts = [torch.randn(n, generator=torch.Generator().manual_seed(rank)) for rank in range(group.size)]
-    right = torch.stack(parts).double().sum(0)
+    exact_sum = torch.stack(parts).double().sum(0)
     x = path.buffer(n, parts[0], str(n))
     times: list[float] = []
     error, sent, used = 0.0, 0.0, 0.0
@@ -162,7 +169,7 @@ def _measure(
         sent = net.ledger.total().sent_bytes - before
         slowest = float(net.all_reduce(torch.tensor([spent[0]], dtype=torch.float64), group, "max").wait())
         if repeat == 0:
-            error = float((x.double() - right).norm() / right.norm())
+            error = float((x.double() - exact_sum).norm() / exact_sum.norm())
         else:
             times.append(slowest)
             used += spent[1]
@@ -172,10 +179,10 @@ def _measure(
 
 
 def _with_break_even(rows: Sequence[AllReduceTiming]) -> Iterator[AllReduceTiming]:
-    plain = {row.num_bytes: row for row in rows if (row.route, row.codec) == ("native", "fp32")}
+    plain = {row.num_bytes: row for row in rows if row.route == NATIVE_ROUTE and not row.is_coded}
     for row in rows:
         before = plain.get(row.num_bytes)
-        if row.codec == "fp32" or before is None:
+        if not row.is_coded or before is None:
             yield row
             continue
         saved, costs = before.sent_bytes - row.sent_bytes, row.processor_seconds - before.processor_seconds
@@ -183,13 +190,13 @@ def _with_break_even(rows: Sequence[AllReduceTiming]) -> Iterator[AllReduceTimin
 
 
 def render_comm_table(rows: Sequence[AllReduceTiming]) -> Iterator[str]:
-    """The table for people."""
+    """Yield the lines of a text table."""
     yield (
         f"{'route':<20}{'codec':<16}{'bytes':>10}{'ms':>10}{'algbw Mbit/s':>14}{'busbw Mbit/s':>14}"
         f"{'sent bytes':>12}{'error':>10}{'cpu ms':>9}{'pays below':>14}"
     )
     for row in rows:
-        never = "-" if row.codec == "fp32" else "never"
+        never = "never" if row.is_coded else "-"
         pays = f"{row.break_even / 1e6:.0f} Mbit/s" if row.break_even else never
         yield (
             f"{row.route:<20}{row.codec:<16}{row.num_bytes:>10}{row.seconds * 1e3:>10.3f}"
@@ -209,7 +216,7 @@ _STYLE = (
 
 
 def render_comm_page(rows: Sequence[AllReduceTiming], title: str) -> str:
-    """The page as HTML."""
+    """Return an HTML page with a plot and a table."""
     heads = (
         "route",
         "codec",
@@ -232,7 +239,7 @@ def render_comm_page(rows: Sequence[AllReduceTiming], title: str) -> str:
 
 
 def _table_row(row: AllReduceTiming) -> str:
-    pays = f"{row.break_even / 1e6:.0f} Mbit/s" if row.break_even else "" if row.codec == "fp32" else "never"
+    pays = f"{row.break_even / 1e6:.0f} Mbit/s" if row.break_even else "never" if row.is_coded else ""
     cells = (
         html.escape(row.route),
         html.escape(row.codec),
@@ -249,7 +256,7 @@ def _table_row(row: AllReduceTiming) -> str:
 
 
 def _plot(rows: Sequence[AllReduceTiming]) -> str:
-    """Time against size, both by powers of ten; a line for each route and codec."""
+    """Return an SVG plot of time against size, both logarithmic, with a line for each route and codec."""
     xs, ys = [math.log10(row.num_bytes) for row in rows], [math.log10(row.seconds) for row in rows]
     low, high = (min(xs), min(ys)), (max(xs), max(ys))
 
@@ -277,7 +284,7 @@ def _plot(rows: Sequence[AllReduceTiming]) -> str:
 
 
 def _axes(least: float, most: float, fastest: float, slowest: float) -> str:
-    """The ends of both axes, in bytes and milliseconds."""
+    """Return the labels at the ends of both axes, in bytes and milliseconds."""
     return (
         f'<text x="{_MARGIN}" y="{_HEIGHT - 16}">{least:,.0f} bytes</text>'
         f'<text x="{_WIDTH - 5 * _MARGIN}" y="{_HEIGHT - 16}">{most:,.0f} bytes</text>'

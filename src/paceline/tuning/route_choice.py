@@ -1,8 +1,9 @@
-"""`route=auto`: memory within a host, else the route that is best for the size of a buffer on these links.
+"""Choose the route of `route=auto`: shared memory within a host, else the best route for each buffer size.
 
-The links are measured in the first moments of a session, or read from the profile that `runtime.link_profile`
-names. Every rank of a group knows the same times, so all choose alike; the choice is printed with its reason
-and kept among the events of the run. Where sums have one order it is not asked: there the route is native.
+The links are measured when the session starts, or read from the file `runtime.link_profile`. Every rank of
+a group has the same times, so all choose alike; the choice is printed with its reason and recorded as an
+event of the run. In an ordered run nothing is measured, because sums have one order: there the route is
+native.
 """
 
 from __future__ import annotations
@@ -39,19 +40,23 @@ from paceline.comm.routes.route_context import RouteContext
 from paceline.comm.routes.shared_memory import shared_or_native
 from paceline.errors import DataError
 from paceline.job.mesh import RankGroup
+from paceline.recipe.registry.route_specs import NATIVE_ROUTE
 
 _ALL_BUFFERS = 1 << 30
 
 
 def build_auto_route(group: RankGroup, site: RouteContext) -> Collective:
-    """The collective of `route=auto`; collective over the group."""
+    """Return the collective of `route=auto` for a group; collective over the group."""
     path = shared_or_native(group, site)
     if site.link_profile is not None and not isinstance(path, NativeCollective):
-        site.warn(f"runtime.link_profile = {site.link_profile} has no effect: ranks share memory of one host")
+        site.warn(
+            f"warning: runtime.link_profile = {site.link_profile} has no effect: the ranks share the"
+            " memory of one host"
+        )
     if site.is_coded or site.is_ordered or not isinstance(path, NativeCollective) or group.size == 1:
         return path
     if site.device.type != "cpu":
-        return path  # NCCL chooses by itself
+        return path  # NCCL chooses its own algorithm for each size
     found = build_route_candidates(site.net, group)
     began = time.perf_counter()
     forecast, source = _forecast(found, group, site)
@@ -60,7 +65,7 @@ def build_auto_route(group: RankGroup, site: RouteContext) -> Collective:
     site.warn(
         _choice_sentence(group, forecast, choices, site.largest_bytes, source, time.perf_counter() - began)
     )
-    if all(choice.routes == ["native"] for choice in choices.values()):
+    if all(choice.routes == [NATIVE_ROUTE] for choice in choices.values()):
         found.close()
         return path
     site.close_callbacks.append(found.close)
@@ -68,7 +73,7 @@ def build_auto_route(group: RankGroup, site: RouteContext) -> Collective:
 
 
 def _forecast(found: RouteCandidates, group: RankGroup, site: RouteContext) -> tuple[RouteForecast, str]:
-    """What sums take, and where that is known from."""
+    """Return the times of each route, and their source; collective."""
     known = site.route_forecasts.get(group.ranks)
     if _all_ranks_have(known is not None, group, site) and known is not None:
         return known, "measured before"
@@ -82,43 +87,43 @@ def _forecast(found: RouteCandidates, group: RankGroup, site: RouteContext) -> t
 
 
 def _all_ranks_have(mine: bool, group: RankGroup, site: RouteContext) -> bool:
-    """Whether it holds on every rank: one that has joined knows nothing of what was measured before."""
+    """Return whether it holds on every rank: a rank that has joined later has no earlier measurements."""
     flag = torch.tensor([int(mine)])
     return bool(site.net.all_reduce(flag, group, "min").wait().item())
 
 
-def _read_forecast(place: str, found: RouteCandidates, group: RankGroup, site: RouteContext) -> RouteForecast:
-    """What a profile says of the routes of a group.
+def _read_forecast(path: str, found: RouteCandidates, group: RankGroup, site: RouteContext) -> RouteForecast:
+    """Read the times of a group's routes from a link profile; collective.
 
     Raises:
-        DataError: it cannot be read, or is of another group of ranks.
+        DataError: the profile cannot be read, or was measured with other ranks or routes.
     """
-    profile = read_link_profile(place, group, site.net, site.device)
+    profile = read_link_profile(path, group, site.net, site.device)
     lines = {route: profile.routes[route] for route in found.paths if route in profile.routes}
-    if len(profile.hosts) != group.size or "native" not in lines:
+    if len(profile.hosts) != group.size or NATIVE_ROUTE not in lines:
         raise DataError(
-            f"this link profile is of {len(profile.hosts)} ranks with routes {', '.join(lines) or 'none'},"
-            f" and group '{group.name}' has {group.size}",
-            where=place,
-            next_step=f"paceline bench link -n {group.size} --out {place} on these hosts, or leave"
-            " runtime.link_profile out",
+            f"this link profile was measured with {len(profile.hosts)} ranks and routes"
+            f" {', '.join(lines) or 'none'}, but group '{group.name}' has {group.size} ranks",
+            where=path,
+            next_step=f"paceline bench link -n {group.size} --out {path} on these hosts, or remove"
+            " runtime.link_profile",
         )
     return RouteForecast(group.size, found.ranks_per_host, lines)
 
 
-def read_link_profile(place: str, group: RankGroup, net: Net, device: torch.device) -> LinkProfile:
-    """A profile, by the file of the group's first rank; collective.
+def read_link_profile(path: str, group: RankGroup, net: Net, device: torch.device) -> LinkProfile:
+    """Return the link profile that the group's first rank reads from its file; collective.
 
     Raises:
         DataError: it cannot be read.
     """
-    said = ""
+    text = ""
     if group.rank == 0:
         try:
-            said = json.dumps(LinkProfile.load(Path(place)).record())
+            text = json.dumps(LinkProfile.load(Path(path)).record())
         except DataError as error:
-            said = json.dumps({"error": str(error)})
-    record = json.loads(broadcast_text(said, group, net, device))
+            text = json.dumps({"error": str(error)})
+    record = json.loads(broadcast_text(text, group, net, device))
     if "error" in record:
         raise DataError(record["error"], next_step="paceline bench link --out FILE")
     return LinkProfile.read(record)
@@ -127,7 +132,7 @@ def read_link_profile(place: str, group: RankGroup, net: Net, device: torch.devi
 def _choice_record(
     group: RankGroup, forecast: RouteForecast, choices: Mapping[str, RouteChoice], source: str
 ) -> Mapping[str, Any]:
-    """What is kept of a choice."""
+    """Return the event `route` of a choice."""
     return {
         "group": group.name,
         "ranks": list(group.ranks),
@@ -148,9 +153,9 @@ def _choice_sentence(
 ) -> str:
     took = f"{source} in {seconds:.1f} s" if source == "measured" else source
     size = min(largest, _ALL_BUFFERS)
-    others = explain_predicted_choices(forecast, choices, "native")
+    others = explain_predicted_choices(forecast, choices, NATIVE_ROUTE)
     return (
-        f"route: {choices['all_reduce']} over group '{group.name}', as a sum of {size:,} bytes takes"
-        f" {explain_route_times(forecast, size)} ({took}); {f'{others}; ' if others else ''}route=NAME in the strategy"
-        " chooses another"
+        f"route: {choices['all_reduce']} over group '{group.name}' (a sum of {size:,} bytes takes"
+        f" {explain_route_times(forecast, size)}, {took}); {f'{others}; ' if others else ''}set route=NAME"
+        " in the strategy to use another"
     )

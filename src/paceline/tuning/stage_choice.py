@@ -1,12 +1,9 @@
-"""Seconds that each module of a chain takes, measured on the ranks of a cluster.
+"""Choose pipeline stages by measured time (`stages=time`): the partition whose slowest stage is fastest.
 
-Every rank measures some of the modules, each by itself: forward and backward of one micro-batch on a copy.
-
-`stages=time`: a pipeline is cut where the slowest of its stages is fastest, by what its links take here.
-
-With `memory.budget` it is the fastest cut whose every stage keeps that. Invariant: all ranks cut by the same
-numbers; the cut goes into the recipe of the run folder in place of the word, so a run that goes on has the
-stages with which it began.
+Every rank measures some modules of the chain, each by itself: forward and backward of one micro-batch on a
+copy. With `memory.budget` the result is the fastest partition in which every stage keeps the budget.
+Invariant: all ranks decide from the same numbers. The run folder keeps the lengths of the stages, so a
+resumed run has the same stages.
 """
 
 from __future__ import annotations
@@ -44,7 +41,7 @@ from paceline.plan.stage_budget import cut_within_budget
 from paceline.recipe.recipe import Recipe, max_sharers, num_micro_batches
 from paceline.recipe.strategy import Strategy
 from paceline.recipe.support import resolve_strategy
-from paceline.report.run_facts import format_bytes
+from paceline.report.number_format import format_bytes
 from paceline.task import Task
 
 _REPEATS = 3
@@ -54,48 +51,50 @@ RunModule = Callable[[nn.Module, Any], Any]
 def measure_stage_modules(
     recipe: Recipe, task: Task, cluster: Cluster, shards: int, device: torch.device
 ) -> list[float]:
-    """Seconds of forward and backward of one micro-batch, by link; collective, equal on every rank."""
+    """Measure seconds of forward and backward of one micro-batch for each module; collective."""
     check_chain(task, task.model, module_chain(task, task.model))
     samples = -(-recipe.batch.size // shards)
     runs = _runs(recipe, task, samples, device)
     world = cluster.world_size
-    mine = {k: run() for k, run in enumerate(runs) if k % world == cluster.global_rank}
+    local = {k: run() for k, run in enumerate(runs) if k % world == cluster.global_rank}
     group = Mesh.build(cluster, {"replica": world}).world
-    texts = all_gather_texts(json.dumps(mine), group, Net(recipe.runtime.deadline_seconds))
-    found = {int(k): float(one) for text in texts for k, one in json.loads(text).items()}
-    return [found[k] for k in sorted(found)]
+    texts = all_gather_texts(json.dumps(local), group, Net(recipe.runtime.deadline_seconds))
+    seconds = {int(k): float(value) for text in texts for k, value in json.loads(text).items()}
+    return [seconds[k] for k in sorted(seconds)]
 
 
 def _runs(recipe: Recipe, task: Task, samples: int, device: torch.device) -> list[Callable[[], float]]:
-    """What measures each link, whose input has the shape that it has in the chain."""
-    there = [task.data[k % len(task.data)] for k in range(max(1, samples))]
-    batch = collate_samples(task, there, device)
-    given = record_call(task.loss, batch, training=True)
+    """Return a function for each module that measures it with inputs as it has them in the chain."""
+    probe = [task.data[k % len(task.data)] for k in range(max(1, samples))]
+    batch = collate_samples(task, probe, device)
+    first_call = record_call(task.loss, batch, training=True)
     compute = recipe.precision.compute
     precision = MixedPrecision("fp32" if compute == "auto" else compute, device.type)
     links = module_chain(task, task.model)
-    inputs = _shapes(task, collate_samples(task, there, torch.device("meta")))
-    found: list[Callable[[], float]] = []
+    inputs = _shapes(task, collate_samples(task, probe, torch.device("meta")))
+    functions: list[Callable[[], float]] = []
     for number, link in enumerate(links):
         first, last = number == 0, number == len(links) - 1
-        run: RunModule = (lambda twin, _: twin(*given.inputs, **given.named)) if first else _call_unpacked
+        run: RunModule = (
+            (lambda twin, _: twin(*first_call.inputs, **first_call.named)) if first else _call_unpacked
+        )
         if last:
             run = partial(_call_with_loss, task, batch, run)
-        found.append(partial(_time_module, link, run, inputs[number], precision, device))
-    return found
+        functions.append(partial(_time_module, link, run, inputs[number], precision, device))
+    return functions
 
 
 def _shapes(task: Task, batch: Any) -> list[tuple[Tensor, ...]]:
-    """What goes into each link, as shapes; nothing for the first."""
+    """Return the inputs of each module as meta tensors; none for the first module."""
     model = copy_to_meta(task.model).train()
     set_micro_batch_key(model, 0)
-    given = record_call(task.loss, batch, training=True)
-    found: list[tuple[Tensor, ...]] = [()]
+    first_call = record_call(task.loss, batch, training=True)
+    inputs: list[tuple[Tensor, ...]] = [()]
     with torch.no_grad():
         for number, link in enumerate(module_chain(task, model)):
-            x = link(*found[-1]) if number else link(*given.inputs, **given.named)
-            found.append(as_tuple(x))
-    return found
+            x = link(*inputs[-1]) if number else link(*first_call.inputs, **first_call.named)
+            inputs.append(as_tuple(x))
+    return inputs
 
 
 def _call_unpacked(twin: nn.Module, x: Any) -> Any:
@@ -109,7 +108,7 @@ def _call_with_loss(task: Task, batch: Any, run: RunModule, twin: nn.Module, x: 
 def _time_module(
     link: nn.Module, run: RunModule, shapes: Sequence[Tensor], precision: MixedPrecision, device: torch.device
 ) -> float:
-    """The shortest of some forwards and backwards of a copy, after one that is not counted."""
+    """Return the least seconds of some forwards and backwards of a copy, after one that is not counted."""
     twin, times = allocate_copy(link).to(device), []
     x = [
         sample_input(shape.shape, shape.dtype).to(device).requires_grad_(shape.is_floating_point())
@@ -141,35 +140,36 @@ def choose_stages(
     warn: Callable[[str], None],
     note: Callable[[str, Mapping[str, Any]], None],
 ) -> tuple[Recipe, Strategy]:
-    """Both with numbers of links in place of `stages=time`; collective.
+    """Return recipe and strategy with numbers of modules in place of `stages=time`; collective.
 
     Args:
         recipe: with the number format of forward and backward.
         strategy: the recipe's, with its replicas filled in.
-        warn: is told what was chosen and why.
-        note: the same, for the run folder.
+        warn: receives the choice with its times.
+        note: receives the event `stages`.
     Raises:
-        TaskError: the model is no chain.
-        StrategyError: it has fewer links with parameters than stages, or no cut keeps `memory.budget`.
-    Wire: one ragged all_gather of some bytes for each link.
+        TaskError: the model is not a chain of modules.
+        StrategyError: fewer modules have parameters than there are stages, or no partition keeps
+            `memory.budget`.
+    Wire: one ragged all_gather of some bytes for each module.
     """
     choice = measure_and_choose_stages(
         recipe.replace(strategy=strategy), task, cluster, cluster.world_size, device
     )
     warn(str(choice))
     note("stages", choice.record())
-    mended = recipe.strategy.replace(stages=choice.stages)
-    return recipe.replace(strategy=mended), strategy.replace(stages=choice.stages)
+    recipe = recipe.replace(strategy=recipe.strategy.replace(stages=choice.stages))
+    return recipe, strategy.replace(stages=choice.stages)
 
 
 class StageChoice(NamedTuple):
-    """A cut by measured time.
+    """Partition into stages by measured time.
 
     Args:
-        stages: numbers of links.
-        link_seconds, stage_seconds: of forward and backward of a micro-batch.
-        stage_bytes: planned peaks, where there is a budget.
-        fastest: numbers of links that would be faster, and need more than the budget; or nothing.
+        stages: number of modules of each stage, separated by commas.
+        link_seconds, stage_seconds: forward and backward of a micro-batch, by module and by stage.
+        stage_bytes: planned peak memory of each stage, if there is a budget.
+        fastest: the partition that is faster but does not keep the budget; empty if this is the fastest.
     """
 
     stages: str
@@ -180,39 +180,39 @@ class StageChoice(NamedTuple):
 
     @property
     def imbalance(self) -> float:
-        """The slowest stage over the mean."""
+        """Seconds of the slowest stage over the mean."""
         return max(self.stage_seconds) * len(self.stage_seconds) / sum(self.stage_seconds)
 
     def record(self) -> dict[str, Any]:
-        """As it stands in the run folder."""
+        """Return the event `stages` of the run."""
         return {**self._asdict(), "imbalance": self.imbalance}
 
     def __str__(self) -> str:
         slowest, whole = 1e3 * max(self.stage_seconds), 1e3 * sum(self.stage_seconds)
         return (
-            f"stages: {self.stages} modules, the slowest {slowest:.3g} ms of {whole:.3g} ms a micro-batch,"
-            f" {self.imbalance:.2f} times the mean{self._within};"
-            f" stages={self.stages} in the strategy names them"
+            f"stages: {self.stages} modules (the slowest takes {slowest:.3g} of {whole:.3g} ms per"
+            f" micro-batch, {self.imbalance:.2f} times the mean{self._budget_text}); set"
+            f" stages={self.stages} in the strategy to keep them"
         )
 
     @property
-    def _within(self) -> str:
+    def _budget_text(self) -> str:
         if not self.fastest:
             return ""
         most = format_bytes(max(self.stage_bytes))
-        return f" ({self.fastest} is faster and does not keep memory.budget; this needs {most})"
+        return f"; {self.fastest} is faster but exceeds memory.budget, this needs {most}"
 
 
 def measure_and_choose_stages(
     recipe: Recipe, task: Task, cluster: Cluster, processes: int, device: torch.device
 ) -> StageChoice:
-    """Measure on the ranks of a cluster, and cut for a job of so many processes; collective.
+    """Measure on the ranks of a cluster, and choose stages for a job of so many processes; collective.
 
     Args:
         recipe: its strategy has its replicas filled in.
     """
     shards = num_micro_batches(recipe, processes)
-    with torch.random.fork_rng():  # a run draws as if nothing had been measured
+    with torch.random.fork_rng():  # the run draws the same random numbers as without a measurement
         seconds = measure_stage_modules(recipe, task, cluster, shards, device)
     sizes = [sum(p.numel() for p in link.parameters()) for link in module_chain(task, task.model)]
     chunks = build_checked_table(recipe, shards).chunks
@@ -232,10 +232,10 @@ def resolve_measured_stages(recipe: Recipe, task: Task, processes: int) -> Recip
     Raises:
         StrategyError, TaskError: as `choose_stages`.
     """
-    if recipe.strategy.stages != "time":
+    if not recipe.strategy.has_timed_stages:
         return recipe
-    task, (most, called) = prepare_data(task, recipe), max_sharers(recipe)
-    strategy = resolve_strategy(recipe.strategy, processes=processes, shards=most, called=called)
+    task, (most, limit_key) = prepare_data(task, recipe), max_sharers(recipe)
+    strategy = resolve_strategy(recipe.strategy, processes=processes, shards=most, limit_key=limit_key)
     choice = measure_and_choose_stages(
         recipe.replace(strategy=strategy), task, Cluster.single(), processes, torch.device("cpu")
     )
@@ -259,32 +259,32 @@ def _within_budget(
     sizes: Sequence[int],
     chunks: int,
 ) -> tuple[list[range], list[int]]:
-    """The cut of the first rank, on all ranks."""
+    """Return the partition that the first rank chooses, with its planned bytes, on all ranks; collective."""
     group = Mesh.build(cluster, {"replica": cluster.world_size}).world
-    mine: dict[str, Any] = {}
+    local: dict[str, Any] = {}
     if group.rank == 0:
         try:
             cut = cut_within_budget(recipe, task, processes, in_nanoseconds(seconds), sizes, chunks)
-            mine = {"ends": [place.stop for place in cut.places], "bytes": cut.stage_bytes}
+            local = {"ends": [place.stop for place in cut.places], "bytes": cut.stage_bytes}
         except (StrategyError, TaskError) as error:
-            mine = {"what": error.what, "where": error.where, "next_step": error.next_step}
-    texts = all_gather_texts(json.dumps(mine), group, Net(recipe.runtime.deadline_seconds))
-    found = json.loads(texts[0])
-    if "what" in found:
-        raise StrategyError(**found)
-    return [range(a, b) for a, b in pairwise((0, *found["ends"]))], found["bytes"]
+            local = {"what": error.what, "where": error.where, "next_step": error.next_step}
+    texts = all_gather_texts(json.dumps(local), group, Net(recipe.runtime.deadline_seconds))
+    chosen = json.loads(texts[0])
+    if "what" in chosen:
+        raise StrategyError(**chosen)
+    return [range(a, b) for a, b in pairwise((0, *chosen["ends"]))], chosen["bytes"]
 
 
 def in_nanoseconds(seconds: Sequence[float]) -> list[int]:
-    return [round(one * _NANOSECONDS) for one in seconds]
+    return [round(value * _NANOSECONDS) for value in seconds]
 
 
 def partition_by_time(seconds: Sequence[float], sizes: Sequence[int], num_parts: int) -> list[range]:
-    """Contiguous parts, each with parameters: the slowest as fast as possible; pure.
+    """Return contiguous parts, each with parameters, of which the slowest is as fast as possible; pure.
 
     Args:
-        seconds: of each link.
-        sizes: numbers of its parameters.
-    Source: the exact dynamic program of `partition_evenly`, over times in place of numbers of parameters.
+        seconds: of each module.
+        sizes: number of parameters of each module.
+    Source: the exact dynamic program of `partition_evenly`, with times in place of numbers of parameters.
     """
     return partition_evenly(in_nanoseconds(seconds), num_parts, sizes)

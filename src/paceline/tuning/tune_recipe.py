@@ -19,6 +19,7 @@ from paceline.comm.net import Net
 from paceline.errors import StrategyError, TaskError
 from paceline.job.cluster import Cluster
 from paceline.job.mesh import Mesh
+from paceline.plan.memory_budget import check_budget
 from paceline.recipe.recipe import Recipe, max_sharers
 from paceline.recipe.strategy import Strategy
 from paceline.recipe.support import resolve_strategy
@@ -52,13 +53,13 @@ def tune_recipe(
         TaskError: the model cannot be partitioned as the strategy says.
         DataError: a link profile cannot be read.
     """
-    max_shards, called = max_sharers(recipe)
+    max_shards, limit_key = max_sharers(recipe)
     strategy = resolve_strategy(
-        recipe.strategy, processes=cluster.world_size, shards=max_shards, called=called
+        recipe.strategy, processes=cluster.world_size, shards=max_shards, limit_key=limit_key
     )
     # Number format first: the choosers below measure forward and backward in it.
     recipe = choose_hardware_defaults(recipe, task, cluster, device, warn=warn, note=note)
-    if strategy.stages == "time":
+    if strategy.has_timed_stages:
         recipe, strategy = choose_stages(recipe, strategy, task, cluster, device, warn=warn, note=note)
     if len(strategy.codec_alternatives) > 1:
         recipe, strategy = choose_codec(recipe, strategy, task, cluster, device, warn=warn, note=note)
@@ -100,8 +101,6 @@ def _apply_memory_budget(
 
 def _plan_recomputation(recipe: Recipe, task: Task, cluster: Cluster, device: torch.device) -> dict[str, Any]:
     """Return the fields of an error, or the choice; empty if the recipe already says it and that fits."""
-    from paceline.plan.memory_budget import check_budget  # the planner is only loaded by runs with a budget
-
     error: StrategyError | TaskError | None
     try:
         verdict = check_budget(recipe, task, cluster.world_size, nodes=cluster.num_nodes, device=device)

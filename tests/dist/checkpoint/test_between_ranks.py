@@ -168,4 +168,4 @@ def test_what_coding_had_not_sent_is_not_dropped_unheard(tmp_path: Path) -> None
     for rank in run_ranks(warned, 2, tmp_path):
         assert {strategy: tuple(said) for strategy, said in rank.items()} == THEN
         (text,) = rank["replicas=2"]["gradients"]
-        assert text.startswith("step-00000004 holds what coding had not sent yet under 'replicas=2 sync")
+        assert text.startswith("step-00000004 has unsent quantisation errors of 'replicas=2 sync")

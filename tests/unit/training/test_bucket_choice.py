@@ -49,7 +49,7 @@ def test_slow_links_have_smaller_buckets_than_links_of_long_latency() -> None:
 
 def test_the_reason_names_alpha_and_bandwidth() -> None:
     said = str(choose_bucket_bytes(LinkModel(5e-4, 8e-8, 0.0, ()), 4, 0.05, MOST))
-    assert said.startswith("buckets: 524,288 bytes, as ") and "0.5 ms a round, and 100 Mbit/s" in said
+    assert said.startswith("buckets: 524,288 bytes (") and "0.5 ms a round at 100 Mbit/s" in said
     assert "bucket_latency = 0.05" in said
 
 

@@ -44,12 +44,12 @@ def task_of(*layers: nn.Module, tokens: int = 0) -> Task:
         (
             [PrecisionGain("a", 3.0), PrecisionGain("a", 2.5)],
             "bf16",
-            "a product of a is 2.5 times as fast on rank 1",
+            "2.5 times as fast as fp32 for a matrix product of a on rank 1",
         ),
         (
             [PrecisionGain("a", 3.0), PrecisionGain("a", 1.1)],
             "fp32",
-            "1.1 times as fast on rank 1, which is no gain",
+            "bf16 is only 1.1 times as fast as fp32 for a matrix product of a on rank 1",
         ),
         (
             [PrecisionGain("a", 3.0), PrecisionGain("a", why_not="the processor has none")],
@@ -57,7 +57,7 @@ def task_of(*layers: nn.Module, tokens: int = 0) -> Task:
             "has none on rank 1",
         ),
         ([PrecisionGain("a", why_not="too small")] * 2, "fp32", "too small"),
-        ([PrecisionGain("a", 0.3)], "fp32", "0.3 times as fast here"),
+        ([PrecisionGain("a", 0.3)], "fp32", "only 0.3 times as fast as fp32"),
         (
             [PrecisionGain("", why_not="the model has no products"), PrecisionGain("a", 0.2)],
             "fp32",
@@ -124,11 +124,11 @@ def test_on_a_processor_without_bf16_the_choice_is_fp32_and_bf16_is_told_to_be_s
 
 def test_threads_beyond_the_cores_are_told() -> None:
     assert oversubscription_warning(0, 4, 2) == "" and oversubscription_warning(1, 2, 2) == ""
-    assert "is 4.0 times the 2 cores here" in oversubscription_warning(4, 2, 2)
+    assert "is 4.0 times the 2 cores of this host" in oversubscription_warning(4, 2, 2)
     said: list[str] = []
     recipe = Recipe(task="x", steps=1, runtime={"threads": 8 * num_cores()})
     choose_hardware_defaults(recipe, task_of(nn.Linear(4, 4)), Cluster.single(), CPU, warn=said.append)
-    assert "is 8.0 times the" in said[0] and said[1].startswith("precision: fp32, as products of")
+    assert "is 8.0 times the" in said[0] and said[1].startswith("precision: fp32 (matrix products are too small")
     assert slow_precision_warning("bf16", MatrixProduct(4, 4, 4), CPU) == ""
 
 

@@ -31,7 +31,7 @@ def test_the_slower_the_link_the_smaller_the_form(bits_per_second: float, codec:
 
 def test_what_is_allowed_first_stays_where_a_later_one_gains_little() -> None:
     both = CodecMeasurements(0.2, 3e8, (*CODINGS[:2], CodecCost("int4", 5.1 * MB, 0.05)))
-    assert both.seconds(both.codings[2]) < both.seconds(both.codings[1])
+    assert both.seconds(both.costs[2]) < both.seconds(both.costs[1])
     assert choose_fastest_codec(both).codec == "int8"
 
 
@@ -44,7 +44,7 @@ def test_the_line_names_the_break_even_bandwidth_and_it_is_that_of_the_model() -
     assert above.seconds(CODINGS[1]) > above.seconds(CODINGS[0])
     assert below.seconds(CODINGS[1]) < below.seconds(CODINGS[0])
     text = str(choose_fastest_codec(known))
-    assert text.startswith("codec: topk:0.01, as the link carries 100 Mbit/s")
+    assert text.startswith("codec: topk:0.01 (the link has 100 Mbit/s")
     assert "break-even bandwidth: int8 1.28e+03 Mbit/s, topk:0.01" in text
 
 

@@ -42,8 +42,8 @@ def summed(out: Tensor, y: Tensor) -> Tensor:
 MISTAKES = {
     "mean as total": (lambda out, y: Loss(F.cross_entropy(out, y), len(y)), "the total is a mean"),
     "no items": (lambda out, y: Loss(summed(out, y), 0), "counts 0 items in the first 8 samples"),
-    "one item": (lambda out, y: Loss(summed(out, y), 1), "as many in the same sample twice"),
-    "mean of one": (lambda out, y: Loss(F.cross_entropy(out, y), 1), "as many in the same sample twice"),
+    "one item": (lambda out, y: Loss(summed(out, y), 1), "as many in two copies of it"),
+    "mean of one": (lambda out, y: Loss(F.cross_entropy(out, y), 1), "as many in two copies of it"),
     "mean metric": (
         lambda out, y: Loss(summed(out, y), len(y), {"size": out.abs().mean()}),
         "the metric 'size' is the same",
@@ -204,7 +204,7 @@ def test_two_optimizers_are_an_error_that_names_both() -> None:
         refuse_two_optimizers(recipe)
     refuse_two_optimizers(Recipe(task="own", steps=1, optimizer={"clip_norm": 1.0}))
     own = replace(scored(), optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(TaskError, match="brings its own optimizer"):
+    with pytest.raises(TaskError, match="has its own optimizer"):
         build_test_session(Cluster.single(), RECIPE, lambda: own)
 
 

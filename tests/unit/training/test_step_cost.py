@@ -87,7 +87,7 @@ def watched(tmp_path: Path) -> Iterator[Callable[[], object]]:
     session = session_of()
     found = build_sinks(session, tmp_path, Console(file=io.StringIO()))
     fitting = FitInProgress(session, tmp_path, found, CheckpointSchedule(session, None, found, print))
-    rounds = fitting.course.rounds()
+    rounds = fitting.schedule.rounds()
     yield lambda: fitting.after_round(next(rounds))
     for sink in found:
         sink.close()

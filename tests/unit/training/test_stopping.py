@@ -32,9 +32,9 @@ def await_request(stop: StopRequest, seconds: float = 100.0) -> bool:
 def test_what_comes_at_once_is_the_same_request_and_what_comes_later_ends_the_process() -> None:
     stop = StopRequest()
     assert not stop()
-    assert stop.ask(100.0) and stop()
-    assert stop.ask(100.0 + 0.9 * SAME_REQUEST_SECONDS)
-    assert not stop.ask(100.0 + SAME_REQUEST_SECONDS)
+    assert stop.request(100.0) and stop()
+    assert stop.request(100.0 + 0.9 * SAME_REQUEST_SECONDS)
+    assert not stop.request(100.0 + SAME_REQUEST_SECONDS)
 
 
 def test_a_signal_to_a_child_asks_only_the_child() -> None:
@@ -66,8 +66,8 @@ import ctypes, os
 from paceline.session.stop_signals import StopRequest, stop_on_signals
 
 class Told(StopRequest):
-    def ask(self, now):
-        found = super().ask(now)
+    def request(self, now):
+        found = super().request(now)
         print("asked", flush=True)
         return found
 

@@ -27,12 +27,12 @@ from tests.unit.training.test_by_machine import LARGE, task_of
 @pytest.mark.parametrize(
     "settings, processes, chosen",
     [
-        ({}, 1, "threads: 4, as one process has 4 cores"),
-        ({}, 2, "threads: 2, as 2 processes share 4 cores"),
-        ({}, 8, "threads: 1, as 8 processes share 4 cores"),
-        ({"runtime": {"threads": 3}}, 2, "threads: 3, as runtime.threads says"),
-        ({"reproducible": True}, 1, "threads: 1, as reproducible = true: their number changes"),
-        ({"strategy": "lanes=2"}, 1, "threads: 1, as lanes have the cores"),
+        ({}, 1, "threads: 4 (one process on 4 cores)"),
+        ({}, 2, "threads: 2 (2 processes share 4 cores)"),
+        ({}, 8, "threads: 1 (8 processes share 4 cores)"),
+        ({"runtime": {"threads": 3}}, 2, "threads: 3 (set by runtime.threads)"),
+        ({"reproducible": True}, 1, "threads: 1 (reproducible = true; more threads would change"),
+        ({"strategy": "lanes=2"}, 1, "threads: 1 (the cores are used by lanes)"),
     ],
 )
 def test_threads_share_the_cores(settings: dict[str, object], processes: int, chosen: str) -> None:
@@ -66,7 +66,7 @@ def test_fewer_threads_than_the_cores_are_slow_by_so_much(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(hardware_defaults.F, "linear", take_time)
     monkeypatch.setattr(torch.autograd, "grad", lambda *args: None)
-    assert "takes 4.0 times as long as on 4 threads" in few_threads_warning(1, 4, LARGE, CPU)
+    assert "takes 4.0 times as long as with 4 threads" in few_threads_warning(1, 4, LARGE, CPU)
     assert numbers[-1] == torch.get_num_threads(), "they are put back"
     for asked, product in ((0, LARGE), (4, LARGE), (1, MatrixProduct(4, 4, 4)), (1, None)):
         assert few_threads_warning(asked, 4, product, CPU) == ""
@@ -82,7 +82,7 @@ def test_updates_without_a_kernel_are_told_to_be_slow_where_they_are(monkeypatch
     plain = OptimizerRecipe(name="adamw", fused=False)
     assert hardware_defaults._speedup(lambda: None, lambda: None) > 0
     monkeypatch.setattr(hardware_defaults, "_speedup", times)
-    assert "65,536 values takes 3.0 times as long as in a fused kernel" in unfused_optimizer_warning(
+    assert "65,536 values takes 3.0 times as long as with a fused kernel" in unfused_optimizer_warning(
         plain, 2**16, CPU
     )
     for way in ways:

@@ -18,9 +18,10 @@ import pytest
 import torch
 
 from paceline.checkpoint.catalog import CheckpointCatalog
-from paceline.checkpoint.manifest import _seal, decode_part
+from paceline.checkpoint.manifest import decode_part
 from paceline.checkpoint.pretrained import load_weights
 from paceline.checkpoint.storage import StorageFolder
+from paceline.checkpoint.strict_json import seal as _seal
 from paceline.comm.channel.socket_channel import SocketPeer
 from paceline.errors import CheckpointError, CommunicationError, DataError, RecipeError
 from paceline.job.handshake import AuthenticatingListener
@@ -161,13 +162,13 @@ def read_messages(data: bytes) -> None:
 
 
 def read_hub(data: bytes) -> None:
-    """A caller that says this is turned away, and no rank was taken for it."""
+    """A caller that sends this is rejected, and no rank was taken for it."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        guests = AuthenticatingListener(listener, "key", [1, 2])
+        callers = AuthenticatingListener(listener, "key", [1, 2])
         with socket.create_connection(listener.getsockname()) as caller:
             caller.sendall(data)
             caller.shutdown(socket.SHUT_WR)
-            while not guests.strangers:
-                guests.hear(1.0)
-        guests.close()
-        assert not guests.found
+            while not callers.num_rejected:
+                callers.receive(1.0)
+        callers.close()
+        assert not callers.accepted

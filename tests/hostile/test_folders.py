@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from paceline.checkpoint.catalog import CheckpointCatalog
-from paceline.checkpoint.manifest import _seal
 from paceline.checkpoint.storage import StorageFolder
+from paceline.checkpoint.strict_json import seal as _seal
 from paceline.errors import CheckpointError
 from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe

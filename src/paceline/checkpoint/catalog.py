@@ -13,7 +13,6 @@ that a crash left; so the last good one is never removed. One rank, and one proc
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import secrets
@@ -25,7 +24,7 @@ from typing import Any
 
 from paceline.checkpoint.manifest import MANIFEST_FILE, Manifest
 from paceline.checkpoint.storage import StorageFolder
-from paceline.checkpoint.strict_json import parse
+from paceline.checkpoint.strict_json import parse, seal
 from paceline.errors import CheckpointError
 
 RUN_FILE = "run.json"
@@ -36,7 +35,7 @@ _MAX_TABLE_BYTES = 64 * 2**20
 
 def encode_sealed_table(values: Mapping[str, Any]) -> bytes:
     """A small table with its SHA-256."""
-    return (json.dumps({**values, _SEAL: _seal(values)}, sort_keys=True) + "\n").encode()
+    return (json.dumps({**values, _SEAL: seal(values)}, sort_keys=True) + "\n").encode()
 
 
 def read_sealed_table(files: StorageFolder, name: str) -> tuple[dict[str, Any], bool]:
@@ -48,8 +47,8 @@ def read_sealed_table(files: StorageFolder, name: str) -> tuple[dict[str, Any], 
         return {}, False
     if not isinstance(found, dict):
         return {}, False
-    seal = found.pop(_SEAL, None)
-    return found, seal is not None and seal == _seal(found)
+    written_seal = found.pop(_SEAL, None)
+    return found, written_seal is not None and written_seal == seal(found)
 
 
 def find_run(files: StorageFolder, manifests: Sequence[Manifest]) -> tuple[str, bool]:
@@ -89,10 +88,6 @@ def _is_loss(value: Any) -> bool:
     """A number, and none of hundreds of digits, which no float holds."""
     held = type(value) is float or (type(value) is int and abs(value) <= sys.float_info.max)
     return held and not math.isnan(value)
-
-
-def _seal(values: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True)

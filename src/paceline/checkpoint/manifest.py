@@ -1,160 +1,216 @@
-"""What a manifest may say of an optimizer's lists and tables; `paceline.state.optimizer_state` puts them together.
+"""The manifest: the file that makes a folder a checkpoint. It is written last, and names every other file.
 
-Whether a manifest can be true: checked in full before anything that it names is opened.
+A manifest is JSON with a SHA-256 of itself; no pickle is written or read. It is validated in full by strict
+models before anything that it names is opened.
 
-Invariant: of what passes, every file lies in the folder of the checkpoint, every byte of every tensor is in
-exactly one chunk, and no tensor is larger than the files that hold it. ValueError says what is wrong first.
-
-The manifest: what makes a folder a checkpoint. It is written last, and it names every other file.
-
-Invariant: a manifest that can be read is complete and unchanged (it carries its own SHA-256), and every byte
-of the files that it names is covered by a checksum in it. It is JSON; no pickle is written or read.
+Invariant: a manifest that can be read is complete and unchanged, and every byte of the files that it names is
+covered by a checksum in it. Every file lies in the folder of the checkpoint, every byte of every tensor is in
+exactly one chunk, and no tensor is larger than the files that hold it.
+Not done here: reading the optimizer's values, which `paceline.state.optimizer_state` does.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from math import prod
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Discriminator, Field, Tag, TypeAdapter
 
 from paceline.checkpoint.disk.checksum import is_checksum
 from paceline.checkpoint.safetensors_file import TensorChunk, chunk_keys, is_dtype_code
-from paceline.checkpoint.strict_json import count, fields, listed, numeric, parse, table, text
+from paceline.checkpoint.strict_json import Count, Number, StrictModel, parse, seal, validate
 
-_MAX_DEPTH = 64
+MANIFEST_FILE = "manifest.json"
+_FORMAT, _OLDER_FORMAT = 3, 2
+_SEAL = "manifest_sha256"
+_MAX_AXES = 64
+_MAX_TABLE_DEPTH = 64  # of the optimizer's values: reading them recurses
+_LENGTH_BYTES = 8  # in front of the header of a safetensors file
+
+# ------------------------------------------------------------- models of what a manifest can hold
+
+Plain = bool | int | float | str | None
+
+
+class _TensorValue(StrictModel):
+    tensor: str
+
+
+class _PlainValue(StrictModel):
+    value: Plain = Field(alias="is")
+
+
+class _ListValue(StrictModel):
+    rows: list[OptimizerValue] = Field(alias="list")
+
+
+class _TupleValue(StrictModel):
+    rows: list[OptimizerValue] = Field(alias="tuple")
+
+
+class _DequeValue(StrictModel):
+    # JSON has no tuples, so these pairs are lists there: only their own type is not strict.
+    length_and_rows: Annotated[tuple[Count | None, list[OptimizerValue]], Field(strict=False, alias="deque")]
+
+
+class _TableValue(StrictModel):
+    entries: list[Annotated[tuple[Plain, OptimizerValue], Field(strict=False)]] = Field(alias="table")
+
+
+def _kind_of_value(value: Any) -> str | None:
+    """Return the only key of a table, which names its kind."""
+    return next(iter(value)) if isinstance(value, dict) and len(value) == 1 else None
+
+
+OptimizerValue = Annotated[
+    Annotated[_TensorValue, Tag("tensor")]
+    | Annotated[_PlainValue, Tag("is")]
+    | Annotated[_ListValue, Tag("list")]
+    | Annotated[_TupleValue, Tag("tuple")]
+    | Annotated[_DequeValue, Tag("deque")]
+    | Annotated[_TableValue, Tag("table")],
+    Discriminator(
+        _kind_of_value,
+        custom_error_type="optimizer_value",
+        custom_error_message="the optimizer's value is encoded in no known way",
+    ),
+]
+"""A list, table or tensor of an optimizer, as `paceline.state.optimizer_state` encodes it."""
+
+
+def _limit_depth(value: Any) -> Any:
+    if isinstance(value, dict) and _is_deeper(value, _MAX_TABLE_DEPTH):
+        raise ValueError(f"the optimizer's value is encoded in no known way: over {_MAX_TABLE_DEPTH} levels")
+    return value
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    """Return whether tables are nested in more than `levels` levels."""
+    if isinstance(value, dict):
+        return levels == 0 or any(_is_deeper(child, levels - 1) for child in value.values())
+    return isinstance(value, list) and any(_is_deeper(child, levels) for child in value)
+
+
+def _plain_or_table(value: Any) -> str:
+    return "table" if isinstance(value, dict) else "plain"
+
+
+_KeptValue = Annotated[
+    Annotated[Plain, Tag("plain")] | Annotated[OptimizerValue, Tag("table")], Discriminator(_plain_or_table)
+]
+_KEPT_VALUE: TypeAdapter[Any] = TypeAdapter(_KeptValue)
 
 
 def check_optimizer_value(value: Any, name: str) -> None:
-    """A number, a word, nothing, or how a list or a table is put together.
+    """Check a number or word of an optimizer, or the encoding of a list or table.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: it is something else; names it.
     """
-    if isinstance(value, Mapping):
-        _check_shape(value, name, _MAX_DEPTH)
-    else:
-        _check_plain(value, name, 0)
+    validate(_KEPT_VALUE, _limit_depth(value), f"optimizer.{name}")
 
 
-def _check_shape(value: Any, name: str, depth: int) -> None:
-    found = table(value, name)
-    word = next(iter(found), "")
-    if len(found) != 1 or word not in _CHECKS or not depth:
-        raise ValueError(f"'{name}' of the optimizer is put together in no known way")
-    _CHECKS[word](found[word], name, depth - 1)
+def _known_dtype(code: str) -> str:
+    if not is_dtype_code(code):
+        raise ValueError(f"the type {code[:20]!r} is unknown")
+    return code
 
 
-def _check_plain(value: Any, name: str, depth: int) -> None:
-    if not isinstance(value, bool | int | float | str | None):
-        raise ValueError(f"'{name}' of the optimizer is no number")
+def _known_checksum(text: str) -> str:
+    if not is_checksum(text):
+        raise ValueError(f"{text[:80]!r} is no checksum")
+    return text
 
 
-def _check_word(value: Any, name: str, depth: int) -> None:
-    text(value, name)
+class _ChunkModel(StrictModel):
+    name: str
+    dtype: Annotated[str, AfterValidator(_known_dtype)]
+    shape: list[Count]
+    offsets: list[Count]
+    sizes: list[Count]
 
 
-def _check_rows(value: Any, name: str, depth: int) -> None:
-    for one in listed(value, name):
-        _check_shape(one, name, depth)
+def _to_chunk(model: _ChunkModel) -> TensorChunk:
+    shape, offsets, sizes = tuple(model.shape), tuple(model.offsets), tuple(model.sizes)
+    inside = all(start + size <= whole for start, size, whole in zip(offsets, sizes, shape, strict=False))
+    if not (len(shape) == len(offsets) == len(sizes) <= _MAX_AXES and inside):
+        raise ValueError(f"the chunk lies outside of '{model.name[:80]}'")
+    return TensorChunk(model.name, model.dtype, shape, offsets, sizes)
 
 
-def _check_deque(value: Any, name: str, depth: int) -> None:
-    longest, rows = _pair(value, name)
-    if longest is not None:
-        count(longest, name)
-    _check_rows(rows, name, depth)
+class _FileModel(StrictModel):
+    # Only names in this form: a name with a slash would lead out of the folder.
+    name: Annotated[str, Field(pattern=r"\Arank-[0-9]{5,9}(\.[0-9]{1,4}-of-[0-9]{1,4})?\.safetensors\z")]
+    num_bytes: Count
+    checksum: Annotated[str, AfterValidator(_known_checksum)]
+    chunks: list[Annotated[_ChunkModel, AfterValidator(_to_chunk)]]
 
 
-def _check_table(value: Any, name: str, depth: int) -> None:
-    for entry in listed(value, name):
-        key, one = _pair(entry, name)
-        _check_plain(key, name, depth)
-        _check_shape(one, name, depth)
+def _to_file(model: _FileModel) -> TensorFileRecord:
+    chunks: list[TensorChunk] = model.chunks  # type: ignore[assignment]  # made by the validator of its items
+    if len({*chunk_keys(chunks)}) != len(chunks):
+        raise ValueError(f"{model.name} has two chunks at one place of a tensor")
+    if model.num_bytes < _LENGTH_BYTES + sum(chunk.num_bytes for chunk in chunks):
+        raise ValueError(f"{model.name} is too short for its chunks")
+    return TensorFileRecord(model.name, model.num_bytes, model.checksum, tuple(chunks))
 
 
-def _pair(value: Any, name: str) -> tuple[Any, Any]:
-    found = listed(value, name)
-    if len(found) != 2:
-        raise ValueError(f"'{name}' of the optimizer has {len(found)} where two belong")
-    return found[0], found[1]
+def _unique_names(files: list[TensorFileRecord]) -> list[TensorFileRecord]:
+    names = [file.name for file in files]
+    if len({*names}) != len(names):
+        raise ValueError("two files have the same name")
+    return files
 
 
-_CHECKS: Mapping[str, Callable[[Any, str, int], None]] = {
-    "tensor": _check_word,
-    "is": _check_plain,
-    "list": _check_rows,
-    "tuple": _check_rows,
-    "deque": _check_deque,
-    "table": _check_table,
-}
-
-_FILE_NAME_PATTERN = re.compile(r"rank-\d{5,9}(\.\d{1,4}-of-\d{1,4})?\.safetensors", re.ASCII)
-_DIGEST_PATTERN = re.compile(r"[0-9a-f]{64}", re.ASCII)
-_FILE_KEYS = frozenset({"name", "num_bytes", "checksum", "chunks"})
-_CHUNK_KEYS = frozenset({"name", "dtype", "shape", "offsets", "sizes"})
-_ORIGIN_KEYS = frozenset({"run", "recipe", "strategy", "world_size", "versions"})
-_SCALAR_KEYS = frozenset(
-    {
-        "step",
-        "updates",
-        "updates_per_step",
-        "scale",
-        "optimizer",
-        "optimizer_kind",
-        "groups",
-        "others",
-        "tied",
-    }
-)
-_DEFAULT_SCALARS: Mapping[str, Any] = {"others": {}, "updates_per_step": 1}  # older ones lack these
-_MANIFEST_KEYS = frozenset(
-    {"step", "serial", "saved_ns", "origin", "files", "scalars", "state_sha256", "losses"}
-)
-_MAX_AXES = 64
-_LENGTH_BYTES = 8
+_Files = Annotated[list[Annotated[_FileModel, AfterValidator(_to_file)]], AfterValidator(_unique_names)]
 
 
-def check_record(record: Any) -> None:
-    """A whole manifest, without its seal and format."""
-    found = fields(record, "the manifest", _MANIFEST_KEYS)
-    for name in ("step", "serial", "saved_ns"):
-        count(found[name], name)
-    _match(_DIGEST_PATTERN, found["state_sha256"], "state_sha256")
-    _check_origin(found["origin"])
-    _check_scalars(found["scalars"])
-    for step, loss in table(found["losses"], "losses").items():
-        if not step.isdecimal():
-            raise ValueError(f"losses has the step '{step[:40]}'")
-        numeric(loss, "a loss")
-    _check_files(found["files"])
+class _ScaleModel(StrictModel):
+    value: Number
+    clean_steps: Count
 
 
-def check_part(record: Any) -> None:
-    """One rank's report, without its seal."""
-    found = fields(record, "the report", frozenset({"files", "scalars"}))
-    _check_scalars(found["scalars"])
-    _check_files(found["files"])
+class _ScalarsModel(StrictModel):
+    step: Count
+    updates: Count
+    updates_per_step: Annotated[Count, Field(gt=0)] = 1  # older manifests lack this key, and `others`
+    scale: _ScaleModel
+    optimizer: dict[str, Annotated[_KeptValue, Field()]]
+    optimizer_kind: str
+    groups: list[dict[str, Plain]]
+    others: dict[str, Any] = Field(default_factory=dict)
+    tied: dict[str, str]
 
 
-def _check_files(files: Any) -> None:
-    names: set[str] = set()
-    for file in listed(files, "files"):
-        found = fields(file, "a file", _FILE_KEYS)
-        _match(_FILE_NAME_PATTERN, found["name"], "the name of a file")
-        if not is_checksum(text(found["checksum"], "a checksum")):
-            raise ValueError(f"a checksum is {found['checksum'][:80]!r}")
-        chunks = [_check_chunk(chunk) for chunk in listed(found["chunks"], "chunks")]
-        if found["name"] in names:
-            raise ValueError(f"{found['name']} is there twice")
-        if len({*chunk_keys(chunks)}) != len(chunks):
-            raise ValueError(f"{found['name']} has two chunks of one tensor in one place")
-        names.add(found["name"])
-        if count(found["num_bytes"], "num_bytes") < _LENGTH_BYTES + sum(chunk.num_bytes for chunk in chunks):
-            raise ValueError(f"{found['name']} is too short for its chunks")
+class _OriginModel(StrictModel):
+    run: str
+    recipe: str
+    strategy: str
+    world_size: Annotated[Count, Field(gt=0)]
+    versions: dict[str, str]
+
+
+_Digest = Annotated[str, Field(pattern=r"\A[0-9a-f]{64}\z")]
+_Step = Annotated[str, Field(pattern=r"\A[0-9]+\z")]
+
+
+class _ManifestModel(StrictModel):
+    step: Count
+    serial: Count
+    saved_ns: Count
+    origin: _OriginModel
+    files: _Files
+    scalars: _ScalarsModel
+    state_sha256: _Digest
+    losses: dict[_Step, Number]
+
+
+class _PartModel(StrictModel):
+    files: _Files
+    scalars: _ScalarsModel
 
 
 def check_cover(chunks: Sequence[TensorChunk]) -> None:
@@ -189,62 +245,7 @@ def _boxes_overlap(a: TensorChunk, b: TensorChunk) -> bool:
     )
 
 
-def _check_chunk(value: Any) -> TensorChunk:
-    found = fields(value, "a chunk", _CHUNK_KEYS)
-    name = text(found["name"], "the name of a tensor")
-    if not is_dtype_code(text(found["dtype"], "dtype")):
-        raise ValueError(f"'{name[:80]}' is of an unknown type")
-    shape, offsets, sizes = (_counts(found[key], key) for key in ("shape", "offsets", "sizes"))
-    inside = all(start + size <= whole for start, size, whole in zip(offsets, sizes, shape, strict=False))
-    if not (len(shape) == len(offsets) == len(sizes) <= _MAX_AXES and inside):
-        raise ValueError(f"a chunk lies outside of '{name[:80]}'")
-    return TensorChunk(name, found["dtype"], shape, offsets, sizes)
-
-
-def _check_origin(value: Any) -> None:
-    found = fields(value, "the origin", _ORIGIN_KEYS)
-    for name in ("run", "recipe", "strategy"):
-        text(found[name], name)
-    if count(found["world_size"], "world_size") == 0:
-        raise ValueError("world_size is 0")
-    for name, version in table(found["versions"], "versions").items():
-        text(version, f"the version of {name[:40]}")
-
-
-def _check_scalars(value: Any) -> None:
-    given = table(value, "the scalars")
-    found: Mapping[str, Any] = fields({**_DEFAULT_SCALARS, **given}, "the scalars", _SCALAR_KEYS)
-    table(found["others"], "others")
-    scale = fields(found["scale"], "scale", frozenset({"value", "clean_steps"}))
-    for name in ("step", "updates"):
-        count(found[name], name)
-    if count(found["updates_per_step"], "updates_per_step") == 0:
-        raise ValueError("updates_per_step is 0")
-    numeric(scale["value"], "the loss scale")
-    count(scale["clean_steps"], "clean_steps")
-    text(found["optimizer_kind"], "optimizer_kind")
-    for name, number in table(found["optimizer"], "the numbers of the optimizer").items():
-        check_optimizer_value(number, name[:80])
-    for group in listed(found["groups"], "groups"):
-        for name, value in table(group, "what the optimizer has changed in a group").items():
-            if not isinstance(value, bool | int | float | str | None):
-                raise ValueError(f"'{name[:80]}' of a group of the optimizer is no number")
-    for name, first in table(found["tied"], "tied").items():
-        text(first, f"what '{name[:80]}' is tied to")
-
-
-def _counts(value: Any, what: str) -> tuple[int, ...]:
-    return tuple(count(one, what) for one in listed(value, what))
-
-
-def _match(pattern: re.Pattern[str], value: Any, what: str) -> None:
-    if not pattern.fullmatch(text(value, what)):
-        raise ValueError(f"{what} is {value[:80]!r}")
-
-
-MANIFEST_FILE = "manifest.json"
-_FORMAT, _OLDER_FORMAT = 3, 2
-_SEAL = "manifest_sha256"
+# --------------------------------------------------------------------------------- the manifest
 
 
 @dataclass(frozen=True)
@@ -302,7 +303,7 @@ class Manifest:
     def to_json(self) -> bytes:
         """The text of the file."""
         record = {"format": _FORMAT, **asdict(self)}
-        return (json.dumps({**record, _SEAL: _seal(record)}, indent=1) + "\n").encode()
+        return (json.dumps({**record, _SEAL: seal(record)}, indent=1) + "\n").encode()
 
     @classmethod
     def from_json(cls, data: bytes) -> Manifest:
@@ -313,10 +314,10 @@ class Manifest:
         """
         try:
             record = parse(data)
-            seal = record.pop(_SEAL)
+            written_seal = record.pop(_SEAL)
         except (ValueError, KeyError, AttributeError, TypeError):
             raise ValueError(f"{MANIFEST_FILE} is damaged or is not Paceline's") from None
-        if seal != _seal(record):
+        if written_seal != seal(record):
             raise ValueError(f"{MANIFEST_FILE} is damaged: its SHA-256 does not fit")
         form = record.pop("format", None)
         if form == _OLDER_FORMAT:
@@ -331,15 +332,16 @@ class Manifest:
 
     @classmethod
     def _checked(cls, record: dict[str, Any]) -> Manifest:
-        check_record(record)
-        files = tuple(_parse_file(**entry) for entry in record.pop("files"))
+        _limit_optimizer_depth(record)
+        files: Sequence[TensorFileRecord] = validate(_MANIFEST, record).files  # type: ignore[assignment]
         check_cover([chunk for file in files for chunk in file.chunks])
-        return cls(origin=CheckpointOrigin(**record.pop("origin")), files=files, **record)
+        # Everything but the files is kept as it was written, so that a copy has the same seal.
+        return cls(**{**record, "origin": CheckpointOrigin(**record["origin"]), "files": tuple(files)})
 
 
 def hash_state(files: Sequence[TensorFileRecord], scalars: Mapping[str, Any]) -> str:
     """SHA-256 over the checksums of the files and the scalars."""
-    return _seal({"files": sorted(file.checksum for file in files), "scalars": scalars})
+    return seal({"files": sorted(file.checksum for file in files), "scalars": scalars})
 
 
 def missing_tensors(files: Sequence[TensorFileRecord]) -> list[str]:
@@ -352,10 +354,12 @@ def missing_tensors(files: Sequence[TensorFileRecord]) -> list[str]:
     return sorted(name for name, count in whole.items() if filled[name] != count)
 
 
-def _parse_file(
-    name: str, num_bytes: int, checksum: str, chunks: Sequence[Mapping[str, Any]]
-) -> TensorFileRecord:
-    return TensorFileRecord(name, num_bytes, checksum, tuple(_parse_chunk(**chunk) for chunk in chunks))
+def _limit_optimizer_depth(record: Any) -> None:
+    """Raise if a value of the optimizer is nested too deeply, before a model recurses into it."""
+    scalars = record.get("scalars") if isinstance(record, dict) else None
+    optimizer = scalars.get("optimizer") if isinstance(scalars, dict) else None
+    for value in optimizer.values() if isinstance(optimizer, dict) else ():
+        _limit_depth(value)
 
 
 def _upgrade_format(record: Mapping[str, Any]) -> None:
@@ -366,26 +370,20 @@ def _upgrade_format(record: Mapping[str, Any]) -> None:
             file["checksum"] = f"sha256:{file.pop('sha256')}"
 
 
-def _parse_chunk(
-    name: str, dtype: str, shape: list[int], offsets: list[int], sizes: list[int]
-) -> TensorChunk:
-    return TensorChunk(name, dtype, tuple(shape), tuple(offsets), tuple(sizes))
-
-
-def _seal(record: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
-
-
 def encode_part(files: Sequence[TensorFileRecord], scalars: Mapping[str, Any]) -> bytes:
     """What one rank reports when its files are written: the first phase of publishing."""
     record = {"files": [asdict(file) for file in files], "scalars": scalars}
-    return (json.dumps({**record, _SEAL: _seal(record)}) + "\n").encode()
+    return (json.dumps({**record, _SEAL: seal(record)}) + "\n").encode()
 
 
 def decode_part(data: bytes) -> tuple[list[TensorFileRecord], Mapping[str, Any]]:
     """The inverse of `encode_part`; ValueError if it is not what was written."""
     record = parse(data)
-    if not isinstance(record, dict) or record.pop(_SEAL, None) != _seal(record):
+    if not isinstance(record, dict) or record.pop(_SEAL, None) != seal(record):
         raise ValueError("the report of a rank is damaged")
-    check_part(record)
-    return [_parse_file(**file) for file in record["files"]], record["scalars"]
+    _limit_optimizer_depth(record)
+    files: list[TensorFileRecord] = validate(_PART, record).files  # type: ignore[assignment]
+    return files, record["scalars"]
+
+
+_MANIFEST, _PART = TypeAdapter(_ManifestModel), TypeAdapter(_PartModel)

@@ -35,11 +35,12 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import torch
+from pydantic import BaseModel, ConfigDict, TypeAdapter
 from torch import Tensor, nn
 
 from paceline.checkpoint.safetensors_file import HeaderEntry, parse_entries, parse_metadata
 from paceline.checkpoint.storage import StorageFolder
-from paceline.checkpoint.strict_json import parse, text
+from paceline.checkpoint.strict_json import parse, validate
 from paceline.data.tokenizer import TOKENIZER_FILE, vocabulary_of
 from paceline.errors import CheckpointError
 from paceline.state.slot import first_tied_names
@@ -366,13 +367,22 @@ def _split_place(place: str) -> tuple[str, str | None]:
     return folder, name + mark + query
 
 
+class _WeightIndex(BaseModel):
+    """The part of an index that is read: the file of each tensor."""
+
+    model_config = ConfigDict(strict=True)
+
+    weight_map: dict[str, str]
+
+
+_WEIGHT_INDEX = TypeAdapter(_WeightIndex)
+
+
 def _list_weight_files(files: StorageFolder) -> list[str]:
     if files.size(_INDEX) is None:
         return [_WHOLE]
-    found = parse(read_small_file(files, _INDEX))
-    if type(found) is not dict or type(found.get("weight_map")) is not dict:
-        raise ValueError(f"{_INDEX} has no weight_map")
-    names = {text(name, "a name") for name in found["weight_map"].values()}
+    index = validate(_WEIGHT_INDEX, parse(read_small_file(files, _INDEX)), _INDEX)
+    names = {*index.weight_map.values()}
     if not names or not all(name == Path(name).name for name in names):
         raise ValueError(f"{_INDEX} names what is no file beside it")
     return sorted(names)

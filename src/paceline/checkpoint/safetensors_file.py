@@ -14,12 +14,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 from torch import Tensor
 
-from paceline.checkpoint.strict_json import count, listed, parse, table, text
+from paceline.checkpoint.strict_json import Count, parse, validate
 
 _ALIGNMENT = 8
 _METADATA = "__metadata__"
@@ -142,34 +143,53 @@ class HeaderEntry:
     end: int
 
 
+class _TensorModel(BaseModel):
+    """The header entry of a tensor; other libraries may add keys."""
+
+    model_config = ConfigDict(strict=True)
+
+    dtype: str
+    shape: list[Count]
+    data_offsets: Annotated[tuple[Count, Count], Field(strict=False)]  # a list in JSON
+
+
+_TENSOR = TypeAdapter(_TensorModel)
+_HEADER: TypeAdapter[dict[str, Any]] = TypeAdapter(dict[str, Any], config=ConfigDict(strict=True))
+_TEXTS: TypeAdapter[dict[str, str]] = TypeAdapter(dict[str, str], config=ConfigDict(strict=True))
+
+
 def parse_entries(header: bytes, num_bytes: int) -> dict[str, HeaderEntry]:
-    """The tensors of a file, by name.
+    """Return the tensors of a file, by name.
 
     Args:
         header: the JSON.
-        num_bytes: of the data behind it.
+        num_bytes: of the data after it.
     Raises:
         ValueError: this is no header of such a file.
     """
-    found = table(parse(header), "the header")
-    return {name: _parse_entry(name, one, num_bytes) for name, one in found.items() if name != _METADATA}
+    entries = validate(_HEADER, parse(header), "the header")
+    return {
+        name: _parse_entry(name, entry, num_bytes) for name, entry in entries.items() if name != _METADATA
+    }
 
 
-def _parse_entry(name: str, given: Any, num_bytes: int) -> HeaderEntry:
-    entry = table(given, f"'{name[:80]}'")
-    code, places = text(entry.get("dtype"), "dtype"), listed(entry.get("data_offsets"), "data_offsets")
-    shape = tuple(count(one, "a size") for one in listed(entry.get("shape"), "shape"))
-    if not is_dtype_code(code):
-        raise ValueError(f"'{name[:80]}' has the type {code[:20]}, which is unknown here")
-    begin, end = (count(one, "an offset") for one in places) if len(places) == 2 else (1, 0)
+def _parse_entry(name: str, value: Any, num_bytes: int) -> HeaderEntry:
+    entry = validate(_TENSOR, value, f"'{name[:80]}'")
+    if not is_dtype_code(entry.dtype):
+        raise ValueError(f"'{name[:80]}' has the type {entry.dtype[:20]}, which is unknown here")
+    dtype, shape, (begin, end) = dtype_of_code(entry.dtype), tuple(entry.shape), entry.data_offsets
     if not begin <= end <= num_bytes:
         raise ValueError(f"'{name[:80]}' lies outside of the file")
-    if end - begin != prod(shape) * dtype_of_code(code).itemsize:
+    if end - begin != prod(shape) * dtype.itemsize:
         raise ValueError(f"'{name[:80]}' has {end - begin} bytes, which are not those of its shape")
-    return HeaderEntry(dtype_of_code(code), shape, begin, end)
+    return HeaderEntry(dtype, shape, begin, end)
 
 
 def parse_metadata(header: bytes) -> Mapping[str, str]:
-    """What a header says beside its tensors; ValueError if it is none."""
-    found = table(table(parse(header), "the header").get(_METADATA, {}), _METADATA)
-    return {name: text(value, name[:80]) for name, value in found.items()}
+    """Return the texts of a header that belong to no tensor.
+
+    Raises:
+        ValueError: this is no header of such a file.
+    """
+    entries = validate(_HEADER, parse(header), "the header")
+    return validate(_TEXTS, entries.get(_METADATA, {}), _METADATA)

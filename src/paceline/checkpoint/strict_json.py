@@ -1,20 +1,36 @@
-"""JSON that others may have written or damaged: every way in which it can be wrong is a ValueError."""
+"""JSON that others may have written or damaged, and its seal: every way in which it can be wrong is a ValueError.
+
+Values are validated by strict pydantic models: no type is converted, and no unknown key is accepted. A model
+raises pydantic's errors; `validate` turns the first of them into a sentence that names the value.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
-_LARGEST = 2**62
-_LARGEST_NUMBER = 1e308
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+Count = Annotated[int, Field(ge=0, le=2**62)]
+"""A whole number that fits 64 bits."""
+Number = Annotated[float, Field(gt=-1e308, lt=1e308, allow_inf_nan=False)]
+"""An integer or a finite float, but no bool."""
+T = TypeVar("T")
+
+
+class StrictModel(BaseModel):
+    """The base of models that convert no value and accept no unknown key."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
 
 
 def parse(data: bytes | str) -> Any:
-    """A JSON value.
+    """Return the value of a JSON text.
 
     Raises:
-        ValueError: it is none, or is nested too deeply.
+        ValueError: it is no JSON, or is nested too deeply.
     """
     try:
         return json.loads(data)
@@ -22,45 +38,26 @@ def parse(data: bytes | str) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
-def table(value: Any, what: str) -> Mapping[str, Any]:
-    """`value`, if it is a table; ValueError otherwise, as in all that follow."""
-    if not isinstance(value, dict):
-        raise ValueError(f"{what} is no table")
-    return value
+def seal(values: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of a table of JSON values, in hexadecimal."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
-def fields(value: Any, what: str, names: frozenset[str]) -> Mapping[str, Any]:
-    """A table with exactly these keys."""
-    found = table(value, what)
-    if found.keys() != names:
-        odd = sorted(found.keys() ^ names)[0]
-        raise ValueError(f"{what} has {'an unknown' if odd in found else 'no'} '{odd[:40]}'")
-    return found
+def validate(adapter: TypeAdapter[T], value: Any, what: str = "") -> T:
+    """Return the validated value.
 
-
-def listed(value: Any, what: str) -> list[Any]:
-    """A list."""
-    if not isinstance(value, list):
-        raise ValueError(f"{what} is no list")
-    return value
-
-
-def text(value: Any, what: str) -> str:
-    """A text."""
-    if not isinstance(value, str):
-        raise ValueError(f"{what} is no text")
-    return value
-
-
-def count(value: Any, what: str) -> int:
-    """A whole number from 0 on that fits 64 bits."""
-    if type(value) is not int or not 0 <= value <= _LARGEST:
-        raise ValueError(f"{what} is no count")
-    return value
-
-
-def numeric(value: Any, what: str) -> float | int:
-    """A number; not a truth value."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < _LARGEST_NUMBER:
-        raise ValueError(f"{what} is no number")
-    return value
+    Args:
+        adapter: of the expected type.
+        value: parsed JSON.
+        what: name of the value, in front of the place of an error in it.
+    Raises:
+        ValueError: it is not of this type; names the first place that is wrong.
+    """
+    try:
+        return adapter.validate_python(value)
+    except ValidationError as error:
+        # Not all errors are rendered: a damaged file can have as many as it has values.
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        place = "".join(f"[{key}]" if isinstance(key, int) else f".{key[:80]}" for key in first["loc"])
+        message = first["msg"].removeprefix("Value error, ")
+        raise ValueError(f"{what}{place}: {message}".lstrip(".:").strip()) from None

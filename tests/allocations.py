@@ -41,7 +41,7 @@ class Case(NamedTuple):
 def case(
     strategy: str, task: str = "gpt", *, shards: int = 4, optimizer: str = "adamw", **more: object
 ) -> Case:
-    buckets = {"runtime": {"bucket_bytes": 2**17}} if Strategy.parse(strategy).rule.sums else {}
+    buckets = {"runtime": {"bucket_bytes": 2**17}} if Strategy.parse(strategy).sync_spec.sums else {}
     recipe = {
         "task": "sum",
         "steps": 3,

@@ -124,7 +124,7 @@ def test_who_gives_groups_back_asks_nobody() -> None:
     """A session is closed where its job has failed, too."""
     groups = MembershipGroups(cast(Store, Silent()), "epoch 0", (0, 1), 0, CPU, LONG)
     lease = GroupLease(groups, "lease 1")
-    lease.made.append(OwnedProcessGroup("a group"))
+    lease.created.append(OwnedProcessGroup("a group"))
     lease.give_back()
     with pytest.raises(AssertionError, match="set would wait"):
         groups.lease()

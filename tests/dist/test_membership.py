@@ -87,7 +87,7 @@ def test_a_killed_rank_is_noticed_by_all_in_the_middle_of_a_collective_and_the_o
         after.disconnect()
         return found
 
-    assert run_ranks(go_on, 3, dying=(0,)) == [None, [110, 0], [110, 1]]
+    assert run_ranks(go_on, 3, may_die=(0,)) == [None, [110, 0], [110, 1]]
 
 
 def test_an_abort_ends_a_wait_on_both_sides_at_once() -> None:
@@ -151,7 +151,7 @@ def test_a_rank_that_ends_while_a_group_is_made_is_named_at_once() -> None:
             cluster.connected.groups.make("shard", (0, 1, 2))
         return caught.value.what
 
-    found = run_ranks(make, 3, dying=(2,))
+    found = run_ranks(make, 3, may_die=(2,))
     assert found[0] == found[1] == "rank 2 left while the group 'shard' of ranks (0, 1, 2) was made"
 
 

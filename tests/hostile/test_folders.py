@@ -34,18 +34,18 @@ def test_no_flipped_bit_in_run_json_makes_the_checkpoints_foreign(tmp_path: Path
     save(tmp_path, make_state(2))
     place = tmp_path / "run.json"
     written = place.read_bytes()
-    run = CheckpointCatalog.look(StorageFolder(str(tmp_path))).run
+    run = CheckpointCatalog.read(StorageFolder(str(tmp_path))).run
     for damaged in flips(written):
         place.write_bytes(damaged)
-        shelf = CheckpointCatalog.look(StorageFolder(str(tmp_path)))
+        shelf = CheckpointCatalog.read(StorageFolder(str(tmp_path)))
         assert (shelf.run, [kept.step for kept in shelf.whole]) == (run, [2]), damaged
-    CheckpointCatalog.look(StorageFolder(str(tmp_path))).claim()
+    CheckpointCatalog.read(StorageFolder(str(tmp_path))).claim()
     assert place.read_bytes() == written, "it is repaired by the run that goes on"
 
 
 def test_a_file_of_an_older_version_with_a_flipped_bit_is_not_believed(tmp_path: Path) -> None:
     save(tmp_path, make_state(2))
-    run = CheckpointCatalog.look(StorageFolder(str(tmp_path))).run
+    run = CheckpointCatalog.read(StorageFolder(str(tmp_path))).run
     for text in (json.dumps({"run": run}), json.dumps({"run": run[:-1] + "z"}), "{}", "[]", '{"run": 3}'):
         (tmp_path / "run.json").write_text(text)
         assert whole(tmp_path) == [2], text
@@ -54,20 +54,20 @@ def test_a_file_of_an_older_version_with_a_flipped_bit_is_not_believed(tmp_path:
 def test_a_run_that_is_killed_before_its_first_save_orphans_nothing(tmp_path: Path) -> None:
     save(tmp_path, make_state(2))
     (tmp_path / "run.json").unlink()
-    CheckpointCatalog.look(StorageFolder(str(tmp_path))).claim()  # and then it is killed
+    CheckpointCatalog.read(StorageFolder(str(tmp_path))).claim()  # and then it is killed
     assert whole(tmp_path) == [2]
 
 
 def test_a_damaged_losses_json_ends_nothing_and_the_best_one_is_still_known(tmp_path: Path) -> None:
-    shelf = CheckpointCatalog.look(StorageFolder(str(tmp_path))).claim()
-    shelf.score(2, 0.25)
+    shelf = CheckpointCatalog.read(StorageFolder(str(tmp_path))).claim()
+    shelf.record_loss(2, 0.25)
     save(tmp_path, make_state(2))
     save(tmp_path, make_state(3))
     place = tmp_path / "losses.json"
     written = place.read_bytes()
     for damaged in (*flips(written), b"", b"[" * 100_000, b'{"2x": 1}', b'{"2": [1]}', b'{"2": NaN}'):
         place.write_bytes(damaged)
-        shelf = CheckpointCatalog.look(StorageFolder(str(tmp_path)))
+        shelf = CheckpointCatalog.read(StorageFolder(str(tmp_path)))
         assert shelf.losses == {2: 0.25}, damaged
     save(tmp_path, make_state(4), newest=1, best=1)
     assert whole(tmp_path) == [2, 4]

@@ -15,8 +15,7 @@ from paceline.recipe import Recipe, Strategy
 from paceline.sync.work_assignment import SpeedAssignment
 from paceline.testing import run_ranks
 from paceline.testing.contracts import RuleContract
-from paceline.testing.contracts.training_contracts import whole_trajectory
-from paceline.testing.parity import Trajectory, build_test_session, make_task, run_oracle
+from paceline.testing.parity import Trajectory, build_test_session, make_task, run_oracle, whole_trajectory
 from tests.parity.clock import own_clock
 from tests.parity.test_balance import Slow
 

@@ -94,7 +94,7 @@ def test_a_run_ends_after_its_patience_on_any_number_of_ranks_and_after_a_resume
     half, _ = run(Cluster.single(), recipe_of(tmp_path / "half", steps=steps - 7))
     assert half == steps - 7
     assert run(Cluster.single(), recipe_of(tmp_path / "half"), resume=True)[0] <= steps
-    shelf = CheckpointCatalog.look(StorageFolder(str(tmp_path / "one" / "checkpoints")))
+    shelf = CheckpointCatalog.read(StorageFolder(str(tmp_path / "one" / "checkpoints")))
     assert max(values[kept.step] for kept in shelf.whole) == end["best"]
 
 

@@ -15,8 +15,7 @@ from paceline.recipe import Recipe, Strategy
 from paceline.session import evaluate
 from paceline.testing import run_ranks
 from paceline.testing.contracts import RuleContract
-from paceline.testing.contracts.training_contracts import whole_trajectory
-from paceline.testing.parity import Trajectory, build_test_session, run_oracle
+from paceline.testing.parity import Trajectory, build_test_session, run_oracle, whole_trajectory
 
 STEPS, BOUND = 24, 2
 

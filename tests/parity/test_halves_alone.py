@@ -22,8 +22,7 @@ from paceline.state.slot import TensorSlot
 from paceline.sync import update
 from paceline.sync.update import PendingUpdate
 from paceline.testing import run_ranks
-from paceline.testing.contracts.training_contracts import whole_trajectory
-from paceline.testing.parity import Trajectory, build_test_session
+from paceline.testing.parity import Trajectory, build_test_session, whole_trajectory
 from tests.parity.test_local_spread import digits, gpt
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.capability("K1", "I6")]

@@ -13,8 +13,7 @@ from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe
 from paceline.task import Task
 from paceline.testing import run_ranks
-from paceline.testing.contracts.training_contracts import whole_trajectory
-from paceline.testing.parity import Trajectory, build_test_session, make_task
+from paceline.testing.parity import Trajectory, build_test_session, make_task, whole_trajectory
 from tests.parity.test_halves_alone import SAME, SGD
 from tests.parity.test_local_spread import digits
 

@@ -14,7 +14,6 @@ from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe, Strategy
 from paceline.session import Session, evaluate
 from paceline.testing import run_ranks
-from paceline.testing.contracts.training_contracts import whole_trajectory
 from paceline.testing.parity import (
     Trajectory,
     build_test_session,
@@ -22,6 +21,7 @@ from paceline.testing.parity import (
     run_oracle,
     run_strategy,
     trajectory_of,
+    whole_trajectory,
 )
 
 STEPS = 80

@@ -18,8 +18,7 @@ from paceline.state.slot import ExtraState
 from paceline.sync import DiLoCo, ReplicaOptimizerState, diloco
 from paceline.testing import run_ranks
 from paceline.testing.contracts import RuleContract
-from paceline.testing.contracts.training_contracts import whole_trajectory
-from paceline.testing.parity import Trajectory, build_test_session
+from paceline.testing.parity import Trajectory, build_test_session, whole_trajectory
 from tests.texts import SMALL_TEXT
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.capability("I6", "Z1")]

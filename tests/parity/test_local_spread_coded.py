@@ -16,8 +16,7 @@ from paceline.parallel.state_hash import find_divergence
 from paceline.sync.residuals import DeltaResidualFlush
 from paceline.testing import run_ranks
 from paceline.testing.contracts import RuleContract
-from paceline.testing.contracts.training_contracts import whole_trajectory
-from paceline.testing.parity import build_test_session
+from paceline.testing.parity import build_test_session, whole_trajectory
 from tests.parity.test_local_spread import digits, gpt
 from tests.parity.test_switching import until
 from tests.parity.test_switching_coded import handed

@@ -19,8 +19,7 @@ from paceline.session import Session
 from paceline.session.build import build_session
 from paceline.sync import sync_choice
 from paceline.testing import run_ranks
-from paceline.testing.contracts.training_contracts import whole_trajectory
-from paceline.testing.parity import make_task
+from paceline.testing.parity import make_task, whole_trajectory
 from tests.parity.clock import Clock, own_clock
 
 STEPS, KNOWN = 16, sync_choice.WARMUP_STEPS + sync_choice.TIMED_STEPS

@@ -21,8 +21,14 @@ from paceline.recipe import Recipe, Strategy
 from paceline.session import Components, Session, evaluate
 from paceline.sync import PendingUpdate, UpdatePart
 from paceline.testing import run_ranks
-from paceline.testing.contracts.training_contracts import whole_trajectory
-from paceline.testing.parity import CPU, StepInterrupt, Trajectory, build_test_session, make_task
+from paceline.testing.parity import (
+    CPU,
+    StepInterrupt,
+    Trajectory,
+    build_test_session,
+    make_task,
+    whole_trajectory,
+)
 
 ADAMW = {"name": "adamw", "lr": 2e-3}
 ROUND = 20  # steps until the pipeline is empty, of 400

@@ -21,8 +21,14 @@ from paceline.state.slot import TensorSlot
 from paceline.sync import every_step
 from paceline.task import Loss, Task
 from paceline.testing import run_ranks
-from paceline.testing.contracts.training_contracts import whole_trajectory
-from paceline.testing.parity import CPU, Trajectory, build_test_session, make_task, run_oracle
+from paceline.testing.parity import (
+    CPU,
+    Trajectory,
+    build_test_session,
+    make_task,
+    run_oracle,
+    whole_trajectory,
+)
 from paceline.verification import VerificationReport, compare_with_oracle
 
 TRAINING_IMAGES = 1498

@@ -17,8 +17,7 @@ from paceline.pipeline_schedule import ScheduleTable, one_f_one_b, simulate_sche
 from paceline.recipe import Recipe, Strategy
 from paceline.task import Loss, Task
 from paceline.testing import run_ranks
-from paceline.testing.contracts.training_contracts import whole_trajectory
-from paceline.testing.parity import Trajectory, build_test_session
+from paceline.testing.parity import Trajectory, build_test_session, whole_trajectory
 from paceline.verification import VerificationReport, compare_with_oracle
 from tests.parity.test_products import verify
 from tests.parity.test_schedules import deep

@@ -26,8 +26,7 @@ from paceline.job.mesh import Mesh
 from paceline.recipe import Recipe, Strategy
 from paceline.state.slot import TensorSlot
 from paceline.testing import run_ranks
-from paceline.testing.contracts.training_contracts import whole_trajectory
-from paceline.testing.parity import build_test_session
+from paceline.testing.parity import build_test_session, whole_trajectory
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.capability("H4")]
 A, B = TensorSlot("a", (8, 6), ((0, 8), (0, 6))), TensorSlot("b", (7, 9), ((0, 7), (0, 9)))
@@ -65,7 +64,7 @@ def one_path(cluster: Cluster, coder: str, forgets: bool) -> bool:
         ErrorFeedbackBuffers.commit = lambda self, keys=None: commit(self)
     mesh, net = Mesh.build(cluster, {"replica": cluster.world_size}), Net(60.0)
     sums = UnorderedSum(
-        NativeCollective(net, mesh.over(())), CODERS[coder](NativeCollective(net, mesh.replica))
+        NativeCollective(net, mesh.group_over(())), CODERS[coder](NativeCollective(net, mesh.replica))
     )
     both = [
         BucketReducer({slot: torch.zeros(slot.sizes)}, {slot: (slot,)}, sums, 64, name=f"{slot.name}/")

@@ -9,8 +9,7 @@ from paceline.job.cluster import Cluster
 from paceline.optim import build_schedule
 from paceline.recipe import Recipe, Strategy
 from paceline.testing import run_ranks
-from paceline.testing.contracts.training_contracts import whole_trajectory
-from paceline.testing.parity import Trajectory, build_test_session, run_oracle
+from paceline.testing.parity import Trajectory, build_test_session, run_oracle, whole_trajectory
 from tests.ports import free_port
 
 ENDS = (3, 6, 9)  # the step at which each phase ends

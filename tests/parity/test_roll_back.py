@@ -50,7 +50,7 @@ def test_what_led_to_the_trouble_is_left_out(
         assert (event["step"], event["checkpoint"]) == (BAD_STEP, "step-00000004")
         assert event["left_out"] == [4, BAD_STEP] and "the loss is nan" in event["reason"]
         assert distance(found.end, right) <= 1e-5
-    kept = CheckpointCatalog.look(StorageFolder(str(tmp_path / "checkpoints"))).whole
+    kept = CheckpointCatalog.read(StorageFolder(str(tmp_path / "checkpoints"))).whole
     assert [one.step for one in kept] == [0, 4, 8, 12]
 
 

@@ -23,8 +23,7 @@ from paceline.sync.server.server_policies import (
 )
 from paceline.task import Task
 from paceline.testing import RanksFailed, run_ranks
-from paceline.testing.contracts.training_contracts import whole_trajectory
-from paceline.testing.parity import Trajectory, build_test_session, make_task, run_oracle
+from paceline.testing.parity import Trajectory, build_test_session, make_task, run_oracle, whole_trajectory
 
 STEPS = 24
 

@@ -12,8 +12,7 @@ from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe, Strategy
 from paceline.sync.server.server_policies import BoundedStaleness, WorkerPush
 from paceline.testing import run_ranks
-from paceline.testing.contracts.training_contracts import whole_trajectory
-from paceline.testing.parity import Trajectory, build_test_session
+from paceline.testing.parity import Trajectory, build_test_session, whole_trajectory
 
 DIGITS = {
     "task": "digits",

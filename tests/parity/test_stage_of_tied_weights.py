@@ -19,8 +19,14 @@ from paceline.parallel.state_hash import find_divergence
 from paceline.recipe import Recipe, Strategy
 from paceline.task import Loss, Task
 from paceline.testing import run_ranks
-from paceline.testing.contracts.training_contracts import whole_trajectory
-from paceline.testing.parity import CPU, Trajectory, build_test_session, make_task, run_oracle
+from paceline.testing.parity import (
+    CPU,
+    Trajectory,
+    build_test_session,
+    make_task,
+    run_oracle,
+    whole_trajectory,
+)
 from paceline.verification import VerificationReport, compare_with_oracle
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.capability("D1", "H8")]

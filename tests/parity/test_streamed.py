@@ -18,8 +18,7 @@ from paceline.session import evaluate
 from paceline.sync.streaming_diloco import FragmentSchedule, StreamingDiLoCo
 from paceline.testing import run_ranks
 from paceline.testing.contracts import RuleContract
-from paceline.testing.contracts.training_contracts import whole_trajectory
-from paceline.testing.parity import Trajectory, build_test_session
+from paceline.testing.parity import Trajectory, build_test_session, whole_trajectory
 
 STEPS = 24
 

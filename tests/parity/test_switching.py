@@ -11,8 +11,7 @@ from paceline.parallel import state_transfer
 from paceline.recipe import Recipe, Strategy, support
 from paceline.session import Session
 from paceline.testing import run_ranks
-from paceline.testing.contracts.training_contracts import whole_trajectory
-from paceline.testing.parity import Trajectory, build_test_session
+from paceline.testing.parity import Trajectory, build_test_session, whole_trajectory
 
 STEPS, SWITCH = 14, 6
 PAIRS = [

@@ -16,8 +16,7 @@ from paceline.session import Session
 from paceline.sync.residuals import DeltaResidualFlush
 from paceline.sync.server.parameter_transfer import CodedTransfer
 from paceline.testing import run_ranks
-from paceline.testing.contracts.training_contracts import whole_trajectory
-from paceline.testing.parity import build_test_session
+from paceline.testing.parity import build_test_session, whole_trajectory
 from tests.parity.test_switching import SWITCH, goes_on, until
 from tests.parity.test_switching import digits as plain
 

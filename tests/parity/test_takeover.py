@@ -18,8 +18,7 @@ from paceline.session import Session
 from paceline.session.rule_switch import RoundTotals, measure_gain_of_switch, sum_rounds
 from paceline.sync.straggler_recovery import RecoveryJudge
 from paceline.testing import run_ranks
-from paceline.testing.contracts.training_contracts import whole_trajectory
-from paceline.testing.parity import Trajectory, build_test_session
+from paceline.testing.parity import Trajectory, build_test_session, whole_trajectory
 from tests.parity.clock import own_clock
 
 STEPS, SAMPLES, SLOW_FROM, SLOW_UNTIL = 28, 24, 3, 20
@@ -173,7 +172,7 @@ def test_what_would_stop_a_run_where_it_switches_is_refused_before_the_start() -
 
 def test_who_serves_later_trains_before() -> None:
     strategy = Strategy.parse("replicas=2 servers=1 sync=every-step@straggler,backup:1")
-    assert [str(strategy.under(strategy.phase(0).rule)), str(strategy.under("backup:1"))] == [
+    assert [str(strategy.with_sync(strategy.phase(0).rule)), str(strategy.with_sync("backup:1"))] == [
         "replicas=3 sync=every-step",
         "replicas=2 servers=1 sync=backup:1",
     ]

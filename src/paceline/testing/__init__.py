@@ -1,6 +1,8 @@
-"""The test kit that ships: real processes on one machine, and fixtures that catch what a test leaves behind.
+"""The test kit: real rank processes on one machine, contract suites, planted faults, and a fixture that finds
+leaks.
 
-Invariant: importing it imports neither torch nor pytest; it is for tests, and nothing else imports it.
+For tests only; the rest of the package does not import it. Importing this module imports neither torch nor
+pytest.
 """
 
 from paceline.testing.rank_processes import RanksFailed, run_ranks

@@ -1,6 +1,7 @@
-"""The lab in tests: a fixture that makes labs or skips with the reason, and a look for what is left behind.
+"""The pytest fixture `lab`: makes labs for a test, skips where the system allows none, and finds what a lab
+left.
 
-Invariant: what other labs on the machine have is no leak of the one that is asked about.
+Invariant: other labs on the machine are never taken for a leak of the one under test.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ _NAMESPACE_KINDS = ("net", "mnt", "pid", "uts", "ipc")
 
 @dataclass(frozen=True)
 class LabFootprint:
-    """What a lab has on this machine, and what the machine had outside of it.
+    """The resources of a running lab, and the state of the machine outside of it.
 
     Args:
-        name: of the lab.
-        folder: its files.
-        namespaces: by their names in /proc, which the system gives to new ones when these are gone.
-        processes: all that run in its hosts, and those that hold them.
-        links, mounts: of this process's own namespaces; a lab adds none.
+        name: name of the lab.
+        folder: the folder of the lab.
+        namespaces: names in /proc; the system reuses them when the namespaces are gone.
+        processes: all processes in its hosts, and those that hold them.
+        links, mounts: of the namespaces of this process; a lab adds none.
     """
 
     name: str
@@ -45,7 +46,7 @@ class LabFootprint:
 
     @classmethod
     def of(cls, record: LabRecord) -> LabFootprint:
-        """Take it while the lab runs."""
+        """Record the footprint of a running lab."""
         firsts = [process.pid for process in record.first.values()]
         inside = {pid for first in firsts for pid in host_pids(first)}
         holders = {process.pid for process in record.holders.values()}
@@ -60,11 +61,11 @@ class LabFootprint:
         )
 
     def find_leftovers(self) -> list[str]:
-        """One line for each thing that is left; what is on its way out gets a moment."""
+        """Return one line for each resource that is left; those that are still ending get a minute."""
         expires = time.monotonic() + _SETTLE_SECONDS
-        while (left := self._list_leftovers()) and time.monotonic() < expires:
+        while (leftovers := self._list_leftovers()) and time.monotonic() < expires:
             time.sleep(0.02)
-        return left
+        return leftovers
 
     def _list_leftovers(self) -> list[str]:
         pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
@@ -91,11 +92,11 @@ class LabFootprint:
 
 
 def _namespaces(pid: int) -> set[str]:
-    found = set()
+    names = set()
     for kind in _NAMESPACE_KINDS:
         with suppress(OSError):
-            found.add(os.readlink(f"/proc/{pid}/ns/{kind}"))  # noqa: PTH115, called for every process
-    return found
+            names.add(os.readlink(f"/proc/{pid}/ns/{kind}"))  # noqa: PTH115, called for every process
+    return names
 
 
 def _links() -> frozenset[str]:
@@ -107,29 +108,29 @@ def _mounts() -> frozenset[str]:
 
 
 @pytest.fixture(scope="session")
-def why_no_lab() -> str:
-    """Why no lab can be made here; empty if one can."""
+def lab_obstacle() -> str:
+    """Return why no lab can be started here; empty if one can."""
     return find_obstacle()
 
 
 @pytest.fixture
-def lab(why_no_lab: str) -> Iterator[Callable[..., Lab]]:
-    """Makes labs for one test: `lab(hosts=4, links=Links(rate="100mbit"))`, with the arguments of `Lab`.
+def lab(lab_obstacle: str) -> Iterator[Callable[..., Lab]]:
+    """Return a function that starts a lab for this test, with the arguments of `Lab`.
 
-    They are ended with the test, which fails if one leaves something behind. Skips where namespaces are not
-    allowed.
+    The labs end with the test, which fails if one leaves something behind. The test is skipped where
+    namespaces are not allowed.
     """
-    if why_no_lab:
-        pytest.skip(f"no lab can be made here: {why_no_lab}")
+    if lab_obstacle:
+        pytest.skip(f"no lab can be started here: {lab_obstacle}")
     footprints: list[LabFootprint] = []
     with ExitStack() as stack:
 
         def make(*args: Any, **options: Any) -> Lab:
-            made = stack.enter_context(Lab(*args, **options))
-            footprints.append(LabFootprint.of(made.record))
-            return made
+            entered = stack.enter_context(Lab(*args, **options))
+            footprints.append(LabFootprint.of(entered.record))
+            return entered
 
         yield make
-    left = [line for footprint in footprints for line in footprint.find_leftovers()]
-    if left:
-        pytest.fail("the lab leaves behind: " + "; ".join(left), pytrace=False)
+    leftovers = [line for footprint in footprints for line in footprint.find_leftovers()]
+    if leftovers:
+        pytest.fail("the lab left behind: " + "; ".join(leftovers), pytrace=False)

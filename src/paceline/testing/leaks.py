@@ -1,6 +1,6 @@
-"""What a test may leave behind, and how to find it.
+"""Leaks of a test: snapshots of its resources, and the differences between two of them.
 
-Invariant: observing changes nothing, and what other programs on the machine do is no leak of this test.
+Invariant: taking a snapshot changes nothing, and what other programs on the machine do is never a leak.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from paceline.job.cluster import change_environment, process_environment
 from paceline.testing.rank_processes import rank_pool
 
-_SETTLE_SECONDS = 30.0  # what ends by itself, also on a busy machine
+_SETTLE_SECONDS = 30.0  # for resources that are still ending, on a busy machine
 _SHARED_MEMORY = Path("/dev/shm")
 _IGNORED_VARIABLES = ("PYTEST_", "KMP_", "TORCHINDUCTOR_")  # pytest's own, and what imports set for good
 _LASTING_SERVERS = (
@@ -30,21 +30,21 @@ _LASTING_SERVERS = (
 )
 
 ProcessKey = tuple[int, int]
-"""A process by its number and the inode of its folder: a number comes again, both together do not."""
+"""The number of a process and the inode of its folder in /proc: a number is reused, the pair is not."""
 
 
 @dataclass(frozen=True)
 class ResourceSnapshot:
-    """What was there at one moment.
+    """The resources of a test process at one moment.
 
     Args:
-        environment: the variables of this process, less those that pytest and imports set.
+        environment: variables of this process, without those that pytest and imports set.
         threads: names of threads that are not daemons, by identity.
-        processes: command lines of the descendants of this process, by number; servers that are meant to
-            stay (fork servers, resource tracker, compile workers) are left out, what they start is not.
-        shared_memory: this user's files in /dev/shm.
-        group: torch has a default process group.
-        strangers: numbers and inodes of processes that are no descendants, and never will be.
+        processes: command lines of the descendants of this process, by number. Servers that are meant to stay
+            (fork servers, resource tracker, compile workers) are left out, but not the processes they start.
+        shared_memory: files of this user in /dev/shm.
+        group: whether torch has a default process group.
+        strangers: processes that are no descendants, and never will be.
     """
 
     environment: Mapping[str, str]
@@ -56,8 +56,8 @@ class ResourceSnapshot:
 
 
 def take_snapshot(before: ResourceSnapshot | None = None) -> ResourceSnapshot:
-    """Look around, within a millisecond or two; who was a stranger `before` is not looked at again."""
-    family = _ProcessTree.look(os.getpid(), frozenset() if before is None else before.strangers)
+    """Return the present resources, in a millisecond or two; strangers of `before` are not read again."""
+    tree = _ProcessTree.look(os.getpid(), frozenset() if before is None else before.strangers)
     return ResourceSnapshot(
         environment={
             name: value
@@ -65,18 +65,18 @@ def take_snapshot(before: ResourceSnapshot | None = None) -> ResourceSnapshot:
             if not name.startswith(_IGNORED_VARIABLES)
         },
         threads={thread.ident or 0: thread.name for thread in threading.enumerate() if not thread.daemon},
-        processes=family.describe(),
+        processes=tree.describe(),
         shared_memory=frozenset(_own_shared_memory()),
         group=_has_process_group(),
-        strangers=family.strangers,
+        strangers=tree.strangers,
     )
 
 
 def find_leaks(before: ResourceSnapshot) -> list[str]:
-    """Compare with now; what may be on its way out gets half a minute to go.
+    """Compare an earlier snapshot with the present; resources that are still ending get half a minute.
 
     Returns:
-        One line for each leak; empty if there is none.
+        One line for each leak.
     """
     expires = time.monotonic() + _SETTLE_SECONDS
     now = take_snapshot(before)
@@ -112,13 +112,13 @@ def _compare_resources(before: ResourceSnapshot, after: ResourceSnapshot) -> lis
 
 
 def clean_up(before: ResourceSnapshot) -> None:
-    """Undo what can be undone, so that only the test that leaked fails: all but threads."""
+    """Remove all leaks but threads, so that only the test that leaked fails."""
     now = take_snapshot()
     for name in now.shared_memory - before.shared_memory:
         if not _used_elsewhere(name):
             (_SHARED_MEMORY / name).unlink(missing_ok=True)
-    gone = {name: None for name in now.environment if name not in before.environment}
-    change_environment({**gone, **before.environment})
+    added = {name: None for name in now.environment if name not in before.environment}
+    change_environment({**added, **before.environment})
     for pid in now.processes.keys() - before.processes.keys():
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -133,12 +133,12 @@ def _has_process_group() -> bool:
 
 @dataclass(frozen=True)
 class _ProcessTree:
-    """The processes that come from one.
+    """The descendants of a process.
 
     Args:
-        root: that one.
-        children: by parent, of all that were read.
-        strangers: those whose ancestors are all known, and `root` is none of them.
+        root: the number of the process.
+        children: children of every process that was read.
+        strangers: processes whose ancestors are all known, without `root` among them.
     """
 
     root: int
@@ -147,48 +147,49 @@ class _ProcessTree:
 
     @classmethod
     def look(cls, root: int, known: frozenset[ProcessKey] = frozenset()) -> _ProcessTree:
-        """Read the processes that are there and are not known to be strangers."""
-        with os.scandir("/proc") as processes:
-            there = {(int(one.name), one.inode()) for one in processes if one.name.isdecimal()}
+        """Read the processes that exist and are not known to be strangers."""
+        with os.scandir("/proc") as entries:
+            existing = {(int(entry.name), entry.inode()) for entry in entries if entry.name.isdecimal()}
         parents: dict[int, int] = {}
         children: dict[int, list[int]] = {}
-        for pid, _ in there - known:
+        for pid, _ in existing - known:
             with suppress(OSError):
                 state, parent = _read_stat(str(pid)).rpartition(b")")[2].split(maxsplit=2)[:2]
                 parents[pid] = int(parent)
                 if state not in b"ZX":
                     children.setdefault(int(parent), []).append(pid)
-        theirs = {0, *(pid for pid, _ in known & there)}
-        while more := {pid for pid, parent in parents.items() if parent in theirs} - theirs - {root}:
-            theirs |= more
-        return cls(root, children, frozenset(entry for entry in there if entry[0] in theirs))
+        strangers = {0, *(pid for pid, _ in known & existing)}
+        while new := {pid for pid, parent in parents.items() if parent in strangers} - strangers - {root}:
+            strangers |= new
+        return cls(root, children, frozenset(process for process in existing if process[0] in strangers))
 
     def describe(self) -> dict[int, str]:
-        """By number, the command lines; servers that are meant to stay, and what is ending, are left out."""
-        found: dict[int, str] = {}
-        own = self.children.get(self.root, ())
-        todo = list(own)
-        while todo:
-            pid = todo.pop()
-            todo += self.children.get(pid, ())
+        """Return command lines by number, without lasting servers, idle ranks and ending processes."""
+        commands: dict[int, str] = {}
+        children = self.children.get(self.root, ())
+        pending = list(children)
+        while pending:
+            pid = pending.pop()
+            pending += self.children.get(pid, ())
             with suppress(OSError):
                 command = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").replace("\0", " ").strip()
                 if not command and not _has_memory(pid):
                     continue  # it is ending
-                # Ranks have the command line of the server that forked them, but are its children, not ours.
-                if pid not in own or not any(name in command for name in _LASTING_SERVERS):
-                    found[pid] = command
+                # Ranks have the command line of the server that forked them, but they are its children.
+                if pid not in children or not any(name in command for name in _LASTING_SERVERS):
+                    commands[pid] = command
         idle_ranks = rank_pool(os.getpid()).pids
-        return {pid: command for pid, command in found.items() if pid not in idle_ranks}
+        return {pid: command for pid, command in commands.items() if pid not in idle_ranks}
 
 
 def _has_memory(pid: int) -> bool:
-    """Not once it ends; a program that has just begun has memory, and no words yet."""
+    """Return whether a process has memory."""
+    # A new process has memory before it has a command line; a process that ends has none.
     return "VmSize" in Path(f"/proc/{pid}/status").read_text(errors="replace")
 
 
 def _read_stat(pid: str) -> bytes:
-    """What the system says of a process, by two calls."""
+    """Read the status line of a process with two system calls."""
     file = os.open(f"/proc/{pid}/stat", os.O_RDONLY)
     try:
         return os.read(file, 4096)
@@ -207,18 +208,18 @@ def _own_shared_memory() -> list[str]:
 
 
 def _used_elsewhere(name: str) -> bool:
-    """A process outside of this test run has it mapped: another program's segment.
-
-    It is looked for by device and inode: what the system says of a semaphore's mapping is not its name.
-    """
+    """Return whether a process outside of this test run has a segment mapped."""
+    # By device and inode: the mapping of a semaphore does not show its name.
     try:
-        there = (_SHARED_MEMORY / name).stat()
+        status = (_SHARED_MEMORY / name).stat()
     except OSError:
-        return True  # it is gone
-    ours = {os.getpid(), *_ProcessTree.look(os.getpid()).describe()}
-    needle = f" {os.major(there.st_dev):02x}:{os.minor(there.st_dev):02x} {there.st_ino} "
+        return True  # it is gone by now
+    test_pids = {os.getpid(), *_ProcessTree.look(os.getpid()).describe()}
+    needle = f" {os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x} {status.st_ino} "
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            if int(process.name) not in ours and needle in (process / "maps").read_text(errors="replace"):
+            if int(process.name) not in test_pids and needle in (process / "maps").read_text(
+                errors="replace"
+            ):
                 return True
     return False

@@ -1,9 +1,8 @@
-"""Run a recipe as one of several ranks, or on the oracle, and compare where the two end.
+"""Parity of runs: train a recipe as one of several ranks or on the oracle, and compare the final states.
 
-Unlike verification, which checks every step from equal bits, these run freely from the same seed: what is
-compared is where many steps lead, errors of all steps together.
-
-Interrupt a session in the middle of a backward pass, on every rank at the same place.
+Unlike verification, which compares every step from equal bits, the runs are independent from the same seed,
+so differences are the errors of all steps together. A run can also be interrupted in the middle of a backward
+pass, on every rank at the same gradient.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ TaskFactory = Callable[[], Task]
 
 @dataclass(frozen=True)
 class Trajectory:
-    """Where a run ended.
+    """The losses and the final state of a run.
 
     Args:
         losses: mean loss of every step.
-        parameters: by name; buffers too.
+        parameters: parameters and buffers by name.
         optimizer: optimizer tensors by name.
     """
 
@@ -49,7 +48,7 @@ class Trajectory:
     optimizer: dict[str, Tensor]
 
     def distance(self, other: Trajectory) -> float:
-        """Largest absolute difference over all parameters and buffers."""
+        """Return the largest absolute difference over all parameters and buffers."""
         if self.parameters.keys() != other.parameters.keys():
             return float("inf")
         return max(
@@ -62,40 +61,47 @@ class Trajectory:
 
 
 def make_task(recipe: Recipe) -> Task:
-    """The task that the recipe names."""
+    """Build the task of a recipe."""
     return build_task(recipe, None, None)
 
 
 def build_test_session(
     cluster: Cluster, recipe: Recipe, task: TaskFactory | None = None, pieces: Components | None = None
 ) -> Session:
-    """This rank's session on the processor."""
-    built = task() if task is not None else make_task(recipe)
-    return build_session(recipe, built, cluster, CPU, pieces=pieces)
+    """Build the session of this rank on the CPU."""
+    task_object = task() if task is not None else make_task(recipe)
+    return build_session(recipe, task_object, cluster, CPU, pieces=pieces)
 
 
 def run_strategy(
     cluster: Cluster, recipe: Recipe, task: TaskFactory | None = None, pieces: Components | None = None
 ) -> Trajectory:
-    """Train to the end as one rank."""
+    """Train to the end as one rank, and return its part of the final state."""
     session = build_test_session(cluster, recipe, task, pieces)
     losses = [stats.loss for stats in session.rounds()]
     return trajectory_of(losses, session)
 
 
 def trajectory_of(losses: list[float], session: Session) -> Trajectory:
-    """Where a session stands."""
+    """Return the state of a session on this rank."""
     tensors = {name: t.detach().clone() for name, t in session.state.tensors().items()}
     return Trajectory(losses, _strip_prefix("model/", tensors), _strip_prefix("optimizer/", tensors))
+
+
+def whole_trajectory(losses: list[float], session: Session) -> Trajectory:
+    """Return the state of a session with the parts of all ranks; collective."""
+    tensors = {name: t.detach().clone() for name, t in session.snapshot().tensors().items()}
+    optimizer = {name: t for name, t in tensors.items() if name.startswith("optimizer/")}
+    return Trajectory(losses, _strip_prefix("model/", tensors), optimizer)
 
 
 def run_oracle(
     recipe: Recipe, steps: int, task: TaskFactory | None = None, shards: int | None = None
 ) -> Trajectory:
-    """Train the oracle for some steps.
+    """Train the oracle for a number of steps.
 
     Args:
-        shards: the recipe's if None; 1 for the full batch in one forward.
+        shards: micro-batches per step; None for those of the recipe, 1 for the full batch in one forward.
     """
     oracle = build_oracle(recipe, task() if task is not None else make_task(recipe), CPU, shards)
     losses = [oracle.step(step, step) for step in range(steps)]
@@ -112,19 +118,19 @@ def _strip_prefix(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 class StepInterrupt(Exception):
-    """Raised in the middle of a step."""
+    """An interrupt in the middle of a step."""
 
 
 class InterruptedRunner:
-    """A layout that raises `StepInterrupt` once.
+    """A model runner that raises `StepInterrupt` once.
 
-    In a stage the rest of the gradients is withheld instead, and it raises at the end: its neighbours wait
-    for what its backward sends.
+    A pipeline stage withholds further gradients instead and raises at the end of the run, because its
+    neighbours wait for the messages of its backward.
 
     Args:
-        inner: the layout.
-        at_run: in which call of `run`, from 0.
-        after: how many gradients are handed on before it.
+        inner: the model runner that is interrupted.
+        at_run: the call of `run` that is interrupted, from 0.
+        after: number of gradients that are reduced before.
     """
 
     def __init__(self, inner: ModelRunner, at_run: int, after: int) -> None:
@@ -137,44 +143,44 @@ class InterruptedRunner:
     def run(
         self, micro_batches: Iterable[LoadedBatch], count: int, sink: GradientSink, scale: float
     ) -> LossSums:
-        """As the inner layout, but for the one call."""
+        """Run like the inner runner, except for the interrupted call."""
         interrupts = self.runs == self._at_run
         self.runs += 1
-        waits = isinstance(self._inner, PipelineRunner)
-        fused = _InterruptingSink(sink, self._after, withholds=waits) if interrupts else sink
-        sums = self._inner.run(micro_batches, count, fused, scale)
-        if interrupts and waits:
+        withholds = isinstance(self._inner, PipelineRunner)
+        interrupting = _InterruptingSink(sink, self._after, withholds=withholds) if interrupts else sink
+        sums = self._inner.run(micro_batches, count, interrupting, scale)
+        if interrupts and withholds:
             raise StepInterrupt
         return sums
 
 
 class _InterruptingSink:
     def __init__(self, sink: GradientSink, after: int, *, withholds: bool) -> None:
-        self._sink, self._left, self._withholds = sink, after, withholds
+        self._sink, self._num_left, self._withholds = sink, after, withholds
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._sink, name)
 
     def micro_batch(self, shards: range, is_last: bool) -> None:
-        if self._left or not self._withholds:
+        if self._num_left or not self._withholds:
             self._sink.micro_batch(shards, is_last)
 
     def ready(self, slot: TensorSlot, grad: Tensor | None) -> None:
-        if self._left == 0:
+        if self._num_left == 0:
             if self._withholds:
                 return
             raise StepInterrupt
-        self._left -= 1
+        self._num_left -= 1
         self._sink.ready(slot, grad)
 
 
 def train_interrupted(session: Session, at_run: int, after: int) -> list[float]:
-    """Train to the end; abort where it is interrupted, and go on. Returns the loss of every round.
+    """Train to the end, aborting the interrupted step and taking it again; return the loss of every round.
 
     Raises:
-        AssertionError: nothing was interrupted, though this rank does run micro-batches.
+        AssertionError: this rank runs micro-batches, but was not interrupted.
     """
-    session.runner = layout = InterruptedRunner(session.runner, at_run, after)
+    session.runner = runner = InterruptedRunner(session.runner, at_run, after)
     losses: list[float] = []
     aborts = 0
     while session.state.step < session.num_steps:
@@ -184,5 +190,5 @@ def train_interrupted(session: Session, at_run: int, after: int) -> list[float]:
         except StepInterrupt:
             session.abort()
             aborts += 1
-    assert aborts == (layout.runs > 0), "the run ended before it was interrupted"
+    assert aborts == (runner.runs > 0), "the run ended before it was interrupted"
     return losses

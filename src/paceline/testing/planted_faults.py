@@ -1,8 +1,9 @@
-"""Known mistakes of distributed training, one piece each, to prove that verification finds them.
+"""Planted faults: known mistakes of distributed training, one component each, to prove that verification
+finds them.
 
-Every fault is a `Components` with one constructor exchanged; nothing else of the session changes.
-
-Pieces with mistakes that happen to summed gradients, or after it; see `faults`.
+Every fault is a `Components` with one constructor replaced; nothing else of the session changes. Mistakes in
+the data, in the reduction, in the update and in the schedule are here, with the diagnoses that name them
+correctly.
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ UpdateParts = dict[str, UpdatePart]
 
 
 def no_clip(parts: UpdateParts) -> UpdateParts:
-    """Leave gradients as long as they are."""
+    """Leave out the clip."""
     return {**parts, "clip": lambda record: None}
 
 
 def not_divided(parts: UpdateParts) -> UpdateParts:
-    """Take the sum for the mean."""
-    right = parts["divide"]
+    """Leave out the division by the count, so that the update uses the sum."""
+    correct = parts["divide"]
 
     def divide(record: PendingUpdate) -> None:
-        right(record)
+        correct(record)
         record.divisor /= record.tally.count
         record.multiplier *= record.tally.count
 
@@ -53,13 +54,13 @@ def not_divided(parts: UpdateParts) -> UpdateParts:
 
 
 def divided_twice(num_replicas: int) -> Any:
-    """Divide by the number of replicas once more."""
+    """Divide by the number of replicas a second time."""
 
     def edit(parts: UpdateParts) -> UpdateParts:
-        right = parts["divide"]
+        correct = parts["divide"]
 
         def divide(record: PendingUpdate) -> None:
-            right(record)
+            correct(record)
             record.divisor *= num_replicas
             record.multiplier /= num_replicas
 
@@ -70,79 +71,79 @@ def divided_twice(num_replicas: int) -> Any:
 
 def step_twice(parts: UpdateParts) -> UpdateParts:
     """Call the optimizer's step a second time."""
-    right = parts["step"]
+    correct = parts["step"]
 
     def step(record: PendingUpdate) -> None:
-        right(record)
+        correct(record)
         record.state.optimizer.step()
 
     return {**parts, "step": step}
 
 
 def no_step(parts: UpdateParts) -> UpdateParts:
-    """Undo what the optimizer does to the parameters."""
-    right = parts["step"]
+    """Restore the parameters after the step of the optimizer."""
+    correct = parts["step"]
 
     def step(record: PendingUpdate) -> None:
-        kept = [p.detach().clone() for p in record.updates.values()]
-        right(record)
+        before = [p.detach().clone() for p in record.updates.values()]
+        correct(record)
         with torch.no_grad():
-            for p, value in zip(record.updates.values(), kept, strict=True):
+            for p, value in zip(record.updates.values(), before, strict=True):
                 p.copy_(value)
 
     return {**parts, "step": step}
 
 
 def clear_optimizer_state(parts: UpdateParts) -> UpdateParts:
-    """Begin every step with an optimizer that knows nothing."""
-    right = parts["step"]
+    """Clear the state of the optimizer before every step."""
+    correct = parts["step"]
 
     def step(record: PendingUpdate) -> None:
         record.state.optimizer.state.clear()
-        right(record)
+        correct(record)
 
     return {**parts, "step": step}
 
 
 def decay_everything(parts: UpdateParts) -> UpdateParts:
-    """Let everything decay."""
-    right = parts["step"]
+    """Set the same weight decay for every parameter group."""
+    correct = parts["step"]
 
     def step(record: PendingUpdate) -> None:
         for group in record.state.optimizer.param_groups:
             group["weight_decay"] = 0.3
-        right(record)
+        correct(record)
 
     return {**parts, "step": step}
 
 
 def drift_per_rank(parts: UpdateParts) -> UpdateParts:
-    """Add noise after the step, of which every process draws its own."""
-    right = parts["step"]
+    """Add a different value on each rank after the step."""
+    correct = parts["step"]
 
     def step(record: PendingUpdate) -> None:
-        right(record)
-        own = torch.distributed.get_rank() if torch.distributed.is_initialized() else 1
+        correct(record)
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 1
         with torch.no_grad():
             for p in record.updates.values():
-                p.add_(own * 1e-3)
+                p.add_(rank * 1e-3)
 
     return {**parts, "step": step}
 
 
-def norm_without_first_tensor(right: GradientNorm) -> GradientNorm:
-    """Leave the first tensor out."""
+def norm_without_first_tensor(correct: GradientNorm) -> GradientNorm:
+    """Leave the first tensor out of the norm."""
 
     def norm(grads: Gradients) -> float:
-        right(grads)
-        found = [g for g in grads.tensors.values() if g is not None]
-        return float(torch.linalg.vector_norm(torch.cat([g.reshape(-1) for g in found[1:]])))
+        correct(grads)
+        tensors = [g for g in grads.tensors.values() if g is not None]
+        return float(torch.linalg.vector_norm(torch.cat([g.reshape(-1) for g in tensors[1:]])))
 
     return norm
 
 
 class _ConstantSchedule:
-    """Never changes the rate."""
+    """A schedule with a constant rate."""
 
     def __init__(self, inner: LearningRateSchedule) -> None:
         self.inner = inner
@@ -158,17 +159,17 @@ class _ConstantSchedule:
 
 
 def constant_rate(*args: Any) -> Any:
-    """Another schedule than the recipe's."""
+    """Build a constant schedule in place of that of the recipe."""
     return _ConstantSchedule(build_schedule(*args))
 
 
 class UnclearedReducer(BucketReducer):
-    """Adds the sums of the step before."""
+    """A reducer that does not clear the sums of the previous step."""
 
     _kept: list[Tensor] | None = None
 
     def finish(self) -> Gradients:
-        """What is there, on top of what was there."""
+        """Return the sums added to those of the previous step."""
         grads = super().finish()
         fresh = [flat.clone() for flat in grads.flats]
         for flat, old in zip(grads.flats, self._kept or (), strict=False):
@@ -178,20 +179,20 @@ class UnclearedReducer(BucketReducer):
 
 
 class LostBucketReducer(BucketReducer):
-    """Loses a bucket."""
+    """A reducer that loses a bucket."""
 
     def finish(self) -> Gradients:
-        """Zeros in place of the last one."""
+        """Return the sums with zeros in the last bucket."""
         grads = super().finish()
         grads.flats[-1].zero_()
         return grads
 
 
 class Float16Reducer(BucketReducer):
-    """Adds up in float16."""
+    """A reducer that accumulates in float16."""
 
     def finish(self) -> Gradients:
-        """What is left of the sums in 16 bits."""
+        """Return the sums rounded to float16."""
         grads = super().finish()
         for flat in grads.flats:
             flat.copy_(flat.to(torch.float16))
@@ -199,13 +200,13 @@ class Float16Reducer(BucketReducer):
 
 
 def sum_instead_of_mean(num_replicas: int) -> Callable[[UpdateParts], UpdateParts]:
-    """Divide by the count of one rank, so that replicas add up."""
+    """Divide by the count of one replica, so that the update uses the sum over replicas."""
 
     def edit(parts: UpdateParts) -> UpdateParts:
-        right = parts["divide"]
+        correct = parts["divide"]
 
         def divide(record: PendingUpdate) -> None:
-            right(record)
+            correct(record)
             record.divisor /= num_replicas
             record.multiplier *= num_replicas
 
@@ -216,19 +217,19 @@ def sum_instead_of_mean(num_replicas: int) -> Callable[[UpdateParts], UpdatePart
 
 def wrong_clip_norm(parts: UpdateParts) -> UpdateParts:
     """Clip with the norm before the division by the count."""
-    right = parts["clip"]
+    correct = parts["clip"]
 
     def clip(record: PendingUpdate) -> None:
         norm = record.norm
         record.norm *= record.tally.count
-        right(record)
+        correct(record)
         record.norm = norm
 
     return {**parts, "clip": clip}
 
 
 class MeanOfMeans(EveryStep):
-    """Weights every rank alike, whatever its number of samples."""
+    """A rule that gives every rank the same weight, whatever its number of samples."""
 
     def step(
         self,
@@ -237,19 +238,20 @@ class MeanOfMeans(EveryStep):
         runner: ModelRunner,
         update_step: UpdateStep,
     ) -> tuple[StepTally, UpdateResult]:
-        """Scale this rank's gradient by (mean share / own share)."""
+        """Scale the gradient of this rank by (mean number of samples / its number of samples)."""
         step = update_step.state.step
-        own = sum(len(u.indices) for u in work.micro_batches(step))
-        fair = work.num_samples(step) / self._group.size
-        kept, self.reducer = self.reducer, _RescaledReduction(self.reducer, fair / own if own else 1.0)
+        num_samples = sum(len(u.indices) for u in work.micro_batches(step))
+        mean = work.num_samples(step) / self._group.size
+        factor = mean / num_samples if num_samples else 1.0
+        reducer, self.reducer = self.reducer, _RescaledReduction(self.reducer, factor)
         try:
             return super().step(work, stream, runner, update_step)
         finally:
-            self.reducer = kept
+            self.reducer = reducer
 
 
 class _RescaledReduction:
-    """A reduction of gradients times a factor."""
+    """A reduction that multiplies gradients by a factor."""
 
     def __init__(self, inner: GradientReduction, factor: float) -> None:
         self._inner, self._factor = inner, factor
@@ -262,27 +264,27 @@ class _RescaledReduction:
 
 
 class SkippedBucketCollective(NativeCollective):
-    """Sums every buffer but the first."""
+    """A collective that does not sum the first buffer."""
 
     def all_reduce(self, x: Tensor, key: str) -> Handle:
-        """Leave the first buffer alone."""
+        """Sum a buffer, unless it is the first."""
         return Handle.ready(x) if key == "0.0" else super().all_reduce(x, key)
 
 
 def skip_first_bucket(collective: Collective) -> Collective:
-    """Forget the all_reduce of the first bucket."""
+    """Leave out the all_reduce of the first bucket."""
     if isinstance(collective, NativeCollective | SharedMemoryCollective):
         return SkippedBucketCollective(collective.net, collective.group)
     return collective
 
 
 class StaleBucketReducer(BucketReducer):
-    """Hands out the first bucket of the step before."""
+    """A reducer that returns the first bucket of the previous step."""
 
     _kept: Tensor | None = None
 
     def finish(self) -> Gradients:
-        """Swap the fresh sums for those of the last step."""
+        """Return the sums, with the first bucket of the previous step."""
         grads = super().finish()
         flat = grads.flats[0]
         fresh = flat.clone()
@@ -294,14 +296,14 @@ class StaleBucketReducer(BucketReducer):
 
 @dataclass(frozen=True)
 class SameDataWork(LockstepWork):
-    """Every rank takes the micro-batches of rank 0."""
+    """Work that gives every rank the micro-batches of rank 0."""
 
     def micro_batches(self, step: int, version: int | None = None) -> tuple[MicroBatch, ...]:
-        """The micro-batches of the first replica."""
+        """Return the micro-batches of the first replica."""
         return self.first.micro_batches(step, version)
 
     def num_micro_batches(self, step: int) -> int:
-        """As many as the first replica has."""
+        """Return the number of micro-batches of the first replica."""
         return self.first.num_micro_batches(step)
 
     @property
@@ -312,17 +314,17 @@ class SameDataWork(LockstepWork):
 
 @dataclass(frozen=True)
 class SharedDropoutSeedWork(LockstepWork):
-    """The keys of a rank's micro-batches are those of rank 0."""
+    """Work that gives micro-batches of every rank the random keys of rank 0."""
 
     def micro_batches(self, step: int, version: int | None = None) -> tuple[MicroBatch, ...]:
-        """Own samples, keys of the first replica at the same place (its last one where it has fewer)."""
+        """Return the micro-batches of this rank with keys of the first replica; its last key is repeated."""
         first = LockstepWork(self.order, self.shards, self.seed, 0, self.num_replicas).micro_batches(step)
-        keys = [first[min(place, len(first) - 1)].key for place in range(self.num_micro_batches(step))]
+        keys = [first[min(i, len(first) - 1)].key for i in range(self.num_micro_batches(step))]
         return tuple(replace(u, key=k) for u, k in zip(super().micro_batches(step), keys, strict=True))
 
 
 class OffByOneAccumulationRunner(ReplicatedRunner):
-    """Announces the gradients before the last micro-batch has added to them."""
+    """A runner that reduces gradients before the last micro-batch is added."""
 
     def _forward_backward(self, micro_batch: MicroBatch, batch: Any, sums: LossSums, scale: float) -> None:
         parameters = self.sharded_model.computes.values()
@@ -337,7 +339,7 @@ class OffByOneAccumulationRunner(ReplicatedRunner):
 
 
 class UnsyncedBuffersRunner(ReplicatedRunner):
-    """Keeps the running statistics of its own micro-batches."""
+    """A runner that keeps the running statistics of its own micro-batches."""
 
     def __init__(self, sharded_model: ShardedModel, *args: Any, **kwargs: Any) -> None:
         super().__init__(sharded_model, *args, **kwargs)
@@ -346,20 +348,20 @@ class UnsyncedBuffersRunner(ReplicatedRunner):
     def run(
         self, micro_batches: Iterable[LoadedBatch], count: int, sink: GradientSink, scale: float
     ) -> LossSums:
-        """Remember how many micro-batches are this rank's own."""
-        self.buffers.own_micro_batches = count  # type: ignore[attr-defined]
+        """Run micro-batches, and keep their number for the buffers."""
+        self.buffers.num_micro_batches = count  # type: ignore[attr-defined]
         return super().run(micro_batches, count, sink, scale)
 
 
 class _UnsyncedBuffers(MicroBatchBuffers):
-    own_micro_batches = 0
+    num_micro_batches = 0
 
     def end_step(self, change: Tensor, micro_batches: float) -> None:
-        super().end_step(self.change, self.own_micro_batches)
+        super().end_step(self.change, self.num_micro_batches)
 
 
 class _EarlySchedule:
-    """The rate of the next update."""
+    """A schedule that is one update early."""
 
     def __init__(self, inner: LearningRateSchedule) -> None:
         self.inner = inner
@@ -372,6 +374,7 @@ class _EarlySchedule:
 
 
 def schedule_off_by_one(*args: Any) -> Any:
+    """Build the schedule of the recipe, one update early."""
     return _EarlySchedule(build_schedule(*args))
 
 
@@ -380,8 +383,8 @@ class PlantedFault:
     """A known mistake.
 
     Args:
-        pieces: builds the faulty pieces for a number of replicas.
-        causes: the diagnoses that name it rightly.
+        pieces: builds the faulty components for a number of replicas.
+        causes: the diagnoses that name it correctly.
     """
 
     pieces: Callable[[int], Components]

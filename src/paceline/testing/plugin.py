@@ -1,17 +1,12 @@
 """The pytest plugin of the test kit: `-p paceline.testing.plugin`.
 
-Invariant: a test that leaves something behind fails by name, and the next test does not suffer from it.
+It adds a fixture for every test that fails it by name if it leaves something behind, and cleans up for the
+next one; the fixture `lab` (a cluster on this machine); the marks `capability(*ids)`, `gpu` (skipped without
+an NVIDIA GPU) and `soak` (deselected without `--soak`); and `--capability-report=PATH`.
 
-It adds one fixture that every test uses (leaks), `lab` (a cluster on this machine), the marks
-`capability(*ids)`, `gpu` (skipped with a reason where there is no NVIDIA GPU) and `soak` (left out unless
-`--soak` is given), and `--capability-report=PATH`.
-
-Which tests prove which rows of the capability list, and how they ended; written as JSON.
-
-With pytest-xdist its workers know the marks, and send them; its controller hears the outcomes, and writes.
-
-Invariant: a test that was collected is in the report, also if it never ran; one part that failed (set-up,
-call, tear-down) makes the whole test failed.
+The report maps rows of the capability list to the tests that prove them, with their outcomes. A collected
+test is in the report even if it never ran, and counts as failed if its set-up, call or tear-down failed. With
+pytest-xdist the workers collect the marks, and the controller receives the outcomes and writes the file.
 """
 
 from __future__ import annotations
@@ -24,7 +19,7 @@ from typing import Any, Literal
 
 import pytest
 
-from paceline.testing.lab_fixture import lab, why_no_lab
+from paceline.testing.lab_fixture import lab, lab_obstacle
 from paceline.testing.leaks import ResourceSnapshot, clean_up, find_leaks, take_snapshot
 
 OutcomeName = Literal["not run", "passed", "skipped", "failed"]
@@ -33,36 +28,36 @@ _OUTCOME_ORDER: dict[OutcomeName, int] = {"not run": 0, "passed": 1, "skipped": 
 
 
 class CapabilityReport:
-    """Collects the `capability` marks of a run; a pytest plugin object.
+    """A pytest plugin object that collects the `capability` marks and the outcomes of a run.
 
     Args:
-        path: of the JSON file: {"O1": [{"test": "tests/...::test_x", "outcome": "passed"}, ...], ...},
+        path: the JSON file to write: {"O1": [{"test": "tests/...::test_x", "outcome": "passed"}, ...], ...},
             sorted, with the outcomes "passed", "failed", "skipped" and "not run".
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._rows: dict[str, tuple[str, ...]] = {}
-        self._verdicts: dict[str, OutcomeName] = {}
+        self._outcomes: dict[str, OutcomeName] = {}
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Note the marks of every selected test."""
+        """Record the marks of every selected test."""
         for item in session.items:
             marks = item.iter_markers("capability")
             self._rows[item.nodeid] = tuple(sorted({str(row) for mark in marks for row in mark.args}))
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        """Take the marks from a worker of pytest-xdist; each has collected all tests."""
+        """Receive the marks from a worker of pytest-xdist; each has collected all tests."""
         self._rows |= getattr(node, "workeroutput", {}).get(_CAPABILITY_ROWS, {})
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Note how one part of a test ended."""
-        before = self._verdicts.get(report.nodeid, "not run")
-        self._verdicts[report.nodeid] = max(before, report.outcome, key=_OUTCOME_ORDER.__getitem__)
+        """Record the outcome of the set-up, call or tear-down of a test."""
+        before = self._outcomes.get(report.nodeid, "not run")
+        self._outcomes[report.nodeid] = max(before, report.outcome, key=_OUTCOME_ORDER.__getitem__)
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Write the file, or tell the process that will."""
+        """Write the file, or send the marks to the process that does."""
         if hasattr(session.config, "workeroutput"):
             session.config.workeroutput[_CAPABILITY_ROWS] = self._rows
             return
@@ -70,7 +65,7 @@ class CapabilityReport:
         self._path.write_text(json.dumps(self.render(), indent=1) + "\n", encoding="utf-8")
 
     def render(self) -> dict[str, list[dict[str, str]]]:
-        """The content of the file."""
+        """Return the content of the file."""
         return {
             row: list(self._tests(row))
             for row in sorted({row for rows in self._rows.values() for row in rows})
@@ -78,10 +73,10 @@ class CapabilityReport:
 
     def _tests(self, row: str) -> Iterable[dict[str, str]]:
         for test in sorted(test for test, rows in self._rows.items() if row in rows):
-            yield {"test": test, "outcome": self._verdicts.get(test, "not run")}
+            yield {"test": test, "outcome": self._outcomes.get(test, "not run")}
 
 
-__all__ = ["lab", "no_leaks", "why_no_lab"]
+__all__ = ["lab", "lab_obstacle", "no_leaks"]
 
 _MARKS = (
     "capability(*ids): the rows of the capability list that this test proves",
@@ -89,7 +84,7 @@ _MARKS = (
     "soak: long; runs only with --soak",
 )
 
-_LAST_SNAPSHOT = pytest.StashKey[ResourceSnapshot]()  # what was seen before the last test
+_LAST_SNAPSHOT = pytest.StashKey[ResourceSnapshot]()  # the state before the last test
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -115,17 +110,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not item.get_closest_marker("soak")]
         if long:
             config.hook.pytest_deselected(items=long)
-    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
-    if on_gpu and not _has_gpu():
-        for item in on_gpu:
+    gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu_tests and not _has_gpu():
+        for item in gpu_tests:
             item.add_marker(
                 pytest.mark.skip(reason="needs an NVIDIA GPU, torch.cuda.is_available() is False")
             )
 
 
 def _has_gpu() -> bool:
-    """PyTorch takes seconds to load: it is asked only where there is a driver that it could use."""
-    drivers = ("nvidia*", "nvhost*", "nvgpu*", "dxg")  # the last one is that of Windows, under WSL
+    """Return whether PyTorch can use an NVIDIA GPU; without a driver torch is not imported."""
+    drivers = ("nvidia*", "nvhost*", "nvgpu*", "dxg")  # the last one is for WSL
     if sys.platform == "linux" and not any(any(Path("/dev").glob(name)) for name in drivers):
         return False
     import torch
@@ -135,11 +130,11 @@ def _has_gpu() -> bool:
 
 @pytest.fixture(autouse=True)
 def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fail the test if it leaves behind a variable, a thread, a process, shared memory or a process group."""
+    """Fail a test that leaves behind a variable, a thread, a process, shared memory or a process group."""
     last = request.config.stash.get(_LAST_SNAPSHOT, None)
     before = request.config.stash[_LAST_SNAPSHOT] = take_snapshot(last)
     yield
     leaks = find_leaks(before)
     if leaks:
         clean_up(before)
-        pytest.fail("the test leaves behind: " + "; ".join(leaks), pytrace=False)
+        pytest.fail("the test left behind: " + "; ".join(leaks), pytrace=False)

@@ -1,4 +1,4 @@
-"""What the ranks of `run_ranks` find imported: the fork server of multiprocessing imports this module."""
+"""The imports of the fork server of `run_ranks`, which every rank inherits."""
 
 from contextlib import suppress
 
@@ -8,4 +8,4 @@ from paceline.tasks.digits import read_digits
 
 import_modules(("cloudpickle", "pytest", "sklearn.datasets", "paceline.testing.contracts"))
 with suppress(MissingExtraError):
-    read_digits()  # a rank finds them parsed
+    read_digits()  # ranks inherit the parsed data

@@ -1,14 +1,9 @@
-"""Run a function on n real processes that are connected by Gloo over the loopback.
+"""Rank processes for tests: run a function on n real processes that are connected by Gloo over the loopback.
 
-Invariant: `run_ranks` returns or raises soon after its deadline, and no rank is left then. The ranks are
-forked from one server that has imported torch, so eight of them start in a fraction of a second.
-
-The inside of one rank of `run_ranks`: connect, run the function, send what came of it.
-
-Invariant: a rank that has failed ends at once, so that its peers lose it and say so; a rank that is done
-keeps its connections until all are done. It never outlives the fork server, nor that the test process.
-
-What `run_ranks` raises: every rank's failure in full, the likely cause first.
+Invariant: `run_ranks` returns or raises soon after its deadline, and no rank runs the function then. A rank
+that fails ends at once, so that its peers lose the connection and report it; a rank that is done keeps its
+connections until all are done. No rank outlives the fork server or the test process. Ranks are forked from a
+server that has imported torch, so eight of them start in a fraction of a second.
 """
 
 from __future__ import annotations
@@ -168,7 +163,8 @@ def _attribute_identities() -> dict[str, dict[str, int]]:
         identities[name] = {
             key: id(value)
             for key, value in attributes.items()
-            if not key.startswith(hidden) and not issubclass(type(value), ModuleType)  # a submodule that was imported
+            if not key.startswith(hidden)
+            and not issubclass(type(value), ModuleType)  # a submodule that was imported
         }
         for key, value in attributes.items():
             if issubclass(type(value), type) and value.__module__ == name:  # isinstance would call properties
@@ -203,7 +199,7 @@ def _num_open_files() -> int:
 
 
 class _ErrorReporter:
-    """Sends an exception to the test and ends the process."""
+    """A context manager that sends an exception to the test and ends the process."""
 
     def __init__(self, results: Connection) -> None:
         self._results = results
@@ -222,7 +218,7 @@ class _ErrorReporter:
 
 
 class RanksFailed(Exception):
-    """Some ranks of a `run_ranks` raised, died, or were stuck at the deadline.
+    """The failure of a `run_ranks` call: ranks raised, died, or were stuck at the deadline.
 
     Args:
         failures: in any order; kept with the likely cause first. `kind` is "error" (raised), "connection"
@@ -234,7 +230,7 @@ class RanksFailed(Exception):
         super().__init__("\n".join(_render_failure(failure) for failure in self.failures))
 
     def of(self, global_rank: int) -> WorkerFailure:
-        """The failure of one rank.
+        """Return the failure of one rank.
 
         Raises:
             LookupError: that rank did not fail.
@@ -264,7 +260,7 @@ def run_ranks(
     *args: Any,
     deadline: float = 240.0,
     group_deadline: float | None = None,
-    dying: Collection[int] = (),
+    may_die: Collection[int] = (),
     reuse: bool = True,
 ) -> list[Any]:
     """Call `function(cluster, *args)` on n connected ranks.
@@ -278,7 +274,7 @@ def run_ranks(
         deadline: seconds, from when all ranks have started, until those that are not done are killed and
             reported with their stacks.
         group_deadline: seconds for every collective; None: `deadline`.
-        dying: ranks that may die; that is no failure, and the others go on.
+        may_die: ranks that can die without a failure; the others go on.
         reuse: use processes of earlier calls. False: start new ones, for example to measure their memory.
     Returns:
         What the ranks returned, by rank; None of one that has died.
@@ -293,9 +289,9 @@ def run_ranks(
         directory=Path.cwd(),
         group_deadline=deadline if group_deadline is None else group_deadline,
     )
-    with _running_ranks(request, n, reuse=reuse and not dying) as ranks:
-        _collect_results(ranks, time.monotonic() + deadline, dying)
-        living = [rank for rank in ranks if rank.global_rank not in dying or rank.failure is None]
+    with _running_ranks(request, n, reuse=reuse and not may_die) as ranks:
+        _collect_results(ranks, time.monotonic() + deadline, may_die)
+        living = [rank for rank in ranks if rank.global_rank not in may_die or rank.failure is None]
         _release_ranks(living, deadline)
         failures = [rank.failure for rank in living if rank.failure is not None]
         if failures:
@@ -304,7 +300,7 @@ def run_ranks(
 
 
 class _RankProcess:
-    """The test's view of one rank."""
+    """The process of one rank, as the test sees it."""
 
     def __init__(self, stack_file: Path) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -329,11 +325,11 @@ class _RankProcess:
 
     @property
     def open(self) -> bool:
-        """It has neither a result nor a failure yet."""
+        """Whether it has neither a result nor a failure yet."""
         return self.result is None and self.failure is None
 
     def receive(self) -> None:
-        """Take what it sent, or notice that it died."""
+        """Receive its result or its error, or record that it died."""
         try:
             message = self.pipe.recv()
         except EOFError:
@@ -346,17 +342,17 @@ class _RankProcess:
             self.result = message
 
     def fail(self, report: ErrorReport) -> None:
-        """Note an error with its traceback, which whoever writes a test wants to see."""
+        """Record an error with its traceback, which the author of a test needs."""
         self.failure = failure_from_report(self.global_rank, replace(report, details=report.traceback))
 
     def died(self) -> None:
-        """It ended without a word."""
+        """Record that it ended without a result."""
         code = self.process.exitcode or 0
         headline = signal_headline(-code) if code < 0 else f"ended with exit code {code}"
         self.failure = WorkerFailure(self.global_rank, "signal", time.time(), headline, code)
 
     def stop(self, why: str) -> None:
-        """Kill it, and say where it was."""
+        """Kill it, and record the position in its stack."""
         where = read_position(self.stack_file)
         details = self.stack_file.read_text(encoding="utf-8") if self.stack_file.exists() else ""
         headline = f"{why}; it was in {where}" if where else why
@@ -364,15 +360,15 @@ class _RankProcess:
         self.end()
 
     def end(self) -> None:
-        """Leave nothing of it, nor of what it started."""
+        """Kill it and every process that it started."""
         if self.process.pid is not None:
             kill_session(self.process.pid)
         if self.process.is_alive():
-            self.process.kill()  # it had no time to begin its session
+            self.process.kill()  # it has not begun its session yet
         self.process.join(_EXIT_SECONDS)
 
     def close(self) -> None:
-        """End the process, and release what belongs to it here."""
+        """End the process, and release its resources."""
         if self.reusable:
             self.pipe.close()  # then an idle process ends by itself
             self.process.join(_EXIT_SECONDS)
@@ -396,7 +392,7 @@ class RankPool:
 
     @property
     def pids(self) -> set[int]:
-        """The processes that wait for a call; they are no leak of a test."""
+        """The processes that wait for a call; a test does not leak them."""
         with self._lock:
             return {rank.process.pid or 0 for rank in self._idle}
 
@@ -452,8 +448,8 @@ def _running_ranks(request: RankRequest, n: int, *, reuse: bool) -> Iterator[lis
             pool.give_back(ranks)
 
 
-def _collect_results(ranks: list[_RankProcess], expires: float, dying: Collection[int]) -> None:
-    """Wait for all results; after a failure, give the others a moment, then end them."""
+def _collect_results(ranks: list[_RankProcess], expires: float, may_die: Collection[int]) -> None:
+    """Wait for all results; after a failure the other ranks get two seconds, then they are ended."""
     why = "did not finish before the deadline"
     while waiting := [rank for rank in ranks if rank.open]:
         ready = wait([rank.pipe for rank in waiting], timeout=max(0.0, expires - time.monotonic()))
@@ -462,7 +458,7 @@ def _collect_results(ranks: list[_RankProcess], expires: float, dying: Collectio
                 rank.receive()
         if not ready:
             _stop_ranks([rank for rank in waiting if rank.open], why)
-        elif any(rank.failure is not None for rank in waiting if rank.global_rank not in dying):
+        elif any(rank.failure is not None for rank in waiting if rank.global_rank not in may_die):
             expires = min(expires, time.monotonic() + _SETTLE_SECONDS)
             why = "was ended because of that"
 
@@ -498,7 +494,8 @@ def _release_ranks(ranks: list[_RankProcess], seconds: float) -> None:
 
 
 def _pickle(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """By value where the function is defined: a test module cannot be imported by a rank."""
+    """Pickle a call with the modules of its function by value."""
+    # A rank cannot import a test module by name.
     try:
         import cloudpickle
     except ImportError as error:
@@ -520,7 +517,7 @@ def _pickle(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 
 
 def _modules_of(values: Iterable[Any]) -> set[ModuleType]:
-    """Modules that define the given functions and classes, and that a rank may not be able to import."""
+    """Return the modules of functions and classes that a rank may not be able to import."""
     found = set()
     for value in values:
         if isinstance(value, functools.partial):

@@ -70,7 +70,7 @@ def test_the_state_moves(strategy: str, num_ranks: int, then: str, num_then: int
         own = "optimizer/" if rank and "sync" in then else "-"  # replicas that train alone: see inner/
         assert all(torch.equal(found[name], t) for name, t in saved.items() if not name.startswith(own))
     assert [
-        kept.step for kept in CheckpointCatalog.look(StorageFolder(str(tmp_path / "checkpoints"))).whole
+        kept.step for kept in CheckpointCatalog.read(StorageFolder(str(tmp_path / "checkpoints"))).whole
     ] == [4, 6]
 
 
@@ -78,7 +78,7 @@ def test_the_state_moves(strategy: str, num_ranks: int, then: str, num_then: int
 def test_replicas_share_the_writing_and_parts_are_written_once(tmp_path: Path) -> None:
     run_ranks(save_there, 3, "replicas=all", tmp_path)
     files = (
-        CheckpointCatalog.look(StorageFolder(str(tmp_path / "checkpoints"))),
+        CheckpointCatalog.read(StorageFolder(str(tmp_path / "checkpoints"))),
         StorageFolder(str(tmp_path / "checkpoints")),
     )
     manifest = load_checkpoint(files[1], files[0].whole[0].name).manifest
@@ -124,7 +124,7 @@ def _refuse(*_: object) -> None:
 def test_without_the_part_of_every_rank_there_is_no_checkpoint(tmp_path: Path) -> None:
     said = run_ranks(lose_a_rank, 2, tmp_path)
     assert "rank 1 has not written its part" in said[0] and "No space left" in said[1]
-    shelf = CheckpointCatalog.look(StorageFolder(str(tmp_path / "c")))
+    shelf = CheckpointCatalog.read(StorageFolder(str(tmp_path / "c")))
     assert not shelf.whole and list(shelf.broken) == ["step-00000002"]
     assert json.loads((tmp_path / "c" / "step-00000002" / "rank-00000.json").read_text())["files"]
 

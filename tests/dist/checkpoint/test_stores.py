@@ -77,7 +77,7 @@ def on_a_small_disk(tmp_path: Path, patience: float) -> tuple[str, list[int]]:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout, [
-        kept.step for kept in CheckpointCatalog.look(StorageFolder(str(tmp_path / "kept"))).whole
+        kept.step for kept in CheckpointCatalog.read(StorageFolder(str(tmp_path / "kept"))).whole
     ]
 
 
@@ -120,12 +120,12 @@ def train_to(
     recipe = Recipe(**DIGITS, steps=steps, checkpoint=keep, **layout, **settings)
     session = build_test_session(cluster, recipe)
     if session.sum(
-        float(cluster.global_rank == 0 and bool(CheckpointCatalog.look(StorageFolder(url)).whole))
+        float(cluster.global_rank == 0 and bool(CheckpointCatalog.read(StorageFolder(url)).whole))
     ):
         checkpointing.restore_checkpoint(session, StorageFolder(url))
     first = session.state.step
     sha256 = fit(session, run_dir).sha256
-    return first, [kept.name for kept in CheckpointCatalog.look(StorageFolder(url)).whole], sha256
+    return first, [kept.name for kept in CheckpointCatalog.read(StorageFolder(url)).whole], sha256
 
 
 @pytest.mark.capability("N10", "N1", "N2", "N3")

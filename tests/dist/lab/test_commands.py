@@ -38,9 +38,9 @@ def own(process: subprocess.Popen[str]):
 
 
 @pytest.fixture(autouse=True)
-def allowed(why_no_lab: str) -> None:
-    if why_no_lab:
-        pytest.skip(f"no lab can be made here: {why_no_lab}")
+def allowed(lab_obstacle: str) -> None:
+    if lab_obstacle:
+        pytest.skip(f"no lab can be started here: {lab_obstacle}")
 
 
 @pytest.mark.capability("O9")

@@ -135,7 +135,7 @@ LOOKS = """
 import multiprocessing, sys
 from paceline.testing import leaks
 leaks._SETTLE_SECONDS = 0.3
-before = leaks.observe()
+before = leaks.take_snapshot()
 print("looked", flush=True)
 sys.stdin.readline()
 print(leaks.find_leaks(before), flush=True)

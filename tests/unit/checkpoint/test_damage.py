@@ -146,7 +146,7 @@ def test_a_checkpoint_of_another_run_is_foreign(tmp_path: Path) -> None:
     save(tmp_path / "ours", make_state(2))
     save(tmp_path / "theirs", make_state(7))
     shutil.copytree(tmp_path / "theirs" / "step-00000007", tmp_path / "ours" / "step-00000007")
-    shelf = CheckpointCatalog.look(StorageFolder(str(tmp_path / "ours")))
+    shelf = CheckpointCatalog.read(StorageFolder(str(tmp_path / "ours")))
     assert [kept.step for kept in shelf.whole] == [2]
     assert "foreign" in shelf.broken["step-00000007"].what
 
@@ -171,6 +171,6 @@ def test_what_is_damaged_does_not_count_as_kept(
     for step in (2, 3):
         name = save(tmp_path, make_state(step), newest=3)
         damage(tmp_path / name / file)
-    shelf = CheckpointCatalog.look(StorageFolder(str(tmp_path)))
-    shelf.tidy(1, 0)
+    shelf = CheckpointCatalog.read(StorageFolder(str(tmp_path)))
+    shelf.remove_expired(1, 0)
     assert load(tmp_path, good).manifest.step == 1

@@ -59,7 +59,7 @@ def test_the_best_by_evaluation_loss_survives(tmp_path: Path) -> None:
             one.save()
             one.finish()
     assert whole(tmp_path) == [2, 4]
-    assert CheckpointCatalog.look(StorageFolder(str(tmp_path))).losses == {1: 0.5, 2: 0.1, 3: 0.2, 4: 0.3}
+    assert CheckpointCatalog.read(StorageFolder(str(tmp_path))).losses == {1: 0.5, 2: 0.1, 3: 0.2, 4: 0.3}
 
 
 def test_a_run_keeps_its_best_by_the_loss_that_it_measured(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_a_run_keeps_its_best_by_the_loss_that_it_measured(tmp_path: Path) -> No
         checkpoint={"every_steps": 2, "keep": 1, "keep_best": 1},
     )
     fit(build_test_session(Cluster.single(), recipe), tmp_path)
-    losses = CheckpointCatalog.look(StorageFolder(str(tmp_path / "checkpoints"))).losses
+    losses = CheckpointCatalog.read(StorageFolder(str(tmp_path / "checkpoints"))).losses
     best = min(losses, key=lambda step: losses[step])
     assert set(whole(tmp_path / "checkpoints")) == {best, 12} and best != 12
 

@@ -9,11 +9,12 @@ from paceline.parallel.server_partition import (
     ServerTransform,
     TensorExtent,
     bytes_by_server,
+    make_partitioner,
     one_piece_per_server,
-    parse_partitioner,
     plan_partition,
 )
 from paceline.recipe import Recipe
+from paceline.recipe.strategy_text import parse_partition
 from paceline.state.slot import TensorSlot, trained_parameters
 from paceline.testing.parity import make_task
 
@@ -38,7 +39,7 @@ def test_every_row_is_on_one_server_and_no_server_is_ahead_by_more_than_a_piece(
         for number in range(draw.randint(1, 9)):
             rows = draw.choice((1, 2, 5, 64, 1000))
             extents[f"t{number}"] = TensorExtent(rows, rows * draw.choice((4, 128, 4096)))
-        plan = plan_partition(extents, num_servers, parse_partitioner(word))
+        plan = plan_partition(extents, num_servers, make_partitioner(parse_partition(word)))
         largest = 0.0
         for name, spans in plan.items():
             rows = sorted(row for span in spans if span for row in range(*span))
@@ -57,7 +58,7 @@ def test_a_partitioner_decides_about_the_number_of_pieces() -> None:
     extents = {"large": TensorExtent(1000, 1000), "small": TensorExtent(10, 10)}
 
     def pieces(word: str) -> dict[str, int]:
-        plan = plan_partition(extents, 4, parse_partitioner(word))
+        plan = plan_partition(extents, 4, make_partitioner(parse_partition(word)))
         return {name: sum(span is not None for span in spans) for name, spans in plan.items()}
 
     assert pieces("fixed") == {"large": 4, "small": 4}

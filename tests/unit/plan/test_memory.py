@@ -127,7 +127,7 @@ def test_a_loss_that_asks_for_values_cannot_be_planned() -> None:
         return Loss(y.sum() if y.sum() > 0 else -y.sum(), len(x))
 
     task = Task(nn.Linear(4, 1), list(torch.rand(16, 4)), loss)
-    with pytest.raises(TaskError, match="cannot run on shapes alone"):
+    with pytest.raises(TaskError, match="cannot run on fake tensors"):
         plan_memory(recipe("replicas=1"), task, 1)
 
 

@@ -104,9 +104,10 @@ _ELSEWHERE = """
 import json, sys, torch
 from paceline.tuning import hardware_defaults
 torch.set_num_threads(1)
-gain = hardware_defaults.measure_gain(hardware_defaults.MatrixProduct(512, 512, 512), torch.device("cpu"), "bf16")
+product, cpu = hardware_defaults.MatrixProduct(512, 512, 512), torch.device("cpu")
+gain = hardware_defaults.measure_gain(product, cpu, "bf16")
 hardware_defaults.has_bf16 = lambda device: True
-slow = hardware_defaults.slow_precision_warning("bf16", hardware_defaults.MatrixProduct(512, 512, 512), torch.device("cpu"))
+slow = hardware_defaults.slow_precision_warning("bf16", product, cpu)
 print(json.dumps([gain, slow]))
 """
 
@@ -128,7 +129,8 @@ def test_threads_beyond_the_cores_are_told() -> None:
     said: list[str] = []
     recipe = Recipe(task="x", steps=1, runtime={"threads": 8 * num_cores()})
     choose_hardware_defaults(recipe, task_of(nn.Linear(4, 4)), Cluster.single(), CPU, warn=said.append)
-    assert "is 8.0 times the" in said[0] and said[1].startswith("precision: fp32 (matrix products are too small")
+    assert "is 8.0 times the" in said[0]
+    assert said[1].startswith("precision: fp32 (matrix products are too small")
     assert slow_precision_warning("bf16", MatrixProduct(4, 4, 4), CPU) == ""
 
 

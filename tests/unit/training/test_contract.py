@@ -180,7 +180,8 @@ def test_a_batch_beyond_the_data_is_told() -> None:
     said: list[str] = []
     warn_large_batch(RECIPE.replace(batch={"size": 13, "shards": 1}), scored(), said.append)
     warn_large_batch(RECIPE.replace(batch={"size": 97, "shards": 1}), scored(), said.append)
-    assert said == ["warning: batch.size = 97 is larger than the data set of 96 samples, so every step trains on all of them."]
+    (text,) = said
+    assert text.startswith("warning: batch.size = 97 is larger than the data set of 96 samples, so every step")
 
 
 def refused_model(cluster: Cluster) -> str:

@@ -1,4 +1,4 @@
-"""What every channel keeps."""
+"""The contract of message channels: order, deadlines, lost peers, and ownership of what is sent."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from paceline.comm.channel.message_channel import ChannelMessage, MessageChannel
 from paceline.errors import CommunicationError, DeadlineError
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool)
-_SECONDS = 100.0  # nobody waits so long, also on a slow and busy machine
+_SECONDS = 100.0  # a limit that no test reaches, even on a slow and busy machine
 
 
 class ChannelContract(ABC):
-    """Messages between a hub, rank 0, and its peers."""
+    """Tests of a channel between a hub, rank 0, and its peers."""
 
     @abstractmethod
     def star(self, num_peers: int) -> tuple[MessageChannel, list[MessageChannel]]:
-        """The hub's end, and the ends of ranks 1 to `num_peers`, connected."""
+        """Return the connected ends of the hub and of ranks 1 to `num_peers`."""
 
     def pair(self) -> tuple[MessageChannel, MessageChannel]:
-        """The hub's end, and that of rank 1."""
+        """Return the connected ends of the hub and of rank 1."""
         hub, (peer,) = self.star(1)
         return hub, peer
 
@@ -33,9 +33,9 @@ class ChannelContract(ABC):
         tensors = [torch.ones(s).to(dtype) for dtype in _DTYPES for s in ((), (3,), (2, 0), (5, 7))]
         tensors.append(torch.arange(12.0).view(3, 4).T)  # not contiguous
         hub.send(1, ChannelMessage("all", {"x": [1, None, "é"]}, tensors), _SECONDS)
-        found = peer.receive(_SECONDS)
-        assert (found.kind, found.fields, found.sender) == ("all", {"x": [1, None, "é"]}, 0)
-        assert all(_same_tensor(x, y) for x, y in zip(tensors, found.tensors, strict=True))
+        received = peer.receive(_SECONDS)
+        assert (received.kind, received.fields, received.sender) == ("all", {"x": [1, None, "é"]}, 0)
+        assert all(_same_tensor(x, y) for x, y in zip(tensors, received.tensors, strict=True))
         hub.close()
         peer.close()
 
@@ -54,10 +54,10 @@ class ChannelContract(ABC):
             target=lambda: _send_and_flush(hub, 1, ChannelMessage("down", {}, [large]))
         )
         sending.start()
-        found = peer.receive(_SECONDS)
+        received = peer.receive(_SECONDS)
         sending.join(_SECONDS)
         answer = threading.Thread(
-            target=lambda: _send_and_flush(peer, 0, ChannelMessage("up", {}, found.tensors))
+            target=lambda: _send_and_flush(peer, 0, ChannelMessage("up", {}, received.tensors))
         )
         answer.start()
         assert torch.equal(hub.receive(_SECONDS).tensors[0], large)
@@ -83,39 +83,39 @@ class ChannelContract(ABC):
         hub.close()
 
     def test_a_peer_that_does_not_read_does_not_hold_up_the_others(self) -> None:
-        """Rank 1 reads only when rank 2 has had ten answers."""
-        hub, (deaf, other) = self.star(2)
+        """Rank 1 reads only after rank 2 has received ten answers."""
+        hub, (silent, other) = self.star(2)
         answering = threading.Thread(target=_reply_times, args=(other, 10))
         answering.start()
         hub.send(1, ChannelMessage("large", {}, [_large_tensor()]), _SECONDS)
         for k in range(10):
             hub.send(2, ChannelMessage("question", {"k": k}), _SECONDS)
-            found = hub.receive(_SECONDS)
-            assert (found.sender, found.fields["k"]) == (2, k)
+            received = hub.receive(_SECONDS)
+            assert (received.sender, received.fields["k"]) == (2, k)
         answering.join(_SECONDS)
         flushing = threading.Thread(target=hub.flush)
         flushing.start()
-        assert torch.equal(deaf.receive(_SECONDS).tensors[0], _large_tensor())
+        assert torch.equal(silent.receive(_SECONDS).tensors[0], _large_tensor())
         flushing.join(_SECONDS)
-        for channel in (hub, deaf, other):
+        for channel in (hub, silent, other):
             channel.close()
 
     def test_a_peer_that_never_reads_is_lost_by_name_and_the_others_stay(self) -> None:
-        hub, (deaf, other) = self.star(2)
+        hub, (silent, other) = self.star(2)
         hub.send(1, ChannelMessage("large", {}, [_large_tensor()]), 0.1)
         with pytest.raises(DeadlineError, match="rank 1 does not read") as caught:
             hub.flush()
         assert caught.value.peer == 1
         hub.send(2, ChannelMessage("small"), _SECONDS)
-        hub.flush()  # it was told once
+        hub.flush()  # the error was raised once
         assert other.receive(_SECONDS).kind == "small"
         with pytest.raises(CommunicationError, match="rank 1 is gone"):
             hub.send(1, ChannelMessage("small"), _SECONDS)
-        for channel in (hub, deaf, other):
+        for channel in (hub, silent, other):
             channel.close()
 
     def test_what_was_sent_is_what_it_was_at_that_time(self) -> None:
-        """A parameter goes on changing while the peer has not taken it yet."""
+        """A parameter can change before the peer has received it."""
         hub, peer = self.pair()
         x = _large_tensor()
         hub.send(1, ChannelMessage("x", {}, [x]), _SECONDS)
@@ -154,7 +154,7 @@ class ChannelContract(ABC):
 
 
 def _large_tensor() -> Tensor:
-    """No socket takes it at once."""
+    """Return a tensor that is larger than the buffer of any socket."""
     return torch.arange(10_000_000.0)
 
 

@@ -1,4 +1,4 @@
-"""What every codec keeps."""
+"""The contract of codecs: encoded sizes, error bounds, purity, and values that are not finite."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _SIZES = (1, 2, 255, 256, 257, 5000)
 
 
 class CodecContract(ABC):
-    """Rows of values to rows of bytes and back.
+    """Tests of a codec, which maps rows of values to rows of bytes and back.
 
     Attributes:
-        relative_error: largest error of a decoded value, relative to the largest of its row.
-        draws: whether roundings are drawn for each value.
+        relative_error: largest error of a decoded value, relative to the largest magnitude of its row.
+        draws: whether the codec draws random numbers for each value.
     """
 
     relative_error: float
@@ -28,9 +28,10 @@ class CodecContract(ABC):
 
     @abstractmethod
     def codec(self) -> Codec:
-        """A new codec."""
+        """Return a new codec."""
 
     def decoded(self, x: Tensor) -> Tensor:
+        """Return x after encoding and decoding."""
         codec, out = self.codec(), torch.full_like(x, 7.0)
         codec.decode(codec.encode(x, KEYS, Workspace()), out, KEYS, Workspace())
         return out
@@ -55,7 +56,7 @@ class CodecContract(ABC):
 
     def test_rows_do_not_touch_each_other(self) -> None:
         x = torch.randn(2, 300)
-        if self.draws:  # the random numbers of the second row are others than those of a first
+        if self.draws:  # a row draws other random numbers if it is the second one
             assert not self.decoded(torch.cat([x[:1], 0 * x[1:]]))[1].any()
             return
         alone = torch.cat([self.decoded(x[:1]), self.decoded(x[1:])])
@@ -63,34 +64,34 @@ class CodecContract(ABC):
 
     def test_rows_are_decoded_one_by_one_as_together(self) -> None:
         codec, x = self.codec(), torch.randn(3, 301)
-        payload, whole, one = codec.encode(x, KEYS, Workspace()), torch.empty_like(x), torch.empty(1, 301)
+        payload, whole, row = codec.encode(x, KEYS, Workspace()), torch.empty_like(x), torch.empty(1, 301)
         codec.decode(payload, whole, KEYS, Workspace())
-        codec.decode(payload[1:2], one, KEYS, Workspace())
-        assert torch.equal(one[0], whole[1])
+        codec.decode(payload[1:2], row, KEYS, Workspace())
+        assert torch.equal(row[0], whole[1])
 
     def test_a_row_in_stretches_is_as_many_bytes_and_the_same_values(self) -> None:
         codec = self.codec()
         x, step = torch.randn(2, 5 * max(codec.block, 100) + 3), 2 * codec.block
-        some = [x[:, k : k + step] for k in range(0, x.shape[1], step)] if step else [x]
-        num_bytes = sum(codec.encode(one, KEYS, Workspace()).shape[1] for one in some)
+        parts = [x[:, k : k + step] for k in range(0, x.shape[1], step)] if step else [x]
+        num_bytes = sum(codec.encode(part, KEYS, Workspace()).shape[1] for part in parts)
         assert num_bytes == codec.encode(x, KEYS, Workspace()).shape[1]
         if not self.draws:
-            assert torch.equal(torch.cat([self.decoded(one) for one in some], 1), self.decoded(x))
+            assert torch.equal(torch.cat([self.decoded(part) for part in parts], 1), self.decoded(x))
 
     def test_encoding_is_a_pure_function(self) -> None:
         x, codec = torch.randn(2, 777), self.codec()
-        kept = x.clone()
+        before = x.clone()
         assert torch.equal(codec.encode(x, KEYS, Workspace()), codec.encode(x, KEYS, Workspace()))
-        assert torch.equal(x, kept)
+        assert torch.equal(x, before)
 
     def test_what_lay_in_the_workspace_is_nothing_to_it(self) -> None:
-        codec, worn = self.codec(), Workspace()
+        codec, used = self.codec(), Workspace()
         for num_values in (900, 777):
             x, out = torch.randn(2, num_values), torch.empty(2, num_values)
-            payload = codec.encode(x, KEYS, worn)
+            payload = codec.encode(x, KEYS, used)
             assert torch.equal(payload, codec.encode(x, KEYS, Workspace()))
             sent = payload.clone()
-            codec.decode(sent, out, KEYS, worn)
+            codec.decode(sent, out, KEYS, used)
             whole = torch.empty_like(out)
             codec.decode(sent, whole, KEYS, Workspace())
             assert torch.equal(out, whole)

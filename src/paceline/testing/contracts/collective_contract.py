@@ -1,4 +1,4 @@
-"""What every collective (a route, plain or with a codec) keeps."""
+"""The contract of collectives (a route, plain or with a codec): results, aborts and error feedback."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _SIZES = (1, 7, 1000)
 
 
 class CollectiveContract(ABC):
-    """Sums, gathers and broadcasts over a group.
+    """Tests of sums, gathers and broadcasts over a group.
 
     Attributes:
-        worlds: numbers of ranks on which sums are taken; tests of one number take the first.
-        relative_error: of one sum of integers, relative to the sum of the largest magnitudes.
-        uses_error_feedback: whether what one sum loses is added to the next of the same buffer.
+        worlds: world sizes for sums; tests with a single size use the first.
+        relative_error: error of a sum of integers, relative to the sum of the largest magnitudes.
+        uses_error_feedback: whether the error of a sum is added to the next one of the same buffer.
     """
 
     worlds: ClassVar[tuple[int, ...]] = (2, 3)
@@ -32,17 +32,18 @@ class CollectiveContract(ABC):
 
     @abstractmethod
     def collective(self, net: Net, group: RankGroup) -> Collective:
-        """A new collective."""
+        """Return a new collective."""
 
     def start(self, cluster: Cluster) -> tuple[Collective, RankGroup]:
+        """Return a new collective of all ranks, and their group."""
         group = Mesh.build(cluster, {"replica": cluster.world_size}).replica
         return self.collective(Net(30.0), group), group
 
     def test_all_reduce_gives_every_rank_the_same_sum_in_place(self) -> None:
         def run(cluster: Cluster) -> list[Tensor]:
-            path, group = self.start(cluster)
+            collective, group = self.start(cluster)
             xs = [_values(n, group.rank) for n in _SIZES]
-            handles = [path.all_reduce(x, str(k)) for k, x in enumerate(xs)]
+            handles = [collective.all_reduce(x, str(k)) for k, x in enumerate(xs)]
             assert all(handle.wait() is x for handle, x in zip(handles, xs, strict=True))
             return xs
 
@@ -55,14 +56,16 @@ class CollectiveContract(ABC):
                 assert float((ranks[0][k] - right).abs().max()) <= 2 * bound
 
     def test_reduce_scatter_gives_each_rank_its_row(self) -> None:
-        """Through memory of its own, or through what it is given."""
+        """With memory of the collective, or with memory of the caller."""
 
         def run(cluster: Cluster) -> tuple[Tensor, Tensor]:
-            path, group = self.start(cluster)
+            collective, group = self.start(cluster)
             rows = torch.stack([_values(40, 10 * group.rank + row) for row in range(group.size)])
-            found = path.reduce_scatter(rows.clone(), "rows").wait().clone()
-            given = path.reduce_scatter(rows, "given", lambda: torch.empty(group.size - 1, 40)).wait()
-            return found, given
+            found = collective.reduce_scatter(rows.clone(), "rows").wait().clone()
+            in_buffer = collective.reduce_scatter(
+                rows, "given", lambda: torch.empty(group.size - 1, 40)
+            ).wait()
+            return found, in_buffer
 
         for world in self.worlds:
             for row, both in enumerate(run_ranks(run, world)):
@@ -74,11 +77,11 @@ class CollectiveContract(ABC):
 
     def test_all_gather_collects_rows_by_rank(self) -> None:
         def run(cluster: Cluster) -> Tensor:
-            path, group = self.start(cluster)
-            found: Tensor = path.all_gather(_values(13, group.rank), "gathered").wait()
+            collective, group = self.start(cluster)
+            found: Tensor = collective.all_gather(_values(13, group.rank), "gathered").wait()
             out = torch.zeros(group.size, 13)
             out[group.rank] = found[group.rank]
-            assert path.all_gather(out[group.rank], "in place", out).wait().data_ptr() == out.data_ptr()
+            assert collective.all_gather(out[group.rank], "in place", out).wait().data_ptr() == out.data_ptr()
             assert torch.equal(out, found)
             return found
 
@@ -88,11 +91,11 @@ class CollectiveContract(ABC):
 
     def test_broadcast_copies_any_rank_to_all_in_place(self) -> None:
         def run(cluster: Cluster) -> list[Tensor]:
-            path, group = self.start(cluster)
+            collective, group = self.start(cluster)
             found = []
             for source in range(group.size):
                 x = _values(9, 50 + group.rank)
-                assert path.broadcast(x, "copied", source).wait() is x
+                assert collective.broadcast(x, "copied", source).wait() is x
                 found.append(x)
             return found
 
@@ -104,17 +107,17 @@ class CollectiveContract(ABC):
         """Two steps, or two with an aborted one between them: the same bits."""
 
         def run(cluster: Cluster, aborts: bool) -> Tensor:
-            path, group = self.start(cluster)
+            collective, group = self.start(cluster)
             x = torch.zeros(0)
             for step in range(3):
                 if step == 1 and not aborts:
                     continue
                 x = _values(500, group.rank) / 3
-                path.all_reduce(x, "0").wait()
+                collective.all_reduce(x, "0").wait()
                 if step == 1:
-                    path.abort()
-                elif path.feedback is not None:
-                    path.feedback.commit()
+                    collective.abort()
+                elif collective.feedback is not None:
+                    collective.feedback.commit()
             return x
 
         plain, disturbed = (run_ranks(run, self.worlds[0], aborts) for aborts in (False, True))
@@ -125,14 +128,14 @@ class CollectiveContract(ABC):
         num_steps = 20
 
         def run(cluster: Cluster) -> tuple[float, float]:
-            path, group = self.start(cluster)
+            collective, group = self.start(cluster)
             right = sum(_values(500, rank) / 7 for rank in range(group.size))
             total, first = torch.zeros(500), 0.0
             for step in range(num_steps):
                 x = _values(500, group.rank) / 7
-                path.all_reduce(x, "0").wait()
-                if path.feedback is not None:
-                    path.feedback.commit()
+                collective.all_reduce(x, "0").wait()
+                if collective.feedback is not None:
+                    collective.feedback.commit()
                 total += x
                 first = float((x - right).abs().max()) if step == 0 else first
             return first, float((total / num_steps - right).abs().max())
@@ -145,18 +148,20 @@ class CollectiveContract(ABC):
 
     def test_residuals_survive_being_taken_out_and_put_back(self) -> None:
         def run(cluster: Cluster, moves: bool) -> Tensor:
-            path, group = self.start(cluster)
+            collective, group = self.start(cluster)
             x = torch.zeros(0)
             for step in range(3):
-                if step == 2 and moves and path.feedback is not None:
-                    kept = {side: flat.clone() for side, flat in path.feedback.residuals("0", 500).items()}
-                    path, group = self.start(cluster)
-                    assert path.feedback is not None
-                    path.feedback.set_residuals("0", kept)
+                if step == 2 and moves and collective.feedback is not None:
+                    residuals = {
+                        side: flat.clone() for side, flat in collective.feedback.residuals("0", 500).items()
+                    }
+                    collective, group = self.start(cluster)
+                    assert collective.feedback is not None
+                    collective.feedback.set_residuals("0", residuals)
                 x = _values(500, group.rank) / 3
-                path.all_reduce(x, "0").wait()
-                if path.feedback is not None:
-                    path.feedback.commit()
+                collective.all_reduce(x, "0").wait()
+                if collective.feedback is not None:
+                    collective.feedback.commit()
             return x
 
         whole, moved = (run_ranks(run, self.worlds[0], moves) for moves in (False, True))
@@ -164,6 +169,6 @@ class CollectiveContract(ABC):
 
 
 def _values(n: int, seed: int) -> Tensor:
-    """Integers, so that a plain sum is exact in any order."""
+    """Return random integers, whose plain sum is exact in any order."""
     g = torch.Generator().manual_seed(1000 * n + seed)
     return torch.randint(-100, 100, (n,), generator=g).float()

@@ -1,4 +1,4 @@
-"""What every reducer keeps."""
+"""The contract of gradient reductions: sums, norms, aborts and residuals of error feedback."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _SHAPES = ((5, 3), (7,), (2, 2, 2), (), (11, 4))
 
 
 class ReducerContract(ABC):
-    """Gradients of this rank in, sums out.
+    """Tests of a reduction, which turns gradients of this rank into sums over ranks.
 
     Attributes:
-        degrees: of the mesh.
-        relative_error: of a sum of integers.
+        degrees: degrees of the mesh.
+        relative_error: error of a sum of integers.
     """
 
     degrees: ClassVar[Mapping[str, int]] = {"replica": 2}
@@ -39,10 +39,10 @@ class ReducerContract(ABC):
 
     @abstractmethod
     def collective(self, net: Net, group: RankGroup) -> Collective:
-        """A new collective, of the shard group or of the replicas."""
+        """Return a new collective of the shard group or of the replicas."""
 
     def reduction(self, mesh: Mesh, net: Net) -> GradientReduction:
-        """A new reduction."""
+        """Return a new reduction."""
         shard = mesh.axes["shard"]
         placement = ModelPlacement(tuple(_tensors()))
         if shard.size > 1:
@@ -54,18 +54,20 @@ class ReducerContract(ABC):
     def reducer(
         self, tensors: Mapping[TensorSlot, Tensor], parts: PartsBySlot, mesh: Mesh, net: Net
     ) -> GradientReduction:
-        """The reduction of some tensors, of which every rank gets parts."""
+        """Return a reduction of tensors of which every rank gets parts."""
         shard, replica = self.collective(net, mesh.axes["shard"]), self.collective(net, mesh.replica)
         return BucketReducer(tensors, parts, UnorderedSum(shard, replica), 64)
 
     def num_ranks(self) -> int:
+        """Return the number of ranks of the mesh."""
         return int(torch.tensor(list(self.degrees.values())).prod())
 
     def start(self, cluster: Cluster) -> GradientReduction:
+        """Return a new reduction over the mesh."""
         return self.reduction(Mesh.build(cluster, self.degrees), Net(30.0))
 
     def test_the_parts_of_all_ranks_are_the_sums(self) -> None:
-        """Every value of every sum is on a rank at least, in rows of the parameter, and right."""
+        """Every value of every sum is on at least one rank, in rows of the parameter, and correct."""
 
         def run(cluster: Cluster) -> list[Tensor | None]:
             return _copy_sums(_reduce_once(self.start(cluster), cluster.global_rank))
@@ -222,7 +224,7 @@ _UNUSED = 4
 
 
 def _residuals_of(reducer: GradientReduction, index: int) -> dict[str, Tensor]:
-    """By side; factors are no loss."""
+    """Return the residuals of a tensor by side, without the factors of low-rank codecs."""
     lost = reducer.residuals()
     return {s: x.clone() for s, slot, x in lost if slot.name == str(index) and not s.endswith("factor")}
 
@@ -243,7 +245,7 @@ def _copy_sums(grads: Gradients) -> list[Tensor | None]:
 
 
 def _is_some_rows(part: Tensor, whole: Tensor, bound: float) -> bool:
-    """Whether `part` is a block of rows of `whole`, up to an error."""
+    """Return whether `part` is a block of rows of `whole`, up to an error."""
     if part.dim() == 0:
         return float((part - whole).abs()) <= bound
     n = part.shape[0]
@@ -252,6 +254,6 @@ def _is_some_rows(part: Tensor, whole: Tensor, bound: float) -> bool:
 
 
 def _same_bits(found: Sequence[Tensor | None], right: Sequence[Tensor | None]) -> bool:
-    """Whether both have the same bits, and None in the same places."""
+    """Return whether both have the same bits, and None at the same positions."""
     pairs = zip(found, right, strict=True)
     return all(a is None if b is None else a is not None and torch.equal(a, b) for a, b in pairs)

@@ -1,6 +1,7 @@
-"""What every layout keeps: checked from a strategy's text, on real data, against the oracle.
+"""The contracts of layouts and sync rules: trained from the text of a strategy, on the scikit-learn digits.
 
-What every rule keeps, exact or approximate: checked from a strategy's text, on real data.
+A layout is compared with the single-process oracle; a rule, exact or approximate, has to learn, to keep all
+ranks equal between rounds, and to survive an aborted step and a snapshot.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from paceline.job.cluster import Cluster
 from paceline.recipe.recipe import Recipe
 from paceline.recipe.strategy import Strategy
 from paceline.session.evaluation import evaluate
-from paceline.session.session import Session
 from paceline.testing.parity import (
     CPU,
     Trajectory,
@@ -24,43 +24,67 @@ from paceline.testing.parity import (
     make_task,
     run_oracle,
     train_interrupted,
+    whole_trajectory,
 )
 from paceline.testing.rank_processes import run_ranks
 from paceline.verification.verification_report import VerificationReport
 from paceline.verification.verify_on_rank import compare_with_oracle
 
-_BATCH = {"size": 46, "shards": 6}
-_ADAMW = {"name": "adamw", "lr": 1e-3, "clip_norm": 0.5}
 
-
-class LayoutContract(ABC):
-    """A layout under every-step, on the scikit-learn digits.
+class _TrainingContract(ABC):
+    """The settings and the undisturbed run of a contract.
 
     Attributes:
-        strategy: its text.
-        num_ranks: how many processes it takes.
+        strategy: the text of the strategy.
+        num_ranks: number of processes.
+        deterministic: whether a run computes the same bits twice; not if the order of arrival matters.
+        options, batch, optimizer, steps: the other settings of the recipe.
     """
 
     strategy: str
     num_ranks: int
-    options: ClassVar[Mapping[str, Any]] = {"model": "mlp", "hidden": [48, 32], "dropout": 0.1}
-    steps = 8
+    deterministic: bool = True
+    options: ClassVar[Mapping[str, Any]]
+    batch: ClassVar[Mapping[str, Any]]
+    optimizer: ClassVar[Mapping[str, Any]]
+    steps: int
 
     def recipe(self, **changes: Any) -> Recipe:
-        """A short run under the strategy."""
+        """Return the recipe of a short run with the strategy."""
         settings: dict[str, Any] = {
             "task": "digits",
             "options": dict(self.options),
             "steps": self.steps,
-            "batch": _BATCH,
-            "optimizer": _ADAMW,
+            "batch": dict(self.batch),
+            "optimizer": dict(self.optimizer),
             "strategy": Strategy.parse(self.strategy),
         }
         return Recipe(**(settings | changes))
 
+    @pytest.fixture(scope="class")
+    @classmethod
+    def plain(cls) -> list[Trajectory]:
+        """The final state of the undisturbed run on every rank, trained once; empty if runs differ."""
+        recipe = cls().recipe()
+
+        def train(cluster: Cluster) -> Trajectory:
+            session = build_test_session(cluster, recipe)
+            return whole_trajectory([stats.loss for stats in session.rounds()], session)
+
+        return run_ranks(train, cls.num_ranks) if cls.deterministic else []
+
+
+class LayoutContract(_TrainingContract):
+    """Tests of a layout with sync=every-step."""
+
+    options: ClassVar[Mapping[str, Any]] = {"model": "mlp", "hidden": [48, 32], "dropout": 0.1}
+    batch: ClassVar[Mapping[str, Any]] = {"size": 46, "shards": 6}
+    optimizer: ClassVar[Mapping[str, Any]] = {"name": "adamw", "lr": 1e-3, "clip_norm": 0.5}
+    steps = 8
+
     @pytest.mark.parametrize("model", ["mlp", "convnet"])
     def test_every_step_is_that_of_the_oracle(self, model: str) -> None:
-        """Unequal shards, a clip, dropout; with the ConvNet also batch statistics."""
+        """With unequal shards, a clip and dropout; with the ConvNet also batch statistics."""
         sizes: dict[str, dict[str, Any]] = {"mlp": {"hidden": [48, 32]}, "convnet": {"channels": 8}}
         recipe = self.recipe(options={"model": model, "dropout": 0.1, **sizes[model]})
 
@@ -71,24 +95,12 @@ class LayoutContract(ABC):
             assert report.ok, (report.failure, report.diagnosis)
             assert report.steps == self.steps
 
-    @pytest.fixture(scope="class")
-    @classmethod
-    def plain(cls) -> list[Trajectory]:
-        """Where every rank of the undisturbed run ends, whole; it is run once for all tests."""
-        recipe = cls().recipe()
-
-        def run(cluster: Cluster) -> Trajectory:
-            session = build_test_session(cluster, recipe)
-            return whole_trajectory([stats.loss for stats in session.rounds()], session)
-
-        return run_ranks(run, cls.num_ranks)
-
     def test_it_ends_where_the_oracle_ends(self, plain: list[Trajectory]) -> None:
         right = run_oracle(self.recipe(), self.steps)
         assert all(end.distance(right) <= 1e-5 for end in plain)
 
     def test_a_step_that_is_aborted_can_be_done_again(self, plain: list[Trajectory]) -> None:
-        """In the backward pass of the fourth step, after one gradient, on every rank: the same bits."""
+        """Interrupted in the backward pass of the fourth step, on every rank: the same bits."""
         recipe = self.recipe()
 
         def disturbed(cluster: Cluster) -> Trajectory:
@@ -105,10 +117,10 @@ class LayoutContract(ABC):
         def stopped(cluster: Cluster) -> Trajectory:
             first = build_test_session(cluster, recipe)
             losses = [stats.loss for _, stats in zip(range(3), first.rounds(), strict=False)]
-            found = first.snapshot()
-            kept = {name: t.detach().clone() for name, t in found.tensors().items()}
+            snapshot = first.snapshot()
+            tensors = {name: t.detach().clone() for name, t in snapshot.tensors().items()}
             second = build_test_session(cluster, recipe)
-            second.restore(kept, found.scalars())
+            second.restore(tensors, snapshot.scalars())
             return whole_trajectory(losses + [stats.loss for stats in second.rounds()], second)
 
         for a, b in zip(plain, run_ranks(stopped, self.num_ranks), strict=True):
@@ -141,52 +153,18 @@ class LayoutContract(ABC):
             assert abs(loss - right[0]) <= 1e-6 * right[0]
 
 
-def whole_trajectory(losses: list[float], session: Session) -> Trajectory:
-    """Where a session stands, with what its peers hold; collective."""
-    tensors = {name: t.detach().clone() for name, t in session.snapshot().tensors().items()}
-    model = {n.removeprefix("model/"): t for n, t in tensors.items() if n.startswith("model/")}
-    return Trajectory(losses, model, {n: t for n, t in tensors.items() if n.startswith("optimizer/")})
-
-
-class RuleContract(ABC):
-    """A rule on the scikit-learn digits.
+class RuleContract(_TrainingContract):
+    """Tests of a sync rule.
 
     Attributes:
-        strategy: its text.
-        num_ranks: how many processes it takes.
-        deterministic: whether a run computes the same bits twice; not so where arrival decides.
         interrupts: the step whose backward pass is interrupted on every rank that runs one.
     """
 
-    strategy: str
-    num_ranks: int
-    deterministic: bool = True
+    options: ClassVar[Mapping[str, Any]] = {"model": "mlp", "hidden": [32]}
+    batch: ClassVar[Mapping[str, Any]] = {"size": 48, "shards": 6}
+    optimizer: ClassVar[Mapping[str, Any]] = {"name": "adamw", "lr": 2e-3}
     interrupts: int = 4
     steps = 10
-
-    def recipe(self, **changes: Any) -> Recipe:
-        """A short run under the strategy."""
-        settings: dict[str, Any] = {
-            "task": "digits",
-            "options": {"model": "mlp", "hidden": [32]},
-            "steps": self.steps,
-            "batch": {"size": 48, "shards": 6},
-            "optimizer": {"name": "adamw", "lr": 2e-3},
-            "strategy": Strategy.parse(self.strategy),
-        }
-        return Recipe(**(settings | changes))
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def plain(cls) -> list[Trajectory]:
-        """Where every rank of the plain run ends, run once for all tests; none where runs differ."""
-        recipe = cls().recipe()
-
-        def train(cluster: Cluster) -> Trajectory:
-            session = build_test_session(cluster, recipe)
-            return whole_trajectory([stats.loss for stats in session.rounds()], session)
-
-        return run_ranks(train, cls.num_ranks) if cls.deterministic else []
 
     def test_it_learns_and_ends_at_the_last_step_with_all_ranks_equal(self) -> None:
         def train(cluster: Cluster) -> tuple[int, float, float, Trajectory]:
@@ -204,7 +182,7 @@ class RuleContract(ABC):
             assert end.distance(ranks[0][3]) == 0.0
 
     def test_after_every_round_all_ranks_agree(self) -> None:
-        """Steps, stats and parameters, at every point at which the state may be saved."""
+        """Steps, losses and parameters are equal whenever the state can be saved."""
 
         def train(cluster: Cluster) -> list[tuple[int, float, torch.Tensor]]:
             session = build_test_session(cluster, self.recipe())
@@ -236,10 +214,10 @@ class RuleContract(ABC):
         def stopped(cluster: Cluster) -> Trajectory:
             first = build_test_session(cluster, self.recipe())
             losses = [stats.loss for _, stats in zip(range(1), first.rounds(), strict=False)]
-            found = first.snapshot()
-            kept = {name: t.detach().clone() for name, t in found.tensors().items()}
+            snapshot = first.snapshot()
+            tensors = {name: t.detach().clone() for name, t in snapshot.tensors().items()}
             second = build_test_session(cluster, self.recipe())
-            second.restore(kept, found.scalars())
+            second.restore(tensors, snapshot.scalars())
             return whole_trajectory(losses + [stats.loss for stats in second.rounds()], second)
 
         ends = run_ranks(stopped, self.num_ranks)

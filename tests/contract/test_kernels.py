@@ -120,8 +120,8 @@ def test_kernels_write_the_bytes_of_the_operations_that_they_replace(
 @NEEDS_COMPILER
 def test_kernels_that_round_otherwise_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tmp_path / "kernels.c"
-    source.write_text(codec_kernels._SOURCE.read_text().replace("rintf(", "roundf("))  # halves away from zero
-    monkeypatch.setattr(codec_kernels, "_SOURCE", source)
+    source.write_text(codec_kernels._KERNEL_SOURCE.read_text().replace("rintf(", "roundf("))  # halves away from zero
+    monkeypatch.setattr(codec_kernels, "_KERNEL_SOURCE", source)
     other = load_kernels(tmp_path)
     assert other is not None
     assert differences(CODECS["int4"], other, 1025)

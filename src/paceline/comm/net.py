@@ -28,10 +28,10 @@ from paceline.errors import CommunicationError, DeadlineError
 from paceline.job.mesh import RankGroup
 
 LOCAL_REDUCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "sum": lambda parts: parts.sum(0, dtype=parts.dtype),
-    "max": lambda parts: parts.amax(0),
-    "min": lambda parts: parts.amin(0),
-    "product": lambda parts: parts.prod(0, dtype=parts.dtype),
+    "sum": lambda x: x.sum(0, dtype=x.dtype),
+    "max": lambda x: x.amax(0),
+    "min": lambda x: x.amin(0),
+    "product": lambda x: x.prod(0, dtype=x.dtype),
 }
 """Reductions of tensors of this process, along the first dimension."""
 
@@ -323,7 +323,7 @@ class Net:
         work = self._call("send", group, lambda pg: pg.send([_as_real(_as_backend_dtype(x))], to, tag))
         # Gloo does not report the end of a send, so there is no row of the ledger to add seconds to.
         label = f"send to rank {group.ranks[to]}"
-        return handle_of_work(label, group, self, work, None, lambda: x)  # Gloo does not tell when it ends
+        return handle_of_work(label, group, self, work, None, lambda: x)
 
     def receive(self, x: Tensor, group: RankGroup, source: int, tag: int = 0) -> Handle:
         """Receive into a contiguous tensor from the group's rank `source`; the handle returns it."""

@@ -54,7 +54,7 @@ def test_our_own_deadline_comes_before_that_of_the_group(net_seconds: float, gro
     def wait_for_nobody(cluster) -> None:
         world = Mesh.build(cluster, {"replica": 2}).world  # the ranks have met, which may take longer
         cluster.connected.groups.seconds = group_seconds
-        group = world.part("replica", (0, 1))
+        group = world.subgroup("replica", (0, 1))
         if group.rank == 1:
             time.sleep(600.0)
         Net(deadline_seconds=net_seconds).all_reduce(torch.ones(4), group).wait()

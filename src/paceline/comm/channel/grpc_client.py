@@ -181,12 +181,12 @@ class GrpcClient:
 
     def _greet(self, seconds: float) -> None:
         ours = self._nonces[0]
-        said = self._channel.unary_unary(method_path(MEET_METHOD))(
+        answer = self._channel.unary_unary(method_path(MEET_METHOD))(
             encode_hello(self._rank, ours), timeout=seconds
         )
-        answer, proof = said[:NONCE_BYTES], said[NONCE_BYTES:]
+        answer, proof = answer[:NONCE_BYTES], answer[NONCE_BYTES:]
         self._nonces = ours, answer
-        known = len(said) == CHALLENGE_BYTES and verify_proof(
+        known = len(answer) == CHALLENGE_BYTES and verify_proof(
             proof, self._token, SERVER_ROLE, self._rank, ours, answer
         )
         # Join even if the proof was wrong: the server then learns, too, that this rank has another key.

@@ -22,19 +22,25 @@ UNENCRYPTED = "-"
 _ROLE = b"grpc authority"
 
 
-def server_credentials(own: JobCertificate, *, require_client_certificate: bool) -> grpc.ServerCredentials:
+def server_credentials(
+    certificate: JobCertificate, *, require_client_certificate: bool
+) -> grpc.ServerCredentials:
     """Return server TLS credentials; with `require_client_certificate`, clients need one of the same
     authority.
     """
-    authority = own.authority if require_client_certificate else None
-    return grpc.ssl_server_credentials([(own.key, own.certificate)], authority, require_client_certificate)
+    authority = certificate.authority if require_client_certificate else None
+    return grpc.ssl_server_credentials(
+        [(certificate.key, certificate.certificate)], authority, require_client_certificate
+    )
 
 
-def client_credentials(authority: bytes, own: JobCertificate | None) -> grpc.ChannelCredentials:
-    """Return client TLS credentials that trust only this authority; `own` is the client certificate."""
-    if own is None:
+def client_credentials(authority: bytes, certificate: JobCertificate | None) -> grpc.ChannelCredentials:
+    """Return client TLS credentials that trust only this authority; `certificate` is the client's own, if
+    it has one.
+    """
+    if certificate is None:
         return grpc.ssl_channel_credentials(authority)
-    return grpc.ssl_channel_credentials(authority, own.key, own.certificate)
+    return grpc.ssl_channel_credentials(authority, certificate.key, certificate.certificate)
 
 
 def sign_authority(authority: bytes, rank: int, token: str) -> str:
@@ -44,12 +50,12 @@ def sign_authority(authority: bytes, rank: int, token: str) -> str:
 
 
 def verify_authority(
-    signed_authority: str, hub_rank: int, rank: int, token: str, own: JobCertificate | None
+    signed_authority: str, hub_rank: int, rank: int, token: str, certificate: JobCertificate | None
 ) -> bytes:
     """Check the authority that a server has sent, and return it.
 
     Args:
-        own: the certificate of this rank, if the recipe names one.
+        certificate: the certificate of this rank, if the recipe names one.
     Raises:
         CommunicationError: the server does not encrypt, has another certificate, or has not sent this.
     """
@@ -68,7 +74,7 @@ def verify_authority(
             f"rank {hub_rank} has another key than rank {rank}, or the connection is intercepted",
             next_step="give all nodes the same key, and check who can change the traffic between them",
         )
-    if own is not None and own.authority != authority:
+    if certificate is not None and certificate.authority != authority:
         raise CommunicationError(
             f"Rank {rank} has another certificate than rank {hub_rank}.",
             next_step="copy the folder of security.certificate to all hosts of the job",

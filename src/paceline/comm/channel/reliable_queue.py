@@ -64,10 +64,12 @@ class NumberedMessage(NamedTuple):
 def encode_message_chunks(message: ChannelMessage) -> tuple[bytes, ...]:
     """Copy a message into chunks of bytes: lengths, header, and the values of its tensors."""
     head, bodies = message.encode()
-    parts = [memoryview(head), *bodies]
+    buffers = [memoryview(head), *bodies]
     chunks: list[list[memoryview]] = [[]]
     room = CHUNK_BYTES
-    for view in (part[at : at + CHUNK_BYTES] for part in parts for at in range(0, len(part), CHUNK_BYTES)):
+    for view in (
+        buffer[at : at + CHUNK_BYTES] for buffer in buffers for at in range(0, len(buffer), CHUNK_BYTES)
+    ):
         # Small parts share a chunk, so a small message is one chunk.
         if len(view) > room:
             chunks.append([])

@@ -159,7 +159,7 @@ class SocketSendBuffer:
     @property
     def num_bytes(self) -> int:
         """Number of queued bytes."""
-        return sum(len(part) for part in self._queue)
+        return sum(len(buffer) for buffer in self._queue)
 
     @property
     def expires_at(self) -> float:
@@ -169,19 +169,19 @@ class SocketSendBuffer:
         return self.last_progress_at + self._patience if self._queue else math.inf
 
     def put(
-        self, parts: Iterable[memoryview], patience_seconds: float, *, is_immutable: bool = False
+        self, buffers: Iterable[memoryview], patience_seconds: float, *, is_immutable: bool = False
     ) -> None:
         """Write what the socket takes now, and queue a copy of the rest.
 
         Args:
-            parts: bytes, in order; not used after this returns, unless they are immutable.
+            buffers: bytes, in order; not used after this returns, unless they are immutable.
             patience_seconds: how long the peer may read nothing while bytes are queued.
             is_immutable: they do not change any more.
         Raises:
             OSError: the connection is broken.
         """
         self._patience = patience_seconds
-        unsent = deque(part for part in parts if part)
+        unsent = deque(buffer for buffer in buffers if buffer)
         if not self._queue:
             self.last_progress_at = time.monotonic()
             while unsent and self._send(unsent):
@@ -199,16 +199,16 @@ class SocketSendBuffer:
         if self._queue:
             self._send(self._queue)
 
-    def _send(self, parts: deque[memoryview]) -> bool:
-        """Send the first part, remove what was sent, and return whether that was anything."""
+    def _send(self, buffers: deque[memoryview]) -> bool:
+        """Send from the first buffer, remove what was sent, and return whether that was anything."""
         try:
-            num_sent = self._socket.send(parts[0])
+            num_sent = self._socket.send(buffers[0])
         except BlockingIOError:
             return False
         self.last_progress_at = time.monotonic()
-        parts[0] = parts[0][num_sent:]
-        if not parts[0]:
-            parts.popleft()
+        buffers[0] = buffers[0][num_sent:]
+        if not buffers[0]:
+            buffers.popleft()
         return True
 
 

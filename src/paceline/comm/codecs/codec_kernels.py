@@ -176,13 +176,13 @@ def find_kernels(folder: Path | None = None, compiler: str = "cc") -> CodecKerne
 def _cache_key(compiler: str) -> str:
     """Return a hash of everything that the machine code depends on."""
     resolved = Path(compiler).resolve()
-    parts = [
+    inputs = [
         _KERNEL_SOURCE.read_text(encoding="utf-8"),
         *_FLAGS,
         str(resolved),
         str(resolved.stat().st_mtime_ns),
     ]
-    return hashlib.sha256("\0".join([*parts, *_cpu_description()]).encode()).hexdigest()[:16]
+    return hashlib.sha256("\0".join([*inputs, *_cpu_description()]).encode()).hexdigest()[:16]
 
 
 def _cpu_description() -> list[str]:

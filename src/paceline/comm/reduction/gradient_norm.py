@@ -174,8 +174,8 @@ class LocalClip:
     def residuals(self) -> Sequence[tuple[str, TensorSlot, Tensor]]:
         return self._inner.residuals()
 
-    def set_residuals(self, found: Mapping[tuple[str, str], Tensor]) -> None:
-        self._inner.set_residuals(found)
+    def set_residuals(self, residuals: Mapping[tuple[str, str], Tensor]) -> None:
+        self._inner.set_residuals(residuals)
 
     def rescale(self, factor: float) -> None:
         self._inner.rescale(factor)

@@ -107,7 +107,7 @@ class GradientReduction(GradientSink, Protocol):
     def residuals(self) -> Sequence[tuple[str, TensorSlot, Tensor]]:
         """Return the quantisation errors: (side, slot, values in its shape)."""
 
-    def set_residuals(self, found: Mapping[tuple[str, str], Tensor]) -> None:
+    def set_residuals(self, residuals: Mapping[tuple[str, str], Tensor]) -> None:
         """Continue from these errors, by (side, name of the slot); missing ones are zero."""
 
     def rescale(self, factor: float) -> None:
@@ -165,9 +165,9 @@ class CombinedReduction:
     def residuals(self) -> Sequence[tuple[str, TensorSlot, Tensor]]:
         return [residual for reduction in self._all for residual in reduction.residuals()]
 
-    def set_residuals(self, found: Mapping[tuple[str, str], Tensor]) -> None:
+    def set_residuals(self, residuals: Mapping[tuple[str, str], Tensor]) -> None:
         for reduction in self._all:
-            reduction.set_residuals(found)
+            reduction.set_residuals(residuals)
 
     def rescale(self, factor: float) -> None:
         for reduction in self._all:
@@ -217,7 +217,7 @@ class LocalReducer:
         """Return none: nothing is encoded."""
         return ()
 
-    def set_residuals(self, found: Mapping[tuple[str, str], Tensor]) -> None:
+    def set_residuals(self, residuals: Mapping[tuple[str, str], Tensor]) -> None:
         """Do nothing: nothing is encoded."""
 
     def rescale(self, factor: float) -> None:

@@ -19,10 +19,10 @@ from paceline.state.slot import TensorSlot
 _NOT_RESIDUALS = ("factor", "velocity")
 
 
-def sum_residuals(found: Mapping[tuple[str, str], Tensor]) -> dict[str, Tensor]:
+def sum_residuals(residuals: Mapping[tuple[str, str], Tensor]) -> dict[str, Tensor]:
     """Return the sum over all sides by name of the slot; factors and velocities are no errors."""
     sums: dict[str, Tensor] = {}
-    for (side, name), value in sorted(found.items(), key=lambda entry: entry[0]):
+    for (side, name), value in sorted(residuals.items(), key=lambda entry: entry[0]):
         if not side.endswith(_NOT_RESIDUALS):
             sums[name] = sums[name] + value if name in sums else value
     return sums
@@ -111,9 +111,9 @@ class PendingResidual:
         """Return the residual, unscaled; equal on all replicas after they have exchanged a mean."""
         return [("sent", slot, residual) for slot, residual in self._pending.items()]
 
-    def set_residuals(self, found: Mapping[tuple[str, str], Tensor]) -> None:
+    def set_residuals(self, residuals: Mapping[tuple[str, str], Tensor]) -> None:
         """Replace the residual by the sum of all sides, unscaled."""
-        sums = sum_residuals(found)
+        sums = sum_residuals(residuals)
         self._applied_here, self._in_mean = set(), set()
         self._pending = {
             # `empty_like` keeps the strides of the parameter, so that sums with gradients need no copy.

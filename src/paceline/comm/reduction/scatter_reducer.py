@@ -250,10 +250,10 @@ class ScatterReducer:
         # The last one of each dtype in the dictionary is the largest.
         by_size = sorted(self._buckets, key=lambda bucket: bucket.shape.flat.numel())
         sizes = {bucket.total.dtype: bucket.shape.flat.numel() for bucket in by_size}
-        kept = (
+        num_kept = (
             _NUM_BLOCKS if self._paths.pace is None else 0
         )  # where there are more, each is as large as needed
-        return BlockPool(sizes, self._buckets[0].total.device, kept, self._paths.memory, self._name)
+        return BlockPool(sizes, self._buckets[0].total.device, num_kept, self._paths.memory, self._name)
 
     def begin(self, num_micro_batches: int | None = None) -> None:
         """Open a step."""
@@ -317,7 +317,7 @@ class ScatterReducer:
         """Return none: nothing is encoded."""
         return ()
 
-    def set_residuals(self, found: Mapping[tuple[str, str], Tensor]) -> None:
+    def set_residuals(self, residuals: Mapping[tuple[str, str], Tensor]) -> None:
         """Do nothing: nothing is encoded."""
 
     def rescale(self, factor: float) -> None:

@@ -76,7 +76,7 @@ class ScatterPacer:
             progress.launch_zeros(int(launched))
 
 
-def unconfirmed_bytes(blocks: Sequence[int], rest: int) -> int:
+def unconfirmed_bytes(blocks: Sequence[int], other_bytes: int) -> int:
     """Return the bytes of gradients that a rank completes before it knows whether others have launched them.
 
     A rank reports before the backward of a block and gets the counts after it; a rank without a micro-batch
@@ -85,9 +85,9 @@ def unconfirmed_bytes(blocks: Sequence[int], rest: int) -> int:
 
     Args:
         blocks: bytes of each block, in order.
-        rest: bytes of parameters in no block.
+        other_bytes: bytes of parameters in no block.
     """
-    return rest + max(sum(blocks[first : first + 3]) for first in range(len(blocks)))
+    return other_bytes + max(sum(blocks[first : first + 3]) for first in range(len(blocks)))
 
 
 def max_unconfirmed_buckets(sizes: Sequence[int], unconfirmed_bytes: int) -> int:

@@ -88,10 +88,10 @@ class TreeAccumulator:
         return next(k for k, n in enumerate(self._nodes) if n.start <= shards.start < n.stop)
 
 
-def _sibling(place: range) -> range:
+def _sibling(shards: range) -> range:
     """Return the other half of the node above."""
-    start = place.start ^ len(place)
-    return range(start, start + len(place))
+    start = shards.start ^ len(shards)
+    return range(start, start + len(shards))
 
 
 def _sum_nodes(node_sums: Sequence[tuple[range, Tensor]]) -> Tensor:

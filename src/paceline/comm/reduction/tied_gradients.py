@@ -92,8 +92,8 @@ class TiedGradientReduction:
     def residuals(self) -> Sequence[tuple[str, TensorSlot, Tensor]]:
         return self.inner.residuals()
 
-    def set_residuals(self, found: Mapping[tuple[str, str], Tensor]) -> None:
-        self.inner.set_residuals(found)
+    def set_residuals(self, residuals: Mapping[tuple[str, str], Tensor]) -> None:
+        self.inner.set_residuals(residuals)
 
     def rescale(self, factor: float) -> None:
         self.inner.rescale(factor)

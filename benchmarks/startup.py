@@ -17,6 +17,7 @@ from pathlib import Path
 
 from benchmarks.measure import Side, take_turns
 from benchmarks.report import Options, Report, Table, present, series_data
+from paceline.cli.study_runs import TRAIN_MODULES
 from paceline.job.cluster import process_environment
 from paceline.launch import fork_server
 from paceline.launch.fork_client import FORK_SERVER_VARIABLE, NO_FORK_SERVER
@@ -50,7 +51,7 @@ def jobs_table(repeats: int) -> Table:
     plain = process_environment()
     with (
         tempfile.TemporaryDirectory() as folder,
-        fork_server(["paceline.cli.main", "paceline.cli.train"]) as variables,
+        fork_server(TRAIN_MODULES) as variables,
     ):
         ways = {
             "anew": {**plain, FORK_SERVER_VARIABLE: NO_FORK_SERVER},

@@ -7,7 +7,7 @@ from paceline.cli.main import COMMANDS
 from paceline.errors import MissingExtraError
 from paceline.tasks.digits import read_digits
 
-_LATER = ("train_job", "verify_job", "runs_job", "sweep_job", "compare_job", "bench_job", "resume", "start")
+_LATER = ("comparison_runs", "study_runs", "relaunch", "resume")
 _SHOWN = ("rich.console", "rich.progress", "rich.table", "rich.live")
 
 for name in (*(f"paceline.cli.{one}" for one in _LATER), *_SHOWN):

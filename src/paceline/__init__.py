@@ -1,6 +1,6 @@
-"""Paceline trains one PyTorch model on many processes, devices and machines, and verifies the answer.
+"""Paceline trains one PyTorch model on many processes, devices and machines, and verifies the result.
 
-The public names are imported when they are first used, so `import paceline` costs nothing.
+Public names are imported on first use, so `import paceline` is fast.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Every error that a user can meet: what happened, where, and what to do next.
+"""The errors that a user can see: what happened, where, and what to do next.
 
-Invariant: the message of an error reads without its traceback, and its class decides the exit code
-of the process. This module imports nothing, so that any room may raise.
+Invariant: the message of an error can be understood without its traceback, and its class decides the exit
+code of the process. This module imports nothing, so that every package can raise them.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ class PacelineError(Exception):
 
     Args:
         what: one sentence that says what happened, with the values that matter.
-        where: file and line, recipe key, or rank and step; empty if there is no better place.
-        next_step: what the user can do now; empty if there is nothing to advise.
+        where: file and line, recipe key, or rank and step; empty if it is not known.
+        next_step: what the user can do now; empty if there is no advice.
     """
 
     exit_code = 1
@@ -47,7 +47,7 @@ class RecipeError(PacelineError):
 
 
 class StrategyError(RecipeError):
-    """The strategy cannot be parsed, or this combination is not supported; names the nearest that is."""
+    """The strategy cannot be parsed, or is not supported; names the closest one that is."""
 
 
 class TaskError(PacelineError):
@@ -63,7 +63,7 @@ class DataError(PacelineError):
 
 
 class DeviceError(PacelineError):
-    """The device that was asked for is not there, or does not suit the strategy."""
+    """The requested device does not exist, or does not suit the strategy."""
 
     exit_code = 2
 
@@ -75,22 +75,22 @@ class MissingExtraError(PacelineError):
 
 
 class CheckpointError(PacelineError):
-    """A checkpoint cannot be written, or must not be loaded."""
+    """A checkpoint cannot be written, or is not safe to load."""
 
     exit_code = 3
 
 
 class RunFolderError(PacelineError):
-    """The folder of a run cannot be made or written: the disk is full, or access is denied."""
+    """The folder of a run cannot be created or written: the disk is full, or access is denied."""
 
     exit_code = 3
 
 
 class CommunicationError(PacelineError):
-    """A collective failed: names the rank, the operation, the step; usually another rank is gone.
+    """A collective failed, usually because another rank is gone; names the rank, the operation and the step.
 
     Attributes:
-        peer: the rank that a channel has lost; None: it is not about one of its peers.
+        peer: the rank that a channel has lost; None: the error is not about a peer of a channel.
     """
 
     exit_code = 4
@@ -102,19 +102,19 @@ class DeadlineError(CommunicationError):
 
 
 class MemoryLimitError(PacelineError):
-    """The memory of the host or of a device, or the shared memory between processes, is used up."""
+    """The host or a device is out of memory, or the host is out of shared memory or open files."""
 
     exit_code = 7
 
 
 class SetupStoppedError(PacelineError):
-    """The run was asked to stop before its first step: it has nothing to save, and ends at once."""
+    """The run was stopped before its first step, so there is nothing to save."""
 
     exit_code = 143
 
 
 class LabError(PacelineError):
-    """A lab cannot be made or changed: a tool, a right or a feature of the kernel is missing."""
+    """A lab cannot be created or changed: a tool, a permission or a kernel feature is missing."""
 
     exit_code = 6
 
@@ -126,10 +126,10 @@ class NumericError(PacelineError):
 
 
 class DivergenceError(NumericError):
-    """Ranks that should hold equal bits do not; names the tensor, the ranks and the step."""
+    """Ranks that should hold bitwise equal values do not; names the tensor, the ranks and the step."""
 
 
 class WorkerError(PacelineError):
-    """A worker raised or died; carries the traceback of the rank that failed first."""
+    """A worker raised an exception or died; contains the traceback of the rank that failed first."""
 
     exit_code = 1

@@ -96,7 +96,7 @@ def start(folder: Path, *arguments: str, prefix: str = "") -> Command:
 
 def end_of(process: Command, folder: Path) -> End:
     out, err = process.communicate(timeout=600)
-    shelf = CheckpointCatalog.look(StorageFolder(str(folder / "run" / "checkpoints")))
+    shelf = CheckpointCatalog.read(StorageFolder(str(folder / "run" / "checkpoints")))
     whole = [kept.step for kept in shelf.whole]
     left = [path.name for path in (folder / "tmp").iterdir() if not path.name.startswith("torchinductor")]
     return End(process.returncode, out, err, whole, [*shelf.broken], left, steps_done(folder), folder / "run")

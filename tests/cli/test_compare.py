@@ -43,7 +43,7 @@ def test_strategies_side_by_side(tmp_path: Path) -> None:
     page = (tmp_path / "out" / "compared.html").read_text()
     assert page.count("&quot;name&quot;:&quot;exact&quot;") == 3  # loss, accuracy, throughput
     again = compare(tmp_path, "--seeds", "1", "--kills", "0")
-    assert again.stderr.count("complete before") == 2 and json.loads(again.stdout) == found
+    assert again.stderr.count("already complete") == 2 and json.loads(again.stdout) == found
 
 
 @pytest.mark.soak

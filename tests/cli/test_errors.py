@@ -26,13 +26,13 @@ from tests.ports import free_port
 
 FAILURES = {
     "raises": (1, "rank 1 raised ValueError: the 7th call", "task.py"),
-    "killed": (137, "rank 1 was killed by SIGKILL (out of memory?)", "next:  if the kernel's log"),
+    "killed": (137, "rank 1 was killed by SIGKILL (out of memory?)", "next:  if the kernel log"),
     "not-finite": (
         5,
         "raised NumericError: the loss is nan in step 4: on rank 1 the loss is nan and",
         "next:  lower optimizer.lr",
     ),
-    "memory": (7, "rank 1 raised MemoryLimitError: the memory is used up: ", "next:  fewer processes"),
+    "memory": (7, "rank 1 raised MemoryLimitError: out of memory: ", "next:  use fewer processes"),
 }
 
 
@@ -143,7 +143,7 @@ def test_ctrl_c(phase: str, ends: dict[str, End]) -> None:
 @pytest.mark.skipif(not has_namespaces(), reason="needs unshare and user namespaces, for a small /dev/shm")
 def test_shared_memory_that_is_too_small(ends: dict[str, End]) -> None:
     assert ends["shared"].code == 7, ends["shared"].err
-    assert "rank 0 raised MemoryLimitError: the shared memory of this host is used up" in ends["shared"].err
+    assert "rank 0 raised MemoryLimitError: this host is out of shared memory" in ends["shared"].err
     assert "next:  give /dev/shm more room" in ends["shared"].err and not ends["shared"].temporary
 
 

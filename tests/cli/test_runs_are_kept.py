@@ -78,7 +78,7 @@ def test_the_folder_has_the_name_of_the_recipe_or_the_one_that_was_asked_for(tmp
     names = sorted(path.name.split("-", 2)[2] for path in (tmp_path / "runs").iterdir())
     assert names == ["first.try", "sum"]
     for more, why in (
-        (["--name", "a/b"], "is no name of a folder"),
+        (["--name", "a/b"], "is not a valid folder name"),
         (["--name", "a", "--set", "run_dir=x"], "names a new folder, and run_dir = x names one"),
     ):
         wrong = run(tmp_path, "train", SUM, "-n", 1, *SHORT, *more)

@@ -70,7 +70,7 @@ def test_what_is_complete_is_not_run_again_and_an_axis_may_grow(
     before = {path: path.read_bytes() for path in (folder / "out").glob("*/metrics.jsonl")}
     assert len(before) == 2
     more = sweep(folder, "batch=16,32,64", "replicas=1")
-    assert more.returncode == 0 and more.stderr.count("complete before") == 1
+    assert more.returncode == 0 and more.stderr.count("already complete") == 1
     assert all(path.read_bytes() == data for path, data in before.items())
     found = json.loads(more.stdout)
     assert [row["values"]["batch"] for row in found["rows"]] == ["16", "32", "64"]

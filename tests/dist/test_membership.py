@@ -140,7 +140,7 @@ def test_who_is_silent_until_the_deadline_is_left_out_and_told_so() -> None:
         return found
 
     first, second = run_ranks(sleep, 2)
-    assert first == 1 and "have gone on without this one" in second
+    assert first == 1 and "have continued without this one" in second
 
 
 def test_a_rank_that_ends_while_a_group_is_made_is_named_at_once() -> None:
@@ -165,7 +165,7 @@ def test_a_rank_that_does_not_come_while_a_group_is_made_is_named_at_the_deadlin
         return caught.value.what
 
     assert run_ranks(make, 2)[0] == (
-        "at the deadline rank 1 did not come while the group 'shard' of ranks (0, 1) was made"
+        "rank 1 did not come in time while the group 'shard' of ranks (0, 1) was created"
     )
 
 

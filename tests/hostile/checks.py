@@ -77,7 +77,7 @@ def read_shelf(record: Any) -> None:
     sealed = {**record, "manifest_sha256": _seal(record)} if isinstance(record, dict) else record
     (folder / "manifest.json").write_text(json.dumps(sealed))
     (folder / "rank-00000.safetensors").write_bytes(bytes(400))
-    CheckpointCatalog.look(StorageFolder(str(folder.parent)))
+    CheckpointCatalog.read(StorageFolder(str(folder.parent)))
 
 
 @refuses(CheckpointError)
@@ -87,7 +87,7 @@ def read_small_files(texts: tuple[bytes, bytes, bytes]) -> None:
     (folder / "step-00000003").mkdir(parents=True, exist_ok=True)
     for name, text in zip(("run.json", "losses.json", "step-00000003/manifest.json"), texts, strict=True):
         (folder / name).write_bytes(text)
-    CheckpointCatalog.look(StorageFolder(str(folder)))
+    CheckpointCatalog.read(StorageFolder(str(folder)))
 
 
 @refuses(ValueError)

@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import cycle, product
 from pathlib import Path
 
+from paceline.cli.study_runs import TRAIN_MODULES
 from paceline.launch import fork_server
 from paceline.launch.fork_client import FORK_SERVER_VARIABLE
 from tests.command_jobs import start
@@ -38,7 +39,7 @@ OWN = (
 STEPS, DEADLINE_SECONDS, PATIENCE_SECONDS = 40, 4, 200.0
 _WIDTH = 4096
 """Of a layer whose state is 200 MB, half of it on each of two ranks."""
-TARGETS = ("rank 0", "last rank", "launcher", "fork server", "keeper", "loader worker", "writer")
+TARGETS = ("rank 0", "last rank", "launcher", "fork server", "reaper", "loader worker", "writer")
 _OF_RANKS = ("loader worker", "writer")
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGSEGV, signal.SIGSTOP)
 MOMENTS = ("start", "build", "step", "save", "end")
@@ -175,8 +176,8 @@ def _pids(launcher: int, server: int, target: str) -> list[int]:
     ranks = _ranks()
     if target == "launcher":
         return [launcher]
-    if target == "keeper":
-        return [pid for pid in children_of(launcher) if "keeper" in name_of(Path(f"/proc/{pid}"))]
+    if target == "reaper":
+        return [pid for pid in children_of(launcher) if "reaper" in name_of(Path(f"/proc/{pid}"))]
     if target == "fork server":  # the part of it that is this launcher's
         return children_of(server)
     if target in _OF_RANKS:  # a rank of these jobs has no other children
@@ -202,7 +203,7 @@ def _await_rest(pid: int) -> None:
 
 
 def main(folder: Path, chosen: Sequence[int]) -> None:
-    with fork_server(["paceline.cli.main", "paceline.cli.train"]) as variables:
+    with fork_server(TRAIN_MODULES) as variables:
         every = trials()
         _await_rest(int((Path(variables[FORK_SERVER_VARIABLE]) / "pid").read_text()))
         for number in chosen:

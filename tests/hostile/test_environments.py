@@ -60,7 +60,7 @@ def require_named(end: End, text: str) -> None:
 
 def test_a_limit_of_memory_that_is_too_small_is_named(tmp_path: Path) -> None:
     end = job(tmp_path, *limited("-v 200000"), processes=2)
-    require_named(end, "MemoryLimitError: the memory is used up: ")
+    require_named(end, "MemoryLimitError: out of memory: ")
 
 
 def test_a_limit_of_open_files_that_is_too_small_is_named(tmp_path: Path) -> None:

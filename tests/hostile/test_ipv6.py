@@ -76,7 +76,7 @@ MEET = ("--nodes", "2", "--rendezvous", "[fd00::1]:29500", "-n", "1")
 def test_two_nodes_meet_and_train(strategy: str, tmp_path: Path) -> None:
     done = train(tmp_path, *MEET, "--strategy", strategy, before=("sh", "-c", TWO_NODES, "sh"))
     assert done.returncode == 0, done.stderr
-    assert CheckpointCatalog.look(StorageFolder(str(tmp_path / "run" / "checkpoints"))).whole[-1].step == 6
+    assert CheckpointCatalog.read(StorageFolder(str(tmp_path / "run" / "checkpoints"))).whole[-1].step == 6
 
 
 @needs_network

@@ -52,7 +52,7 @@ def allowed(target: str, number: int, strategy: str) -> set[int]:
         return {0} | allowed(target, number, "")  # it goes on without a worker
     if target == "launcher":
         return {0, STOPPED.get(signal.Signals(number), -number)}
-    if target in ("keeper", "writer"):
+    if target in ("reaper", "writer"):
         return {0}
     if target == "fork server":
         return {0} if number == signal.SIGSTOP else {0, 137}
@@ -84,7 +84,7 @@ def number_of(target: str, number: signal.Signals, moment: str) -> int:
 def test_a_few_of_all_trials_end_with_an_exit_code_of_the_table_and_leave_nothing(tmp_path: Path) -> None:
     few = [
         ("launcher", signal.SIGKILL, "step"),
-        ("keeper", signal.SIGSTOP, "step"),
+        ("reaper", signal.SIGSTOP, "step"),
         ("fork server", signal.SIGKILL, "build"),
         ("last rank", signal.SIGKILL, "save"),
         ("loader worker", signal.SIGKILL, "step"),

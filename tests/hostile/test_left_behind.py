@@ -1,4 +1,4 @@
-"""What a launcher that was killed leaves is removed: by its keeper at once, else by the next launcher."""
+"""What a launcher that was killed leaves is removed: by its reaper at once, else by the next launcher."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ def folders(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "tmp").glob("paceline-*"))
 
 
-@pytest.mark.parametrize("keeper", ["lives", "is killed too"])
-def test_a_launcher_that_is_killed_leaves_nothing_for_long(keeper: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("reaper", ["lives", "is killed too"])
+def test_a_launcher_that_is_killed_leaves_nothing_for_long(reaper: str, tmp_path: Path) -> None:
     prepare(tmp_path)
-    environ = {} if keeper == "lives" else {"PACELINE_FORK_SERVER": "none"}
+    environ = {} if reaper == "lives" else {"PACELINE_FORK_SERVER": "none"}
     words = ("train", "recipe.toml", "--set", "options.what=build", "--set", "options.rank=0")
     with start(tmp_path, *words, "--set", "options.seconds=100", **environ) as process:
         until((tmp_path / "building-0").exists, process)
-        if keeper != "lives":
+        if reaper != "lives":
             for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
-                if b"keeper" in Path(f"/proc/{child}/cmdline").read_bytes():
+                if b"reaper" in Path(f"/proc/{child}/cmdline").read_bytes():
                     os.kill(int(child), signal.SIGKILL)
         process.kill()
         process.wait()
         worker = int((tmp_path / "building-0").read_text())
         wait_until(lambda: not Path(f"/proc/{worker}").exists())
-    if keeper != "lives":
+    if reaper != "lives":
         assert len(folders(tmp_path)) == 1
         with start(tmp_path, "run", "-n", "1", str(tmp_path / "none.py"), **environ) as process:
             assert end_of(process).code != 0
@@ -78,7 +78,7 @@ def test_a_job_whose_keeper_is_killed_goes_on(tmp_path: Path) -> None:
     with start(tmp_path, *words) as process:
         until((tmp_path / "stepping-1").exists, process)
         for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
-            if b"keeper" in Path(f"/proc/{child}/cmdline").read_bytes():
+            if b"reaper" in Path(f"/proc/{child}/cmdline").read_bytes():
                 os.kill(int(child), signal.SIGKILL)
         (tmp_path / "go").touch()
         assert end_of(process).code == 0

@@ -74,7 +74,7 @@ def test_who_listens_between_two_nodes_hears_nothing_of_the_store(tls: bool) -> 
     assert (b"a name" in heard, b"nobody else" in heard) == (not tls, not tls)
 
 
-def test_who_puts_his_certificate_between_two_nodes_is_turned_away() -> None:
+def test_who_puts_his_certificate_between_two_nodes_is_rejected() -> None:
     """He hands on the greeting, which he cannot make, and then speaks TLS with each of both."""
     said: list[str] = []
     plain = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -103,7 +103,7 @@ def test_who_puts_his_certificate_between_two_nodes_is_turned_away() -> None:
         with pytest.raises(CommunicationError, match="cannot reach the store"):
             open_store(StoreAccess(1, "127.0.0.1", called, KEY, tls=True), 2.0)
         local.close()
-    assert len(said) == 1 and said[0].startswith("turned away: rank 1 has another certificate")
+    assert len(said) == 1 and said[0].startswith("rejected: rank 1 has a different certificate")
 
 
 def test_strangers_that_claim_ever_other_ranks_are_not_all_remembered(
@@ -115,10 +115,10 @@ def test_strangers_that_claim_ever_other_ranks_are_not_all_remembered(
         for rank in range(9):
             with socket.create_connection(listener.getsockname()) as stranger:
                 stranger.sendall(encode_hello(rank, make_nonce()))
-                while not seen._guests or not next(iter(seen._guests.values())).ours:
-                    seen.hear(0.1)
+                while not seen._pending or not next(iter(seen._pending.values())).server_nonce:
+                    seen.receive(0.1)
                 stranger.sendall(bytes(32))
-                while seen.strangers <= rank:
-                    seen.hear(0.1)
+                while seen.num_rejected <= rank:
+                    seen.receive(0.1)
         seen.close()
-    assert len(seen.unfit) == 3 and set(seen.unfit.values()) == {"another token"}
+    assert len(seen.rejected_ranks) == 3 and set(seen.rejected_ranks.values()) == {"a different token"}

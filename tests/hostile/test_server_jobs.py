@@ -41,9 +41,9 @@ def test_a_job_goes_on_without_a_worker_that_is_lost_and_says_so(
     with train(tmp_path, processes=4, strategy=SERVED, **keys) as process:
         end = end_of(process)
     assert end.code == 0, end.err
-    assert "rank 2 was" in end.err and "; the server goes on without it where it can" in end.err
+    assert "rank 2 was" in end.err and "; the server continues without it if it can" in end.err
     assert [record["rank"] for record in events(tmp_path, "lost")] == [2]
-    assert CheckpointCatalog.look(StorageFolder(str(tmp_path / "run" / "checkpoints"))).whole[-1].step == 60
+    assert CheckpointCatalog.read(StorageFolder(str(tmp_path / "run" / "checkpoints"))).whole[-1].step == 60
     assert {record["rank"] for record in events(tmp_path, "ranks")} >= {0, 1}
 
 
@@ -69,8 +69,8 @@ def test_a_job_goes_on_without_a_worker_that_is_lost_between_two_rounds(
     with train(tmp_path, processes=4, strategy=strategy, **keys) as process:
         end = end_of(process)
     assert end.code == 0, end.err
-    assert "rank 2 was killed by SIGKILL" in end.err and "; the server goes on without it" in end.err
-    kept = CheckpointCatalog.look(StorageFolder(str(tmp_path / "run" / "checkpoints")))
+    assert "rank 2 was killed by SIGKILL" in end.err and "; the server continues without it" in end.err
+    kept = CheckpointCatalog.read(StorageFolder(str(tmp_path / "run" / "checkpoints")))
     assert [one.step for one in kept.whole] == [2, 4, 6][left_out:] and not kept.broken
     assert [event["step"] for event in events(tmp_path, "checkpoint")] == [one.step for one in kept.whole]
     told = [str(event["text"]) for event in events(tmp_path, "warning")]
@@ -89,7 +89,7 @@ def test_a_run_is_resumed_from_what_was_saved_after_a_worker_was_lost_in_that_sa
     with train(tmp_path, processes=4, strategy=strategy, **keys) as process:
         end = end_of(process)
     assert end.code == 0 and "rank 3 was killed by SIGKILL" in end.err, end.err
-    first, *later = CheckpointCatalog.look(StorageFolder(str(checkpoints))).whole
+    first, *later = CheckpointCatalog.read(StorageFolder(str(checkpoints))).whole
     assert [one.step for one in (first, *later)] == [2, 4, 6]
     expected = load_checkpoint(StorageFolder(str(checkpoints)), later[-1].name).tensors
     for one in later:
@@ -97,7 +97,7 @@ def test_a_run_is_resumed_from_what_was_saved_after_a_worker_was_lost_in_that_sa
     with start(tmp_path, "train", "--resume", "run", "-n", "3") as process:
         end = end_of(process)
     assert end.code == 0, end.err
-    kept = CheckpointCatalog.look(StorageFolder(str(checkpoints)))
+    kept = CheckpointCatalog.read(StorageFolder(str(checkpoints)))
     assert [one.step for one in kept.whole] == [2, 4, 6] and not kept.broken
     found = load_checkpoint(kept.files, kept.whole[-1].name).tensors
     assert found.keys() == expected.keys()
@@ -123,7 +123,7 @@ def test_a_worker_that_is_lost_before_a_server_takes_over_ends_the_job(tmp_path:
         os.kill(int((tmp_path / "building-2").read_text()), signal.SIGKILL)
         end = end_of(process)
     assert end.code == 137, end.err
-    assert "rank 2 was killed by SIGKILL" in end.err and "goes on without it" not in end.err
+    assert "rank 2 was killed by SIGKILL" in end.err and "continues without it" not in end.err
 
 
 @pytest.mark.parametrize("rank", [0, 1])

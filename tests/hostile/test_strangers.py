@@ -125,11 +125,11 @@ def test_a_server_with_another_key_is_left_at_once() -> None:
         coming = ranks.submit(connect_to_hub, "127.0.0.1", listener.getsockname()[1], 1, "other", 600.0)
         seen = handshake.AuthenticatingListener(listener, KEY, [1])
         while not coming.done():
-            seen.hear(0.1)
+            seen.receive(0.1)
         seen.close()
-        with pytest.raises(CommunicationError, match="Rank 1 has another token"):
+        with pytest.raises(CommunicationError, match="rank 1 has a different token"):
             coming.result()
-        assert not seen.found and seen.strangers == 1
+        assert not seen.accepted and seen.num_rejected == 1
 
 
 # The meeting on one host
@@ -197,10 +197,10 @@ NODES = ("run", "--nodes", "2", "--rendezvous", "192.0.2.77:29500")
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        ((), "2 nodes need a key"),
-        (("--token-file", "missing"), "the key of the job cannot be read: there is no such file"),
-        (("--token-file", "/dev/zero"), "the key of the job cannot be read: there is no such file"),
-        (("--token-file", "-"), "the key of the job cannot be read: it is empty"),
+        ((), "a job on 2 nodes needs a key"),
+        (("--token-file", "missing"), "cannot read the key of the job: the file does not exist"),
+        (("--token-file", "/dev/zero"), "cannot read the key of the job: the file does not exist"),
+        (("--token-file", "-"), "cannot read the key of the job: it is empty"),
     ],
 )
 def test_several_nodes_without_a_key_are_refused(words: tuple[str, ...], text: str, tmp_path: Path) -> None:
@@ -237,8 +237,8 @@ def test_a_node_with_another_key_is_named_on_both_sides(tmp_path: Path) -> None:
     with (tmp_path / "said").open("w") as said:
         first = subprocess.Popen(command, env={**os.environ, "PACELINE_TOKEN": "a"}, stderr=said)
     wrong = run(tmp_path, *meet, "1", "x.py", PACELINE_TOKEN="b")
-    assert wrong.returncode == 4 and "Rank 1 has another token than the job" in wrong.stderr
-    until(lambda: "turned away: " in (tmp_path / "said").read_text())
-    assert "Rank 1 has another token" in (tmp_path / "said").read_text()
+    assert wrong.returncode == 4 and "rank 1 has a different token than the job" in wrong.stderr
+    until(lambda: "rejected: " in (tmp_path / "said").read_text())
+    assert "rank 1 has a different token" in (tmp_path / "said").read_text()
     right = run(tmp_path, *meet, "1", "x.py", PACELINE_TOKEN="a")
     assert (right.returncode, first.wait()) == (0, 0), right.stderr

@@ -12,7 +12,7 @@ import pytest
 from paceline.job.cluster import process_environment
 from paceline.launch.fork_client import FORK_SERVER_VARIABLE, fork_server
 from paceline.launch.outcome import diagnose_worker, has_stopped, summarize_failures
-from paceline.launch.shutdown import SETUP_GRACE_SECONDS, ShutdownPlan
+from paceline.launch.shutdown import SETUP_GRACE_SECONDS, ShutdownPlan, ShutdownTimeouts
 from tests.hostile.jobs import end_of, prepare, start, train, until
 from tests.unit.launch.test_outcome import looks
 from tests.unit.launch.workers import ended
@@ -57,7 +57,7 @@ def test_a_task_that_is_not_built_in_time_is_named_with_its_rank(tmp_path: Path)
     assert end.code == 4, end.err
     assert "rank 0 raised DeadlineError: rank 1 has not built the task within 2 s" in end.err
     # a launcher that hears of rank 0 late gives rank 1 up by itself
-    why = "(was ended because of that|did not come to an end while building the task)"
+    why = "(was ended because of that|did not finish in time while building the task)"
     assert re.search(rf"rank 1 {why}; it was in build \(task\.py", end.err), end.err
 
 
@@ -91,15 +91,15 @@ def test_a_request_to_stop_ends_a_set_up_although_a_rank_is_stopped(
         process.send_signal(number)
         end = end_of(process)
     assert end.code == {signal.SIGTERM: 143, signal.SIGINT: 130}[number], end.err
-    assert "stopped before the first step" in end.err or "did not end in time" in end.err
+    assert "stopped before the first step" in end.err or "did not exit in time" in end.err
 
 
 def test_before_the_first_step_a_request_to_stop_has_two_seconds_and_later_the_grace_time() -> None:
-    stop = ShutdownPlan(1.0, 3.0, 30.0, begun=False)
+    stop = ShutdownPlan(ShutdownTimeouts(1.0, 3.0, 30.0), begun=False)
     stop.on_signal(signal.SIGTERM, 100.0)
     assert SETUP_GRACE_SECONDS < 2
     assert looks(stop, 100.0, 101.625) == {100.0: "terminate", 101.5: "kill"}
-    late = ShutdownPlan(1.0, 3.0, 30.0, begun=False)
+    late = ShutdownPlan(ShutdownTimeouts(1.0, 3.0, 30.0), begun=False)
     late.on_signal(signal.SIGTERM, 100.0)
     assert looks(late, 100.0, 100.5) == {100.0: "terminate"}
     late.on_begin(100.5)
@@ -109,7 +109,7 @@ def test_before_the_first_step_a_request_to_stop_has_two_seconds_and_later_the_g
 @pytest.mark.capability("O1", "N7")
 def test_a_rank_that_the_launcher_ended_in_its_set_up_has_not_left_on_request(tmp_path: Path) -> None:
     """The rank that says SetupStoppedError does so because the other one has failed."""
-    stop = ShutdownPlan(1.0, 3.0, 30.0)
+    stop = ShutdownPlan(ShutdownTimeouts(1.0, 3.0, 30.0))
     stop.on_failure(0.0)
     lost = ended(tmp_path, 0, 4, "CommunicationError", "rank 1 is gone", connection=True)
     told = ended(tmp_path, 1, 143, "SetupStoppedError", "stopped before the first step", told=True)

@@ -57,7 +57,7 @@ def test_a_second_job_is_refused_and_who_resumes_is_told_host_and_process(
         owner = json.loads((tmp_path / "run" / LOCK_FILE).read_text())
         owned = f"another job is writing to this folder: process {owner['pid']} on {socket.gethostname()}"
         text, step = (
-            (owned, "wait for its end") if code == 3 else ("'run' already holds a run", "resume it")
+            (owned, "wait until it ends") if code == 3 else ("'run' already holds a run", "resume it")
         )
         assert text in end.err and f"next:  {step}" in end.err
         assert (tmp_path / "run" / "recipe.toml").read_bytes() == recipe
@@ -128,9 +128,9 @@ def test_nothing_that_is_published_is_ever_written_again(tmp_path: Path) -> None
         before = {path.name: path.read_bytes() for path in (tmp_path / published).iterdir()}
         assert late.save() != published
         late.finish()
-        assert len(CheckpointCatalog.look(StorageFolder(str(tmp_path))).whole) == 2
+        assert len(CheckpointCatalog.read(StorageFolder(str(tmp_path))).whole) == 2
         with pytest.raises(CheckpointError, match="is there already"):
-            late.shelf.publish(published, load(tmp_path, published).manifest)
+            late.catalog.publish(published, load(tmp_path, published).manifest)
     assert {path.name: path.read_bytes() for path in (tmp_path / published).iterdir()} == before
 
 
@@ -145,4 +145,4 @@ def test_a_resume_before_the_first_checkpoint_begins_at_step_0_and_says_so(tmp_p
         end = end_of(process)
     assert end.code == 0, end.err
     assert "this run has no checkpoint yet, so it starts at step 0" in end.out
-    assert CheckpointCatalog.look(StorageFolder(str(tmp_path / "run" / "checkpoints"))).whole[-1].step == 4
+    assert CheckpointCatalog.read(StorageFolder(str(tmp_path / "run" / "checkpoints"))).whole[-1].step == 4

@@ -92,7 +92,7 @@ def test_one_that_is_silent_is_left_behind_and_told_so() -> None:
     with commits(0.3) as found:
         assert vote(found, r0=False, r3=False) == dict.fromkeys((0, 3), CommitVerdict(False, (0, 3)))
         late = vote(found, r2=True)[2]
-        assert "have gone on without rank 2" in str(late)
+        assert "have continued without rank 2" in str(late)
 
 
 def test_without_the_first_one_nobody_goes_on() -> None:

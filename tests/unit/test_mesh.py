@@ -63,5 +63,5 @@ def test_a_twin_has_the_same_ranks_and_one_rank_needs_no_process_group() -> None
 
 def test_all_of_an_axis_are_the_group_of_the_axis() -> None:
     mesh = Mesh.build(Cluster.single(), {})
-    assert mesh.among("pipeline", [0]) is mesh.axes["pipeline"]
-    assert mesh.place("pipeline") == 0
+    assert mesh.subgroup_along("pipeline", [0]) is mesh.axes["pipeline"]
+    assert mesh.coordinate("pipeline") == 0

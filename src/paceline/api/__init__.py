@@ -1,7 +1,8 @@
-"""What a script or a notebook calls: here, as one of the ranks, or on processes that the call starts.
+"""`paceline.train` and `paceline.verify`, for scripts and notebooks.
 
-Invariant: a call on processes of its own gives what the same call gives on each of them, as rank 0 sees it,
-and leaves none of them behind.
+A call runs in this process as one of the ranks, or on processes that it starts. Invariant: on its own
+processes it returns what the same call returns on each of them, as rank 0 sees it, and leaves none of them
+behind.
 """
 
 from paceline.api.calls import train, verify

@@ -13,13 +13,13 @@ from paceline.job.launcher_reports import LEAVING
 
 
 def main() -> None:
-    """Make the call that lies in the folder; rank 0 gives back what came out."""
+    """Make the call that is stored in the folder; rank 0 writes its result there."""
     folder, cluster = Path(sys.argv[1]), Cluster.from_env()
-    order = RemoteCall.load(folder)
-    options: dict[str, Any] = dict(order.options)
-    if order.reports:
+    call = RemoteCall.load(folder)
+    options: dict[str, Any] = dict(call.options)
+    if call.reports:
         options["console"] = job_output()
-    result = order.function(order.recipe, order.task, **options)
+    result = call.function(call.recipe, call.task, **options)
     cluster.enter_phase(LEAVING)
     if cluster.global_rank == 0:
         CallResult(result, [callback.state_dict() for callback in options.get("callbacks", ())]).save(folder)

@@ -1,10 +1,8 @@
-"""Show the lines of a job where the caller looks: on a terminal, in a file, or below a cell of a notebook.
+"""`paceline.train` and `paceline.verify`: calls on this process, or on processes that are started for them.
 
-Start the processes of a call, show what they say, and take what rank 0 gives back.
-
-The model of a run on other processes, in the process that has asked for it.
-
-`paceline.train` and `paceline.verify`.
+With `processes` the call is pickled to a folder, a job makes it on every rank, its lines are printed where
+the caller looks (terminal, file or notebook cell), and the result of rank 0 comes back with the trained
+model.
 """
 
 from __future__ import annotations
@@ -23,6 +21,7 @@ from paceline.errors import RecipeError, WorkerError
 from paceline.job.cluster import Cluster
 from paceline.launch.job_spec import LaunchJob, script_command
 from paceline.launch.launcher import launch
+from paceline.launch.shutdown import ShutdownTimeouts
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -40,7 +39,7 @@ _PROGRESS = "step "
 
 @contextmanager
 def open_line_output(console: Console | None) -> Iterator[Callable[[str], object]]:
-    """What takes one line, or a text of several, at a time."""
+    """Yield a function that prints one or more lines of the job."""
     if console is not None:
         yield lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True, end="")
         return
@@ -57,46 +56,46 @@ def _write(text: str) -> None:
 
 
 class ProgressLines:
-    """Lines one below the other.
+    """Output that can replace a line of progress by the next one.
 
     Args:
-        write: takes text.
-        in_place: a line of progress takes the place of the one before it, as notebooks understand "\\r".
+        write: writes text.
+        in_place: overwrite the previous line of progress with "\\r", which notebooks support.
     """
 
     def __init__(self, write: Callable[[str], None], *, in_place: bool) -> None:
-        self._write, self._in_place, self._standing = write, in_place, ""
+        self._write, self._in_place, self._last_progress = write, in_place, ""
 
     def show(self, text: str) -> None:
-        """Show a text that ends with its line."""
+        """Print a text that ends with a newline."""
         if self._in_place and text.startswith(_PROGRESS):
             line = text.rstrip("\n")
-            self._write(("\r" if self._standing else "") + line.ljust(len(self._standing)))
-            self._standing = line
+            self._write(("\r" if self._last_progress else "") + line.ljust(len(self._last_progress)))
+            self._last_progress = line
             return
         self.close()
         self._write(text)
 
     def close(self) -> None:
-        """Leave the last line of progress standing."""
-        if self._standing:
+        """End the last line of progress, so that it stays visible."""
+        if self._last_progress:
             self._write("\n")
-            self._standing = ""
+            self._last_progress = ""
 
 
 def runs_here(processes: int | None) -> bool:
-    """Whether this process is a rank itself.
+    """Return whether the call runs in this process, as one of the ranks.
 
     Raises:
-        RecipeError: it is one, and another number of processes is asked for.
+        RecipeError: this process is a rank of a job with another number of processes.
     """
     cluster = Cluster.from_env()
     if processes is None or not cluster.launched:
         return processes is None
     if processes != cluster.world_size:
         raise RecipeError(
-            f"processes={processes}, and this script is one of {cluster.world_size} processes already",
-            next_step="leave processes out; `paceline run` or torchrun says how many",
+            f"processes={processes}, but this script already runs on {cluster.world_size} processes",
+            next_step="leave processes out: `paceline run` or torchrun sets the number",
         )
     return True
 
@@ -113,29 +112,30 @@ def call_on_processes(
 ) -> CallResult:
     """Call `function(recipe, task, **options)` on every rank of a job of its own.
 
-    Ctrl-C, or the notebook's interrupt, asks the job to stop: it saves, and the call returns what came out.
+    Ctrl-C, or the interrupt of a notebook, stops the job: it saves, and the call returns the result so far.
 
     Args:
-        console: where lines are shown; None: standard output, or the notebook.
-        reports: see `RemoteCall`.
+        console: where lines are printed; None: standard output, or the notebook.
+        reports: the function takes a console, on which rank 0 prints.
     Raises:
-        WorkerError: a rank failed; its report has been shown.
+        WorkerError: a rank failed; its report has been printed.
     """
     from paceline.session.arguments import resolve_recipe
 
-    resolved, base_dir = resolve_recipe(recipe, task, options["base_dir"])  # what is wrong is said at once
-    order = RemoteCall(function, resolved, task, {**options, "base_dir": base_dir}, reports)
-    with tempfile.TemporaryDirectory(prefix="paceline-call-") as folder, open_line_output(console) as say:
-        order.save(Path(folder))
-        outcome = launch(_launch_job(Path(folder), processes, resolved, saves=reports), say=say)
-        given = CallResult.load(Path(folder))
-    if outcome.failures or given is None:
+    # resolved here as well, so that an error in the recipe is raised before any process starts
+    resolved, base_dir = resolve_recipe(recipe, task, options["base_dir"])
+    call = RemoteCall(function, resolved, task, {**options, "base_dir": base_dir}, reports)
+    with tempfile.TemporaryDirectory(prefix="paceline-call-") as folder, open_line_output(console) as log:
+        call.save(Path(folder))
+        outcome = launch(_launch_job(Path(folder), processes, resolved, saves=reports), log=log)
+        result = CallResult.load(Path(folder))
+    if outcome.failures or result is None:
         raise WorkerError(
             (outcome.report.splitlines() or [f"the processes ended with exit code {outcome.exit_code}"])[0],
-            where=f"one of {processes} processes that this call has started",
-            next_step="what it said stands above",
+            where=f"one of the {processes} processes that this call started",
+            next_step="read the report above",
         )
-    return given
+    return result
 
 
 def _launch_job(folder: Path, processes: int, recipe: Recipe, *, saves: bool) -> LaunchJob:
@@ -144,18 +144,21 @@ def _launch_job(folder: Path, processes: int, recipe: Recipe, *, saves: bool) ->
         num_processes=processes,
         threads=recipe.runtime.threads,
         output="shown",
-        stuck_seconds=recipe.runtime.deadline_seconds,
-        grace_seconds=recipe.checkpoint.grace_seconds if saves else LaunchJob.grace_seconds,
+        timeouts=ShutdownTimeouts(
+            stuck_seconds=recipe.runtime.deadline_seconds,
+            grace_seconds=recipe.checkpoint.grace_seconds if saves else ShutdownTimeouts.grace_seconds,
+        ),
         announces=saves,
     )
 
 
 def attach_model(result: Result, recipe: Any, task: Any, base_dir: Path | None) -> Result:
-    """The result, with the whole trained model.
+    """Return the result with the whole trained model.
+
+    A model that the caller passed gets the weights of the run, as if it had been trained in this process.
 
     Args:
-        recipe, task, base_dir: of the call. A model that was given has the weights of the run afterwards, as
-            if it had been trained here.
+        recipe, task, base_dir: the arguments of the call.
     """
     model = _model_of_task(task)
     if model is None and result.model is not None:
@@ -170,14 +173,14 @@ def attach_model(result: Result, recipe: Any, task: Any, base_dir: Path | None) 
 
 
 def _model_of_task(task: Any) -> nn.Module | None:
-    """Of a task or a tuple; None: a function builds it."""
+    """Return the model of a task or a tuple; None if a function builds it."""
     if isinstance(task, tuple):
         return task[0]
     return None if callable(task) else getattr(task, "model", None)
 
 
 def _final_weights(result: Result) -> dict[str, Tensor] | None:
-    """From rank 0's model if it held all of it, else from the last checkpoint."""
+    """Return the weights of rank 0's model if it is whole, else those of the last checkpoint."""
     from paceline.checkpoint.model_weights import find_checkpoint, model_weights_of, with_tied_names
     from paceline.checkpoint.storage import StorageFolder
 
@@ -186,8 +189,8 @@ def _final_weights(result: Result) -> dict[str, Tensor] | None:
     if result.checkpoint is None:
         return None
     folder, _, name = result.checkpoint.rpartition("/")
-    found = find_checkpoint(StorageFolder(folder), lambda text: None, name)
-    return with_tied_names(model_weights_of(found), found)
+    checkpoint = find_checkpoint(StorageFolder(folder), lambda text: None, name)
+    return with_tied_names(model_weights_of(checkpoint), checkpoint)
 
 
 def _rebuild_model(recipe: Any, task: Any, base_dir: Path | None) -> nn.Module:
@@ -209,25 +212,25 @@ def train(
     name: str | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> Result:
-    """Train, on processes that are started for it or as one of however many there are.
+    """Train on this process as one of the ranks, or on processes that are started for the call.
 
     Args:
-        recipe: what to do, or the path of its file.
-        task: in place of the one that the recipe names; see `join`. A tuple (model, data, loss) is one too.
-        processes: how many to start on this machine; None: this process is a rank itself, alone or started by
-            `paceline run` or torchrun. Task and callbacks are sent to them by value.
-        base_dir: see `join`; with a path as recipe: its folder.
-        resume: a run folder, a checkpoint inside one, or a folder whose newest run is meant ("runs");
-            continues it in its own folder.
-        console: where rank 0 reports; None: nowhere, and with `processes` standard output or the notebook.
-        name: what a new folder under `runs/` is called after, behind its time; the task's function if None.
-        callbacks: beside those of the task. With `processes` they run there, and those of the caller
-            take over the state that those of rank 0 have at the end.
+        recipe: a recipe, or the path of its file.
+        task: replaces the task that the recipe names, as in `join`. A tuple (model, data, loss) is accepted.
+        processes: number of processes to start on this machine; None: this process is a rank itself, alone or
+            started by `paceline run` or torchrun. Task and callbacks are pickled by value.
+        base_dir: folder of a task `file.py:function`, as in `join`; default: that of the recipe file.
+        resume: a run folder, a checkpoint inside one, or a folder of runs, of which the newest is resumed
+            ("runs"). The run continues in its own folder.
+        console: where rank 0 prints; None: nowhere, or with `processes` standard output or the notebook.
+        name: name of the new folder in `runs/`, after its time; None: the function of the task.
+        callbacks: in addition to those of the task. With `processes` they run in those processes, and the
+            caller's objects get the state of those of rank 0 at the end.
     Returns:
-        The result, equal on every rank but for the model. With `processes` the model is whole under every
-        strategy: the one that was given, or one that `task` builds once more if no rank held all of it.
+        The result, equal on every rank except for the model. With `processes` the model is whole with every
+        strategy: the one that was passed, or one that `task` builds again if no rank held all of it.
     Raises:
-        WorkerError: a process that was started has failed; what it said is shown before.
+        WorkerError: a process that was started has failed; its report has been printed.
     """
     from paceline.session.train_rank import train as train_here
 
@@ -237,12 +240,12 @@ def train(
         )
     options = {"base_dir": base_dir, "resume": resume, "name": name or getattr(task, "__name__", None)}
     options |= {"callbacks": callbacks}
-    given = call_on_processes(
+    call = call_on_processes(
         train_here, recipe, task, options, processes=cast(int, processes), console=console, reports=True
     )
-    for callback, state in zip(callbacks, given.states, strict=True):
+    for callback, state in zip(callbacks, call.states, strict=True):
         callback.load_state_dict(state)
-    return attach_model(given.result, recipe, task, base_dir)
+    return attach_model(call.result, recipe, task, base_dir)
 
 
 def verify(
@@ -258,25 +261,25 @@ def verify(
     strict: bool = False,
     loop: Callable[[Any], None] | None = None,
 ) -> VerificationReport:
-    """Run the recipe's strategy and the oracle side by side for some steps.
+    """Compare the recipe's strategy with a single-process oracle for some steps.
 
     Args:
-        recipe: equal on every rank; or the path of its file.
-        task: in place of the one that the recipe names; see `join`.
-        processes: see `train`.
-        steps: how many to compare.
-        base_dir: where a task `file.py:function` is looked for.
-        cluster: in place of the one in the environment.
-        pieces: exchanged parts of the session (a planted fault); the oracle is not affected.
-        observe: called after every step that agreed, on every rank.
-        strict: look also at what both sides share: whether the loss adds up over samples, its gradient is its
-            derivative, and an update is made once.
-        loop: your own loop, a function of what `own_loop` gives: its steps are compared, with its own losses.
+        recipe: a recipe, equal on every rank, or the path of its file.
+        task: replaces the task that the recipe names, as in `join`.
+        processes: number of processes to start, as in `train`.
+        steps: number of steps to compare.
+        base_dir: folder of a task `file.py:function`.
+        cluster: replaces the cluster of the environment.
+        pieces: replaced parts of the session (a planted fault); the oracle is not affected.
+        observe: called on every rank after every step that agreed.
+        strict: also check code that both sides share: that the loss adds up over samples, that its gradient
+            is its derivative, and that an update is made once.
+        loop: your own training loop, a function of what `own_loop` returns; its steps are compared.
     Returns:
         The report, equal on every rank.
     Raises:
-        StrategyError: the strategy is approximate by nature.
-        WorkerError: a process that was started has failed; what it said is shown before.
+        StrategyError: the strategy is an approximation, so there is no single-process step to compare with.
+        WorkerError: a process that was started has failed; its report has been printed.
     """
     from paceline.verification.verify_on_rank import verify as verify_here
 
@@ -284,5 +287,5 @@ def verify(
     options |= {"observe": observe, "strict": strict, "loop": loop}
     if runs_here(processes):
         return verify_here(recipe, task, **options)
-    given = call_on_processes(verify_here, recipe, task, options, processes=cast(int, processes))
-    return cast("VerificationReport", given.result)
+    call = call_on_processes(verify_here, recipe, task, options, processes=cast(int, processes))
+    return cast("VerificationReport", call.result)

@@ -1,6 +1,6 @@
-"""What a call is made of, as files that the calling process and the processes it has started exchange.
+"""A call and its result, as files that the calling process and the processes it starts exchange.
 
-Functions and classes of a script or a notebook travel by value, those of a module by their name.
+Functions and classes of a script or a notebook are pickled by value, those of a module by name.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class RemoteCall:
     """A call that every rank makes.
 
     Args:
-        function: of `recipe`, `task` and `options`.
-        reports: it takes a console, on which rank 0 reports.
+        function: a function of `recipe`, `task` and `options`.
+        reports: it takes a console, on which rank 0 prints.
     """
 
     function: Callable[..., Any]
@@ -32,41 +32,42 @@ class RemoteCall:
     reports: bool = False
 
     def save(self, folder: Path) -> None:
-        """Write it, with where this process finds its modules."""
+        """Write the call, and the module search path of this process."""
         (folder / _PATHS).write_text("\n".join(sys.path), encoding="utf-8")
         (folder / _CALL).write_bytes(cloudpickle.dumps(self))
 
     @classmethod
     def load(cls, folder: Path) -> RemoteCall:
-        """Read it in another process, which finds the same modules from now on."""
+        """Read the call in another process, after setting its module search path."""
+        # before unpickling: modules of the caller's script are imported by name
         sys.path[:] = (folder / _PATHS).read_text(encoding="utf-8").split("\n")
-        order: RemoteCall = cloudpickle.loads((folder / _CALL).read_bytes())
-        return order
+        call: RemoteCall = cloudpickle.loads((folder / _CALL).read_bytes())
+        return call
 
 
 @dataclass(frozen=True)
 class CallResult:
-    """What rank 0 gives back.
+    """The result of a call on rank 0.
 
     Args:
-        result: of the call.
-        states: what the callbacks keep.
+        result: what the function returned.
+        states: the states of the callbacks.
     """
 
     result: Any
     states: Sequence[Mapping[str, Any]] = field(default_factory=list)
 
     def save(self, folder: Path) -> None:
-        """Write it whole or not at all."""
+        """Write the result atomically."""
         draft = folder / f".{_RESULT}"
         draft.write_bytes(cloudpickle.dumps(self))
         draft.replace(folder / _RESULT)
 
     @classmethod
     def load(cls, folder: Path) -> CallResult | None:
-        """Read it; None: rank 0 gave nothing."""
+        """Read the result; None if rank 0 has written none."""
         path = folder / _RESULT
         if not path.exists():
             return None
-        given: CallResult = cloudpickle.loads(path.read_bytes())
-        return given
+        result: CallResult = cloudpickle.loads(path.read_bytes())
+        return result

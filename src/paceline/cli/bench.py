@@ -1,6 +1,6 @@
-"""`paceline bench`: what it takes. What it does is loaded when it runs, so that its help costs little.
+"""`paceline bench`: measure the communication of a job.
 
-`paceline bench`: measure what the planner has to know.
+The ranks import torch and the benchmarks inside the functions that run them, so that the help stays light.
 """
 
 from __future__ import annotations
@@ -8,31 +8,41 @@ from __future__ import annotations
 import json
 import socket
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
 from paceline.cli import common_options
-from paceline.cli.console import output
-from paceline.cli.relaunch import relaunch, worker_cluster
+from paceline.cli.common_options import NodeArgs
+from paceline.cli.console import output, print_plain
 from paceline.errors import StrategyError
-from paceline.job.cluster import Cluster
-from paceline.launch.worker_guard import guard
 
 if TYPE_CHECKING:
+    from paceline.job.cluster import Cluster
     from paceline.recipe.recipe import Recipe
 
-Routes = Annotated[str, typer.Option("--routes", help="Words of routes, by comma; default: all.")]
-Codecs = Annotated[str, typer.Option("--codecs", help="Words of codecs, by comma; default: some.")]
-Sizes = Annotated[str, typer.Option("--sizes", help="Bytes of float32 tensors, by comma.")]
+Routes = Annotated[
+    str, typer.Option("--routes", help="Routes to measure, separated by commas. Default: all.")
+]
+Codecs = Annotated[
+    str, typer.Option("--codecs", help="Codecs to measure, separated by commas. Default: a selection.")
+]
+Sizes = Annotated[
+    str, typer.Option("--sizes", help="Sizes of the float32 tensors in bytes, separated by commas.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-Page = Annotated[Path | None, typer.Option("--page", help="Write a page with a plot to this file.")]
+Page = Annotated[Path | None, typer.Option("--page", help="Write an HTML page with a plot to this file.")]
 TaskRecipe = Annotated[
-    Path | None, typer.Option("--recipe", help="Compare codecs on a task: bytes, losses over seeds, steps.")
+    Path | None,
+    typer.Option("--recipe", help="Compare codecs on this task instead: bytes, loss over seeds, steps."),
 ]
 Seeds = Annotated[int, typer.Option("--seeds", min=1, help="Runs of each codec, with --recipe.")]
-Deadline = Annotated[float, typer.Option("--deadline", min=1, help="Seconds that any wait may take.")]
+Deadline = Annotated[
+    float,
+    typer.Option("--deadline", min=1, help="Seconds after which a rank that does not answer is an error."),
+]
 
 
 def link(
@@ -45,9 +55,16 @@ def link(
     out: Annotated[Path | None, typer.Option("--out", help="Write the link profile to this file.")] = None,
     deadline: Deadline = 120.0,
 ) -> None:
-    """Measure latency and bandwidth of every pair of ranks, and of the all-reduce of all (CPU, Gloo)."""
-
-    run_link(NodeArgs(processes, nodes, node_rank, rendezvous, token_file, insecure), out, deadline)
+    """Measure latency and bandwidth between every pair of ranks, and of an all-reduce (CPU, Gloo)."""
+    nodes_of_job = NodeArgs(
+        processes=processes,
+        nodes=nodes,
+        node_rank=node_rank,
+        rendezvous=rendezvous,
+        token_file=token_file,
+        insecure=insecure,
+    )
+    run_link(nodes_of_job, out, deadline)
 
 
 def comm(
@@ -67,82 +84,93 @@ def comm(
     seeds: Seeds = 5,
     deadline: Deadline = 120.0,
 ) -> None:
-    """Measure the all-reduce by every route and codec (CPU); with --recipe what codecs do to a task."""
-
-    where = NodeArgs(processes, nodes, node_rank, rendezvous, token_file, insecure)
-    told = (parse_selection(routes, codecs, sizes), recipe, settings, seeds, page, deadline)
-    run_comm(where, *told, as_json=as_json)
-
-
-class NodeArgs(NamedTuple):
-    """Where the processes are, in the words of the command."""
-
-    processes: int | None
-    nodes: int
-    node_rank: int
-    rendezvous: str | None
-    token_file: str
-    insecure: bool
+    """Measure the all-reduce with every route and codec (CPU); with --recipe, compare codecs on a task."""
+    nodes_of_job = NodeArgs(
+        processes=processes,
+        nodes=nodes,
+        node_rank=node_rank,
+        rendezvous=rendezvous,
+        token_file=token_file,
+        insecure=insecure,
+    )
+    run_comm(
+        nodes_of_job,
+        CommArgs(
+            selection=parse_selection(routes, codecs, sizes),
+            recipe=recipe,
+            settings=settings,
+            seeds=seeds,
+            page=page,
+            deadline=deadline,
+            as_json=as_json,
+        ),
+    )
 
 
 class CommSelection(NamedTuple):
-    """What is measured; empty: the default."""
+    """The routes, codecs and sizes to measure; an empty list stands for the default."""
 
     routes: list[str]
     codecs: list[str]
     sizes: list[str]
 
 
+@dataclass(frozen=True)
+class CommArgs:
+    """The arguments of `paceline bench comm`, apart from where its processes run."""
+
+    selection: CommSelection
+    recipe: Path | None
+    settings: list[str] | None
+    seeds: int
+    page: Path | None
+    deadline: float
+    as_json: bool
+
+
 def parse_selection(*texts: str) -> CommSelection:
-    """Routes, codecs and sizes, each by comma."""
+    """Split routes, codecs and sizes at their commas."""
     return CommSelection(*([word for word in text.split(",") if word] for text in texts))
 
 
-def run_link(where: NodeArgs, out: Path | None, deadline: float) -> None:
-    """See `paceline bench link --help`."""
+def run_link(nodes: NodeArgs, out: Path | None, deadline: float) -> None:
+    """Start the ranks, or be one of them and measure the links."""
+    from paceline.cli.relaunch import worker_cluster
+
     cluster = worker_cluster()
     if cluster is not None:
         _measure_links(cluster, out, deadline)
         return
-    _launch_ranks(where, "a link has two ends", deadline)
+    _launch_ranks(nodes, "a link connects two ranks, and this job has one", deadline)
 
 
-def run_comm(
-    where: NodeArgs,
-    asked: CommSelection,
-    recipe: Path | None,
-    settings: list[str] | None,
-    seeds: int,
-    page: Path | None,
-    deadline: float,
-    *,
-    as_json: bool,
-) -> None:
-    """See `paceline bench comm --help`."""
+def run_comm(nodes: NodeArgs, args: CommArgs) -> None:
+    """Start the ranks, or be one of them and measure the all-reduce or compare codecs on a task."""
+    from paceline.cli.relaunch import worker_cluster
+
     cluster = worker_cluster()
     if cluster is None:
-        _launch_ranks(where, "ranks sum with each other", deadline)
-    elif recipe is not None:
-        _report_task(
-            cluster, common_options.read_recipe(recipe, settings, None), asked.codecs, seeds, as_json
-        )
+        _launch_ranks(nodes, "an all-reduce needs two ranks, and this job has one", args.deadline)
+    elif args.recipe is not None:
+        recipe = common_options.read_recipe(args.recipe, args.settings, None)
+        _report_task(cluster, recipe, args.selection.codecs, args.seeds, args.as_json)
     else:
-        _measure_comm(cluster, asked, as_json, page, deadline)
+        _measure_comm(cluster, args)
 
 
-def _launch_ranks(where: NodeArgs, why_two: str, deadline: float) -> None:
-    """Run this command in every process of this node, and leave with its exit code."""
-    count = where.processes or (1 if where.nodes > 1 else 2)
-    if count * where.nodes < 2:
+def _launch_ranks(nodes: NodeArgs, why_two: str, deadline: float) -> None:
+    """Run this command in every process of this node, and exit with its exit code."""
+    from paceline.cli.relaunch import relaunch
+
+    count = nodes.processes or (1 if nodes.nodes > 1 else 2)
+    if count * nodes.nodes < 2:
         raise StrategyError(why_two, next_step="-n 2, or --nodes 2")
-    token = common_options.read_token(where.token_file, where.insecure, where.nodes)
-    placement = common_options.JobPlacement(count, where.nodes, where.node_rank, where.rendezvous, token)
-    sys.exit(relaunch(placement, 1, stuck_seconds=deadline).exit_code)
+    sys.exit(relaunch(nodes.placement(count), 1, stuck_seconds=deadline).exit_code)
 
 
-def _measure_comm(
-    cluster: Cluster, asked: CommSelection, as_json: bool, page: Path | None, deadline: float
-) -> None:
+def _measure_comm(cluster: Cluster, args: CommArgs) -> None:
+    from paceline.launch.worker_guard import guard
+
     with guard(cluster):
         from paceline.comm.net import Net
         from paceline.tuning.comm_benchmark import (
@@ -154,31 +182,32 @@ def _measure_comm(
             render_comm_table,
         )
 
-        if not all(size.isdecimal() and int(size) >= 4 for size in asked.sizes):
-            raise StrategyError("--sizes takes bytes, 4 or more", next_step="as in --sizes 1024,1048576")
-        cluster = cluster.connect("cpu", deadline)
+        routes, codecs, sizes = args.selection
+        if not all(size.isdecimal() and int(size) >= 4 for size in sizes):
+            raise StrategyError(
+                "--sizes expects sizes in bytes, 4 or more", next_step="for example --sizes 1024,1048576"
+            )
+        cluster = cluster.connect("cpu", args.deadline)
         rows = measure_comm(
             cluster,
-            Net(deadline),
-            asked.routes or default_routes(),
-            asked.codecs or CODECS,
-            [int(size) for size in asked.sizes] or SIZES,
+            Net(args.deadline),
+            routes or default_routes(),
+            codecs or CODECS,
+            [int(size) for size in sizes] or SIZES,
         )
         if cluster.global_rank == 0:
-            console = output()
-            lines = (
-                [json.dumps([row.record() for row in rows], indent=1)]
-                if as_json
-                else [*render_comm_table(rows)]
-            )
-            for line in lines:
-                console.print(line, markup=False, highlight=False, soft_wrap=True)
-            if page is not None:
-                page.write_text(render_comm_page(rows, f"All-reduce of {cluster.world_size} ranks"), "utf-8")
+            as_json = [json.dumps([row.record() for row in rows], indent=1)]
+            for line in as_json if args.as_json else render_comm_table(rows):
+                print_plain(line)
+            if args.page is not None:
+                html = render_comm_page(rows, f"All-reduce of {cluster.world_size} ranks")
+                args.page.write_text(html, "utf-8")
         cluster.disconnect()
 
 
 def _report_task(cluster: Cluster, recipe: Recipe, codecs: list[str], seeds: int, as_json: bool) -> None:
+    from paceline.launch.worker_guard import guard
+
     with guard(cluster):
         from paceline.session.joining import connected
         from paceline.studies.codec_report import CODECS, render_codec_table, report_codecs
@@ -187,12 +216,12 @@ def _report_task(cluster: Cluster, recipe: Recipe, codecs: list[str], seeds: int
 
         def show(text: str) -> None:
             if cluster.global_rank == 0:
-                console.print(text, markup=False, highlight=False, soft_wrap=True)
+                print_plain(text, console)
 
-        with connected(recipe, cluster) as (found, _):
+        with connected(recipe, cluster) as (member, _):
             several = range(recipe.seed, recipe.seed + seeds)
-            say = (lambda text: None) if as_json else show
-            rows = report_codecs(recipe, found, codecs or CODECS, several, say=say)
+            log = (lambda text: None) if as_json else show
+            rows = report_codecs(recipe, member, codecs or CODECS, several, log=log)
         lines = (
             [json.dumps([row.record() for row in rows], indent=1)] if as_json else [*render_codec_table(rows)]
         )
@@ -201,6 +230,8 @@ def _report_task(cluster: Cluster, recipe: Recipe, codecs: list[str], seeds: int
 
 
 def _measure_links(cluster: Cluster, out: Path | None, deadline: float) -> None:
+    from paceline.launch.worker_guard import guard
+
     with guard(cluster):
         from paceline.comm.link_benchmark import measure_links, render_link_profile
         from paceline.comm.net import Net
@@ -210,10 +241,9 @@ def _measure_links(cluster: Cluster, out: Path | None, deadline: float) -> None:
         world = Mesh.build(cluster, {"replica": cluster.world_size}).world
         profile = measure_links(Net(deadline), world, socket.gethostname())
         if cluster.global_rank == 0:
-            console = output()
             for line in render_link_profile(profile):
-                console.print(line, markup=False, highlight=False, soft_wrap=True)
+                print_plain(line)
             if out is not None:
                 profile.save(out)
-                console.print(f"link profile: {out}", markup=False, highlight=False, soft_wrap=True)
+                print_plain(f"link profile: {out}")
         cluster.disconnect()

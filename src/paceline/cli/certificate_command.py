@@ -1,4 +1,4 @@
-"""`paceline certificate`: by which the processes of a job know each other."""
+"""`paceline certificate`: create the TLS certificate of a job."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ from typing import Annotated
 
 import typer
 
-from paceline.cli.console import output
+from paceline.cli.console import print_plain
 
-Folder = Annotated[Path, typer.Argument(help="Where three files are written.", show_default=False)]
-Days = Annotated[int, typer.Option("--days", min=1, max=3650, help="How long it is valid.")]
+Folder = Annotated[Path, typer.Argument(help="Folder for the three files.", show_default=False)]
+Days = Annotated[int, typer.Option("--days", min=1, max=3650, help="Days for which it is valid.")]
 
 
 def certificate(folder: Folder, days: Days = 365) -> None:
-    """Make the certificate of a job, and an authority of its own, for channel=grpc."""
+    """Create a certificate for a job, and its own certificate authority, for channel=grpc."""
     from paceline.job.tls import KEY_FILE, JobCertificate
 
     JobCertificate.make(days).save(folder)
-    said = (
-        f"{folder} holds the certificate of a job, valid for {days} days. Copy it to every host, and set"
-        f" security.certificate to that folder.\n{KEY_FILE} is the secret: keep it readable by you alone."
+    print_plain(
+        f"{folder} holds the certificate of a job, valid for {days} days. Copy the folder to every host and"
+        f" set security.certificate to it.\n{KEY_FILE} is secret: nobody else should be able to read it."
     )
-    output().print(said, markup=False, highlight=False, soft_wrap=True)

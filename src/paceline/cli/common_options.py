@@ -1,12 +1,14 @@
-"""Words of a command line as users write them, before typer reads them. It is loaded with every command.
+"""Options and arguments that several commands share, and what they mean together.
 
-Options that several commands share, and what they mean together.
+Invariant: this module imports only typer and the errors, since the help of every command loads it; recipes
+and the job are imported inside the functions that need them.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
@@ -18,96 +20,81 @@ if TYPE_CHECKING:
     from paceline.recipe.recipe import Recipe
 
 NEWEST = "newest"
-
-
-def fill_resume_value(arguments: Sequence[str]) -> list[str]:
-    """The arguments of `paceline train`, with a value behind every `--resume` that has none."""
-    found: list[str] = []
-    for i, word in enumerate(arguments):
-        found.append(word)
-        if word == "--resume" and (i + 1 == len(arguments) or arguments[i + 1].startswith("-")):
-            found.append(NEWEST)
-    return found
-
+_MAX_KEY_BYTES = 4096
 
 RecipeArgument = Annotated[Path, typer.Argument(help="The recipe, a TOML file.", show_default=False)]
 Settings = Annotated[
-    list[str] | None, typer.Option("--set", help="Change one key: --set optimizer.lr=3e-4. May be repeated.")
+    list[str] | None,
+    typer.Option("--set", help="Override one key of the recipe: --set optimizer.lr=3e-4. Repeatable."),
 ]
 StrategyOption = Annotated[
-    str | None, typer.Option("--strategy", help='How to distribute: "replicas=2", or a preset such as ddp.')
+    str | None,
+    typer.Option("--strategy", help='How to distribute the training: "replicas=2", or a preset such as ddp.'),
 ]
 Processes = Annotated[
     int | None,
-    typer.Option("-n", "--processes", min=1, help="Processes on this node. Default: what the strategy says."),
+    typer.Option(
+        "-n", "--processes", min=1, help="Processes on this node. Default: what the strategy needs."
+    ),
 ]
-Nodes = Annotated[int, typer.Option("--nodes", min=1, help="Nodes in the job.")]
-NodeRank = Annotated[int, typer.Option("--node-rank", min=0, help="Which node this is, from 0.")]
+Nodes = Annotated[int, typer.Option("--nodes", min=1, help="Number of nodes in the job.")]
+NodeRank = Annotated[int, typer.Option("--node-rank", min=0, help="Rank of this node, from 0.")]
 Rendezvous = Annotated[
-    str | None, typer.Option("--rendezvous", help="HOST:PORT of node 0, where the nodes meet.")
+    str | None, typer.Option("--rendezvous", help="HOST:PORT of node 0, where the nodes connect.")
 ]
 TokenFile = Annotated[
     str,
     typer.Option(
         "--token-file",
         metavar="FILE",
-        help="Holds the key of a job of several nodes; - is standard input. Or PACELINE_TOKEN.",
+        help="File with the secret key of a multi-node job; - reads standard input. Or set PACELINE_TOKEN.",
     ),
 ]
 Insecure = Annotated[
     bool,
-    typer.Option("--insecure", help="Let nodes meet without a key, in a network without enemies."),
+    typer.Option("--insecure", help="Let nodes connect without a key. Only for a network that you trust."),
 ]
-
-
-_MAX_KEY_BYTES = 4096
-
-
-def read_token(file: str, insecure: bool, nodes: int) -> str:
-    """The key of the job: of the file, or of the environment; never an argument, which others can read.
-
-    Raises:
-        RecipeError: several nodes have no key, and the user has not said that this is meant.
-    """
-    from paceline.job.cluster import token_from_environment
-
-    try:
-        token = _read_key(file) if file else token_from_environment()
-    except (OSError, ValueError) as error:
-        raise RecipeError(
-            f"the key of the job cannot be read: {error}",
-            where=f"--token-file {file}",
-            next_step="put one line of text into it, for example of `openssl rand -hex 32`",
-        ) from error
-    if nodes > 1 and not token and not insecure:
-        raise RecipeError(
-            f"{nodes} nodes need a key: whoever reaches the rendezvous could join the job",
-            next_step="the same --token-file or PACELINE_TOKEN on every node; "
-            "or --insecure in a network without enemies",
-        )
-    return token
-
-
-def _read_key(file: str) -> str:
-    if file == "-":
-        text = sys.stdin.readline(_MAX_KEY_BYTES)
-    else:
-        if not Path(file).is_file():
-            raise ValueError("there is no such file")
-        with Path(file).open(encoding="utf-8") as stream:
-            text = stream.readline(_MAX_KEY_BYTES)
-    if not text.strip():
-        raise ValueError("it is empty")
-    return text.strip()
-
-
 Trust = Annotated[
-    bool, typer.Option("--trust", help="Run the code that the recipe of another user's run folder names.")
+    bool, typer.Option("--trust", help="Run the code that another user's run folder names in its recipe.")
 ]
+Out = Annotated[
+    Path | None, typer.Option("--out", help="Output folder. If it exists, its unfinished runs are completed.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the results as JSON.")]
+TargetOption = Annotated[
+    str | None,
+    typer.Option(
+        "--target",
+        help='"accuracy>=0.95" or "loss<=0.3". Default: the lowest loss that all runs reach.',
+    ),
+]
+
+
+@dataclass(frozen=True)
+class NodeArgs:
+    """The options that say on which nodes a job runs, as the user gave them."""
+
+    processes: int | None
+    nodes: int
+    node_rank: int
+    rendezvous: str | None
+    token_file: str
+    insecure: bool
+
+    def placement(self, processes: int, tls: Literal["auto", "on", "off"] = "auto") -> JobPlacement:
+        """Return this node's share of the job, with the key of the job.
+
+        Args:
+            processes: number of processes on each node.
+        Raises:
+            RecipeError: a job of several nodes has no key, or the key cannot be read.
+        """
+        token = read_token(self.token_file, self.insecure, self.nodes)
+        return JobPlacement(processes, self.nodes, self.node_rank, self.rendezvous, token, tls)
 
 
 class JobPlacement(NamedTuple):
-    """How many processes of a job run where."""
+    """The number of processes on each node, and how the nodes connect."""
 
     processes: int
     nodes: int
@@ -117,23 +104,74 @@ class JobPlacement(NamedTuple):
     tls: Literal["auto", "on", "off"] = "auto"
 
 
+def fill_resume_value(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments of `paceline train` with a value after every `--resume` that has none."""
+    filled: list[str] = []
+    for i, word in enumerate(arguments):
+        filled.append(word)
+        # click has no option with an optional value, so the default is written out before it parses
+        if word == "--resume" and (i + 1 == len(arguments) or arguments[i + 1].startswith("-")):
+            filled.append(NEWEST)
+    return filled
+
+
+def read_token(file: str, insecure: bool, nodes: int) -> str:
+    """Return the key of the job, from a file or from PACELINE_TOKEN.
+
+    It is never a command-line argument, since other users can read those.
+
+    Raises:
+        RecipeError: a job of several nodes has no key and `insecure` is not set, or the key cannot be read.
+    """
+    from paceline.job.cluster import token_from_environment
+
+    try:
+        token = _read_key(file) if file else token_from_environment()
+    except (OSError, ValueError) as error:
+        raise RecipeError(
+            f"cannot read the key of the job: {error}",
+            where=f"--token-file {file}",
+            next_step="write one line of text to the file, for example with `openssl rand -hex 32`",
+        ) from error
+    if nodes > 1 and not token and not insecure:
+        raise RecipeError(
+            f"a job on {nodes} nodes needs a key: without it, anyone who reaches the rendezvous could join",
+            next_step="pass the same --token-file or PACELINE_TOKEN on every node, "
+            "or --insecure on a network that you trust",
+        )
+    return token
+
+
+def _read_key(file: str) -> str:
+    if file == "-":
+        text = sys.stdin.readline(_MAX_KEY_BYTES)
+    else:
+        if not Path(file).is_file():
+            raise ValueError("the file does not exist")
+        with Path(file).open(encoding="utf-8") as stream:
+            text = stream.readline(_MAX_KEY_BYTES)
+    if not text.strip():
+        raise ValueError("it is empty")
+    return text.strip()
+
+
 def task_directory(recipe_path: Path) -> Path:
-    """Where `task = "file.py:build"` is looked for: beside the recipe."""
+    """Return the folder in which `task = "file.py:build"` is looked up: that of the recipe."""
     return recipe_path.resolve().parent
 
 
 def absolute_paths(recipe: Recipe, base_dir: Path) -> Recipe:
-    """The recipe with what it reads as absolute paths, so that it can be resumed from anywhere.
+    """Return the recipe with absolute paths of all inputs, so that it can be resumed from any folder.
 
     Args:
-        base_dir: of the file of the task. First weights and link profiles are relative to where the user is,
-            as outputs are.
+        base_dir: folder of the task's file. Initial weights and link profiles are relative to the current
+            folder, as outputs are.
     """
     if recipe.init_from is not None:
         recipe = recipe.replace(init_from=_absolute(recipe.init_from))
     if recipe.runtime.link_profile is not None:
-        place = str(Path(recipe.runtime.link_profile).resolve())
-        recipe = recipe.replace(runtime=recipe.runtime.replace(link_profile=place))
+        profile = str(Path(recipe.runtime.link_profile).resolve())
+        recipe = recipe.replace(runtime=recipe.runtime.replace(link_profile=profile))
     file, colon, function = recipe.task.partition(":")
     if not file.endswith(".py"):
         return recipe
@@ -141,39 +179,42 @@ def absolute_paths(recipe: Recipe, base_dir: Path) -> Recipe:
 
 
 def read_recipe(path: Path, settings: list[str] | None, strategy: str | None) -> Recipe:
-    """Load a recipe with the changes of the command line."""
+    """Load a recipe and apply the overrides of the command line."""
     from paceline.recipe.recipe_loading import load_recipe
 
     return absolute_paths(load_recipe(path, settings or (), strategy), task_directory(path))
 
 
-def processes_for(recipe: Recipe, asked: int | None, nodes: int) -> int:
-    """Processes on each node, and a refusal before any of them starts.
+def processes_for(recipe: Recipe, processes: int | None, nodes: int) -> int:
+    """Return the number of processes on each node, after checking that the strategy fits it.
 
+    Args:
+        processes: as the user asked for on each node; None: as many as the strategy needs.
     Raises:
-        StrategyError: the strategy does not fit that many; names the nearest that does.
+        StrategyError: the strategy does not fit that many processes; names the closest one that does.
     """
     from paceline.recipe.recipe import max_sharers
     from paceline.recipe.support import num_ranks, support
 
     strategy = recipe.strategy
     needed = num_ranks(strategy.replace(replicas=strategy.replicas or nodes))
-    world = needed if asked is None else asked * nodes
-    if world % nodes:
+    world_size = needed if processes is None else processes * nodes
+    if world_size % nodes:
         raise StrategyError(
-            f"the strategy '{strategy}' has {world} ranks, which {nodes} nodes cannot share equally",
-            next_step="say how many processes each node runs: -n",
+            f"the strategy '{strategy}' has {world_size} ranks, which cannot be divided equally among"
+            f" {nodes} nodes",
+            next_step="pass the number of processes on each node: -n",
         )
-    most, called = max_sharers(recipe)
-    answer = support(strategy, processes=world, shards=most, called=called)
+    shards, limit_key = max_sharers(recipe)
+    answer = support(strategy, processes=world_size, shards=shards, limit_key=limit_key)
     if not answer.ok:
         raise StrategyError(
-            f"the strategy '{strategy}' on {world} processes is not supported: {answer.reason}",
-            next_step=f'the nearest that is: --strategy "{answer.nearest}"',
+            f"the strategy '{strategy}' on {world_size} processes is not supported: {answer.reason}",
+            next_step=f'use the closest one that is supported: --strategy "{answer.nearest}"',
         )
-    return world // nodes
+    return world_size // nodes
 
 
-def _absolute(place: str) -> str:
-    """A path from the root; a URL is one already."""
-    return place if "://" in place else str(Path(place).resolve())
+def _absolute(location: str) -> str:
+    """Return a path from the root; a URL is absolute already."""
+    return location if "://" in location else str(Path(location).resolve())

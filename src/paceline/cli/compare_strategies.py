@@ -1,4 +1,7 @@
-"""`paceline compare`: what it takes. What it does is loaded when it runs, so that its help costs little."""
+"""`paceline compare`: the command line of a comparison; `comparison_runs` holds what it runs.
+
+That module imports rich and the studies at the top, so it stays apart from this one, which the help loads.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,19 @@ from typing import Annotated
 import typer
 
 from paceline.cli import common_options
-from paceline.cli.sweep import AsJson, Out, TargetOption
 
 Strategies = Annotated[
-    Path, typer.Option("--strategies", help='TOML: name = "strategy", or { strategy = ..., set = [...] }.')
+    Path,
+    typer.Option(
+        "--strategies", help='TOML file of lines name = "strategy" or { strategy = ..., set = [...] }.'
+    ),
 ]
-Seeds = Annotated[int, typer.Option("--seeds", min=1, help="Runs of each strategy, with seed 1, 2, ...")]
+Seeds = Annotated[int, typer.Option("--seeds", min=1, help="Runs of each strategy, with seeds 1, 2, ...")]
 Kills = Annotated[
-    int, typer.Option("--kills", min=0, help="Of these seeds, in how many a further run loses a worker.")
+    int,
+    typer.Option(
+        "--kills", min=0, help="Number of these seeds with one more run, in which a worker is killed."
+    ),
 ]
 InLab = Annotated[
     str, typer.Option("--lab", help='Run every job in a lab: "hosts=4 rate=100mbit latency=2ms".')
@@ -29,13 +37,23 @@ def compare_strategies(
     seeds: Seeds = 3,
     kills: Kills = 1,
     settings: common_options.Settings = None,
-    target: TargetOption = None,
-    out: Out = None,
-    as_json: AsJson = False,
+    target: common_options.TargetOption = None,
+    out: common_options.Out = None,
+    as_json: common_options.AsJson = False,
 ) -> None:
-    """Train RECIPE under every strategy of FILE, over seeds; tables and a page hold what was measured."""
+    """Train RECIPE with every strategy of a file over several seeds; write tables and a page."""
     from paceline.cli.comparison_runs import CompareArgs, run_compare
 
     run_compare(
-        CompareArgs(recipe, strategies, lab, seeds, kills, settings or [], target, out), as_json=as_json
+        CompareArgs(
+            recipe=recipe,
+            strategies=strategies,
+            lab=lab,
+            seeds=seeds,
+            kills=kills,
+            settings=settings or [],
+            target=target,
+            out=out,
+            as_json=as_json,
+        )
     )

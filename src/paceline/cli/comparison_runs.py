@@ -1,6 +1,7 @@
-"""The runs of a comparison: one for each strategy and seed, and one more in which a worker is killed.
+"""The runs of `paceline compare`: one recipe with several strategies and seeds, and their measurements.
 
-`paceline compare`: one recipe under several strategies and seeds, and what each has measured.
+For some seeds of each strategy one more run is made, in which a worker is killed. A strategy that is not
+possible is reported, and the others run.
 """
 
 from __future__ import annotations
@@ -11,13 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import NamedTuple
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from paceline.cli import common_options
-from paceline.cli.console import output
+from paceline.cli.console import output, print_plain
 from paceline.cli.kill_trial import kill_and_recover
 from paceline.cli.study_runs import StudyRun, refuse_other_recipes, train_all, with_evaluation_interval
 from paceline.errors import RecipeError
@@ -49,7 +49,7 @@ EXTRA_TERMS = (
     *("codec=int8", "route=tree", "lanes=2", "balance=speed", "shard=2 zero=1", "shard=2 zero=3"),
     *("tensor=2", "pipeline=2"),
 )
-"""Terms of which every strategy is asked whether it goes with them."""
+"""Terms that are combined with every strategy, to see which of them it supports."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,9 @@ class PlannedStrategy:
     """One strategy of the file.
 
     Args:
-        strategy: in full; empty where it cannot be.
+        strategy: the resolved strategy; empty if it is not possible.
         runs: one for each seed.
-        goes_with: those of `EXTRA_TERMS` that it accepts.
+        goes_with: the terms of `EXTRA_TERMS` that it supports.
     """
 
     name: str
@@ -76,18 +76,20 @@ def plan_comparison(
     folder: Path,
     lab: tuple[str, ...] = (),
 ) -> list[PlannedStrategy]:
-    """Resolve every run before any is trained; a strategy that cannot be is told, and the rest goes on.
+    """Resolve the recipe of every run.
 
     Raises:
         RecipeError: the recipe is wrong, no strategy is possible, or the folder holds runs of other recipes.
     """
-    usual = common_options.read_recipe(path, list(settings), None).batch.size
+    base_batch = common_options.read_recipe(path, list(settings), None).batch.size
     runs = [
-        [_resolve(path, settings, entry, seed, usual, folder, lab) for seed in range(1, seeds + 1)]
+        [_resolve(path, settings, entry, seed, base_batch, folder, lab) for seed in range(1, seeds + 1)]
         for entry in entries
     ]
     if not any(run.recipe for members in runs for run in members):
-        raise RecipeError(f"no strategy can run; the first: {runs[0][0].refusal}", where="--strategies")
+        raise RecipeError(
+            f"none of the strategies is supported; the first one: {runs[0][0].refusal}", where="--strategies"
+        )
     for members in runs:
         refuse_other_recipes(members)
     return [_plan_strategy(entry.name, members) for entry, members in zip(entries, runs, strict=True)]
@@ -98,21 +100,21 @@ def _resolve(
     settings: Sequence[str],
     entry: ComparisonEntry,
     seed: int,
-    usual: int,
+    base_batch: int,
     folder: Path,
     lab: tuple[str, ...],
 ) -> StudyRun:
     cell = SweepCell({"strategy": entry.name, "seed": str(seed)})
-    place = folder / f"{entry.name}_seed={seed}"
+    run_dir = folder / f"{entry.name}_seed={seed}"
     try:
         recipe = common_options.read_recipe(
             path, [*settings, *entry.settings, f"seed={seed}"], entry.strategy
         )
         common_options.processes_for(recipe, None, 1)
     except RecipeError as error:
-        return StudyRun(cell, place, None, error.what)
-    recipe = with_evaluation_interval(recipe, usual).replace(run_dir=str(place.resolve()))
-    return StudyRun(cell, place, recipe, lab=lab)
+        return StudyRun(cell, run_dir, None, error.what)
+    recipe = with_evaluation_interval(recipe, base_batch).replace(run_dir=str(run_dir.resolve()))
+    return StudyRun(cell, run_dir, recipe, lab=lab)
 
 
 def _plan_strategy(name: str, runs: Sequence[StudyRun]) -> PlannedStrategy:
@@ -123,43 +125,44 @@ def _plan_strategy(name: str, runs: Sequence[StudyRun]) -> PlannedStrategy:
     return PlannedStrategy(name, str(strategy), runs, _compatible_terms(strategy, *max_sharers(recipes[0])))
 
 
-def _compatible_terms(strategy: Strategy, shards: int, called: str) -> list[str]:
-    """The terms that it accepts beside its own."""
-    found = []
+def _compatible_terms(strategy: Strategy, shards: int, limit_key: str) -> list[str]:
+    """Return the extra terms that a strategy supports in addition to its own."""
+    compatible = []
     for terms in EXTRA_TERMS:
         changes = dict(term.split("=") for term in terms.split())
         more = strategy.replace(**{k: int(v) if v.isdigit() else v for k, v in changes.items()})
         filled = fill_replicas(more, num_ranks(more))
-        if support(filled, processes=num_ranks(filled), shards=shards, called=called).ok:
-            found.append(terms)
-    return found
+        if support(filled, processes=num_ranks(filled), shards=shards, limit_key=limit_key).ok:
+            compatible.append(terms)
+    return compatible
 
 
 def parse_lab_options(text: str) -> tuple[str, ...]:
-    """`hosts=4 rate=100mbit` as the options of `paceline lab run`.
+    """Convert "hosts=4 rate=100mbit" to options of `paceline lab run`.
 
     Raises:
-        RecipeError: a word is no NAME=VALUE.
+        RecipeError: a word is not NAME=VALUE.
     """
-    found: list[str] = []
+    options: list[str] = []
     for word in text.split():
         name, equals, value = word.partition("=")
         if not (name.isalpha() and equals and value):
             raise RecipeError(
                 f"expected NAME=VALUE, found '{word}'",
                 where="--lab",
-                next_step='options of `paceline lab run`, as in --lab "hosts=4 rate=100mbit latency=2ms"',
+                next_step='use options of `paceline lab run`: --lab "hosts=4 rate=100mbit latency=2ms"',
             )
-        found += [f"--{name}", value]
-    return tuple(found)
+        options += [f"--{name}", value]
+    return tuple(options)
 
 
 _INTERRUPTED_EXIT_CODE = 130
 COMPARISON_PAGE = "compared.html"
 
 
-class CompareArgs(NamedTuple):
-    """The words of the command; see `paceline compare --help`."""
+@dataclass(frozen=True)
+class CompareArgs:
+    """The arguments of `paceline compare`, as the user gave them."""
 
     recipe: Path
     strategies: Path
@@ -169,28 +172,29 @@ class CompareArgs(NamedTuple):
     settings: list[str]
     target: str | None
     out: Path | None
+    as_json: bool
 
 
-def run_compare(asked: CompareArgs, *, as_json: bool) -> None:
-    """Train under every strategy, over seeds; tables and a page hold what was measured."""
-    recipe, seeds, lab = asked.recipe, asked.seeds, asked.lab
-    wanted = MetricTarget.parse(asked.target) if asked.target is not None else None
-    entries = parse_comparison_entries(_read(asked.strategies), str(asked.strategies))
-    folder = asked.out or Path("compared") / f"{datetime.now():%Y%m%d-%H%M%S}-{recipe.stem}"
-    planned = plan_comparison(recipe, asked.settings, entries, seeds, folder, parse_lab_options(lab))
-    console = Console(stderr=as_json)
-    code, failed = _train(planned, min(asked.kills, seeds), console)
-    found = compare_strategies([_strategy_trials(one, failed) for one in planned], wanted)
+def run_compare(args: CompareArgs) -> None:
+    """Train with every strategy over seeds, and write the results; exits with the exit code."""
+    recipe, seeds, lab = args.recipe, args.seeds, args.lab
+    target = MetricTarget.parse(args.target) if args.target is not None else None
+    entries = parse_comparison_entries(_read(args.strategies), str(args.strategies))
+    folder = args.out or Path("compared") / f"{datetime.now():%Y%m%d-%H%M%S}-{recipe.stem}"
+    planned = plan_comparison(recipe, args.settings, entries, seeds, folder, parse_lab_options(lab))
+    console = Console(stderr=args.as_json)
+    code, failed = _train(planned, min(args.kills, seeds), console)
+    comparison = compare_strategies([_strategy_trials(strategy, failed) for strategy in planned], target)
     about = f"{recipe.name}, {seeds} seed{'s' if seeds > 1 else ''}{', lab ' + lab if lab else ''}"
-    _save_results(found, planned, folder, about)
-    if as_json:
-        output().print_json(json.dumps(found.to_json()))
+    _save_results(comparison, planned, folder, about)
+    if args.as_json:
+        output().print_json(json.dumps(comparison.to_json()))
     for line in [
-        *render_comparison(found),
+        *render_comparison(comparison),
         f"results: {folder / 'results.json'}",
         f"page:    {folder / COMPARISON_PAGE}",
     ]:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        print_plain(line, console)
     sys.exit(code)
 
 
@@ -198,32 +202,32 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"the strategies cannot be read: {error}", where=str(path)) from error
+        raise RecipeError(f"cannot read the strategies: {error}", where=str(path)) from error
 
 
 def _train(planned: Sequence[PlannedStrategy], kills: int, console: Console) -> tuple[int, dict[str, str]]:
-    """All that is not done yet, behind a bar on standard error; the exit code, and why runs have failed."""
-    runs = [run for one in planned for run in one.runs]
+    """Train all runs that are not complete; returns the exit code, and failures by label."""
+    runs = [run for strategy in planned for run in strategy.runs]
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        watched = _ProgressLog(bar, len(runs) + kills * len(planned), console)
-        done, failed, code = train_all(runs, watched.say, watched.over)
+        progress = _ProgressLog(bar, len(runs) + kills * len(planned), console)
+        done, failed, code = train_all(runs, progress.log, progress.advance)
         if len(done) + len(failed) < len(runs):
             return code, failed
         try:
-            for one in planned:
-                for run in one.runs[:kills]:
-                    watched.say(f"a worker of {run.cell.label} is killed")
-                    watched.kill(run)
+            for strategy in planned:
+                for run in strategy.runs[:kills]:
+                    progress.log(f"killing a worker of {run.cell.label}")
+                    progress.kill(run)
         except KeyboardInterrupt:
-            watched.say("stopped: the same command with --out goes on from here")
+            progress.log("stopped; to continue, run the same command with --out")
             return _INTERRUPTED_EXIT_CODE, failed
     return code, failed
 
 
 @dataclass
 class _ProgressLog:
-    """Says what happens, and moves the bar."""
+    """Log lines above a progress bar, whose description is the current run."""
 
     bar: Progress
     total: int
@@ -232,80 +236,77 @@ class _ProgressLog:
     def __post_init__(self) -> None:
         self._task = self.bar.add_task("", total=self.total)
 
-    def say(self, line: str) -> None:
-        """One line above the bar; what begins without a space is what is done now."""
+    def log(self, line: str) -> None:
+        """Print a line above the bar."""
+        # results are indented; other lines say what runs now
         if not line.startswith(" "):
             self.bar.update(self._task, description=line)
-        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        print_plain(line, self.console)
 
-    def over(self, run: StudyRun) -> None:
-        """A run has ended."""
+    def advance(self, run: StudyRun) -> None:
+        """Count a run that has ended."""
         self.bar.advance(self._task)
 
     def kill(self, run: StudyRun) -> None:
-        """Measure the recovery of a run that has been trained."""
-        found = None
+        """Repeat a completed run, kill a worker in it, and measure the recovery."""
+        recovery = None
         if run.complete:
-            found = kill_and_recover(run, _steps(run), _kill_folder(run))
-        self.say(f"  {_recovery_text(found)}")
+            num_steps = int(read_run(run.folder).steps[-1]["step"]) + 1
+            recovery = kill_and_recover(run, num_steps, _kill_folder(run))
+        self.log(f"  {_recovery_text(recovery)}")
         self.bar.advance(self._task)
-
-
-def _steps(run: StudyRun) -> int:
-    return int(read_run(run.folder).steps[-1]["step"]) + 1
 
 
 def _kill_folder(run: StudyRun) -> Path:
     return run.folder.with_name(f"{run.folder.name}_killed")
 
 
-def _recovery_text(found: KillRecovery | None) -> str:
-    if found is None:
-        return "it was over before, or never ran"
-    seconds = "" if found.seconds is None else f" after {found.seconds:.1f} s"
-    return f"{found.how}{seconds}, {found.steps_again} steps again"
+def _recovery_text(recovery: KillRecovery | None) -> str:
+    if recovery is None:
+        return "not measured: the run ended before the kill, or never ran"
+    seconds = "" if recovery.seconds is None else f" after {recovery.seconds:.1f} s"
+    return f"{recovery.how}{seconds}, {recovery.steps_again} steps repeated"
 
 
-def _strategy_trials(one: PlannedStrategy, failed: dict[str, str]) -> StrategyTrials:
-    complete = [run for run in one.runs if run.complete]
-    recovery = [read_recovery(_kill_folder(run)) for run in one.runs]
+def _strategy_trials(planned: PlannedStrategy, failed: dict[str, str]) -> StrategyTrials:
+    complete = [run for run in planned.runs if run.complete]
+    recoveries = [read_recovery(_kill_folder(run)) for run in planned.runs]
     return StrategyTrials(
-        name=one.name,
-        strategy=one.strategy,
-        planned=len(one.runs),
+        name=planned.name,
+        strategy=planned.strategy,
+        planned=len(planned.runs),
         trials=[measure_trial(read_run(run.folder)) for run in complete],
-        recovery=[found for found in recovery if found is not None],
-        goes_with=one.goes_with,
+        recovery=[recovery for recovery in recoveries if recovery is not None],
+        goes_with=planned.goes_with,
         tried=EXTRA_TERMS,
-        failed=[failed[run.cell.label] for run in one.runs if run.cell.label in failed],
+        failed=[failed[run.cell.label] for run in planned.runs if run.cell.label in failed],
     )
 
 
 _TABLE_CAPTIONS = {
-    "learned": "Means over the seeds, ± their standard deviation. A target is looked at whenever a run was"
-    " evaluated.",
-    "costs": "Idle: share of the time in which processes that compute gradients neither did that, nor read,"
-    " nor updated. Bytes are those of all processes. Staleness: updates between reading parameters and"
-    " applying the gradient, of rules that note it. Memory: the largest process, with Python and"
-    " PyTorch in it. After a kill: from SIGKILL of the last rank to the first step beyond those that were"
-    " done.",
-    "nine": "Flexibility: further terms that the strategy goes with, of those that were asked.",
+    "learned": "Means over the seeds, ± their standard deviation. A target is checked at each evaluation.",
+    "costs": "Idle: share of the time in which processes that compute gradients were not computing, reading"
+    " data or updating. Bytes: sum over all processes. Staleness: updates between reading the parameters and"
+    " applying the gradient, for rules that record it. Memory: the largest process, including Python and"
+    " PyTorch. After a kill: time from the SIGKILL of the last rank to the first new step.",
+    "nine": "Flexibility: how many of the extra terms the strategy supports.",
 }
 
 
 def _save_results(
-    found: StrategyComparison, planned: Sequence[PlannedStrategy], folder: Path, about: str
+    comparison: StrategyComparison, planned: Sequence[PlannedStrategy], folder: Path, about: str
 ) -> None:
-    """The same, as files."""
     tables = [
-        ComparisonTable("What was learned", _TABLE_CAPTIONS["learned"], *render_results_table(found)),
-        ComparisonTable("What it cost", _TABLE_CAPTIONS["costs"], *render_costs_table(found)),
-        ComparisonTable("Nine rows of each", _TABLE_CAPTIONS["nine"], *render_properties_table(found)),
+        ComparisonTable("What was learned", _TABLE_CAPTIONS["learned"], *render_results_table(comparison)),
+        ComparisonTable("What it cost", _TABLE_CAPTIONS["costs"], *render_costs_table(comparison)),
+        ComparisonTable("Nine rows of each", _TABLE_CAPTIONS["nine"], *render_properties_table(comparison)),
     ]
-    groups = {one.name: [read_run(run.folder) for run in one.runs if run.complete] for one in planned}
+    groups = {
+        strategy.name: [read_run(run.folder) for run in strategy.runs if run.complete] for strategy in planned
+    }
     files = {
-        "results.json": json.dumps(found.to_json(), indent=1) + "\n",
-        "table.txt": "\n".join(render_comparison(found)) + "\n",
+        "results.json": json.dumps(comparison.to_json(), indent=1) + "\n",
+        "table.txt": "\n".join(render_comparison(comparison)) + "\n",
         COMPARISON_PAGE: render_comparison_page(f"{len(planned)} strategies compared", about, tables, groups),
     }
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,7 @@
-"""Where commands print, and how errors look. rich is loaded when something is printed."""
+"""Console output of the commands: what goes to which stream, and how errors look.
+
+rich takes longer to import than typer, so it is imported only when something is printed.
+"""
 
 from __future__ import annotations
 
@@ -14,74 +17,79 @@ if TYPE_CHECKING:
 
 
 def output() -> Console:
-    """Standard output; what comes of a command that only shows something must reach the user."""
+    """Return standard output, for commands that only show something: a failed write is an error."""
     from rich.console import Console
 
     return Console()
 
 
 def error_output() -> Console:
-    """Standard error, where standard output may be JSON."""
+    """Return standard error, for messages of commands whose standard output can be JSON."""
     from rich.console import Console
 
     return Console(stderr=True)
 
 
+def print_plain(text: str, console: Console | None = None) -> None:
+    """Print a line as it is: no markup, no colours, no wrapping.
+
+    Args:
+        console: None: standard output.
+    """
+    # paths and error texts contain brackets, which rich would take for markup
+    (console or output()).print(text, markup=False, highlight=False, soft_wrap=True)
+
+
 def job_output() -> Console:
-    """Standard output for a job, which goes on when nobody reads it any more, or its disk is full."""
+    """Return standard output for a job, which continues when its reader is gone or the disk is full."""
     from rich.console import Console
 
-    # asked of the stream: a notebook says FORCE_COLOR to all that it starts, and a pipe is no terminal
+    # asked of the stream: a notebook sets FORCE_COLOR for all its processes, and a pipe is not a terminal
     return Console(file=cast(IO[str], _BestEffortStream(sys.stdout)), force_terminal=sys.stdout.isatty())
 
 
 class _BestEffortStream:
-    """Writes to a stream until that fails; says so, and writes nothing from there on."""
+    """A text stream that warns once when a write fails, and discards everything after that."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """As a stream's."""
-        return self._unless_gone(lambda: self._stream.write(text), len(text))
+        return self._ignoring_errors(lambda: self._stream.write(text), len(text))
 
     def flush(self) -> None:
-        """As a stream's."""
-        self._unless_gone(self._flush, 0)
+        self._ignoring_errors(self._flush, 0)
 
     def isatty(self) -> bool:
-        """As a stream's."""
         return self._stream.isatty()
 
     def fileno(self) -> int:
-        """As a stream's."""
         return self._stream.fileno()
 
     @property
     def encoding(self) -> str:
-        """As a stream's."""
         return self._stream.encoding
 
     def _flush(self) -> int:
         self._stream.flush()
         return 0
 
-    def _unless_gone(self, act: Callable[[], int], otherwise: int) -> int:
+    def _ignoring_errors(self, call: Callable[[], int], default: int) -> int:
         try:
-            return act()
+            return call()
         except OSError as error:
             from paceline.observe.file_writing import warn_on_stderr
 
-            warn_on_stderr(f"standard output cannot be written: {error.strerror}; the run goes on without it")
+            warn_on_stderr(f"cannot write to standard output: {error.strerror}; the run continues without it")
             discard_output()
-            return otherwise
+            return default
 
 
 def discard_output() -> None:
-    """Let standard output lead nowhere, also for what is still to be written at the end of the process."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())
-    os.close(nowhere)
+    """Redirect standard output to /dev/null, including what Python flushes when the process ends."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    os.close(null)
 
 
 def print_error(error: PacelineError) -> None:

@@ -1,4 +1,8 @@
-"""`paceline evaluate` and `paceline predict`: what the weights of a run say of samples."""
+"""`paceline evaluate` and `paceline predict`: use the weights of a run on samples.
+
+On one process the command opens the run itself; with -n it launches that many, which share the
+weights and of which the first one prints.
+"""
 
 from __future__ import annotations
 
@@ -6,49 +10,51 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from paceline.cli.common_options import JobPlacement
-from paceline.cli.console import error_output, output
+from paceline.cli.common_options import JobPlacement, Trust
+from paceline.cli.console import error_output, output, print_plain
 from paceline.errors import DataError, RecipeError
 
 if TYPE_CHECKING:
     from paceline.session.saved_run import OpenedRun
 
 Run = Annotated[Path, typer.Argument(help="A run folder, or a checkpoint inside one.", show_default=False)]
-_SOURCE = 'Samples: "file.py:function" that returns them, or the name of a set of the task: held_out, data.'
+_SOURCE = 'Samples: "file.py:function", which returns them, or the name of a set of the task: held_out, data.'
 Options = Annotated[
     list[str] | None,
-    typer.Option("--option", help="An argument of that function: --option path=new.csv. May be repeated."),
+    typer.Option("--option", help="An argument of that function: --option path=new.csv. Repeatable."),
 ]
 TaskOf = Annotated[
     str | None,
-    typer.Option("--task", help='"file.py:function", where the run is of a function of a script.'),
+    typer.Option("--task", help='Task of the run, "file.py:function", if it was trained from a script.'),
 ]
 WeightsOf = Annotated[
     Literal["average", "last"] | None,
-    typer.Option(help="Of a run with an average: which. Default: the average.", show_default=False),
+    typer.Option(
+        help="Which weights, if the run keeps an average of them. Default: the average.", show_default=False
+    ),
 ]
 MaxSamples = Annotated[
-    int | None, typer.Option("--max-samples", min=0, help="Samples of a set; 0: all. Default: the run's.")
+    int | None,
+    typer.Option("--max-samples", min=0, help="Number of samples of a set; 0: all. Default: as in the run."),
 ]
 Processes = Annotated[
-    int, typer.Option("-n", "--processes", min=1, help="Processes that hold the weights together.")
+    int, typer.Option("-n", "--processes", min=1, help="Number of processes that share the weights.")
 ]
 Layout = Annotated[
     str | None,
     typer.Option(
-        "--strategy", help='How they hold them: "shard=2 zero=3", "tensor=2". Default: as in the training.'
+        "--strategy",
+        help='How the processes share the weights: "shard=2 zero=3", "tensor=2". Default: as in training.',
     ),
 ]
-To = Annotated[
-    Path | None, typer.Option("--to", help="A file for the predictions: *.jsonl or *.safetensors.")
-]
+To = Annotated[Path | None, typer.Option("--to", help="File for the predictions: *.jsonl or *.safetensors.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Trust = Annotated[bool, typer.Option("--trust", help="Run the code that another user's run folder names.")]
 
 
 def evaluate(
@@ -63,22 +69,30 @@ def evaluate(
     as_json: AsJson = False,
     trust: Trust = False,
 ) -> None:
-    """Evaluate a run's weights on its held-out samples, or on others.
+    """Evaluate the weights of a run on its held-out samples or on other data.
 
-    The weights are those of the newest valid checkpoint; RUN/checkpoints/best names the best by evaluation.
+    The weights come from the newest valid checkpoint; RUN/checkpoints/best is the best one by evaluation.
     """
-    most = 0 if max_samples is None and data is not None else max_samples
-    with _open_run(_RunArgs(run, task, weights, most, processes, strategy, trust)) as found:
-        result = found.evaluate(None if data is None else _samples(found, data, option))
-    if not found.session.is_first:
+    args = _RunArgs(
+        run=run,
+        task=task,
+        weights=weights,
+        max_samples=0 if max_samples is None and data is not None else max_samples,
+        processes=processes,
+        strategy=strategy,
+        trust=trust,
+    )
+    with _open_run(args) as opened:
+        result = opened.evaluate(None if data is None else _samples(opened, data, option))
+    if not opened.session.is_first:
         return
-    record = {"checkpoint": found.checkpoint, "step": result.step, "samples": result.num_samples}
+    record = {"checkpoint": opened.checkpoint, "step": result.step, "samples": result.num_samples}
     record |= {"loss": result.loss, **result.metrics}
     if as_json:
         output().print_json(json.dumps({"run": str(run), "data": data or "held_out", **record}))
         return
     for name, value in record.items():
-        _print_line(f"{name}  {value:.6g}" if isinstance(value, float) else f"{name}  {value}")
+        print_plain(f"{name}  {value:.6g}" if isinstance(value, float) else f"{name}  {value}")
 
 
 def predict(
@@ -94,22 +108,31 @@ def predict(
     as_json: AsJson = False,
     trust: Trust = False,
 ) -> None:
-    """Print what a run's model says of each sample.
+    """Print the prediction of a run's model for each sample.
 
-    A line each: its index and the prediction. The weights are those of the newest valid checkpoint;
-    RUN/checkpoints/best names the best by evaluation.
+    Each line is the index of a sample and its prediction. The weights come from the newest valid checkpoint;
+    RUN/checkpoints/best is the best one by evaluation.
     """
     _check_name(to)
-    with _open_run(_RunArgs(run, task, weights, max_samples, processes, strategy, trust)) as found:
-        rows = list(found.predict(_samples(found, source, option)))
-    if not found.session.is_first:
+    args = _RunArgs(
+        run=run,
+        task=task,
+        weights=weights,
+        max_samples=max_samples,
+        processes=processes,
+        strategy=strategy,
+        trust=trust,
+    )
+    with _open_run(args) as opened:
+        rows = list(opened.predict(_samples(opened, source, option)))
+    if not opened.session.is_first:
         return
     _write(rows, to)
     if as_json:
-        record = {"run": str(run), "checkpoint": found.checkpoint, "data": source, "samples": len(rows)}
+        record = {"run": str(run), "checkpoint": opened.checkpoint, "data": source, "samples": len(rows)}
         _print_json(record, rows, to)
     else:
-        _print_rows(rows, found.checkpoint, to)
+        _print_rows(rows, opened.checkpoint, to)
 
 
 def _print_json(record: dict[str, Any], rows: list[Any], to: Path | None) -> None:
@@ -119,22 +142,24 @@ def _print_json(record: dict[str, Any], rows: list[Any], to: Path | None) -> Non
 
 def _print_rows(rows: list[Any], checkpoint: str, to: Path | None) -> None:
     if to is not None:
-        _print_line(f"{to}: {len(rows)} predictions of {checkpoint}")
+        print_plain(f"{to}: {len(rows)} predictions of {checkpoint}")
         return
     for index, row in enumerate(rows):
-        _print_line(f"{index}  {json.dumps(_plain(row))}")
+        print_plain(f"{index}  {json.dumps(_plain(row))}")
 
 
 def _check_name(to: Path | None) -> None:
-    """Raises: RecipeError: nobody knows how to write such a file."""
+    """Refuse a file type that predictions cannot be written to."""
     if to is not None and to.suffix not in (".jsonl", ".safetensors"):
         raise RecipeError(
-            f"cannot write predictions to '{to}'", next_step="name a *.jsonl or a *.safetensors"
+            f"cannot write predictions to '{to}'",
+            next_step="use a file name that ends in .jsonl or .safetensors",
         )
 
 
-class _RunArgs(NamedTuple):
-    """The words that both commands share; see their help."""
+@dataclass(frozen=True)
+class _RunArgs:
+    """The arguments that both commands share, as the user gave them."""
 
     run: Path
     task: str | None
@@ -146,74 +171,82 @@ class _RunArgs(NamedTuple):
 
 
 @contextmanager
-def _open_run(asked: _RunArgs) -> Iterator[OpenedRun]:
-    """The run; on the process that a user started only if it is the only one."""
+def _open_run(args: _RunArgs) -> Iterator[OpenedRun]:
+    """Open the run on this process, or launch several that do, and exit."""
     from paceline.cli.relaunch import worker_cluster
     from paceline.cli.resume import find_recipe, require_own_run
     from paceline.launch.worker_guard import guard
 
-    recipe = find_recipe(asked.run)
-    require_own_run(asked.run, asked.trust)
+    recipe = find_recipe(args.run)
+    require_own_run(args.run, args.trust)
     cluster = worker_cluster()
-    if cluster is None and asked.processes > 1:
-        sys.exit(_launch(asked, recipe))
+    if cluster is None and args.processes > 1:
+        sys.exit(_launch(args, recipe))
     from paceline.session.saved_run import open_run
 
-    more = {"weights": asked.weights, "max_samples": asked.max_samples, "strategy": asked.strategy}
-    with guard(cluster) if cluster else nullcontext():
-        warn = _warn if cluster is None or cluster.global_rank == 0 else _discard
-        with open_run(asked.run, asked.task, cluster=cluster, warn=warn, **more) as found:
-            yield found
+    with (
+        guard(cluster) if cluster else nullcontext(),
+        open_run(
+            args.run,
+            args.task,
+            cluster=cluster,
+            warn=_warn if cluster is None or cluster.global_rank == 0 else _discard,
+            weights=args.weights,
+            max_samples=args.max_samples,
+            strategy=args.strategy,
+        ) as opened,
+    ):
+        yield opened
 
 
-def _launch(asked: _RunArgs, recipe: Path) -> int:
-    """Start the processes, whose first one prints; returns the exit code."""
+def _launch(args: _RunArgs, recipe: Path) -> int:
+    """Start the processes, of which the first one prints; returns the exit code."""
     from paceline.cli.relaunch import relaunch
     from paceline.recipe.recipe_loading import load_recipe
     from paceline.recipe.support import resolve_inference_strategy
 
     trained = load_recipe(recipe)
-    resolve_inference_strategy(trained.strategy, asked.strategy, asked.processes)
-    placement = JobPlacement(asked.processes, 1, 0, None, "", trained.security.tls)
+    resolve_inference_strategy(trained.strategy, args.strategy, args.processes)
+    placement = JobPlacement(args.processes, 1, 0, None, "", trained.security.tls)
     return relaunch(placement, 0, stuck_seconds=trained.runtime.deadline_seconds).exit_code
 
 
 def _discard(text: str) -> None:
-    """The first process has said it."""
+    """Drop a warning that the first process prints."""
 
 
-def _samples(found: OpenedRun, spec: str, options: list[str] | None) -> Any:
-    """What a name stands for.
+def _samples(opened: OpenedRun, spec: str, options: list[str] | None) -> Any:
+    """Return the samples that `spec` names: a set of the task, or the result of a function.
 
     Raises:
-        DataError: there are no samples of this name.
+        DataError: the task has no such set.
     """
     from paceline.session.joining import CACHE_DIR
     from paceline.session.saved_run import find_samples
     from paceline.tasks.task_registry import load_samples
 
-    own = find_samples(found.task, spec)
-    if own is not None:
-        return own
+    samples = find_samples(opened.task, spec)
+    if samples is not None:
+        return samples
     if ":" not in spec:
         raise DataError(
-            f"the task has no samples called '{spec}'",
+            f"the task has no set of samples '{spec}'",
             next_step='name one of its sets (data, held_out), or "file.py:function"',
         )
-    return load_samples(spec, _arguments(options), found.session.recipe.seed, Path.cwd(), CACHE_DIR)
+    return load_samples(spec, _arguments(options), opened.session.recipe.seed, Path.cwd(), CACHE_DIR)
 
 
 def _arguments(options: list[str] | None) -> dict[str, Any]:
-    """Raises: RecipeError: one is no KEY=VALUE."""
+    """Parse KEY=VALUE options, with values as in a recipe."""
     from paceline.recipe.recipe_loading import apply_override
 
     values: dict[str, Any] = {}
     for text in options or ():
         _, problem = apply_override(values, f"options.{text}")
         if problem is not None:
-            raise RecipeError(f"--option {text}: {problem.message}", next_step="--option KEY=VALUE")
-    found: dict[str, Any] = values.get("options", {})
-    return found
+            raise RecipeError(f"--option {text}: {problem.message}", next_step="use --option KEY=VALUE")
+    arguments: dict[str, Any] = values.get("options", {})
+    return arguments
 
 
 def _write(rows: list[Any], to: Path | None) -> None:
@@ -232,7 +265,7 @@ def _write(rows: list[Any], to: Path | None) -> None:
 
 
 def _plain(row: Any) -> Any:
-    """A prediction as JSON has it."""
+    """Return a prediction as a value that JSON can hold."""
     if isinstance(row, dict):
         return {name: _plain(value) for name, value in row.items()}
     to_list = getattr(row, "tolist", None)
@@ -240,9 +273,4 @@ def _plain(row: Any) -> Any:
 
 
 def _warn(text: str) -> None:
-    """On standard error: standard output may be JSON."""
-    error_output().print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-def _print_line(text: str) -> None:
-    output().print(text, markup=False, highlight=False, soft_wrap=True)
+    print_plain(text, error_output())  # standard output may be JSON

@@ -1,4 +1,4 @@
-"""`paceline export`: the weights of a run as a file that any program reads."""
+"""`paceline export`: write the weights of a run to a safetensors file."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from paceline.cli.console import output
+from paceline.cli.console import print_plain
 
 
 def export(
@@ -17,12 +17,16 @@ def export(
     to: Annotated[Path, typer.Option("--to", help="The file to write, *.safetensors.", show_default=False)],
     weights: Annotated[
         Literal["average", "last"] | None,
-        typer.Option(help="Of a run with an average: which. Default: the average.", show_default=False),
+        typer.Option(
+            help="Which weights, if the run keeps an average of them. Default: the average.",
+            show_default=False,
+        ),
     ] = None,
 ) -> None:
-    """Write parameters and buffers of the newest valid checkpoint, or of the one that is named.
+    """Write the parameters and buffers of a run to a safetensors file.
 
-    RUN/checkpoints/best names the best one by evaluation.
+    They come from the newest valid checkpoint, or from the checkpoint that is named; RUN/checkpoints/best is
+    the best one by evaluation.
     """
     from paceline.checkpoint.model_weights import export_weights, find_checkpoint
     from paceline.cli.resume import find_recipe
@@ -30,12 +34,10 @@ def export(
     from paceline.session.checkpointing import checkpoint_files
 
     folder = find_recipe(run).parent
-
-    def say(text: str) -> None:
-        output().print(text, markup=False, highlight=False, soft_wrap=True)
-
     name = None if run.resolve() == folder.resolve() else run.name
     files = checkpoint_files(load_recipe(folder / "recipe.toml"), folder)
-    done = export_weights(find_checkpoint(files, say, name), to, weights)
-    say(f"{done.path}: {done.num_tensors} tensors, {done.num_values:,} values, step {done.step}")
-    say(f"go on from them: paceline train RECIPE --set init_from={done.path}")
+    written = export_weights(find_checkpoint(files, print_plain, name), to, weights)
+    print_plain(
+        f"{written.path}: {written.num_tensors} tensors, {written.num_values:,} values, step {written.step}"
+    )
+    print_plain(f"to start a training from them: paceline train RECIPE --set init_from={written.path}")

@@ -1,4 +1,4 @@
-"""`paceline lab`: a cluster on this machine, for one command; and a look into it from elsewhere."""
+"""`paceline lab`: run a command on a virtual cluster, and inspect or remove such clusters."""
 
 from __future__ import annotations
 
@@ -10,32 +10,40 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli.console import output
+from paceline.cli.console import print_plain
 from paceline.errors import LabError
 
-if TYPE_CHECKING:  # loaded by the commands, so that the others answer sooner
+if TYPE_CHECKING:
     from paceline.lab.fault_plan import FaultPlan
     from paceline.lab.lab_registry import LabRecord
     from paceline.lab.virtual_cluster import Lab
 
-Hosts = Annotated[str, typer.Option("--hosts", help="How many hosts, or their names: a,b,c.")]
-Rate = Annotated[str, typer.Option("--rate", help="Of every link, both ways: 100mbit. Default: no limit.")]
-Up = Annotated[str, typer.Option("--up", help="Rate from the host, where it differs from --rate.")]
-Down = Annotated[str, typer.Option("--down", help="Rate to the host, where it differs from --rate.")]
-Latency = Annotated[str, typer.Option("--latency", help="Of every frame that leaves a host: 2ms.")]
-Jitter = Annotated[str, typer.Option("--jitter", help="The latency's largest deviation: 200us.")]
-Loss = Annotated[str, typer.Option("--loss", help="Share of frames that are lost: 0.1%.")]
-Racks = Annotated[list[str] | None, typer.Option("--rack", help="A switch of its own: a=h0,h1. Repeat it.")]
-Uplink = Annotated[str, typer.Option("--uplink", help="Rate between a rack and the core.")]
-Cores = Annotated[float, typer.Option("--cores", min=0, help="Of each host. 0: an even part.")]
-Disk = Annotated[str, typer.Option("--disk", help="Size of each host's own disk, {disk} in COMMAND: 64mb.")]
-Faults = Annotated[
-    list[str] | None, typer.Option("--fault", help='What goes wrong: "kill h2 step=3". May be repeated.')
+Hosts = Annotated[str, typer.Option("--hosts", help="Number of hosts, or their names: a,b,c.")]
+Rate = Annotated[
+    str, typer.Option("--rate", help="Rate of every link in both directions: 100mbit. Default: no limit.")
 ]
-Seed = Annotated[int, typer.Option("--seed", help="Of faults, jitter and loss.")]
-Events = Annotated[Path | None, typer.Option("--events", help="Write what the faults did here, as JSON.")]
+Up = Annotated[str, typer.Option("--up", help="Rate from the host, if it differs from --rate.")]
+Down = Annotated[str, typer.Option("--down", help="Rate to the host, if it differs from --rate.")]
+Latency = Annotated[str, typer.Option("--latency", help="Latency of every frame that leaves a host: 2ms.")]
+Jitter = Annotated[str, typer.Option("--jitter", help="Largest deviation from the latency: 200us.")]
+Loss = Annotated[str, typer.Option("--loss", help="Share of frames that get lost: 0.1%.")]
+Racks = Annotated[
+    list[str] | None, typer.Option("--rack", help="Hosts with their own switch: a=h0,h1. Repeatable.")
+]
+Uplink = Annotated[str, typer.Option("--uplink", help="Rate between a rack and the core switch.")]
+Cores = Annotated[
+    float, typer.Option("--cores", min=0, help="CPU cores of each host. 0: divide them equally.")
+]
+Disk = Annotated[str, typer.Option("--disk", help="Size of a disk for each host, {disk} in COMMAND: 64mb.")]
+Faults = Annotated[
+    list[str] | None, typer.Option("--fault", help='A fault to inject: "kill h2 step=3". Repeatable.')
+]
+Seed = Annotated[int, typer.Option("--seed", help="Seed of faults, jitter and loss.")]
+Events = Annotated[
+    Path | None, typer.Option("--events", help="Write what the faults did to this file, as JSON.")
+]
 Deadline = Annotated[
-    float | None, typer.Option("--deadline", min=0, help="Seconds until the hosts are told to stop.")
+    float | None, typer.Option("--deadline", min=0, help="Seconds after which the hosts are stopped.")
 ]
 
 
@@ -57,52 +65,60 @@ def run(
     events: Events = None,
     deadline: Deadline = None,
 ) -> None:
-    """Run COMMAND (after --) on a cluster on this machine; `paceline` jobs spread their -n over the hosts."""
+    """Run COMMAND (after --) on a virtual cluster; `paceline` jobs spread their processes over its hosts."""
     from paceline.lab.fault_plan import FaultPlan
     from paceline.lab.topology import Links
     from paceline.lab.virtual_cluster import Lab
 
     links, plan = Links(rate, up, down, latency, jitter, loss), FaultPlan.parse(faults or (), seed)
-    groups, far = _racks(racks), Links(uplink)
-    lab = Lab(_hosts(hosts), links, racks=groups, uplinks=far, cores=cores, disk=disk, seed=seed)
+    lab = Lab(
+        int(hosts) if hosts.isdigit() else hosts.split(","),
+        links,
+        racks=_racks(racks),
+        uplinks=Links(uplink),
+        cores=cores,
+        disk=disk,
+        seed=seed,
+    )
     sys.exit(_run(lab, context.args, plan, events, deadline))
 
 
 def _run(lab: Lab, words: Sequence[str], plan: FaultPlan, events: Path | None, deadline: float | None) -> int:
     with lab:
         command = [word.replace("{disk}", str(lab.disk)) if "{disk}" in word else word for word in words]
-        found = lab.run(
-            command, faults=plan, say=sys.stdout.write, deadline_seconds=deadline, event_log=events
+        result = lab.run(
+            command, faults=plan, on_line=sys.stdout.write, deadline_seconds=deadline, event_log=events
         )
-    sys.stdout.write(found.summary)
-    return found.exit_code
-
-
-def _hosts(text: str) -> int | list[str]:
-    return int(text) if text.isdigit() else text.split(",")
+    sys.stdout.write(result.summary)
+    return result.exit_code
 
 
 def _racks(texts: list[str] | None) -> dict[str, list[str]] | None:
-    return {text.partition("=")[0]: text.partition("=")[2].split(",") for text in texts} if texts else None
+    if not texts:
+        return None
+    racks = (text.partition("=") for text in texts)
+    return {name: hosts.split(",") for name, _, hosts in racks}
 
 
 def shell(
     context: typer.Context,
-    host: Annotated[str, typer.Argument(help="Which host of the lab.", show_default=False)],
-    lab: Annotated[str, typer.Option("--lab", help="Which lab, see `lab ps`. Default: the newest.")] = "",
+    host: Annotated[str, typer.Argument(help="Name of the host.", show_default=False)],
+    lab: Annotated[
+        str, typer.Option("--lab", help="Name of the lab, see `lab ps`. Default: the newest.")
+    ] = "",
 ) -> None:
-    """Open a shell in a host of a running lab, or run the command after -- there."""
+    """Open a shell on a host of a running lab, or run the command after -- there."""
     from paceline.lab.namespaces import enter_command
 
-    found = _running(lab)
-    if host not in found.first:
-        raise LabError(f"{found.name} has no host '{host}'", next_step=f"one of: {', '.join(found.first)}")
+    record = _running_lab(lab)
+    if host not in record.first:
+        raise LabError(f"{record.name} has no host '{host}'", next_step=f"one of: {', '.join(record.first)}")
     argv = context.args or ["sh", "-i"]
-    command = enter_command(found.name, found.first[host].pid, found.kinds, argv)
+    command = enter_command(record.name, record.first[host].pid, record.kinds, argv)
     os.execv(command[0], command)
 
 
-def _running(name: str) -> LabRecord:
+def _running_lab(name: str) -> LabRecord:
     from paceline.lab.lab_registry import read_lab_records
 
     alive = [
@@ -119,39 +135,33 @@ def _running(name: str) -> LabRecord:
 
 
 def ps() -> None:
-    """List the labs of this user, their hosts and how many processes run there."""
+    """List your labs, their hosts and the number of processes on each host."""
     from paceline.lab.lab_registry import read_lab_records
     from paceline.lab.namespaces import host_pids
 
-    console = output()
-    found = list(read_lab_records())
-    for record in found:
-        state = (
-            f"process {record.owner.pid}" if record.owner.alive else "its process is gone: paceline lab clean"
-        )
-        console.print(
-            f"{record.name}  {state}  {record.command}", markup=False, highlight=False, soft_wrap=True
-        )
+    records = list(read_lab_records())
+    for record in records:
+        ended = "its process has ended: remove it with `paceline lab clean`"
+        state = f"process {record.owner.pid}" if record.owner.alive else ended
+        print_plain(f"{record.name}  {state}  {record.command}")
         for host, address in record.addresses.items():
             first = record.first[host]
             running = len(host_pids(first.pid)) if first.alive else 0
-            console.print(f"  {host:<12}{address:<14}{running} processes", markup=False, highlight=False)
-    if not found:
-        console.print("no labs")
+            print_plain(f"  {host:<12}{address:<14}{running} processes")
+    if not records:
+        print_plain("no labs")
 
 
 def remove(
-    running: Annotated[bool, typer.Option("--running", help="Also end labs that are in use.")] = False,
+    running: Annotated[bool, typer.Option("--running", help="Also stop labs that are in use.")] = False,
 ) -> None:
-    """Remove what earlier labs have left: processes, control groups, files."""
+    """Remove what earlier labs left behind: processes, control groups, files."""
     from paceline.lab.lab_registry import clean
 
-    found = clean(running=running)
-    console = output()
-    console.print(
-        f"removed {len(found.labs)} labs, {len(found.processes)} processes, "
-        f"{len(found.groups)} control groups",
-        highlight=False,
+    removed = clean(running=running)
+    print_plain(
+        f"removed {len(removed.labs)} labs, {len(removed.processes)} processes, "
+        f"{len(removed.groups)} control groups"
     )
-    for name in found.running:
-        console.print(f"{name} is in use: paceline lab clean --running ends it", highlight=False)
+    for name in removed.running:
+        print_plain(f"{name} is in use; stop it with `paceline lab clean --running`")

@@ -1,7 +1,8 @@
-"""`paceline`: train, verify, and look before you do. Each command lives in a module of its own.
+"""The command line `paceline`: a table of commands, and the errors that a user sees.
 
-Invariant: only the command that is called is imported, so that help and short commands cost little more than
-typer itself. What each says of itself stands here too; a test holds it against the commands.
+Invariant: only the command that is called is imported, so that `--help` and short commands cost little more
+than typer itself. The short help of each command is repeated in the table for that; a test compares it with
+the docstring of the command.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ _ANY = {**_REST, "ignore_unknown_options": True}
 
 
 class CommandEntry(NamedTuple):
-    """A command before it is loaded.
+    """A command that has not been imported yet.
 
     Args:
-        words: how it is called.
+        words: the words that call it, for example "lab run".
         home: "module:function" in `paceline.cli`.
-        settings: of click's context.
+        about: its line in the help of the program.
+        settings: settings of its click context.
     """
 
     words: str
@@ -36,119 +38,119 @@ class CommandEntry(NamedTuple):
 
 
 COMMANDS = (
-    CommandEntry("train", "train:train", "Train a recipe, and say what came out."),
+    CommandEntry("train", "train:train", "Train a recipe and print the result."),
     CommandEntry(
         "verify",
         "verify:verify",
-        "Run the strategy and the single-process oracle side by side, and compare every tensor of every"
-        " step.",
+        "Run a strategy next to a single-process oracle and compare every tensor of every step.",
     ),
     CommandEntry(
         "export",
         "export:export",
-        "Write parameters and buffers of the newest valid checkpoint, or of the one that is named.",
+        "Write the parameters and buffers of a run to a safetensors file.",
     ),
     CommandEntry(
         "evaluate",
         "evaluate_predict:evaluate",
-        "Evaluate a run's weights on its held-out samples, or on others.",
+        "Evaluate the weights of a run on its held-out samples or on other data.",
     ),
-    CommandEntry("predict", "evaluate_predict:predict", "Print what a run's model says of each sample."),
+    CommandEntry(
+        "predict", "evaluate_predict:predict", "Print the prediction of a run's model for each sample."
+    ),
     CommandEntry(
         "sweep",
         "sweep:sweep",
-        "Train RECIPE for every combination of the axes; a table, a plot and results.json say what came out.",
+        "Train RECIPE for every combination of some settings; write a table, a plot and results.json.",
     ),
     CommandEntry(
         "compare",
         "compare_strategies:compare_strategies",
-        "Train RECIPE under every strategy of FILE, over seeds; tables and a page hold what was measured.",
+        "Train RECIPE with every strategy of a file over several seeds; write tables and a page.",
     ),
     CommandEntry(
-        "run", "run_script:run", "Run SCRIPT with its arguments on every process, as torchrun would.", _ANY
+        "run", "run_script:run", "Run SCRIPT with its arguments on every process, as torchrun does.", _ANY
     ),
-    CommandEntry("runs", "runs:runs", "List runs, the oldest first."),
+    CommandEntry("runs", "runs:runs", "List runs, oldest first."),
     CommandEntry(
         "report",
         "runs:report",
-        "Write one page about a run, or about several side by side, and say in words what is on it.",
+        "Write an HTML page about one run, or about several to compare, and print a summary.",
     ),
     CommandEntry(
         "strategies",
         "recipe_show:strategies",
-        "Print the strategies that are supported, and what each stands for.",
+        "List the supported strategies and what each name stands for.",
     ),
     CommandEntry(
         "certificate",
         "certificate_command:certificate",
-        "Make the certificate of a job, and an authority of its own, for channel=grpc.",
+        "Create a certificate for a job, and its own certificate authority, for channel=grpc.",
     ),
     CommandEntry(
         "recipe show",
         "recipe_show:show",
-        "Print the resolved recipe: every key, set or not, with its value and what it means.",
+        "Print the resolved recipe: every key with its value and its meaning.",
     ),
     CommandEntry(
         "recipe schema",
         "recipe_show:schema",
-        "Print a JSON schema of recipes, by which editors check and complete them.",
+        "Print a JSON schema of recipes, with which editors check and complete them.",
     ),
     CommandEntry(
         "lab run",
         "lab_commands:run",
-        "Run COMMAND (after --) on a cluster on this machine; `paceline` jobs spread their -n over the"
-        " hosts.",
+        "Run COMMAND (after --) on a virtual cluster; `paceline` jobs spread their processes over its hosts.",
         _REST,
     ),
     CommandEntry(
         "lab shell",
         "lab_commands:shell",
-        "Open a shell in a host of a running lab, or run the command after -- there.",
+        "Open a shell on a host of a running lab, or run the command after -- there.",
         {"allow_extra_args": True},
     ),
     CommandEntry(
         "lab ps",
         "lab_commands:ps",
-        "List the labs of this user, their hosts and how many processes run there.",
+        "List your labs, their hosts and the number of processes on each host.",
     ),
     CommandEntry(
         "lab clean",
         "lab_commands:remove",
-        "Remove what earlier labs have left: processes, control groups, files.",
+        "Remove what earlier labs left behind: processes, control groups, files.",
     ),
     CommandEntry(
         "schedule show",
         "schedule_show:show",
-        "Prove a schedule, and print it with its bubble and the micro-batches that each stage has in flight.",
+        "Check a pipeline schedule, and print it with its bubble and the micro-batches in flight.",
     ),
     CommandEntry(
         "plan memory",
         "plan_memory:memory",
-        "Say what each rank of a job will need in memory, by kind, and whether it fits.",
+        "Predict how much memory each rank of a job needs, by kind, and whether it fits.",
     ),
     CommandEntry(
         "bench link",
         "bench:link",
-        "Measure latency and bandwidth of every pair of ranks, and of the all-reduce of all (CPU, Gloo).",
+        "Measure latency and bandwidth between every pair of ranks, and of an all-reduce (CPU, Gloo).",
     ),
     CommandEntry(
         "bench comm",
         "bench:comm",
-        "Measure the all-reduce by every route and codec (CPU); with --recipe what codecs do to a task.",
+        "Measure the all-reduce with every route and codec (CPU); with --recipe, compare codecs on a task.",
     ),
 )
 GROUPS = {
-    "recipe": "Look at recipes.",
-    "lab": "A cluster on this machine: hosts, links and faults.",
-    "bench": "Measure what planning needs.",
-    "schedule": "Look at the schedules of pipelines.",
-    "plan": "Ask what a job will need before it is started.",
+    "recipe": "Inspect recipes.",
+    "lab": "Run a virtual cluster on this machine, with hosts, links and faults.",
+    "bench": "Measure communication.",
+    "schedule": "Inspect pipeline schedules.",
+    "plan": "Predict what a job needs before it starts.",
 }
 
 
-def _print_version(asked: bool) -> None:
-    """The version of Paceline, of the installed PyTorch (which is not loaded), and of Python."""
-    if asked:
+def _print_version(requested: bool) -> None:
+    """Print the versions of Paceline, of PyTorch (without importing it) and of Python, and exit."""
+    if requested:
         import platform
         from importlib import metadata
 
@@ -158,16 +160,16 @@ def _print_version(asked: bool) -> None:
 
 
 _Version = typer.Option(
-    "--version", help="Print the versions, and leave.", callback=_print_version, is_eager=True
+    "--version", help="Print the versions and exit.", callback=_print_version, is_eager=True
 )
 
 
 def _root_command(version: Annotated[bool, _Version] = False) -> None:
-    """Train one PyTorch model on many processes, devices and machines, and verify the answer."""
+    """Train one PyTorch model on many processes, devices and machines, and verify the result."""
 
 
 def build_app(words: Sequence[str] | None = None) -> typer.Typer:
-    """The command line, with the command that `words` call loaded; with None, all of them."""
+    """Return the command line, with the command that `words` call imported; None imports all of them."""
     app = typer.Typer(
         name="paceline",
         no_args_is_help=True,
@@ -179,9 +181,9 @@ def build_app(words: Sequence[str] | None = None) -> typer.Typer:
     groups = {name: _group(app, name, about) for name, about in GROUPS.items()}
     for command in COMMANDS:
         group, _, name = command.words.rpartition(" ")
-        called = words is None or command.words.split() == list(words[: 1 + bool(group)])
-        place, function = groups[group] if group else app, load(command) if called else _not_loaded
-        place.command(name, short_help=command.about, context_settings=command.settings)(function)
+        is_called = words is None or command.words.split() == list(words[: 1 + bool(group)])
+        parent, function = groups[group] if group else app, load(command) if is_called else _not_loaded
+        parent.command(name, short_help=command.about, context_settings=command.settings)(function)
     return app
 
 
@@ -193,7 +195,7 @@ def load(command: CommandEntry) -> Callable[..., None]:
 
 
 def _not_loaded() -> None:
-    """Stands for a command that is listed and not called."""
+    """Stand in for a command that the help lists and nobody calls."""
 
 
 def _group(app: typer.Typer, name: str, about: str) -> typer.Typer:
@@ -203,7 +205,7 @@ def _group(app: typer.Typer, name: str, about: str) -> typer.Typer:
 
 
 def main() -> None:
-    """Run the command line; an error that a user can meet is printed without its traceback."""
+    """Run the command line; expected errors are printed without a traceback, and set the exit code."""
     words = sys.argv[1:]
     try:
         if words[:1] == ["train"]:
@@ -213,18 +215,18 @@ def main() -> None:
         try:
             build_app(words)(args=words, prog_name="paceline")
         finally:
-            sys.stdout.flush()
+            sys.stdout.flush()  # here, where a full disk or a closed pipe is still an error that is reported
     except PacelineError as error:
-        told = _resource_error(error) or error
-        _print_error(told)
-        sys.exit(told.exit_code)
+        shown = _resource_error(error) or error
+        _print_error(shown)
+        sys.exit(shown.exit_code)
     except OSError as error:
         from paceline.cli.console import discard_output
 
-        told = _resource_error(error) or _system_error(error)
-        _print_error(told)
-        discard_output()
-        sys.exit(told.exit_code)
+        shown = _resource_error(error) or _system_error(error)
+        _print_error(shown)
+        discard_output()  # else Python tries to flush the same output again when it exits
+        sys.exit(shown.exit_code)
 
 
 def _print_error(error: PacelineError) -> None:
@@ -234,20 +236,20 @@ def _print_error(error: PacelineError) -> None:
 
 
 def _resource_error(error: Exception) -> PacelineError | None:
-    """Memory or open files that are used up, whatever could not be done without them."""
+    """Return the error that names the cause, if memory or open files ran out."""
     from paceline.launch.worker_guard import explain_error
 
     return None if isinstance(error, MemoryLimitError) else explain_error(error)
 
 
 def _system_error(error: OSError) -> PacelineError:
-    """What the system does not allow, where no other error says more."""
+    """Return an error for a failed system call that no other error describes."""
     if error.filename is not None and error.errno is not None:
         from paceline.observe.file_writing import run_folder_error
 
         return run_folder_error(error)
     return PacelineError(
-        f"the system refused: {error.strerror or error}",
+        f"a system call failed: {error.strerror or error}",
         where="a file or a stream of this command, perhaps standard output",
-        next_step="free space, check the rights, or choose another folder (TMPDIR, run_dir, --output)",
+        next_step="free space, check the permissions, or choose another folder (TMPDIR, run_dir, --output)",
     )

@@ -1,9 +1,12 @@
-"""Start this very command once for each process. A worker recognises itself by its place in the job."""
+"""Run this command again in every process of a job.
+
+The user's command becomes the launcher; a worker runs the same arguments and recognises itself by the rank in
+its environment.
+"""
 
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 from paceline.cli.common_options import JobPlacement
@@ -11,10 +14,11 @@ from paceline.job.cluster import Cluster
 from paceline.launch.job_spec import LaunchJob
 from paceline.launch.launcher import launch
 from paceline.launch.outcome import LaunchOutcome
+from paceline.launch.shutdown import ShutdownTimeouts
 
 
 def worker_cluster() -> Cluster | None:
-    """This process's place if a launcher (ours or torchrun) started it; None if a user did."""
+    """Return the cluster if Paceline's launcher or torchrun started this process; None if a user did."""
     cluster = Cluster.from_env()
     return cluster if cluster.launched else None
 
@@ -23,26 +27,34 @@ def relaunch(
     placement: JobPlacement,
     threads: int,
     *more: str,
-    stuck_seconds: float = LaunchJob.stuck_seconds,
+    stuck_seconds: float = ShutdownTimeouts.stuck_seconds,
     grace_seconds: float | None = None,
     log_dir: Path | None = None,
     prefixed: bool = False,
     servers: int = 0,
 ) -> LaunchOutcome:
-    """Run this command's own arguments, and `more`, in every process of this node.
+    """Run the arguments of this command, followed by `more`, in every process of this node.
 
     Args:
         stuck_seconds: how long a process may be stopped by a signal.
-        grace_seconds: to save and leave, once a signal has come; None: the command saves nothing.
-        log_dir: keeps the output of each rank but the first.
-        prefixed: shows it too, each line with its rank in front.
-        servers: so many first ranks, whose failure alone ends the job; see `LaunchJob`.
+        grace_seconds: time to save and exit after a signal; None: the command saves nothing.
+        log_dir: folder for the output of every rank but the first.
+        prefixed: print that output as well, each line with its rank in front.
+        servers: number of server ranks, which come first; see `LaunchJob`.
     """
-    command = (sys.executable, "-m", "paceline", *sys.argv[1:], *more)
-    job = build_job(command, placement, threads, log_dir, prefixed=prefixed)
-    job = replace(job, stuck_seconds=stuck_seconds, servers=servers)
+    timeouts = ShutdownTimeouts(stuck_seconds=stuck_seconds)
     if grace_seconds is not None:
-        job = replace(job, grace_seconds=grace_seconds, announces=True)
+        timeouts = ShutdownTimeouts(stuck_seconds=stuck_seconds, grace_seconds=grace_seconds)
+    job = build_job(
+        (sys.executable, "-m", "paceline", *sys.argv[1:], *more),
+        placement,
+        threads,
+        log_dir,
+        prefixed=prefixed,
+        timeouts=timeouts,
+        announces=grace_seconds is not None,
+        servers=servers,
+    )
     return launch(job)
 
 
@@ -53,8 +65,11 @@ def build_job(
     log_dir: Path | None = None,
     *,
     prefixed: bool = False,
+    timeouts: ShutdownTimeouts | None = None,
+    announces: bool = False,
+    servers: int = 0,
 ) -> LaunchJob:
-    """A node's share of a job."""
+    """Return the processes of this node as a value that `launch` takes."""
     return LaunchJob(
         command=command,
         num_processes=placement.processes,
@@ -66,4 +81,7 @@ def build_job(
         threads=threads,
         log_dir=log_dir,
         output="prefixed" if prefixed else "files",
+        timeouts=timeouts or ShutdownTimeouts(),
+        announces=announces,
+        servers=servers,
     )

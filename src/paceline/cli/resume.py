@@ -1,4 +1,4 @@
-"""Which run to go on with, and under which recipe."""
+"""The run folder that `--resume` names, its recipe, and whether this user should run it."""
 
 from __future__ import annotations
 
@@ -14,42 +14,44 @@ if TYPE_CHECKING:
     from paceline.recipe.recipe import Recipe
 
 
-def find_run(asked: str, runs: Path = RUNS) -> Path:
-    """The run folder, or checkpoint inside one, that was asked for; "newest": the last one begun in `runs/`.
+def find_run(name: str, runs: Path = RUNS) -> Path:
+    """Return the run folder, or the checkpoint inside one, that `name` stands for.
 
+    Args:
+        name: its path, or "newest" for the run that began last in `runs`.
     Raises:
         RecipeError: there is none.
     """
-    if asked != NEWEST:
-        find_recipe(Path(asked))
-        return Path(asked)
-    found = [path.parent for path in runs.glob(f"*/{RECIPE}")]
-    if not found:
+    if name != NEWEST:
+        find_recipe(Path(name))
+        return Path(name)
+    folders = [path.parent for path in runs.glob(f"*/{RECIPE}")]
+    if not folders:
         raise RecipeError(
-            f"there is no run in '{runs}/' to go on with", next_step="name a run folder: --resume RUN"
+            f"there is no run in '{runs}/' to resume", next_step="name a run folder: --resume RUN"
         )
-    return max(found, key=lambda run: ((run / RECIPE).stat().st_mtime_ns, run.name))
+    return max(folders, key=lambda run: ((run / RECIPE).stat().st_mtime_ns, run.name))
 
 
 def require_own_run(run: Path, trust: bool) -> None:
-    """A run folder is code: going on with it runs what its recipe names, with the rights of who does so.
+    """Refuse another user's run folder, since resuming it runs the code that its recipe names.
 
     Raises:
-        RecipeError: the folder or its recipe is another user's, and `trust` is not said.
+        RecipeError: the folder or its recipe belongs to another user and `trust` is not set.
     """
     recipe = find_recipe(run)
     owners = {recipe.stat().st_uid, recipe.parent.stat().st_uid} - {os.getuid()}
     if owners and not trust:
         raise RecipeError(
-            f"the run belongs to another user ({', '.join(map(str, sorted(owners)))}): "
-            "to go on with it runs the task that its recipe names",
+            f"the run belongs to another user ({', '.join(map(str, sorted(owners)))}), and resuming it would"
+            " run the task that its recipe names",
             where=str(recipe),
-            next_step="look at `task` in that file and at the code it names; then --trust",
+            next_step="look at `task` in that file and at the code it names, then pass --trust",
         )
 
 
 def find_recipe(run: Path) -> Path:
-    """The recipe of a run folder (or of a checkpoint inside one).
+    """Return the recipe of a run folder, or of the run that a checkpoint belongs to.
 
     Raises:
         RecipeError: there is none.
@@ -58,16 +60,16 @@ def find_recipe(run: Path) -> Path:
         if (folder / RECIPE).exists():
             return folder / RECIPE
     raise RecipeError(
-        f"'{run}' is no run folder: it has no {RECIPE}",
+        f"'{run}' is not a run folder: it has no {RECIPE}",
         next_step="name the folder that the run printed, for example runs/20260101-120000-digits-1",
     )
 
 
 def recipe_changes(run: Path, recipe: Recipe) -> list[str]:
-    """What changes when a run goes on under a recipe.
+    """Return a line for each key that changes when a run is resumed with a recipe.
 
     Raises:
-        RecipeError: something differs that must not.
+        RecipeError: a key differs that must not change.
     """
     from paceline.recipe.recipe_loading import load_recipe
     from paceline.recipe.resume_changes import refuse_changes

@@ -1,4 +1,4 @@
-"""`paceline run`: start a user's own script on many processes."""
+"""`paceline run`: run a user's own script on many processes."""
 
 from __future__ import annotations
 
@@ -20,17 +20,26 @@ def run(
     rendezvous: common_options.Rendezvous = None,
     token_file: common_options.TokenFile = "",
     insecure: common_options.Insecure = False,
-    logs: Annotated[Path | None, typer.Option("--logs", help="Keep the output of each rank here.")] = None,
+    logs: Annotated[
+        Path | None, typer.Option("--logs", help="Write the output of every rank to this folder.")
+    ] = None,
     threads: Annotated[
-        int, typer.Option("--threads", min=0, help="Threads a process; 0: share the cores.")
+        int, typer.Option("--threads", min=0, help="Threads of each process. 0: divide the cores among them.")
     ] = 0,
 ) -> None:
-    """Run SCRIPT with its arguments on every process, as torchrun would."""
+    """Run SCRIPT with its arguments on every process, as torchrun does."""
     from paceline.cli.relaunch import build_job
     from paceline.launch.job_spec import script_command
     from paceline.launch.launcher import launch
 
-    token = common_options.read_token(token_file, insecure, nodes)
-    placement = common_options.JobPlacement(processes or 1, nodes, node_rank, rendezvous, token)
-    job = build_job(script_command(script, *context.args), placement, threads, logs, prefixed=True)
+    args = common_options.NodeArgs(
+        processes=processes,
+        nodes=nodes,
+        node_rank=node_rank,
+        rendezvous=rendezvous,
+        token_file=token_file,
+        insecure=insecure,
+    )
+    command = script_command(script, *context.args)
+    job = build_job(command, args.placement(processes or 1), threads, logs, prefixed=True)
     sys.exit(launch(job).exit_code)

@@ -1,7 +1,4 @@
-"""`paceline runs` and `paceline report`: what they take. What they do is loaded when they run.
-
-`paceline runs` and `paceline report`: what there is, and what it says.
-"""
+"""`paceline runs` and `paceline report`: list run folders, and write a page about some of them."""
 
 from __future__ import annotations
 
@@ -9,17 +6,15 @@ import json
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline.cli.console import output
+from paceline.cli.console import output, print_plain
 from paceline.errors import DataError
-from paceline.report.html_page import render_page, write_report
-from paceline.report.run_facts import RunFacts, collect_facts, format_duration, format_number
-from paceline.report.run_files import REPORT, RUNS, find_runs
-from paceline.report.run_reader import RecordedRun, read_run
-from paceline.report.summary_sentences import summarize_run
+
+if TYPE_CHECKING:
+    from paceline.report.run_reader import RecordedRun
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -27,12 +22,11 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 def runs(
     folders: Annotated[
         list[Path] | None,
-        typer.Argument(help="Run folders, or folders of them. Default: runs/.", show_default=False),
+        typer.Argument(help="Run folders, or folders that contain some. Default: runs/.", show_default=False),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """List runs, the oldest first."""
-
+    """List runs, oldest first."""
     list_runs(folders, as_json=as_json)
 
 
@@ -42,84 +36,100 @@ def report(
     ],
     to: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Where the page goes. Default: RUN/report.html, report.html."),
+        typer.Option(
+            "--output", "-o", help="File of the page. Default: RUN/report.html; report.html for several runs."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write one page about a run, or about several side by side, and say in words what is on it."""
-
+    """Write an HTML page about one run, or about several to compare, and print a summary."""
     write_page(run, to, as_json=as_json)
 
 
 def list_runs(folders: list[Path] | None, *, as_json: bool) -> None:
-    """A line for each run, or JSON."""
+    """Print a line for each run, or JSON."""
+    from paceline.report.run_files import RUNS, find_runs
+    from paceline.report.run_reader import read_run
+
     wanted = folders or [RUNS]
-    found = [read_run(path) for path in find_runs(wanted if folders or RUNS.is_dir() else [])]
+    recorded = [read_run(path) for path in find_runs(wanted if folders or RUNS.is_dir() else [])]
     if as_json:
-        output().print_json(json.dumps([_record(run) for run in found]))
+        output().print_json(json.dumps([_record(run) for run in recorded]))
         return
-    if not found:
-        output().print(f"no runs in {', '.join(map(str, wanted))}", markup=False, highlight=False)
+    if not recorded:
+        print_plain(f"no runs in {', '.join(map(str, wanted))}")
         return
     head = ["run", "status", "started", "ranks", "steps", "loss", "held-out", "speed", "time"]
-    rows = [head, *(_row(run, collect_facts(run)) for run in found)]
+    rows = [head, *(_row(run) for run in recorded)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
     for row in rows:
-        line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        output().print(line, markup=False, highlight=False, soft_wrap=True)
+        print_plain("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
-def write_page(run: list[Path], to: Path | None, *, as_json: bool) -> None:
-    """One page about them, and its words."""
-    found = [read_run(path) for path in run]
-    path, refusal = _write_page(found, to)
+def write_page(folders: list[Path], to: Path | None, *, as_json: bool) -> None:
+    """Write one page about some runs, and print their summaries.
+
+    Raises:
+        DataError: the page cannot be written; raised after the summaries have been printed.
+    """
+    from paceline.report.run_reader import read_run
+    from paceline.report.summary_sentences import summarize_run
+
+    recorded = [read_run(path) for path in folders]
+    path, refusal = _write_page(recorded, to)
     if as_json:
         page = None if refusal else str(path)
-        output().print_json(json.dumps({"page": page, "runs": [_record(one) for one in found]}))
+        output().print_json(json.dumps({"page": page, "runs": [_record(run) for run in recorded]}))
     else:
-        for one in found:
-            for line in ([f"{one.name}:"] if len(found) > 1 else []) + summarize_run(one):
-                output().print(line, markup=False, highlight=False, soft_wrap=True)
+        for run in recorded:
+            for line in ([f"{run.name}:"] if len(recorded) > 1 else []) + summarize_run(run):
+                print_plain(line)
     if refusal is not None:
         raise refusal
     if not as_json:
-        output().print(f"page: {path}", markup=False, highlight=False, soft_wrap=True)
+        print_plain(f"page: {path}")
 
 
-def _write_page(found: list[RecordedRun], to: Path | None) -> tuple[Path, DataError | None]:
-    """Where the page goes, and why it cannot be written there."""
-    path = to or (found[0].folder / REPORT if len(found) == 1 else Path(REPORT))
+def _write_page(recorded: list[RecordedRun], to: Path | None) -> tuple[Path, DataError | None]:
+    """Write the page; returns its path, and the error if it cannot be written there."""
+    from paceline.report.html_page import render_page, write_report
+    from paceline.report.run_files import REPORT
+
+    path = to or (recorded[0].folder / REPORT if len(recorded) == 1 else Path(REPORT))
     try:
-        if to is None and len(found) == 1:
-            return write_report(found[0].folder), None
+        if to is None and len(recorded) == 1:
+            return write_report(recorded[0].folder), None
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(render_page(found, path.parent), encoding="utf-8")
+        path.write_text(render_page(recorded, path.parent), encoding="utf-8")
     except OSError as error:
-        what = f"the page cannot be written: {error.strerror or error}"
-        return path, DataError(what, where=str(path), next_step="choose another place: -o FILE")
+        what = f"cannot write the page: {error.strerror or error}"
+        return path, DataError(what, where=str(path), next_step="choose another file: -o FILE")
     return path, None
 
 
 def _record(run: RecordedRun) -> dict[str, Any]:
-    return {"run": str(run.folder), **_without_nan(asdict(collect_facts(run))), "summary": summarize_run(run)}
+    from paceline.report.run_facts import collect_facts
+    from paceline.report.summary_sentences import summarize_run
+
+    # JSON has no NaN, so NaN and infinity become strings
+    facts: dict[str, Any] = json.loads(json.dumps(asdict(collect_facts(run))), parse_constant=str)
+    return {"run": str(run.folder), **facts, "summary": summarize_run(run)}
 
 
-def _without_nan(values: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no NaN."""
-    found = json.loads(json.dumps(values), parse_constant=str)
-    return dict(found)
+def _row(run: RecordedRun) -> list[str]:
+    from paceline.report.number_format import format_duration, format_number
+    from paceline.report.run_facts import collect_facts
 
-
-def _row(run: RecordedRun, found: RunFacts) -> list[str]:
-    begun = f"{datetime.fromtimestamp(found.started):%Y-%m-%d %H:%M}" if found.started is not None else "–"
+    facts = collect_facts(run)
+    started = f"{datetime.fromtimestamp(facts.started):%Y-%m-%d %H:%M}" if facts.started is not None else "–"
     return [
         str(run.folder),
-        found.status,
-        begun,
-        str(found.ranks or "–"),
-        f"{found.steps}/{found.num_steps}" if found.num_steps else str(found.steps),
-        format_number(found.loss),
-        format_number(found.held_out),
-        "–" if found.rate is None else f"{format_number(found.rate, 3)} {found.rate_unit}",
-        format_duration(found.seconds),
+        facts.status,
+        started,
+        str(facts.ranks or "–"),
+        f"{facts.steps}/{facts.num_steps}" if facts.num_steps else str(facts.steps),
+        format_number(facts.loss),
+        format_number(facts.held_out),
+        "–" if facts.rate is None else f"{format_number(facts.rate, 3)} {facts.rate_unit}",
+        format_duration(facts.seconds),
     ]

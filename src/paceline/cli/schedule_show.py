@@ -1,4 +1,4 @@
-"""`paceline schedule`: look at the order in which the stages of a pipeline work."""
+"""`paceline schedule show`: print the order in which the stages of a pipeline work."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ from typing import Annotated
 
 import typer
 
-from paceline.cli.console import output
+from paceline.cli.console import print_plain
 
-_Stages = Annotated[int, typer.Option("--stages", min=1, help="Stages of the pipeline, one on each rank.")]
-_Micro = Annotated[int, typer.Option("--micro", min=1, help="Micro-batches of a step on each rank.")]
+_Stages = Annotated[int, typer.Option("--stages", min=1, help="Number of pipeline stages, one on each rank.")]
+_Micro = Annotated[int, typer.Option("--micro", min=1, help="Micro-batches per step on each rank.")]
 _Rechunk = Annotated[
     str,
-    typer.Option("--rechunk", help="By stage, in how many parts it runs each micro-batch, as in 1,1,2,4."),
+    typer.Option("--rechunk", help="Parts into which each stage divides a micro-batch, for example 1,1,2,4."),
 ]
-_Svg = Annotated[Path | None, typer.Option("--svg", help="Write a picture to this file.")]
-_Csv = Annotated[Path | None, typer.Option("--csv", help="Write its rows, which schedule=FILE.csv reads.")]
+_Svg = Annotated[Path | None, typer.Option("--svg", help="Write an SVG picture to this file.")]
+_Csv = Annotated[
+    Path | None, typer.Option("--csv", help="Write a table to this file, for schedule=FILE.csv.")
+]
 
 
 def show(
@@ -27,11 +29,11 @@ def show(
     picture: _Svg = None,
     rows: _Csv = None,
 ) -> None:
-    """Prove a schedule, and print it with its bubble and the micro-batches that each stage has in flight.
+    """Check a pipeline schedule, and print it with its bubble and the micro-batches in flight.
 
-    A forward counts 1, a backward 2, each half of a split one 1; F is a forward, B a backward, W the
-    gradients of weights that a B has put off. Letters behind a number are chunks after the first, and
-    numbers behind a dot parts of a micro-batch.
+    A forward takes 1 unit of time, a backward 2, and each half of a split backward 1. F is a forward, B a
+    backward, and W the weight gradients that a B has postponed. A letter after a number is a chunk after the
+    first one; a number after a dot is a part of a micro-batch.
     """
     from paceline.parallel.pipeline.strategy_schedule import make_schedule
     from paceline.pipeline_schedule.schedule_formats import (
@@ -41,17 +43,17 @@ def show(
         write_schedule_csv,
     )
     from paceline.pipeline_schedule.schedule_table import simulate_schedule
-    from paceline.recipe.registry.word_spec import ScheduleSpec, find_spec
     from paceline.recipe.strategy import Strategy
 
     strategy = Strategy(pipeline=stages, schedule=name, rechunk=rechunk)
-    spec = find_spec(ScheduleSpec, strategy.schedule.partition(":")[0])
     proof = simulate_schedule(make_schedule(strategy)(stages, micro), micro)
-    console = output()
     title = f"{name}: {stages} stages, {micro} micro-batches"
-    summary = spec.summary if spec is not None else ""
-    for line in (f"{title} ({summary})", *render_text(proof), *describe_timeline(proof)):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    for line in (
+        f"{title} ({strategy.schedule_spec.summary})",
+        *render_text(proof),
+        *describe_timeline(proof),
+    ):
+        print_plain(line)
     if picture is not None:
         picture.write_text(render_svg(proof, title), encoding="utf-8")
     if rows is not None:

@@ -1,4 +1,7 @@
-"""The runs of a sweep or a comparison: what each is in full, and training them one by one."""
+"""The runs of a sweep or a comparison: resolve their recipes, and train them one after the other.
+
+Invariant: every recipe is resolved before the first run starts, and no folder is reused for another recipe.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,9 @@ from paceline.job.cluster import process_environment
 from paceline.launch.fork_client import fork_server
 from paceline.launch.job_spec import LaunchJob
 from paceline.launch.launcher import launch
-from paceline.report.run_files import METRICS, RECIPE
+from paceline.launch.shutdown import ShutdownTimeouts
+from paceline.observe.sinks import METRICS
+from paceline.report.run_files import RECIPE
 from paceline.studies.sweep_cells import SweepCell
 from paceline.studies.sweep_summary import RunMeasurements, read_measurements
 
@@ -25,23 +30,26 @@ if TYPE_CHECKING:
 
 _COMPLETE = "complete"
 _RESOLVED_RECIPE = "asked.toml"
-"""What a cell is, as the sweep resolved it; the run's own recipe also has what its machine has chosen."""
+"""File with the recipe as the sweep resolved it; recipe.toml of the run also has choices of its machine."""
 _STOPPED_EXIT_CODES = (129, 130, 143)
 _EVALUATE_EVERY = 20
-"""Steps of the recipe's own batch between evaluations, for recipes that say nothing."""
+"""Steps between evaluations, at the recipe's own batch size, if the recipe does not set an interval."""
+
+TRAIN_MODULES = ("paceline.cli.main", "paceline.cli.train", "paceline.cli.relaunch", "paceline.cli.resume")
+"""Modules that a fork server imports for `paceline train`; the last two are imported inside its functions."""
 
 CompletedRuns = list[tuple[SweepCell, RunMeasurements]]
 
 
 @dataclass(frozen=True)
 class StudyRun:
-    """One cell.
+    """One run of a study.
 
     Args:
-        folder: of its run.
-        recipe: in full; None if there is none such.
-        refusal: why there is none.
-        lab: options of `paceline lab run`, if it runs there.
+        folder: its run folder.
+        recipe: the resolved recipe; None if this combination is not possible.
+        refusal: the reason why it is not possible.
+        lab: options of `paceline lab run` for a run in a lab; empty: on this machine.
     """
 
     cell: SweepCell
@@ -52,30 +60,30 @@ class StudyRun:
 
     @property
     def complete(self) -> bool:
-        """Was it trained to its end before?"""
+        """Return whether the run has been trained to its end."""
         return (self.folder / _COMPLETE).exists()
 
 
 def plan_runs(
     path: Path, settings: Sequence[str], strategy: str | None, cells: Sequence[SweepCell], folder: Path
 ) -> list[StudyRun]:
-    """Resolve every cell before any is trained.
+    """Resolve the recipe of every cell.
 
     Raises:
         RecipeError: the recipe is wrong, no cell is possible, or the folder holds runs of other recipes.
     """
-    usual = common_options.read_recipe(path, list(settings), strategy).batch.size
+    base_batch = common_options.read_recipe(path, list(settings), strategy).batch.size
     runs: list[StudyRun] = []
     refusals: list[RecipeError] = []
     for cell in cells:
-        place = folder / cell.folder
+        run_dir = folder / cell.folder
         try:
-            recipe = with_evaluation_interval(_resolve(path, settings, strategy, cell), usual)
+            recipe = with_evaluation_interval(_resolve(path, settings, strategy, cell), base_batch)
         except RecipeError as error:
             refusals.append(error)
-            runs.append(StudyRun(cell, place, None, error.what))
+            runs.append(StudyRun(cell, run_dir, None, error.what))
         else:
-            runs.append(StudyRun(cell, place, recipe.replace(run_dir=str(place.resolve()))))
+            runs.append(StudyRun(cell, run_dir, recipe.replace(run_dir=str(run_dir.resolve()))))
     if len(refusals) == len(cells):
         raise refusals[0]
     refuse_other_recipes(runs)
@@ -90,24 +98,27 @@ def _resolve(path: Path, settings: Sequence[str], strategy: str | None, cell: Sw
     return recipe
 
 
-def with_evaluation_interval(recipe: Recipe, usual: int) -> Recipe:
-    """Evaluate after the same numbers of samples in every cell, so that steps to a target can be told."""
+def with_evaluation_interval(recipe: Recipe, base_batch: int) -> Recipe:
+    """Return a recipe that evaluates after the same number of samples in every run.
+
+    Without it the runs of a sweep over batch sizes would reach a target at steps that cannot be compared.
+    """
     if recipe.evaluate.every_steps:
         return recipe
-    every = max(1, _EVALUATE_EVERY * usual // recipe.batch.size)
+    every = max(1, _EVALUATE_EVERY * base_batch // recipe.batch.size)
     return recipe.replace(evaluate=recipe.evaluate.replace(every_steps=every))
 
 
 def refuse_other_recipes(runs: Sequence[StudyRun]) -> None:
-    """Raises: RecipeError: a folder holds a run of another recipe."""
+    """Raise a RecipeError if the folder of a run holds a run of another recipe."""
     for run in runs:
-        there = run.folder / _RESOLVED_RECIPE
-        asked = None if run.recipe is None else _recipe_text(run.recipe.replace(run_dir=None))
-        if asked is not None and there.exists() and there.read_text("utf-8") != asked:
+        path = run.folder / _RESOLVED_RECIPE
+        text = None if run.recipe is None else _recipe_text(run.recipe.replace(run_dir=None))
+        if text is not None and path.exists() and path.read_text("utf-8") != text:
             raise RecipeError(
                 "the folder holds a run of another recipe",
-                where=str(there),
-                next_step="choose another --out, or give the recipe and the settings of the first time",
+                where=str(path),
+                next_step="choose another --out, or use the same recipe and settings as the first time",
             )
 
 
@@ -118,128 +129,117 @@ def _recipe_text(recipe: Recipe) -> str:
 
 
 def train_all(
-    runs: Sequence[StudyRun], say: Callable[[str], None], over: Callable[[StudyRun], None] = lambda run: None
+    runs: Sequence[StudyRun],
+    log: Callable[[str], None],
+    on_end: Callable[[StudyRun], None] = lambda run: None,
 ) -> tuple[CompletedRuns, dict[str, str], int]:
-    """Train what is not complete; one that fails is told, and the rest goes on.
+    """Train all runs that are not complete; a run that fails is reported, and the next one starts.
 
     Args:
-        over: is called when a run has ended, however.
+        log: prints a line.
+        on_end: called when a run has ended, well or not.
     Returns:
-        What is complete, why others are not, and the exit code: 0, 1, or that of a request to stop.
+        The completed runs, the reasons of the failed ones by label, and the exit code: 0, 1, or that of a
+        stop request.
     """
     with ExitStack() as stack:
         several = sum(not run.complete and run.recipe is not None for run in runs) > 1
-        variables = (
-            stack.enter_context(
-                fork_server(
-                    [
-                        "paceline.cli.main",
-                        "paceline.cli.train",
-                        "paceline.cli.relaunch",
-                        "paceline.cli.resume",
-                    ]
-                )
-            )
-            if several
-            else {}
-        )
-        return _train_all(runs, say, {**process_environment(), **variables}, over)
+        # importing takes longer than a short run: with several, a fork server pays for it once
+        variables = stack.enter_context(fork_server(TRAIN_MODULES)) if several else {}
+        return _train_all(runs, log, {**process_environment(), **variables}, on_end)
 
 
 def _train_all(
     runs: Sequence[StudyRun],
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     environ: Mapping[str, str],
-    over: Callable[[StudyRun], None],
+    on_end: Callable[[StudyRun], None],
 ) -> tuple[CompletedRuns, dict[str, str], int]:
     done: CompletedRuns = []
     failed: dict[str, str] = {}
     for i, run in enumerate(runs, 1):
-        say(f"[{i}/{len(runs)}] {run.cell.label}{': complete before' if run.complete else ''}")
-        why, code = ("", 0) if run.complete else _train(run, environ)
+        log(f"[{i}/{len(runs)}] {run.cell.label}{': already complete' if run.complete else ''}")
+        reason, code = ("", 0) if run.complete else _train(run, environ)
         if code in _STOPPED_EXIT_CODES:
-            say("stopped: the same command with --out goes on from here")
+            log("stopped; to continue, run the same command with --out")
             return done, failed, code
-        if why:
-            failed[run.cell.label] = why
-            say(f"  failed: {why}")
+        if reason:
+            failed[run.cell.label] = reason
+            log(f"  failed: {reason}")
         else:
             done.append((run.cell, read_measurements(run.folder)))
-            say(f"  {_result_text(done[-1][1])}")
-        over(run)
+            log(f"  {_result_text(done[-1][1])}")
+        on_end(run)
     return done, failed, int(bool(failed))
 
 
 def _train(run: StudyRun, environ: Mapping[str, str]) -> tuple[str, int]:
-    """One ordinary job, whose output goes to its folder; returns why it failed, and its exit code."""
+    """Train one run as an ordinary job; returns why it failed (empty if it did not) and its exit code."""
     if run.recipe is None:
         return run.refusal, RecipeError.exit_code
     run.folder.mkdir(parents=True, exist_ok=True)
-    again = any((run.folder / "checkpoints").glob("step-*/manifest.json"))
-    if not again:  # what a try without a checkpoint has measured is measured again
+    resumes = any((run.folder / "checkpoints").glob("step-*/manifest.json"))
+    if not resumes:  # an attempt without a checkpoint starts again, so its measurements would count twice
         for name in (METRICS, RECIPE):
             (run.folder / name).unlink(missing_ok=True)
-    words = ["train", str(write_resolved_recipe(run, run.recipe)), *_run_folder_options(run, again)]
-    code, said = _run_in_lab(run, words) if run.lab else _run_here(run, words, environ)
+    words = ["train", str(write_resolved_recipe(run, run.recipe)), *_run_folder_options(run, resumes)]
+    code, report = _run_in_lab(run, words) if run.lab else _run_here(run, words, environ)
     if code:
-        return said.partition("\n")[0] or f"exit code {code}", code
+        return report.partition("\n")[0] or f"exit code {code}", code
     (run.folder / _COMPLETE).touch()
     return "", 0
 
 
 def write_resolved_recipe(run: StudyRun, recipe: Recipe) -> Path:
-    """Write down what is trained, and where that stands."""
+    """Write the resolved recipe to the run's folder; returns its path."""
     path = run.folder / _RESOLVED_RECIPE
     path.write_text(_recipe_text(recipe.replace(run_dir=None)), encoding="utf-8")
     return path
 
 
 def _run_here(run: StudyRun, words: Sequence[str], environ: Mapping[str, str]) -> tuple[int, str]:
-    """One job on this machine; its exit code, and what was said of a failure."""
-    assert run.recipe is not None, "asked for before"
-    said: list[str] = []
+    """Run a job on this machine; returns its exit code and the report of a failure."""
+    assert run.recipe is not None, "the caller has checked it"
+    report: list[str] = []
     job = LaunchJob(
         (sys.executable, "-m", "paceline", *words),
         common_options.processes_for(run.recipe, None, 1),
         threads=run.recipe.runtime.threads,
         log_dir=run.folder / "logs",
         output="logged",
-        grace_seconds=run.recipe.checkpoint.grace_seconds,
+        timeouts=ShutdownTimeouts(grace_seconds=run.recipe.checkpoint.grace_seconds),
     )
-    return launch(job, environ=environ, say=said.append).exit_code, "".join(said)
+    return launch(job, environ=environ, log=report.append).exit_code, "".join(report)
 
 
 def _run_in_lab(run: StudyRun, words: Sequence[str]) -> tuple[int, str]:
-    """The same over the hosts of a lab; what a request to stop ends is 130, as of a job."""
-    log = run.folder / "logs" / "lab.log"
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("w", encoding="utf-8") as stream:
+    """Run a job over the hosts of a lab; a stop request gives exit code 130, as on this machine."""
+    log_file = run.folder / "logs" / "lab.log"
+    log_file.parent.mkdir(parents=True, exist_ok=True)
+    with log_file.open("w", encoding="utf-8") as stream:
         try:
             done = subprocess.run(run_command(run, words), stdout=stream, stderr=stream, check=False)
         except KeyboardInterrupt:
             return _STOPPED_EXIT_CODES[1], ""
-    text = log.read_text("utf-8", errors="replace")
-    why = [line for line in text.splitlines() if " error: " in f" {line}" or "raised" in line]
-    return done.returncode, (why or [""])[0]
+    text = log_file.read_text("utf-8", errors="replace")
+    reasons = [line for line in text.splitlines() if " error: " in f" {line}" or "raised" in line]
+    return done.returncode, (reasons or [""])[0]
 
 
 def run_command(run: StudyRun, words: Sequence[str]) -> list[str]:
-    """`paceline WORDS` with the processes of a run as a command of its own, in its lab if it has one."""
-    assert run.recipe is not None, "it can run"
+    """Return the command `paceline WORDS` with the processes of a run, in its lab if it has one."""
+    assert run.recipe is not None, "the caller has checked it"
     whole = [*words, "-n", str(common_options.processes_for(run.recipe, None, 1))]
     base = [sys.executable, "-m", "paceline"]
     return [*base, "lab", "run", *run.lab, "--", "paceline", *whole] if run.lab else [*base, *whole]
 
 
-def _run_folder_options(run: StudyRun, again: bool) -> tuple[str, str]:
-    """Where the run goes, or goes on."""
+def _run_folder_options(run: StudyRun, resumes: bool) -> tuple[str, str]:
     from paceline.recipe.toml_text import toml_value
 
-    return (
-        ("--resume", str(run.folder))
-        if again
-        else ("--set", f"run_dir={toml_value(str(run.folder.resolve()))}")
-    )
+    if resumes:
+        return "--resume", str(run.folder)
+    return "--set", f"run_dir={toml_value(str(run.folder.resolve()))}"
 
 
 def _result_text(run: RunMeasurements) -> str:

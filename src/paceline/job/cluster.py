@@ -1,12 +1,8 @@
-"""What the variables of a worker say about its place: those of torchrun, and those of Paceline's launcher.
+"""This process among the ranks of its job, and how it connects to them.
 
-Pure: the variables are an argument; only `paceline.job.cluster` looks at the environment.
-
-Who this process is among the others, and how it meets them.
-
-Invariant: this module is the only place in the package that touches the environment, and process groups
-exist only between `Cluster.connect` and `Cluster.disconnect`. It imports torch only when it connects, so
-a launcher may import it. It starts no processes: that is `paceline.launch`.
+Invariants: this module is the only place in the package that touches the environment. Process groups exist
+only between `Cluster.connect` and `Cluster.disconnect`. torch is imported only when a cluster connects, so a
+launcher may import this module. It starts no processes: that is `paceline.launch`.
 """
 
 from __future__ import annotations
@@ -41,43 +37,66 @@ from paceline.job.rendezvous import StoreAccess, open_store
 if TYPE_CHECKING:
     import torch
 
-_LOOPBACK = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
+
+
+def process_environment() -> dict[str, str]:
+    """Return a copy of the environment of this process, for a process that it starts."""
+    return dict(os.environ)
+
+
+def change_environment(changes: Mapping[str, str | None]) -> None:
+    """Set variables of this process; a value of None removes the variable."""
+    for name, value in changes.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def token_from_environment() -> str:
+    """Return the key of the job in PACELINE_TOKEN; empty if it is not set."""
+    return os.environ.get("PACELINE_TOKEN", "")
 
 
 def read_rank_variables(values: Mapping[str, str]) -> dict[str, Any]:
-    """The arguments of `Cluster` for a process that has a rank.
+    """Return the arguments of `Cluster` for a process that has a rank; pure.
 
+    Args:
+        values: the variables that torchrun or Paceline's launcher has set.
     Raises:
-        CommunicationError: a variable is missing, or is no number.
+        CommunicationError: a variable is missing or is not an integer.
     """
     world_size = _integer(values, "WORLD_SIZE")
-    alone = world_size == 1
-    local_world_size = _integer(values, "LOCAL_WORLD_SIZE", 1 if alone else None)
+    is_single = world_size == 1
+    local_world_size = _integer(values, "LOCAL_WORLD_SIZE", 1 if is_single else None)
+    started_by_launcher = "PACELINE_STORE_FD" in values or "PACELINE_STORE_PORT" in values
+    # for a user's script, MASTER_PORT is the port of torch's own store
+    port_name = "PACELINE_STORE_PORT" if "PACELINE_STORE_PORT" in values else "MASTER_PORT"
     return {
         "global_rank": _integer(values, "RANK"),
         "world_size": world_size,
-        "local_rank": _integer(values, "LOCAL_RANK", 0 if alone else None),
+        "local_rank": _integer(values, "LOCAL_RANK", 0 if is_single else None),
         "local_world_size": local_world_size,
         "node_rank": _integer(values, "GROUP_RANK", 0 if local_world_size == world_size else None),
         "num_nodes": _integer(values, "GROUP_WORLD_SIZE", -(-world_size // max(1, local_world_size))),
-        "address": _text(values, "MASTER_ADDR", _LOOPBACK if alone else None),
-        "port": _integer(values, _port_name(values), 0 if alone else None),
+        "address": _text(values, "MASTER_ADDR", LOOPBACK if is_single else None),
+        "port": _integer(values, port_name, 0 if is_single else None),
         "listen_fd": _optional_integer(values, "PACELINE_LISTEN_FD"),
         "store_fd": _optional_integer(values, "PACELINE_STORE_FD"),
         "token": values.get("PACELINE_TOKEN", ""),
-        "error_dir": Path(values["PACELINE_ERROR_DIR"]) if values.get("PACELINE_ERROR_DIR") else None,
-        "agent_store": values.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        and not _is_started_by_launcher(values),
+        "error_dir": _optional_path(values, "PACELINE_ERROR_DIR"),
+        "agent_store": values.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and not started_by_launcher,
         "attempt": _integer(values, "TORCHELASTIC_RESTART_COUNT", 0),
         "launched": True,
         "beacon_port": _integer(values, "PACELINE_BEACON_PORT", 0),
         "tls": values.get("PACELINE_TLS", "auto"),
-        "faults_dir": Path(values["PACELINE_FAULTS"]) if values.get("PACELINE_FAULTS") else None,
+        "faults_dir": _optional_path(values, "PACELINE_FAULTS"),
     }
 
 
 def environment_error(what: str) -> CommunicationError:
-    """An error in the variables of this process."""
+    """Return an error about the variables of this process."""
     return CommunicationError(
         what,
         where="the environment variables of this process",
@@ -85,14 +104,8 @@ def environment_error(what: str) -> CommunicationError:
     )
 
 
-def _is_started_by_launcher(values: Mapping[str, str]) -> bool:
-    """Whether Paceline's launcher has started this process."""
-    return "PACELINE_STORE_FD" in values or "PACELINE_STORE_PORT" in values
-
-
-def _port_name(values: Mapping[str, str]) -> str:
-    """The variable with the port of the store; for a script, MASTER_PORT is where torch's own is."""
-    return "PACELINE_STORE_PORT" if "PACELINE_STORE_PORT" in values else "MASTER_PORT"
+def _optional_path(values: Mapping[str, str], name: str) -> Path | None:
+    return Path(values[name]) if values.get(name) else None
 
 
 def _optional_integer(values: Mapping[str, str], name: str) -> int | None:
@@ -102,7 +115,7 @@ def _optional_integer(values: Mapping[str, str], name: str) -> int | None:
 def _text(values: Mapping[str, str], name: str, default: str | None = None) -> str:
     value: Any = values.get(name, default)
     if value is None:
-        raise environment_error(f"WORLD_SIZE or RANK is set, but {name} is not.")
+        raise environment_error(f"WORLD_SIZE or RANK is set, but {name} is not")
     return str(value)
 
 
@@ -111,51 +124,30 @@ def _integer(values: Mapping[str, str], name: str, default: int | None = None) -
     try:
         return int(text)
     except ValueError as error:
-        raise environment_error(f"{name}={text!r} is not an integer.") from error
-
-
-LOOPBACK = "127.0.0.1"
-
-
-def process_environment() -> dict[str, str]:
-    """A copy of this process's environment, for those who start other processes."""
-    return dict(os.environ)
-
-
-def change_environment(changes: Mapping[str, str | None]) -> None:
-    """Set variables of this process, or remove those whose value is None."""
-    for name, value in changes.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
-
-
-def token_from_environment() -> str:
-    """The key of the job that the user has put into PACELINE_TOKEN; empty: none."""
-    return os.environ.get("PACELINE_TOKEN", "")
+        raise environment_error(f"{name}={text!r} is not an integer") from error
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """One process's place in the job.
+    """One process of a job: its rank, and the address of the others.
 
     Args:
-        global_rank, world_size: this process and the number of processes, over all nodes.
-        local_rank, local_world_size: the same, counted on this node.
-        node_rank, num_nodes: this node and the number of nodes.
-        address, port: where the job's store can be called.
-        store_fd: a connection to it, made by the launcher; None: call it, or serve it as global rank 0.
+        global_rank, world_size: rank of this process and number of processes, over all nodes.
+        local_rank, local_world_size: the same on this node.
+        node_rank, num_nodes: rank of this node and number of nodes.
+        address, port: address of the job's store.
+        store_fd: a connection to the store, inherited from the launcher; None: connect to it, or serve it as
+            global rank 0.
         listen_fd: a listening socket for a script that uses torch's own store, for global rank 0; else None.
-        token: the key of the job; it is never sent, and a process with another one is turned away.
-        error_dir: where a worker writes what went wrong, for the launcher; None: no launcher reads it.
+        token: the key of the job. It is never sent, and a process with another key is rejected.
+        error_dir: folder in which a worker writes its errors for the launcher; None: there is no launcher.
         agent_store: torchrun's agent serves torch's own store.
-        attempt: how often an agent has restarted the job; keeps the keys of each attempt apart.
+        attempt: number of restarts by an agent; keeps the keys of each attempt apart.
         launched: the environment gave this process a rank, so it is a worker.
-        beacon_port: where this node's launcher can be asked whether it lives; 0: nowhere.
-        faults_dir: where the lab and this worker meet to carry out a fault plan; None: no faults.
-        tls: whether calls of the store are encrypted; see `needs_encryption`.
-        membership: what `connect` has found; None: not connected, or alone.
+        beacon_port: port on which this node's launcher can be probed; 0: none.
+        faults_dir: folder through which the lab injects faults into this worker; None: no faults.
+        tls: whether connections to the store are encrypted: "on", "off", or "auto" (with several nodes).
+        membership: the membership that `connect` returned; None: not connected, or a single process.
     """
 
     global_rank: int
@@ -180,12 +172,12 @@ class Cluster:
 
     @classmethod
     def single(cls) -> Cluster:
-        """A job of one process; needs no store and no process group."""
+        """Return a job of one process, which needs no store and no process group."""
         return cls(0, 1, 0, 1, 0, 1, LOOPBACK, 0, None, "", None)
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Cluster:
-        """Read the variables that torchrun or Paceline's launcher set; without them: a single process.
+        """Read the variables that torchrun or Paceline's launcher set; without them, return `single()`.
 
         Raises:
             CommunicationError: some variables are missing or contradict each other.
@@ -205,46 +197,47 @@ class Cluster:
         )
         if not consistent:
             raise environment_error(
-                f"Contradicting environment: RANK={self.global_rank} of WORLD_SIZE={self.world_size}, "
-                f"LOCAL_RANK={self.local_rank} of LOCAL_WORLD_SIZE={self.local_world_size}, "
-                f"GROUP_RANK={self.node_rank} of GROUP_WORLD_SIZE={self.num_nodes}."
+                f"the variables contradict each other: RANK={self.global_rank} of"
+                f" WORLD_SIZE={self.world_size}, LOCAL_RANK={self.local_rank} of"
+                f" LOCAL_WORLD_SIZE={self.local_world_size}, GROUP_RANK={self.node_rank} of"
+                f" GROUP_WORLD_SIZE={self.num_nodes}"
             )
         return self
 
     def connect(
-        self, device_type: str, deadline_seconds: float, patience: SetupDeadline | None = None
+        self, device_type: str, deadline_seconds: float, setup: SetupDeadline | None = None
     ) -> Cluster:
-        """Meet the other ranks and make the default process group: this place with its membership.
+        """Connect to the other ranks and create the default process group; returns the connected cluster.
 
         Args:
             device_type: "cpu" (Gloo), or "cuda" (NCCL, and Gloo for CPU tensors; claims this rank's GPU).
-            deadline_seconds: for reaching the store, and for making groups.
-            patience: with ranks that have not started; None: `deadline_seconds`.
+            deadline_seconds: for reaching the store, and for creating groups.
+            setup: how long to wait for ranks that have not started; None: `deadline_seconds`.
         Raises:
             DeviceError: this node has fewer GPUs than processes.
             DeadlineError: the store or some ranks did not appear in time; names the ranks.
-            CommunicationError: wrong token or world size, the rank has come already, or the port is taken.
+            CommunicationError: wrong token or world size, the rank has joined already, or the port is in use.
                 Only this process fails; the running job does not notice.
         """
         device = claim_device(device_type, self.local_rank)
         if self.world_size == 1:  # it needs no group
             return self
         candidate = self._candidate(device, deadline_seconds)
-        patience = patience or SetupDeadline(deadline_seconds)
-        self.enter_phase("waiting for the other ranks to start", patience.seconds)
+        setup = setup or SetupDeadline(deadline_seconds)
+        self.enter_phase("waiting for the other ranks to start", setup.seconds)
         membership = form_first_membership(
-            candidate, InitialRendezvous(self.world_size, self.attempt, self.way.job, patience)
+            candidate, InitialRendezvous(self.world_size, self.attempt, self.store_access.job, setup)
         )
-        self.enter_phase("making process groups", deadline_seconds)
+        self.enter_phase("creating process groups", deadline_seconds)
         membership.groups.begin()
-        self.enter_phase(CONNECTED)  # a script may go on for as long as it likes
+        self.enter_phase(CONNECTED)  # without a limit: a script can run for as long as it likes
         return self._with(membership)
 
     def join(self, device_type: str, deadline_seconds: float) -> Cluster:
-        """Become a member of a job that runs; its members take this process in at their next change.
+        """Become a member of a running job; its members admit this process at their next change.
 
-        `global_rank` is this process's number, which no other process of the job has had. The place that is
-        returned is the one among the members.
+        `global_rank` is the number of this process, which no other process of the job has had. The cluster
+        that is returned has its rank among the members.
 
         Raises:
             DeadlineError, CommunicationError: as for `connect`.
@@ -253,21 +246,21 @@ class Cluster:
         return self._with(join_running_job(self._candidate(device, deadline_seconds)))
 
     def renew(self, deadline_seconds: float) -> Cluster:
-        """Go on with those that still are here, or have come; every rank that goes on calls it.
+        """Form the next membership, of remaining and joining ranks; every remaining rank calls this.
 
-        Process groups of the present membership end: build anew what hangs on them.
+        Process groups of the present membership end; whatever uses them must be built again.
 
         Args:
             deadline_seconds: how long to wait for members that are alive and do not call.
         Returns:
-            This process's place among them, with the new membership.
+            The cluster with the new membership.
         Raises:
-            CommunicationError: the others have gone on without this process, or cannot be reached.
+            CommunicationError: the others have continued without this process, or cannot be reached.
         """
         return self._with(form_next_membership(self.connected, deadline_seconds))
 
     def abort(self) -> None:
-        """Let every collective that is under way fail now, here and on the ranks that wait for this one."""
+        """Make every running collective fail now, here and on the ranks that wait for this one."""
         if self.membership is not None:
             self.membership.abort()
 
@@ -276,7 +269,7 @@ class Cluster:
         """The membership.
 
         Raises:
-            CommunicationError: this place is not connected.
+            CommunicationError: this cluster is not connected.
         """
         if self.membership is None:
             raise CommunicationError(
@@ -286,48 +279,60 @@ class Cluster:
         return self.membership
 
     def enter_phase(self, what: str, seconds: float | None = None) -> None:
-        """Tell the launcher what this process does, and how long it may take; see `Phase`."""
+        """Report to the launcher what this process does, and how long that may take (None: any time)."""
         enter_phase(self.error_dir, self.global_rank, what, seconds)
 
-    def await_ranks(self, what: str, seconds: float, say: Callable[[str], object]) -> None:
-        """Wait until every rank has done `what`; alone it waits for nobody. See `JobMembership.await_all`."""
+    def await_ranks(self, what: str, seconds: float, log: Callable[[str], object]) -> None:
+        """Wait until every rank has done `what`; a single process does not wait.
+
+        Args:
+            what: as in "built the task"; all ranks call this equally often with it.
+            log: prints now and then which ranks are missing.
+        Raises:
+            DeadlineError, CommunicationError: some ranks did not do it in `seconds`, or are gone; names them.
+        """
         if self.membership is not None:
-            self.membership.wait_for_all_members(what, seconds, say)
+            self.membership.wait_for_all_members(what, seconds, log)
 
     def disconnect(self) -> None:
-        """Let go of all groups and of the store, when all ranks are done; not after an error."""
+        """Release all groups and the store, when all ranks are done; not to be called after an error."""
         if self.membership is not None:
             self.membership.leave()
 
     def _candidate(self, device: torch.device, seconds: float) -> MemberCandidate:
         self.enter_phase("reaching the store of the job", seconds)
-        store = open_store(self.way, seconds)
+        store = open_store(self.store_access, seconds)
         self.enter_phase(CONNECTED)
         _choose_gloo_interface(self.address, self.port)
         note = encode_launcher_address(self.node_rank, self.beacon_port, self.address, self.port)
         return MemberCandidate(self.global_rank, note, store, device, seconds, str(os.getpid()))
 
     @property
-    def way(self) -> StoreAccess:
-        """How this process gets to the store of the job."""
-        serves = self.store_fd is None and self.global_rank == 0 and not self.agent_store
-        named = (self.global_rank, self.address, self.port, self.token)
+    def store_access(self) -> StoreAccess:
+        """How this process reaches the store of the job."""
         return StoreAccess(
-            *named, self.store_fd, serves, self.agent_store, needs_encryption(self.tls, self.num_nodes)
+            number=self.global_rank,
+            address=self.address,
+            port=self.port,
+            token=self.token,
+            connection_fd=self.store_fd,
+            serves=self.store_fd is None and self.global_rank == 0 and not self.agent_store,
+            agent=self.agent_store,
+            tls=needs_encryption(self.tls, self.num_nodes),
         )
 
     def _with(self, membership: JobMembership) -> Cluster:
-        """This process's place in a membership, on all nodes and on its own."""
+        """Return this cluster with its ranks in a membership, over all nodes and on its own."""
         nodes = [decode_node_rank(note) for note in membership.notes]
-        mine = [rank for rank, node in enumerate(nodes) if node == nodes[membership.rank]]
-        if self.beacon_port and self.error_dir is not None and mine[0] == membership.rank:
+        local_ranks = [rank for rank, node in enumerate(nodes) if node == nodes[membership.rank]]
+        if self.beacon_port and self.error_dir is not None and local_ranks[0] == membership.rank:
             write_node_list(self.error_dir, membership.notes)
         return replace(
             self,
             global_rank=membership.rank,
             world_size=len(membership.members),
-            local_rank=mine.index(membership.rank),
-            local_world_size=len(mine),
+            local_rank=local_ranks.index(membership.rank),
+            local_world_size=len(local_ranks),
             node_rank=sorted(set(nodes)).index(nodes[membership.rank]),
             num_nodes=len(set(nodes)),
             membership=membership,
@@ -335,7 +340,7 @@ class Cluster:
 
 
 def _choose_gloo_interface(address: str, port: int) -> None:
-    """Bind Gloo to the interface that leads to the store, on one node the loopback, unless the user did."""
-    # it would resolve the host's name, which may be unknown, slow, or 127.0.1.1
+    """Bind Gloo to the interface that leads to the store, unless the user has chosen one."""
+    # by default Gloo resolves the host name, which can be unknown, slow, or 127.0.1.1
     if "GLOO_SOCKET_IFNAME" not in os.environ and (name := interface_towards(address, port)):
         os.environ["GLOO_SOCKET_IFNAME"] = name

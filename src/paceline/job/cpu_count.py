@@ -1,7 +1,7 @@
-"""How many cores this process may use: those of its affinity, and no more than its control group may spend.
+"""The number of cores that this process can use: those of its affinity, limited by the quota of its cgroup.
 
-A container is often given the time of two cores of a machine that shows sixty-four. Threads beyond that wait
-for each other inside every operation.
+A container often has the CPU time of two cores on a machine that shows 64. Threads beyond the quota wait for
+each other inside every operation.
 Source: Linux, Documentation/admin-guide/cgroup-v2.rst (cpu.max) and scheduler/sched-bwc.rst (cfs_quota_us).
 """
 
@@ -17,11 +17,11 @@ _MOUNT, _OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 class CoreCount(NamedTuple):
-    """How many, and why.
+    """A number of cores, and where it comes from.
 
     Args:
         number: at least one.
-        reason: as in "as REASON".
+        reason: words for a log line, as in "2 threads: REASON".
     """
 
     number: int
@@ -29,26 +29,26 @@ class CoreCount(NamedTuple):
 
 
 def num_cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process can use."""
     return find_cores().number
 
 
 def find_cores(mount: Path = _MOUNT, mine: Path = _OWN_CGROUPS) -> CoreCount:
-    """Cores that this process may use, and what they follow from.
+    """Return the number of cores that this process can use, with the reason.
 
     Args:
-        mount: where control groups are.
-        mine: what says in which of them this process is.
+        mount: mount point of the cgroup file system.
+        mine: file that lists the cgroups of this process.
     """
-    there = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    quota = min(_cgroup_quotas(mount, mine), default=float(there))
-    if quota >= there:
-        return CoreCount(there, "one core" if there == 1 else f"{there} cores")
-    return CoreCount(max(1, int(quota)), f"the time of {quota:g} cores (of {there}, by the control group)")
+    affinity = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    quota = min(_cgroup_quotas(mount, mine), default=float(affinity))
+    if quota >= affinity:
+        return CoreCount(affinity, "one core" if affinity == 1 else f"{affinity} cores")
+    return CoreCount(max(1, int(quota)), f"a cgroup quota of {quota:g} cores (of {affinity})")
 
 
 def _cgroup_quotas(mount: Path, mine: Path) -> Iterator[float]:
-    """Of each control group around this process: the time that it may spend, in cores."""
+    """Yield the CPU quota of each cgroup that contains this process, in cores."""
     for folder in {mount, mount / "cpu", *_cgroup_folders(mount, mine)}:
         try:
             limit = (folder / "cpu.max").read_text(encoding="ascii").split()
@@ -66,7 +66,7 @@ def _cgroup_quotas(mount: Path, mine: Path) -> Iterator[float]:
 
 
 def _cgroup_folders(mount: Path, mine: Path) -> Iterator[Path]:
-    """The folders of this process's groups, and of those around them; inside a container they may be gone."""
+    """Yield the folders of this process's cgroups and their parents; in a container some are missing."""
     try:
         lines = mine.read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError):
@@ -75,7 +75,7 @@ def _cgroup_folders(mount: Path, mine: Path) -> Iterator[Path]:
         _, controllers, path = line.split(":", 2) if line.count(":") >= 2 else ("", "-", "")
         if controllers and "cpu" not in controllers.split(","):
             continue
-        place = Path(path.lstrip("/"))
+        cgroup = Path(path.lstrip("/"))
         roots = [mount] if not controllers else [mount / "cpu", mount / controllers]
         for root in roots:
-            yield from (root / part for part in (place, *place.parents))
+            yield from (root / folder for folder in (cgroup, *cgroup.parents))

@@ -1,14 +1,11 @@
-"""Proofs that two sides know the same key, none of which says anything about it.
+"""Mutual authentication of two processes that know the same key, which is never sent.
 
-Each side makes up a nonce, and shows that it can compute the HMAC-SHA-256 of both nonces under the key, with
-who it is; so an answer is of no use a second time, or to the other side. Invariant: messages have one size,
-so a stranger decides nothing about memory, and comparisons take the same time whatever differs.
+Each side chooses a nonce and proves that it can compute the HMAC-SHA-256 of both nonces and its role under
+the key; so a proof is of no use a second time, or for the other role. A listener handles all callers at the
+same time. Invariants: messages have a fixed size, so a stranger decides nothing about memory, and
+comparisons take constant time. A caller has `HELLO_SECONDS` for its whole greeting; a caller that is slow,
+sends anything else or has no key is closed and counted, and delays no other.
 Source: challenge and response with both nonces, ISO/IEC 9798-4 (mutual authentication by a MAC).
-
-Callers at a listening socket that have not shown yet who they are, all heard side by side; and the caller.
-
-Invariant: a caller has `HELLO_SECONDS` for its whole greeting and is given fixed room for it; whoever is
-slow, says anything else, or has no key, is closed and counted, and keeps nobody waiting.
 """
 
 from __future__ import annotations
@@ -35,104 +32,112 @@ WELCOME, REFUSED = b"\x01", b"\x00"
 
 
 def needs_encryption(tls: str, num_nodes: int) -> bool:
-    """Whether connections between nodes are encrypted once both sides are known.
+    """Return whether connections between nodes are encrypted after the authentication.
 
     Args:
-        tls: "on", "off", or "auto": where a job has several nodes.
+        tls: "on", "off", or "auto" (encrypted if the job has several nodes).
     """
     return num_nodes > 1 if tls == "auto" else tls == "on"
 
 
-def role(side: bytes, tls: bool) -> bytes:
-    """Who gives a proof, and whether it encrypts afterwards: nobody in between can talk them out of it."""
+def proof_role(side: bytes, tls: bool) -> bytes:
+    """Return the role that a proof is computed for: the side, and whether it encrypts afterwards."""
+    # with tls in the proof, nobody in between can talk the two sides out of encryption
     return side + b" tls" if tls else side
 
 
 def make_nonce() -> bytes:
-    """Bytes that nobody has seen before."""
+    """Return random bytes that have never been used."""
     return secrets.token_bytes(NONCE_BYTES)
 
 
 def compute_proof(token: str, role: bytes, rank: int, first: bytes, second: bytes) -> bytes:
-    """What only a holder of the token can say.
+    """Return the proof that only a process with the token can compute.
 
     Args:
-        role: of who says it; a proof of one side is none of the other's.
-        rank: that the caller claims.
-        first, second: the nonces of the caller and of the one that is called.
+        role: role of the prover; a proof of one side is not valid for the other.
+        rank: the rank that the caller claims.
+        first, second: the nonces of the caller and of the server.
     """
     text = role + rank.to_bytes(4, "big") + first + second
     return hmac.digest(token.encode(), text, hashlib.sha256)
 
 
-def verify_proof(said: bytes, token: str, role: bytes, rank: int, first: bytes, second: bytes) -> bool:
-    """Whether `said` is that proof."""
-    return hmac.compare_digest(said, compute_proof(token, role, rank, first, second))
+def verify_proof(proof: bytes, token: str, role: bytes, rank: int, first: bytes, second: bytes) -> bool:
+    """Return whether a proof is valid, in constant time."""
+    return hmac.compare_digest(proof, compute_proof(token, role, rank, first, second))
 
 
-def encode_hello(rank: int, own_nonce: bytes) -> bytes:
-    """The first message of a caller."""
-    return _HELLO.pack(_MAGIC, rank, own_nonce)
+def encode_hello(rank: int, nonce: bytes) -> bytes:
+    """Return the first message of a caller."""
+    return _HELLO.pack(_MAGIC, rank, nonce)
 
 
 def decode_hello(message: bytes) -> tuple[int, bytes]:
-    """Rank and nonce; ValueError if it is no such message."""
+    """Return rank and nonce; ValueError if the message is not a hello."""
     if len(message) != HELLO_BYTES:
-        raise ValueError("no hello")
-    magic, rank, its_nonce = _HELLO.unpack(message)
+        raise ValueError("not a hello")
+    magic, rank, nonce = _HELLO.unpack(message)
     if magic != _MAGIC:
-        raise ValueError("no hello")
-    return rank, its_nonce
+        raise ValueError("not a hello")
+    return rank, nonce
 
 
 VISITOR_OFFSET = 1 << 30
-"""Numbers from here on come for a question only: `rank + VISITORS`."""
+"""A process that only reads a value, without becoming a member, has the number `rank + VISITOR_OFFSET`."""
 
 HELLO_SECONDS = 5.0
 _MAX_PENDING = 128
 CALLER_ROLE, SERVER_ROLE = b"caller", b"called"
-OTHER_KEY, OTHER_TLS = "another token", "another security.tls"
+OTHER_KEY, OTHER_TLS = "a different token", "a different security.tls"
 
 
 class _PendingCaller:
+    """A caller that has not proved yet that it knows the key."""
+
     def __init__(self, connection: socket.socket, now: float) -> None:
         self.connection, self.expires = connection, now + HELLO_SECONDS
-        self.said = b""
+        self.received = b""
         self.rank = -1
-        self.theirs = self.ours = b""
+        self.caller_nonce = self.server_nonce = b""
 
-    def hear(self) -> bool:
-        """Take what is there; False if it is gone."""
-        wanted = PROOF_BYTES if self.ours else HELLO_BYTES
-        part = self.connection.recv(wanted - len(self.said))
-        self.said += part
-        return bool(part)
+    def read(self) -> bool:
+        """Read what has arrived of the present message; False if the caller is gone."""
+        num_bytes = PROOF_BYTES if self.server_nonce else HELLO_BYTES
+        data = self.connection.recv(num_bytes - len(self.received))
+        self.received += data
+        return bool(data)
 
-    def answer(self, token: str, tls: bool) -> None:
-        """Answer a whole hello by a challenge."""
-        self.rank, self.theirs = decode_hello(self.said)
-        self.ours, self.said = make_nonce(), b""
-        proof = compute_proof(token, role(SERVER_ROLE, tls), self.rank, self.theirs, self.ours)
-        if self.connection.send(self.ours + proof) != CHALLENGE_BYTES:
+    def send_challenge(self, token: str, tls: bool) -> None:
+        """Answer a complete hello with a challenge."""
+        self.rank, self.caller_nonce = decode_hello(self.received)
+        self.server_nonce, self.received = make_nonce(), b""
+        proof = compute_proof(
+            token, proof_role(SERVER_ROLE, tls), self.rank, self.caller_nonce, self.server_nonce
+        )
+        if self.connection.send(self.server_nonce + proof) != CHALLENGE_BYTES:
             raise OSError("the caller does not read")
 
     def has_valid_proof(self, token: str, tls: bool) -> bool:
-        """Whether a whole answer is right, of one that encrypts or does not."""
-        return verify_proof(self.said, token, role(CALLER_ROLE, tls), self.rank, self.theirs, self.ours)
+        """Return whether the complete proof of the caller is valid, for a caller with this `tls`."""
+        role = proof_role(CALLER_ROLE, tls)
+        return verify_proof(self.received, token, role, self.rank, self.caller_nonce, self.server_nonce)
 
 
 class AuthenticatingListener:
-    """Those at one listener.
+    """A listening socket that accepts callers that prove that they know the key.
 
     Args:
-        listener: is made non-blocking.
+        listener: the socket, which is made non-blocking.
         token: the key of the job.
-        wanted: ranks that may come, each once.
-        has_come: whether a rank is known already, beside those in `found`.
-        tls: whether those that come in encrypt what they say next.
+        wanted: ranks that are accepted, each once.
+        is_known: returns whether a rank has been accepted before, in addition to those in `accepted`.
+        tls: whether accepted callers encrypt the connection next.
     Attributes:
-        unfit: ranks with another key, or another `tls`, and which of both; a stranger may claim any, so no
-            more than there is room for.
+        accepted: the connections of accepted callers by rank.
+        num_rejected: number of callers that were closed.
+        rejected_ranks: ranks with another key or another `tls`, with the reason. A stranger can claim any
+            rank, so their number is limited.
     """
 
     def __init__(
@@ -140,103 +145,103 @@ class AuthenticatingListener:
         listener: socket.socket,
         token: str,
         wanted: Container[int],
-        has_come: Callable[[int], bool] = lambda rank: False,
+        is_known: Callable[[int], bool] = lambda rank: False,
         *,
         tls: bool = False,
     ) -> None:
-        self._listener, self._token, self._wanted, self._is_known = listener, token, wanted, has_come
+        self._listener, self._token, self._wanted, self._is_known = listener, token, wanted, is_known
         self._tls = tls
-        self._guests: dict[socket.socket, _PendingCaller] = {}
+        self._pending: dict[socket.socket, _PendingCaller] = {}
         self._selector = selectors.DefaultSelector()
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ)
-        self.found: dict[int, socket.socket] = {}
-        self.strangers = 0
-        self.unfit: dict[int, str] = {}
+        self.accepted: dict[int, socket.socket] = {}
+        self.num_rejected = 0
+        self.rejected_ranks: dict[int, str] = {}
 
-    def hear(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """Whatever callers say within so many seconds, or until one has said something."""
+    def receive(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """Handle what callers send, waiting for at most `seconds` until one sends something."""
         for key, _ in self._selector.select(min(seconds, HELLO_SECONDS / 4)):
             if key.fileobj is self._listener:
                 self._accept(clock())
             elif isinstance(key.fileobj, socket.socket):
-                self._take(self._guests[key.fileobj])
-        for guest in [one for one in self._guests.values() if clock() > one.expires]:
-            self._turn_away(guest)
+                self._handle(self._pending[key.fileobj])
+        for caller in [caller for caller in self._pending.values() if clock() > caller.expires]:
+            self._reject(caller)
 
-    def give_up(self) -> None:
-        """Hang up on the ranks that were found."""
-        for connection in self.found.values():
+    def close_accepted(self) -> None:
+        """Close the connections of accepted callers."""
+        for connection in self.accepted.values():
             connection.close()
 
     def close(self) -> None:
-        """Turn away who is still there; the ranks that were found stay."""
-        for guest in [*self._guests.values()]:
-            self._turn_away(guest)
+        """Reject pending callers; accepted connections stay open."""
+        for caller in [*self._pending.values()]:
+            self._reject(caller)
         self._selector.close()
 
     def _accept(self, now: float) -> None:
         try:
             connection, _ = self._listener.accept()
         except OSError:
-            return  # it has hung up already
+            return  # the caller has hung up already
         connection.setblocking(False)
-        if len(self._guests) >= _MAX_PENDING:
-            self._turn_away(next(iter(self._guests.values())))  # who has said nothing for longest
-        self._guests[connection] = _PendingCaller(connection, now)
+        if len(self._pending) >= _MAX_PENDING:
+            self._reject(next(iter(self._pending.values())))  # the one that has waited longest
+        self._pending[connection] = _PendingCaller(connection, now)
         self._selector.register(connection, selectors.EVENT_READ)
 
-    def _take(self, guest: _PendingCaller) -> None:
+    def _handle(self, caller: _PendingCaller) -> None:
         try:
-            if not guest.hear():
-                self._turn_away(guest)
-            elif not guest.ours and len(guest.said) == HELLO_BYTES:
-                guest.answer(self._token, self._tls)
-            elif guest.ours and len(guest.said) == PROOF_BYTES:
-                self._decide(guest)
+            if not caller.read():
+                self._reject(caller)
+            elif not caller.server_nonce and len(caller.received) == HELLO_BYTES:
+                caller.send_challenge(self._token, self._tls)
+            elif caller.server_nonce and len(caller.received) == PROOF_BYTES:
+                self._decide(caller)
         except BlockingIOError:
             return
         except (OSError, ValueError):
-            self._turn_away(guest)
+            self._reject(caller)
 
-    def _decide(self, guest: _PendingCaller) -> None:
-        right = guest.has_valid_proof(self._token, self._tls)
-        known = guest.rank in self.found or self._is_known(guest.rank)
-        welcome = right and guest.rank in self._wanted and not known
-        guest.connection.send(WELCOME if welcome else REFUSED)
-        if not welcome:
-            if not right and guest.rank in self._wanted and len(self.unfit) < _MAX_PENDING:
-                has_key = guest.has_valid_proof(self._token, not self._tls)
-                self.unfit[guest.rank] = OTHER_TLS if has_key else OTHER_KEY
-            self._turn_away(guest)
+    def _decide(self, caller: _PendingCaller) -> None:
+        is_valid = caller.has_valid_proof(self._token, self._tls)
+        known = caller.rank in self.accepted or self._is_known(caller.rank)
+        is_welcome = is_valid and caller.rank in self._wanted and not known
+        caller.connection.send(WELCOME if is_welcome else REFUSED)
+        if not is_welcome:
+            if not is_valid and caller.rank in self._wanted and len(self.rejected_ranks) < _MAX_PENDING:
+                has_key = caller.has_valid_proof(self._token, not self._tls)
+                self.rejected_ranks[caller.rank] = OTHER_TLS if has_key else OTHER_KEY
+            self._reject(caller)
             return
-        self._forget(guest)
-        self.found[guest.rank] = guest.connection
+        self._drop(caller)
+        self.accepted[caller.rank] = caller.connection
 
-    def _turn_away(self, guest: _PendingCaller) -> None:
-        self.strangers += 1
-        self._forget(guest)
-        guest.connection.close()
+    def _reject(self, caller: _PendingCaller) -> None:
+        self.num_rejected += 1
+        self._drop(caller)
+        caller.connection.close()
 
-    def _forget(self, guest: _PendingCaller) -> None:
-        self._selector.unregister(guest.connection)
-        del self._guests[guest.connection]
+    def _drop(self, caller: _PendingCaller) -> None:
+        self._selector.unregister(caller.connection)
+        del self._pending[caller.connection]
 
 
 def connect_authenticated(
-    address: str, port: int, rank: int, token: str, seconds: float, whom: str, *, tls: bool = False
+    address: str, port: int, rank: int, token: str, seconds: float, server: str, *, tls: bool = False
 ) -> socket.socket:
-    """Connect, and show each other that both know the key.
+    """Connect to a listener and authenticate both sides; returns the connection.
 
     Args:
-        whom: who is called, for errors.
-        tls: whether what is said afterwards is encrypted; the other side must want the same.
+        server: description of the listener, for errors.
+        tls: whether the connection is encrypted afterwards; both sides must agree.
     Raises:
-        CommunicationError: it has another key or another `tls`, the rank has come already, or somebody is
-            in between.
-        OSError: it cannot be reached, hangs up, or is silent.
+        CommunicationError: the server has another key or another `tls`, the rank has joined already, or
+            another process is in between.
+        OSError: the server cannot be reached, hangs up, or does not respond.
     """
-    connection = _authenticate(address, port, rank, token, seconds, whom, tls)
+    connection = _authenticate(address, port, rank, token, seconds, server, tls)
     if not tls:
         return connection
     from paceline.job.tls import encrypt_client_side
@@ -245,47 +250,53 @@ def connect_authenticated(
 
 
 def _authenticate(
-    address: str, port: int, rank: int, token: str, seconds: float, whom: str, tls: bool
+    address: str, port: int, rank: int, token: str, seconds: float, server: str, tls: bool
 ) -> socket.socket:
-    """A connection to one that knows the key, and has been shown that this side does."""
     with ExitStack() as failing:
         connection = failing.enter_context(socket.create_connection((address, port), timeout=seconds))
-        ours = make_nonce()
-        connection.sendall(encode_hello(rank, ours))
+        caller_nonce = make_nonce()
+        connection.sendall(encode_hello(rank, caller_nonce))
         challenge = receive_exactly(connection, CHALLENGE_BYTES)
-        theirs, proof = challenge[:NONCE_BYTES], challenge[NONCE_BYTES:]
-        with suppress(OSError):  # a proof under another key lets the other side know, too, and says nothing
-            connection.sendall(compute_proof(token, role(CALLER_ROLE, tls), rank, ours, theirs))
-        if not verify_proof(proof, token, role(SERVER_ROLE, tls), rank, ours, theirs):
-            raise _mismatch_error(
-                rank, whom, verify_proof(proof, token, role(SERVER_ROLE, not tls), rank, ours, theirs)
-            )
+        server_nonce, proof = challenge[:NONCE_BYTES], challenge[NONCE_BYTES:]
+        nonces = caller_nonce, server_nonce
+        # sent even if the server's proof is wrong: with it, a server with another key reports this rank, too
+        with suppress(OSError):
+            connection.sendall(compute_proof(token, proof_role(CALLER_ROLE, tls), rank, *nonces))
+        if not verify_proof(proof, token, proof_role(SERVER_ROLE, tls), rank, *nonces):
+            has_key = verify_proof(proof, token, proof_role(SERVER_ROLE, not tls), rank, *nonces)
+            raise mismatch_error(f"rank {rank % VISITOR_OFFSET}", server, has_key=has_key)
         if receive_exactly(connection, 1) != WELCOME:
             raise CommunicationError(
-                f"Rank {rank % VISITOR_OFFSET} has already joined {whom}.",
-                next_step="give each node its own --node-rank; a node that comes late needs a new job",
+                f"rank {rank % VISITOR_OFFSET} has already joined {server}",
+                next_step="give each node its own --node-rank; a node that is too late needs a new job",
             )
         failing.pop_all()
     return connection
 
 
-def _mismatch_error(rank: int, whom: str, has_key: bool) -> CommunicationError:
+def mismatch_error(caller: str, server: str, *, has_key: bool) -> CommunicationError:
+    """Return the error of a caller with another key than the server, or another `tls` if it has the key."""
     if has_key:
         return CommunicationError(
-            f"Rank {rank % VISITOR_OFFSET} has {OTHER_TLS} than {whom}: one of both encrypts, and one does not.",
-            next_step="give all nodes of one job the same recipe",
+            f"{caller} has {OTHER_TLS} than {server}: one of them encrypts and the other does not",
+            next_step="use the same recipe on all nodes of a job",
         )
     return CommunicationError(
-        f"Rank {rank % VISITOR_OFFSET} has {OTHER_KEY} than {whom}: it belongs to another job.",
-        next_step="give all nodes of one job the same key: --token-file, or PACELINE_TOKEN",
+        f"{caller} has {OTHER_KEY} than {server}: it belongs to another job",
+        next_step="use the same key on all nodes of a job: --token-file, or PACELINE_TOKEN",
     )
 
 
 def receive_exactly(connection: socket.socket, size: int) -> bytes:
+    """Receive `size` bytes from a blocking socket.
+
+    Raises:
+        ConnectionResetError: the peer has hung up.
+    """
     data = b""
     while len(data) < size:
-        part = connection.recv(size - len(data))
-        if not part:
-            raise ConnectionResetError("the other side has hung up")
-        data += part
+        chunk = connection.recv(size - len(data))
+        if not chunk:
+            raise ConnectionResetError("the peer has hung up")
+        data += chunk
     return data

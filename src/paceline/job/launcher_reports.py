@@ -1,11 +1,8 @@
-"""What a worker is doing outside of its steps, in a small file that its launcher reads.
+"""Small files that workers write for their launcher: the phase of each worker, and the nodes of the job.
 
 A worker that is stuck in a C call, or that a signal has stopped, cannot keep a deadline itself; its launcher
-can. Invariant: a phase that can be read is whole, and reading never fails.
-
-The nodes of a job and how to ask their launchers whether they live, passed from workers to their launcher.
-
-Invariant: the file of a node is complete or not there; it holds every node of the job once.
+can, if it knows the phase. The list of nodes tells it which other launchers to probe. Invariants: a file is
+complete or missing, and reading never fails. The list holds every node of the job once.
 """
 
 from __future__ import annotations
@@ -22,9 +19,9 @@ from paceline.job.addresses import address_towards
 CONNECTED = "running with the others"
 TRAINING = "training"
 TRAINING_FOR_SERVER = "training for a server"
-"""The job may go on without a worker that is lost."""
+"""The phase in which the job can continue without a worker that is lost."""
 LEAVING = "leaving"
-NOTHING_TO_SAVE = "stopped before the first step: there was nothing to save"
+NOTHING_TO_SAVE = "stopped before the first step; there was nothing to save"
 
 
 @dataclass(frozen=True)
@@ -33,7 +30,7 @@ class WorkerPhase:
 
     Args:
         what: in words, as in "rank 1 is building the task".
-        until: when it has to be over, on this host's monotonic clock; None: it may take any time.
+        until: when it must be over, on this host's monotonic clock; None: it can take any time.
     """
 
     what: str
@@ -41,35 +38,35 @@ class WorkerPhase:
 
 
 def enter_phase(folder: Path | None, global_rank: int, what: str, seconds: float | None = None) -> None:
-    """Say what this worker does from now on.
+    """Report what this worker does from now on.
 
     Args:
-        folder: of the launcher; None: nobody reads it.
-        seconds: how long it may take; None: any time.
+        folder: folder of the launcher; None: there is no launcher.
+        seconds: how long it can take; None: any time.
     """
     if folder is None:
         return
     until = None if seconds is None else time.monotonic() + seconds
     path = _phase_file(folder, global_rank)
-    hidden = path.with_suffix(".writing")
+    draft = path.with_suffix(".writing")
     try:
-        hidden.write_text(json.dumps(asdict(WorkerPhase(what, until))), encoding="utf-8")
-        hidden.rename(path)
-    except OSError:  # the disk is full: an old phase would be taken for the present one
+        draft.write_text(json.dumps(asdict(WorkerPhase(what, until))), encoding="utf-8")
+        draft.rename(path)
+    except OSError:  # the disk is full: the old phase would be taken for the present one
         path.unlink(missing_ok=True)
 
 
 def read_phase(folder: Path, global_rank: int) -> WorkerPhase | None:
-    """What a worker said last; None if it has said nothing."""
+    """Return the phase that a worker reported last; None if it has reported none."""
     try:
-        found = json.loads(_phase_file(folder, global_rank).read_text(encoding="utf-8"))
-        return WorkerPhase(str(found["what"]), None if found["until"] is None else float(found["until"]))
+        phase = json.loads(_phase_file(folder, global_rank).read_text(encoding="utf-8"))
+        return WorkerPhase(str(phase["what"]), None if phase["until"] is None else float(phase["until"]))
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
 
 
 def clear_phase(folder: Path, global_rank: int) -> None:
-    """Remove what an earlier job left."""
+    """Remove the phase that an earlier job left."""
     _phase_file(folder, global_rank).unlink(missing_ok=True)
 
 
@@ -82,7 +79,7 @@ _NODE_LIST_FILE = "roster.json"
 
 @dataclass(frozen=True)
 class LauncherAddress:
-    """A node of a job: its rank, its name and address, and the port where its launcher answers."""
+    """The rank, host name and address of a node, and the port on which its launcher can be probed."""
 
     rank: int
     host: str
@@ -91,32 +88,32 @@ class LauncherAddress:
 
 
 def encode_launcher_address(node_rank: int, beacon_port: int, address: str, port: int) -> str:
-    """What a process tells the others about its node, as text.
+    """Return the text with which a process tells the others about its node.
 
     Args:
-        beacon_port: where its launcher answers; 0: nowhere.
-        address, port: of the job's store.
+        beacon_port: port on which its launcher can be probed; 0: none.
+        address, port: address of the job's store.
     """
-    own = address_towards(address, port) if beacon_port else ""
-    return json.dumps(asdict(LauncherAddress(node_rank, socket.gethostname(), own, beacon_port)))
+    local_address = address_towards(address, port) if beacon_port else ""
+    return json.dumps(asdict(LauncherAddress(node_rank, socket.gethostname(), local_address, beacon_port)))
 
 
 def decode_node_rank(announcement: str) -> int:
-    """The rank of the node of a process that announced this."""
+    """Return the rank of the node in such a text."""
     return int(json.loads(announcement)["rank"])
 
 
 def write_node_list(folder: Path, announcements: Sequence[str]) -> None:
-    """Write down what all ranks have announced; nodes whose launcher does not answer are left out."""
+    """Write the nodes that all ranks have announced, without those whose launcher cannot be probed."""
     entries = map(json.loads, announcements)
     nodes = {entry["rank"]: entry for entry in entries if entry["port"]}
-    hidden = folder / f"{_NODE_LIST_FILE}.writing"
-    hidden.write_text(json.dumps(list(nodes.values())), encoding="utf-8")
-    hidden.rename(folder / _NODE_LIST_FILE)
+    draft = folder / f"{_NODE_LIST_FILE}.writing"
+    draft.write_text(json.dumps(list(nodes.values())), encoding="utf-8")
+    draft.rename(folder / _NODE_LIST_FILE)
 
 
 def read_node_list(folder: Path) -> list[LauncherAddress]:
-    """What the workers wrote down; empty if they have not met, or it cannot be read."""
+    """Return the nodes that the workers wrote; empty if they have not connected, or it cannot be read."""
     try:
         entries = json.loads((folder / _NODE_LIST_FILE).read_text(encoding="utf-8"))
         return [
@@ -128,5 +125,5 @@ def read_node_list(folder: Path) -> list[LauncherAddress]:
 
 
 def clear_node_list(folder: Path) -> None:
-    """Remove what an earlier job left."""
+    """Remove the list that an earlier job left."""
     (folder / _NODE_LIST_FILE).unlink(missing_ok=True)

@@ -1,7 +1,8 @@
-"""Process groups of torch, made by their members only, with a deadline, and ended at once.
+"""Process groups of torch that only their members create, with a deadline, and that can be aborted at once.
 
-Invariant: every group's own time-out is longer than our deadline, so that our error, which names the rank,
-comes first. Which ranks are in a group is decided elsewhere: `paceline.job.membership`, `paceline.job.mesh`.
+Invariant: the time-out of every group is longer than Paceline's deadline, so that Paceline's error, which
+names the rank, comes first. Which ranks form a group is decided in `paceline.job.membership` and
+`paceline.job.mesh`.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 SLACK_SECONDS = 30.0
-"""How much longer than our own deadline a group's is."""
+"""How much longer than Paceline's own deadline the time-out of a group is."""
 
 _OPEN_FILES = "/proc/self/fd"
 
 
 @dataclass(eq=False)
 class OwnedProcessGroup:
-    """A process group, and the sockets that it has opened: file and number of its inode."""
+    """A process group, with the sockets that it has opened: descriptor and inode."""
 
     _torch: Any
     sockets: tuple[tuple[int, int], ...] = ()
@@ -44,26 +45,24 @@ class OwnedProcessGroup:
         """
         if self._torch is None:
             raise CommunicationError(
-                "a process group is used that has ended with the session it was made for",
-                next_step="build another session: one that is closed cannot communicate",
+                "this process group has ended with the session that it was created for",
+                next_step="build another session: a closed session cannot communicate",
             )
         return self._torch
 
-    def let_go(self) -> Any:
-        """End the use of the group; its threads end with the last reference, which should be what returns."""
-        found, self._torch = self._torch, None
-        return found
+    def detach(self) -> Any:
+        """Stop using the group and return it; its threads end when the last reference is dropped."""
+        group, self._torch = self._torch, None
+        return group
 
     def abort(self) -> None:
-        """Let every call that is under way fail at once, here and on the ranks at the other ends.
-
-        Gloo's own abort wakes nobody, so its connections are shut.
-        """
+        """Make every running call fail at once, here and on the ranks that take part in it."""
+        # Gloo's own abort wakes no waiting thread, so its connections are shut down
         for file, inode in self.sockets:
             with contextlib.suppress(OSError):
-                if os.fstat(file).st_ino == inode:
-                    with socket.socket(fileno=os.dup(file)) as line:
-                        line.shutdown(socket.SHUT_RDWR)
+                if os.fstat(file).st_ino == inode:  # else the number belongs to another file by now
+                    with socket.socket(fileno=os.dup(file)) as connection:
+                        connection.shutdown(socket.SHUT_RDWR)
         self.sockets = ()
         for backend in _nccl_backends(self._torch):
             backend.abort()
@@ -71,38 +70,40 @@ class OwnedProcessGroup:
 
 @dataclass
 class _SocketRecorder:
-    """Sockets that are opened while it looks."""
+    """The sockets that are opened between `begin` and `opened`."""
 
     before: dict[int, int] = field(default_factory=dict)
 
     def begin(self) -> None:
         self.before = _open_sockets()
 
-    def found(self) -> tuple[tuple[int, int], ...]:
-        return tuple(one for one in _open_sockets().items() if self.before.get(one[0]) != one[1])
+    def opened(self) -> tuple[tuple[int, int], ...]:
+        return tuple(
+            (file, inode) for file, inode in _open_sockets().items() if self.before.get(file) != inode
+        )
 
 
 def _open_sockets() -> dict[int, int]:
-    """Inode by open file, of TCP connections; empty where the system does not tell."""
-    found = {}
+    """Return the inodes of all TCP connections by descriptor; empty on systems without /proc."""
+    inodes = {}
     with contextlib.suppress(FileNotFoundError):
-        for name in os.listdir(_OPEN_FILES):  # noqa: PTH208, names are all that is wanted
+        for name in os.listdir(_OPEN_FILES):  # noqa: PTH208, only the names are needed
             with contextlib.suppress(OSError):
                 status = os.fstat(int(name))
                 if stat.S_ISSOCK(status.st_mode) and _is_connection(int(name)):
-                    found[int(name)] = status.st_ino
-    return found
+                    inodes[int(name)] = status.st_ino
+    return inodes
 
 
 def _is_connection(file: int) -> bool:
-    """Of TCP; a listening socket that is shut ends the process (Gloo's thread throws)."""
-    with socket.socket(fileno=os.dup(file)) as one:
-        is_tcp = one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM
-        return is_tcp and not one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    with socket.socket(fileno=os.dup(file)) as opened:
+        is_tcp = opened.family in (socket.AF_INET, socket.AF_INET6) and opened.type == socket.SOCK_STREAM
+        # shutting down a listening socket makes Gloo's thread throw, which ends the process
+        return is_tcp and not opened.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
 
 
 def claim_device(device_type: str, local_rank: int) -> torch.device:
-    """This rank's device; a GPU becomes torch's current one.
+    """Return this rank's device; a GPU becomes torch's current device.
 
     Raises:
         DeviceError: this node has fewer GPUs than processes.
@@ -113,24 +114,24 @@ def claim_device(device_type: str, local_rank: int) -> torch.device:
         return torch.device(device_type)
     if local_rank >= torch.cuda.device_count():
         raise DeviceError(
-            f"Local rank {local_rank} has no GPU: this machine has {torch.cuda.device_count()}.",
-            next_step="start at most one process per GPU, or choose runtime.device = 'cpu'",
+            f"local rank {local_rank} has no GPU: this machine has {torch.cuda.device_count()}",
+            next_step="start at most one process per GPU, or set runtime.device = 'cpu'",
         )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
 
 
 def make_world(store: Store, rank: int, size: int, device: torch.device, seconds: float) -> OwnedProcessGroup:
-    """Make torch's default group: Gloo for CPU tensors, and NCCL beside it, bound to its GPU, on "cuda".
+    """Create torch's default group: Gloo for CPU tensors, and on "cuda" also NCCL, bound to its GPU.
 
     Raises:
-        RuntimeError: as torch raises it.
+        RuntimeError: torch could not connect the ranks.
     """
     import torch
     import torch.distributed as dist
 
-    watch, cuda = _SocketRecorder(), device.type == "cuda"
-    watch.begin()
+    recorder, cuda = _SocketRecorder(), device.type == "cuda"
+    recorder.begin()
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if cuda else "gloo",
         store=store,
@@ -141,23 +142,23 @@ def make_world(store: Store, rank: int, size: int, device: torch.device, seconds
     )
     world: Any = dist.group.WORLD
     _set_timeout(world._get_backend(torch.device("cpu")), seconds)
-    return OwnedProcessGroup(world, watch.found())
+    return OwnedProcessGroup(world, recorder.opened())
 
 
 def make_subgroup(
     store: Store, name: str, rank: int, size: int, device: torch.device, seconds: float
 ) -> OwnedProcessGroup:
-    """Make a group that only its members know of, and torch's registry does not: nobody else takes part.
+    """Create a group that is not in torch's registry, so that only its members take part in its creation.
 
     Args:
-        rank: in the group.
+        rank: rank of this process in the group.
     """
     import torch
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import PrefixStore
 
-    watch, kinds = _SocketRecorder(), dist.ProcessGroup.BackendType
-    watch.begin()
+    recorder, kinds = _SocketRecorder(), dist.ProcessGroup.BackendType
+    recorder.begin()
     handle: Any = dist.ProcessGroup(store, rank, size)
     handle._set_group_name(name)
     handle._set_default_backend(kinds.NCCL if device.type == "cuda" else kinds.GLOO)
@@ -167,7 +168,7 @@ def make_subgroup(
     _set_timeout(gloo, seconds)
     if device.type == "cuda":
         _add_nccl(handle, PrefixStore("cuda", store), device, seconds)
-    return OwnedProcessGroup(handle, watch.found())
+    return OwnedProcessGroup(handle, recorder.opened())
 
 
 def _add_nccl(handle: Any, store: Store, device: torch.device, seconds: float) -> None:
@@ -190,35 +191,35 @@ def _set_timeout(backend: Any, seconds: float) -> None:
 def _nccl_backends(handle: Any) -> list[Any]:
     import torch
 
-    with contextlib.suppress(RuntimeError):  # there is none of GPUs
-        found = handle._get_backend(torch.device("cuda"))
-        return [found] if found.name() == "nccl" else []
+    with contextlib.suppress(RuntimeError):  # the group has no backend for GPUs
+        backend = handle._get_backend(torch.device("cuda"))
+        return [backend] if backend.name() == "nccl" else []
     return []
 
 
-def end_world(made: OwnedProcessGroup | None) -> None:
-    """Take torch's default group out of its registry; it is gone when its last reference is."""
+def end_world(world: OwnedProcessGroup | None) -> None:
+    """Remove torch's default group from its registry; it is destroyed with its last reference."""
     import torch.distributed as dist
 
-    if made is not None and dist.is_initialized() and dist.group.WORLD is made.handle:
+    if world is not None and dist.is_initialized() and dist.group.WORLD is world.handle:
         dist.destroy_process_group()
 
 
 def release_in_background(handles: list[Any]) -> None:
-    """Let go of groups that nobody else holds, beside what comes next: torch takes 20 ms for each."""
+    """Drop the last references to some groups in a thread: torch takes 20 ms for each."""
     threading.Thread(target=_release_groups, args=(handles,), name="paceline-ending-groups").start()
 
 
 def _release_groups(handles: list[Any]) -> None:
-    """NCCL wants to be told, as torch's own `destroy_process_group` does."""
-    for nccl in [found for one in handles for found in _nccl_backends(one)]:
+    # NCCL has to be shut down explicitly, as torch's own `destroy_process_group` does
+    for nccl in [backend for handle in handles for backend in _nccl_backends(handle)]:
         with contextlib.suppress(RuntimeError):  # a peer is gone by now
             nccl.shutdown()
     handles.clear()
 
 
 def destroy_leftover_groups() -> None:
-    """End what a script has left of torch's groups: one that outlives it aborts about one exit in ten."""
+    """Destroy groups that a script has left: a group that outlives it aborts about one exit in ten."""
     import torch.distributed as dist
 
     gc.collect()

@@ -1,7 +1,7 @@
-"""How a process reaches the store of its job.
+"""The way of a process to the store of its job: inherited, called, or served by itself.
 
-Invariant: every wait ends at its deadline, and a process that does not belong fails alone. Torch is imported
-only when a store is opened. It makes no process groups: that is `paceline.job.membership`.
+Invariant: every wait ends at its deadline, and a process that does not belong to the job fails alone. torch
+is imported only when a store is opened. Process groups are created by `paceline.job.membership`.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _BACKLOG = 1024
 
 @dataclass(frozen=True)
 class StoreAccess:
-    """How one process gets to the store.
+    """How one process reaches the store.
 
     Args:
-        number: of this process in the job.
-        address, port: where the store can be called.
+        number: number of this process in the job.
+        address, port: address of the store.
         token: the key of the job.
-        connection_fd: a connection that this process was born with; None: it has to call.
-        serves: nobody serves the store but this process.
+        connection_fd: a connection that this process has inherited; None: it has to connect.
+        serves: this process has to serve the store itself.
         agent: torchrun's agent serves torch's own store there.
-        tls: whether a call is encrypted.
+        tls: whether the connection is encrypted.
     """
 
     number: int
@@ -52,30 +52,33 @@ class StoreAccess:
 
     @property
     def job(self) -> str:
+        """The job, as errors name it."""
         return f"the job at {format_address(self.address, self.port)}" if self.port else "the job"
 
 
-def open_store(way: StoreAccess, deadline_seconds: float) -> Store:
-    """Reach the store, or serve it for a job that nobody has launched.
+def open_store(access: StoreAccess, deadline_seconds: float) -> Store:
+    """Connect to the store, or serve it if there is no launcher that does.
 
     Raises:
-        CommunicationError: the port is taken, the key is another job's, or this rank has come already.
-        DeadlineError: nobody served the store in time.
+        CommunicationError: the port is in use, the key is that of another job, or this rank has joined
+        already. DeadlineError: the store could not be reached in time.
     """
     from paceline.job.torch_store import AgentStore, JobStore
 
-    if way.agent:
-        return AgentStore(_open_agent_store(way, deadline_seconds))
-    if way.connection_fd is not None:
-        line = socket.socket(fileno=os.dup(way.connection_fd))
+    if access.agent:
+        return AgentStore(_open_agent_store(access, deadline_seconds))
+    if access.connection_fd is not None:
+        connection = socket.socket(fileno=os.dup(access.connection_fd))
+    elif access.serves:
+        connection = _serve_store(access)
     else:
-        line = _serve_store(way) if way.serves else _connect_with_retry(way, deadline_seconds)
-    return JobStore(StoreClient(line), deadline_seconds)
+        connection = _connect_with_retry(access, deadline_seconds)
+    return JobStore(StoreClient(connection), deadline_seconds)
 
 
-def read_store_value(way: StoreAccess, key: str, deadline_seconds: float) -> str:
-    """A value, without becoming a member; raises as `open_store` does."""
-    visitor = replace(way, number=way.number + VISITOR_OFFSET)
+def read_store_value(access: StoreAccess, key: str, deadline_seconds: float) -> str:
+    """Read a value from the store without becoming a member; raises the errors of `open_store`."""
+    visitor = replace(access, number=access.number + VISITOR_OFFSET)
     client = StoreClient(_connect_with_retry(visitor, deadline_seconds))
     try:
         return client.wait([key], deadline_seconds)[0].decode()
@@ -83,44 +86,47 @@ def read_store_value(way: StoreAccess, key: str, deadline_seconds: float) -> str
         client.close()
 
 
-def _serve_store(way: StoreAccess) -> socket.socket:
-    """Serve the store in this process until it ends; where an earlier call does that already, call it."""
+def _serve_store(access: StoreAccess) -> socket.socket:
+    """Serve the store in this process until it ends; if an earlier call does that already, connect to it."""
     try:
-        listener = listen_at(way.address, way.port, _BACKLOG)
+        listener = listen_at(access.address, access.port, _BACKLOG)
     except OSError as error:
         with suppress(OSError):
-            return _connect_once(way, HELLO_SECONDS)
+            return _connect_once(access, HELLO_SECONDS)
         raise CommunicationError(
-            f"Rank {way.number} cannot serve the store of {way.job}: {error.strerror or error}",
-            next_step="check that this is the address of node 0 and that the port is free there",
+            f"rank {access.number} cannot serve the store of {access.job}: {error.strerror or error}",
+            next_step="check that this is an address of node 0 and that the port is free there",
         ) from error
     server = StoreServer()
-    server.admit(listener, way.token, tls=way.tls)
-    return server.connection_for(way.number)
+    server.admit(listener, access.token, tls=access.tls)
+    return server.connection_for(access.number)
 
 
-def _connect_with_retry(way: StoreAccess, seconds: float) -> socket.socket:
-    """Call until the store answers; one that hangs up is called again: a stranger may have crowded it."""
+def _connect_with_retry(access: StoreAccess, seconds: float) -> socket.socket:
+    """Connect, and try again until the deadline."""
     expires = time.monotonic() + seconds
     while True:
-        left = max(0.1, expires - time.monotonic())
+        remaining = max(0.1, expires - time.monotonic())
         try:
-            return _connect_once(way, left)
+            return _connect_once(access, remaining)
         except OSError as error:
+            # also if it hangs up: other callers may have filled its queue
             if time.monotonic() > expires:
-                silent = "the port accepts connections but does not answer"
+                silent = "the port accepts connections but does not respond"
                 raise _unreachable_error(
-                    way, silent if isinstance(error, TimeoutError) else str(error)
+                    access, silent if isinstance(error, TimeoutError) else str(error)
                 ) from error
             time.sleep(_RETRY_SECONDS)
 
 
-def _connect_once(way: StoreAccess, seconds: float) -> socket.socket:
-    return connect_authenticated(way.address, way.port, way.number, way.token, seconds, way.job, tls=way.tls)
+def _connect_once(access: StoreAccess, seconds: float) -> socket.socket:
+    return connect_authenticated(
+        access.address, access.port, access.number, access.token, seconds, access.job, tls=access.tls
+    )
 
 
 def open_torch_store(address: str, port: int, seconds: float, listen_fd: int | None = None) -> Any:
-    """The store that PyTorch brings: served on a listening socket, or reached."""
+    """Serve PyTorch's own store on a listening socket, or connect to it if there is none."""
     import torch.distributed as dist
 
     return dist.TCPStore(  # type: ignore[attr-defined]  # public, but not in its __all__
@@ -133,17 +139,17 @@ def open_torch_store(address: str, port: int, seconds: float, listen_fd: int | N
     )
 
 
-def _open_agent_store(way: StoreAccess, seconds: float) -> Any:
+def _open_agent_store(access: StoreAccess, seconds: float) -> Any:
     from torch.distributed import DistError
 
     try:
-        return open_torch_store(way.address, way.port, seconds)
+        return open_torch_store(access.address, access.port, seconds)
     except DistError as error:
-        raise _unreachable_error(way, str(error)) from error
+        raise _unreachable_error(access, str(error)) from error
 
 
-def _unreachable_error(way: StoreAccess, why: str) -> DeadlineError:
+def _unreachable_error(access: StoreAccess, why: str) -> DeadlineError:
     return DeadlineError(
-        f"Rank {way.number % VISITOR_OFFSET} cannot reach the store of {way.job}: {why}",
-        next_step="check that node 0 runs and that this machine can reach its address",
+        f"rank {access.number % VISITOR_OFFSET} cannot reach the store of {access.job}: {why}",
+        next_step="check that node 0 is running and that this machine can reach its address",
     )

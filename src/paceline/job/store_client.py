@@ -1,7 +1,7 @@
-"""A member's end of the store: one question after another, each with a deadline.
+"""A member's end of the store: one request after the other, each with a deadline.
 
-Invariant: an interrupted question leaves no harm: its late answer is known by its number, and thrown away.
-Threads may share a client; whoever waits lets the others in between.
+Invariant: an interrupted request does no harm, since its late answer is recognised by its number and dropped.
+Threads can share a client; a thread that waits for keys lets the requests of others pass in between.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from paceline.job.store_protocol import (
 )
 
 _READ_BYTES = 1 << 16
-_SLICE_SECONDS = 0.2  # of a wait, at a time: a signal is seen, and other threads come in between
-_ANSWER_SECONDS = 10.0  # what the server itself may take, beside what it was asked to wait
+_SLICE_SECONDS = 0.2  # a wait is divided into slices, between which signals and other threads are served
+_ANSWER_SECONDS = 10.0  # time for the server itself, in addition to the requested wait
 
 
 class KeyTimeoutError(DeadlineError):
-    """Keys that were not there at the deadline, in `keys`."""
+    """An error about keys that did not appear in time, in `keys`."""
 
     def __init__(self, keys: Sequence[str]) -> None:
         super().__init__(
-            f"at the deadline there was no {', '.join(keys)} in the store of the job",
+            f"{', '.join(keys)} did not appear in the store of the job in time",
             next_step="look at the logs of the other ranks, or raise runtime.deadline_seconds",
         )
         self.keys = tuple(keys)
 
 
 class MemberLostError(CommunicationError):
-    """Members that are gone, in `members`; what was waited for will not come."""
+    """An error about members that are gone, in `members`, so that a wait for their keys cannot succeed."""
 
     def __init__(self, members: Sequence[int]) -> None:
         super().__init__(
@@ -58,72 +58,73 @@ class MemberLostError(CommunicationError):
 
 
 class StoreClient:
-    """Asks the store.
+    """A connection to the store, which sends requests and waits for their answers.
 
     Args:
-        connection: to the server; this client does not own it before `close`.
+        connection: a socket to the server, which is made non-blocking.
     """
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         connection.setblocking(False)
-        self._heard, self._unsent = bytearray(), bytearray()
+        self._received, self._unsent = bytearray(), bytearray()
         self._numbers = itertools.count(secrets.randbelow(1 << 30))
         self._lock = threading.Lock()
 
     def close(self) -> None:
-        """End the connection; for the others this member is gone."""
+        """Close the connection; the other members then see this one as gone."""
         self._connection.close()
 
-    def ask(self, word: bytes, *fields: bytes) -> tuple[bytes, ...]:
-        """One of the words of `Values`.
+    def request(self, word: bytes, *fields: bytes) -> tuple[bytes, ...]:
+        """Send a request of `KeyValueTable` and return the fields of the answer.
 
         Raises:
-            CommunicationError: the server is gone, refuses, or does not answer.
+            CommunicationError: the server is gone, refuses the request, or does not answer.
         """
-        answer = self._ask(word, fields, 0.0)
+        answer = self._request(word, fields, 0.0)
         if answer.word != DONE:
-            said = b" ".join(answer.fields).decode(errors="replace")
-            raise CommunicationError(f"the store of the job refuses: {said}")
+            reason = b" ".join(answer.fields).decode(errors="replace")
+            raise CommunicationError(f"the store of the job refused a request: {reason}")
         return answer.fields
 
     def wait(self, keys: Sequence[str], seconds: float, watched: Sequence[int] = ()) -> list[bytes]:
-        """The values of some keys, once all of them are there.
+        """Wait until all `keys` exist; returns their values.
 
         Args:
-            watched: members that must not leave before.
+            watched: members without which the wait is pointless.
         Raises:
-            Late: they are not there after so many seconds.
-            Lost: some of the watched are gone, and keys are missing.
+            KeyTimeoutError: some keys did not appear within `seconds`.
+            MemberLostError: keys are missing, and some of the watched members are gone.
             CommunicationError: the server is gone, or does not answer.
         """
         expires = time.monotonic() + seconds
         encoded = [key.encode() for key in keys]
         while True:
-            left = max(0.0, expires - time.monotonic())
-            part = min(left, _SLICE_SECONDS)
-            answer = self._ask(AWAIT, (b"%f" % part, encode_members(watched), *encoded), part)
+            remaining = max(0.0, expires - time.monotonic())
+            slice_seconds = min(remaining, _SLICE_SECONDS)
+            fields = (b"%f" % slice_seconds, encode_members(watched), *encoded)
+            answer = self._request(AWAIT, fields, slice_seconds)
             if answer.word == DONE:
                 return list(answer.fields)
             if answer.word == GONE:
                 raise MemberLostError(sorted(decode_members(answer.fields[0])))
             if answer.word != LATE:
-                raise CommunicationError("the store of the job refuses to wait")
-            if left <= _SLICE_SECONDS:
+                raise CommunicationError("the store of the job refused to wait")
+            if remaining <= _SLICE_SECONDS:
                 raise KeyTimeoutError([key.decode() for key in answer.fields])
 
     def lost(self) -> frozenset[int]:
-        """Members that have come and are gone."""
-        return decode_members(self.ask(LOST)[0])
+        """Return the members that had joined and are gone."""
+        return decode_members(self.request(LOST)[0])
 
-    def tell(self, text: str) -> None:
-        """Have something said where the store is served."""
-        self.ask(store_protocol.LOG_TEXT, text.encode())
+    def log_text(self, text: str) -> None:
+        """Print a line in the process that serves the store."""
+        self.request(store_protocol.LOG_TEXT, text.encode())
 
-    def _ask(self, word: bytes, fields: Sequence[bytes], patience: float) -> StoreMessage:
+    def _request(self, word: bytes, fields: Sequence[bytes], wait_seconds: float) -> StoreMessage:
         with self._lock:
             number = next(self._numbers) & 0xFFFFFFFF
-            expires = time.monotonic() + patience + _ANSWER_SECONDS
+            expires = time.monotonic() + wait_seconds + _ANSWER_SECONDS
             try:
                 self._unsent += encode_message(StoreMessage(number, word, tuple(fields)))
                 self._send(expires)
@@ -133,27 +134,27 @@ class StoreClient:
             except (OSError, ValueError) as error:
                 raise CommunicationError(
                     f"the store of the job is gone: {error}",
-                    next_step="look at the launcher of node 0: it serves the store",
+                    next_step="look at the launcher of node 0, which serves the store",
                 ) from error
 
     def _send(self, expires: float) -> None:
         while self._unsent:
-            self._await(expires, select.POLLOUT)
-            with suppress(BlockingIOError):  # there is room, but not for all of an encrypted record
+            self._poll(expires, select.POLLOUT)
+            with suppress(BlockingIOError):  # there is room, but not for a whole encrypted record
                 del self._unsent[: self._connection.send(self._unsent)]
 
     def _next(self, expires: float) -> StoreMessage:
-        while (message := pop_message(self._heard)) is None:
-            self._await(expires, select.POLLIN)
-            with suppress(BlockingIOError):  # a part of an encrypted record is there
-                part = self._connection.recv(_READ_BYTES)
-                if not part:
-                    raise ConnectionResetError("it has hung up")
-                self._heard += part
+        while (message := pop_message(self._received)) is None:
+            self._poll(expires, select.POLLIN)
+            with suppress(BlockingIOError):  # only a part of an encrypted record has arrived
+                data = self._connection.recv(_READ_BYTES)
+                if not data:
+                    raise ConnectionResetError("the server has hung up")
+                self._received += data
         return message
 
-    def _await(self, expires: float, event: int) -> None:
+    def _poll(self, expires: float, event: int) -> None:
         poll = select.poll()
         poll.register(self._connection, event)
         if not poll.poll(max(0.0, expires - time.monotonic()) * 1000):
-            raise TimeoutError("it does not answer")
+            raise TimeoutError("the server does not respond")

@@ -1,6 +1,6 @@
-"""What a member and the store say to each other: a number, a word of one byte, and some fields of bytes.
+"""The messages between a member and the store: a number, a word of one byte, and fields of bytes.
 
-Invariant: a message that can be read is whole, and no longer than `MAX_MESSAGE_BYTES`; anything else is an error.
+Invariant: a decoded message is complete and at most `MAX_MESSAGE_BYTES` long; anything else is an error.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 MAX_MESSAGE_BYTES = 1 << 24
-_HEAD = struct.Struct("!IIc")  # bytes that follow this number, the number of the question, the word
+_HEAD = struct.Struct("!IIc")  # number of bytes that follow this field, number of the request, word
 _LENGTH = struct.Struct("!I")
 
 SET, ADD, APPEND, COMPARE, DELETE, CHECK, COUNT, AWAIT, LOST, LOG_TEXT = (bytes([c]) for c in b"SAPXDCNWLT")
@@ -19,7 +19,7 @@ DONE, LATE, GONE, REFUSED = (bytes([c]) for c in b"+~-!")
 
 @dataclass(frozen=True)
 class StoreMessage:
-    """A question, or the answer to the question of that number."""
+    """A request, or the answer to the request with the same number."""
 
     number: int
     word: bytes
@@ -27,7 +27,7 @@ class StoreMessage:
 
 
 def encode_message(message: StoreMessage) -> bytes:
-    """As it travels.
+    """Return the bytes of a message.
 
     Raises:
         ValueError: it is too long.
@@ -40,16 +40,16 @@ def encode_message(message: StoreMessage) -> bytes:
 
 
 def pop_message(buffer: bytearray) -> StoreMessage | None:
-    """The first message of a buffer, which loses it; None if it is not whole yet.
+    """Remove the first message from a buffer and return it; None if it is not complete yet.
 
     Raises:
-        ValueError: what is there is no message.
+        ValueError: the buffer does not begin with a message.
     """
     if len(buffer) < _HEAD.size:
         return None
     size, number, word = _HEAD.unpack_from(buffer)
     if not _HEAD.size - _LENGTH.size <= size <= MAX_MESSAGE_BYTES:
-        raise ValueError("no message")
+        raise ValueError("not a message")
     end = _LENGTH.size + size
     if len(buffer) < end:
         return None
@@ -59,24 +59,24 @@ def pop_message(buffer: bytearray) -> StoreMessage | None:
 
 
 def _decode_fields(body: bytes) -> tuple[bytes, ...]:
-    found, place = [], 0
-    while place < len(body):
-        if place + _LENGTH.size > len(body):
-            raise ValueError("no field")
-        (length,) = _LENGTH.unpack_from(body, place)
-        place += _LENGTH.size
-        if place + length > len(body):
-            raise ValueError("no field")
-        found.append(body[place : place + length])
-        place += length
-    return tuple(found)
+    fields, offset = [], 0
+    while offset < len(body):
+        if offset + _LENGTH.size > len(body):
+            raise ValueError("not a field")
+        (length,) = _LENGTH.unpack_from(body, offset)
+        offset += _LENGTH.size
+        if offset + length > len(body):
+            raise ValueError("not a field")
+        fields.append(body[offset : offset + length])
+        offset += length
+    return tuple(fields)
 
 
 def encode_members(members: Sequence[int]) -> bytes:
-    """Members as one field."""
+    """Encode members as one field."""
     return ",".join(map(str, members)).encode()
 
 
 def decode_members(field: bytes) -> frozenset[int]:
-    """The inverse of `encode_members`; ValueError if it is none."""
-    return frozenset(int(one) for one in field.split(b",") if one)
+    """Decode what `encode_members` returns; ValueError for anything else."""
+    return frozenset(int(number) for number in field.split(b",") if number)

@@ -1,16 +1,14 @@
-"""The values of a store, and what its words do to them. Pure: no sockets, no clock.
+"""The server of the job's store: a table of values, one thread that serves all members, and a listener.
 
-Invariant: keys and values together hold at most `MAX_STORE_BYTES`.
+Paceline has its own store because torch's does not know its clients: this one knows which member is gone, so
+that nobody waits for its keys, it admits only processes that know the key of the job, and it limits their
+memory.
 
-The door of a store that is called from other nodes: who shows that it knows the key comes in.
-
-Invariant: nothing is read from a caller that has not, but its greeting (`paceline.job.handshake`). Where the job
-encrypts, nothing else is said before the connection does (`paceline.job.tls`).
-
-The side of the store that holds the values: one thread, which waits for nobody.
-
-Invariant: a member that says nonsense, or does not read, loses its connection and nothing else happens; who
-is gone is known, so that nobody waits for what it would have said.
+Invariants: the thread never waits for a member. A member that sends garbage or does not read loses its
+connection, and nothing else happens. Keys and values together hold at most `MAX_STORE_BYTES`. From a caller
+that has not proved that it knows the key, only its greeting is read (`paceline.job.handshake`); if the job
+encrypts, nothing else is sent before the connection does (`paceline.job.tls`, imported only then, because of
+ssl).
 """
 
 from __future__ import annotations
@@ -26,7 +24,6 @@ from types import TracebackType
 from typing import Self
 
 from paceline.errors import CommunicationError
-from paceline.job import store_protocol
 from paceline.job.handshake import HELLO_SECONDS, VISITOR_OFFSET, AuthenticatingListener
 from paceline.job.store_protocol import (
     ADD,
@@ -44,14 +41,17 @@ from paceline.job.store_protocol import (
     REFUSED,
     SET,
     StoreMessage,
+    decode_members,
+    encode_members,
     encode_message,
+    pop_message,
 )
 
 MAX_STORE_BYTES = 1 << 28
 
 
 class KeyValueTable:
-    """Bytes by key."""
+    """The values of the store by key, as bytes. Pure: no sockets, no clock."""
 
     def __init__(self) -> None:
         self._values: dict[bytes, bytes] = {}
@@ -67,22 +67,22 @@ class KeyValueTable:
         }
 
     def answer(self, word: bytes, fields: Sequence[bytes]) -> list[bytes]:
-        """Do what a message asks for.
+        """Carry out a request and return the fields of the answer.
 
         Raises:
-            ValueError: it is no such message, or there is no room.
+            ValueError: the request is invalid, or the store is full.
         """
         try:
             return self._words[word](*fields)
         except (KeyError, TypeError) as error:
-            raise ValueError("no such question") from error
+            raise ValueError("unknown request") from error
 
     def get(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Values that are there."""
+        """Return the values of existing keys."""
         return [self._values[key] for key in keys]
 
     def missing(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Keys that have no value yet."""
+        """Return the keys that have no value yet."""
         return [key for key in keys if key not in self._values]
 
     def _set(self, key: bytes, value: bytes) -> list[bytes]:
@@ -99,7 +99,7 @@ class KeyValueTable:
         return []
 
     def _compare_set(self, key: bytes, expected: bytes, wanted: bytes) -> list[bytes]:
-        """As torch's stores do it: a key that is not there is set if nothing was expected."""
+        # as in torch's stores, a missing key is set if nothing is expected
         present = self._values.get(key)
         if present == expected or (present is None and not expected):
             self._put(key, wanted)
@@ -120,8 +120,8 @@ class KeyValueTable:
         self._values[key] = value
 
 
-def _encode_flag(truth: bool) -> bytes:
-    return b"1" if truth else b"0"
+def _encode_flag(flag: bool) -> bytes:
+    return b"1" if flag else b"0"
 
 
 _POLL_SECONDS = 0.25
@@ -129,13 +129,13 @@ _MAX_LINE_LENGTH, _MAX_LOGGED_MEMBERS = 300, 20
 
 
 class StoreListener:
-    """Keeps a listening socket.
+    """A listening socket of the store, which admits processes that know the key of the job.
 
     Args:
         token: the key of the job.
-        adopt: takes the number and the connection of one that came in.
-        has_come: whether a number is in already.
-        say: is told of members with another key, once each.
+        adopt: receives the number and the connection of each admitted process.
+        is_known: returns whether a number is connected already.
+        log: prints a line for each member with another key, once.
         tls: whether connections are encrypted.
     """
 
@@ -144,79 +144,79 @@ class StoreListener:
         listener: socket.socket,
         token: str,
         adopt: Callable[[int, socket.socket], None],
-        has_come: Callable[[int], bool],
-        say: Callable[[str], object],
+        is_known: Callable[[int], bool],
+        log: Callable[[str], object],
         *,
         tls: bool = False,
     ) -> None:
-        self._listener, self._adopt_connection, self._say = listener, adopt, say
-        self._guests = AuthenticatingListener(listener, token, range(2 * VISITOR_OFFSET), has_come, tls=tls)
-        self._admit_connection = ConnectionEncryption(token, adopt, has_come, say) if tls else adopt
-        self._told: set[int] = set()
+        self._listener, self._log = listener, log
+        self._callers = AuthenticatingListener(listener, token, range(2 * VISITOR_OFFSET), is_known, tls=tls)
+        self._admit = ConnectionEncryption(token, adopt, is_known, log) if tls else adopt
+        self._logged: set[int] = set()
 
-    def keep(self, closing: Callable[[], bool]) -> None:
-        """Until it is closing."""
+    def serve(self, closing: Callable[[], bool]) -> None:
+        """Admit callers until `closing` returns True."""
         try:
             while not closing():
-                self._guests.hear(_POLL_SECONDS)
-                for number in [*self._guests.found]:
-                    self._admit_connection(number, self._guests.found.pop(number))
-                self._tell()
+                self._callers.receive(_POLL_SECONDS)
+                for number in [*self._callers.accepted]:
+                    self._admit(number, self._callers.accepted.pop(number))
+                self._log_rejected()
         finally:
-            self._guests.close()
+            self._callers.close()
             self._listener.close()
 
-    def _tell(self) -> None:
-        wrong = {number % VISITOR_OFFSET: what for number, what in self._guests.unfit.items()}
-        for number in sorted(wrong.keys() - self._told)[: _MAX_LOGGED_MEMBERS - len(self._told)]:
-            self._told.add(number)
-            self._say(rejection_line(f"Rank {number} has {wrong[number]} than this job"))
+    def _log_rejected(self) -> None:
+        reasons = {number % VISITOR_OFFSET: why for number, why in self._callers.rejected_ranks.items()}
+        for number in sorted(reasons.keys() - self._logged)[: _MAX_LOGGED_MEMBERS - len(self._logged)]:
+            self._logged.add(number)
+            self._log(rejection_line(f"rank {number} has {reasons[number]} than this job"))
 
 
 class ConnectionEncryption:
-    """Encrypts the connections of those that have come in, each in a thread of its own: nobody waits for one.
+    """Encryption of admitted connections, each in its own thread, so that a slow one delays no other.
 
     Args:
-        token, adopt, has_come, say: as for `StoreListener`.
+        token, adopt, is_known, log: as for `StoreListener`.
     """
 
     def __init__(
         self,
         token: str,
         adopt: Callable[[int, socket.socket], None],
-        has_come: Callable[[int], bool],
-        say: Callable[[str], object],
+        is_known: Callable[[int], bool],
+        log: Callable[[str], object],
     ) -> None:
         from paceline.job.tls import EphemeralCertificate
 
-        self._token, self._adopt_connection, self._is_known, self._say = token, adopt, has_come, say
+        self._token, self._adopt, self._is_known, self._log = token, adopt, is_known, log
         self._certificate = EphemeralCertificate.make()
 
     def __call__(self, number: int, connection: socket.socket) -> None:
         threading.Thread(
-            target=self._secure, args=(number, connection), daemon=True, name="paceline-store-tls"
+            target=self._encrypt, args=(number, connection), daemon=True, name="paceline-store-tls"
         ).start()
 
-    def _secure(self, number: int, connection: socket.socket) -> None:
+    def _encrypt(self, number: int, connection: socket.socket) -> None:
         from paceline.job.tls import encrypt_server_side
 
         try:
-            line = encrypt_server_side(connection, self._certificate, self._token, number, HELLO_SECONDS)
+            encrypted = encrypt_server_side(connection, self._certificate, self._token, number, HELLO_SECONDS)
         except CommunicationError as error:
-            self._say(rejection_line(error.what))
+            self._log(rejection_line(error.what))
             return
         except OSError:
-            return  # it has hung up, or says nothing: it calls again, or its own deadline ends it
+            return  # the caller connects again, or its own deadline ends it
         if self._is_known(number):
-            line.close()
+            encrypted.close()
         else:
-            self._adopt_connection(number, line)
+            self._adopt(number, encrypted)
 
 
 def rejection_line(what: str) -> str:
-    """A short line, whatever a stranger has written into it."""
+    """Return a line of limited length without control characters, as strangers can choose its text."""
     plain = "".join(letter if letter.isprintable() else "?" for letter in what[:_MAX_LINE_LENGTH])
-    return f"turned away: {plain}\n"
+    return f"rejected: {plain}\n"
 
 
 _READ_BYTES = 1 << 16
@@ -225,19 +225,19 @@ _MAX_UNREAD_BYTES = 1 << 26
 
 @dataclass
 class _MemberConnection:
-    """The connection of a member; what it has said, and what it has not read yet."""
+    """The connection of a member, with the bytes that it has sent and those that it has not read yet."""
 
     member: int
     connection: socket.socket
-    said: bytearray = field(default_factory=bytearray)
+    received: bytearray = field(default_factory=bytearray)
     unread: bytearray = field(default_factory=bytearray)
 
 
 @dataclass(frozen=True)
 class _PendingWait:
-    """A question that has no answer yet."""
+    """A request that has no answer yet."""
 
-    line: _MemberConnection
+    client: _MemberConnection
     number: int
     keys: tuple[bytes, ...]
     watched: frozenset[int]
@@ -245,65 +245,69 @@ class _PendingWait:
 
 
 class StoreServer:
-    """Serves the members of one job until it is closed.
+    """The store of one job, which serves its members until it is closed.
 
     Args:
-        say: is told of those that were turned away.
+        log: prints a client for each process that was rejected.
     """
 
-    def __init__(self, say: Callable[[str], object] = lambda text: None) -> None:
-        self._say = say
+    def __init__(self, log: Callable[[str], object] = lambda text: None) -> None:
+        self._log = log
         self._values = KeyValueTable()
-        self._lines: dict[int, _MemberConnection] = {}
+        self._clients: dict[int, _MemberConnection] = {}
         self._lost: set[int] = set()
         self._waiting: list[_PendingWait] = []
         self._selector = selectors.DefaultSelector()
         self._wake_sender, self._wake_receiver = socket.socketpair()
         self._wake_receiver.setblocking(False)
         self._selector.register(self._wake_receiver, selectors.EVENT_READ)
-        self._orders: list[Callable[[], object]] = []
+        self._queued_calls: list[Callable[[], object]] = []
         self._lock = threading.Lock()
         self._closing = False
         self._threads = [threading.Thread(target=self._serve, daemon=True, name="paceline-store")]
         self._threads[0].start()
 
-    # -- from other threads -----------------------------------------------------------------------------
+    # -- called from other threads -----------------------------------------------------------------------
 
     def connection_for(self, member: int) -> socket.socket:
-        """The far end of a new connection, which a process inherits: whoever holds it is that member."""
+        """Return one end of a new connection for a process to inherit; its holder is that member."""
         near, far = socket.socketpair()
         self.adopt(member, near)
         return far
 
     def put(self, key: str, value: str) -> None:
         """Set a value."""
-        self._order(lambda: self._values.answer(SET, [key.encode(), value.encode()]))
+        self._enqueue_call(lambda: self._values.answer(SET, [key.encode(), value.encode()]))
 
     def adopt(self, member: int, connection: socket.socket) -> None:
         """Serve a connection whose other end is that member."""
-        self._order(lambda: self._begin(member, connection))
+        self._enqueue_call(lambda: self._begin(member, connection))
 
     def admit(self, listener: socket.socket, token: str, *, tls: bool = False) -> None:
-        """Serve those that call here and show that they know the key; others are turned away.
+        """Serve callers at a listening socket that prove that they know the key; others are rejected.
 
         Args:
             listener: a listening socket; it is closed with this server.
-            tls: whether their connections are encrypted.
+            tls: whether the connections are encrypted.
         """
-        door = StoreListener(listener, token, self.adopt, self._lines.__contains__, self._say, tls=tls)
-        doorkeeper = threading.Thread(
-            target=door.keep, args=(lambda: self._closing,), daemon=True, name="paceline-store-door"
+        is_known = self._clients.__contains__
+        store_listener = StoreListener(listener, token, self.adopt, is_known, self._log, tls=tls)
+        thread = threading.Thread(
+            target=store_listener.serve,
+            args=(lambda: self._closing,),
+            daemon=True,
+            name="paceline-store-listener",
         )
-        self._threads.append(doorkeeper)
-        doorkeeper.start()
+        self._threads.append(thread)
+        thread.start()
 
-    def lose(self, member: int) -> None:
-        """A process has ended, whatever its connection says: children of its own may hold it."""
-        self._order(lambda: self._end(self._lines[member]) if member in self._lines else None)
+    def mark_lost(self, member: int) -> None:
+        """Count a member as gone whose process has ended, even if a child of it keeps the connection open."""
+        self._enqueue_call(lambda: self._end(self._clients[member]) if member in self._clients else None)
 
     def close(self) -> None:
         """End the threads and all connections."""
-        self._order(self._stop)
+        self._enqueue_call(self._stop)
         for thread in self._threads:
             thread.join()
 
@@ -315,25 +319,25 @@ class StoreServer:
     ) -> None:
         self.close()
 
-    def _order(self, what: Callable[[], object]) -> None:
+    def _enqueue_call(self, call: Callable[[], object]) -> None:
         with self._lock:
             if self._closing:
                 return
-            self._orders.append(what)
+            self._queued_calls.append(call)
         self._wake_sender.send(b"!")
 
-    # -- the thread -------------------------------------------------------------------------------------
+    # -- called in the thread of the server ---------------------------------------------------------------
 
     def _serve(self) -> None:
         while not self._closing:
             for key, events in self._selector.select(self._seconds_until_expiry()):
                 if key.fileobj is self._wake_receiver:
                     self._run_queued_calls()
-                elif key.data.member in self._lines:
+                elif key.data.member in self._clients:
                     self._serve_connection(key.data, events)
             self._answer_pending_waits()
-        for line in [*self._lines.values()]:
-            line.connection.close()
+        for client in [*self._clients.values()]:
+            client.connection.close()
         self._selector.close()
         self._wake_sender.close()
         self._wake_receiver.close()
@@ -344,97 +348,93 @@ class StoreServer:
     def _seconds_until_expiry(self) -> float | None:
         if not self._waiting:
             return None
-        return max(0.0, min(one.expires for one in self._waiting) - time.monotonic())
+        return max(0.0, min(wait.expires for wait in self._waiting) - time.monotonic())
 
     def _run_queued_calls(self) -> None:
         self._wake_receiver.recv(_READ_BYTES)
         with self._lock:
-            orders, self._orders = self._orders, []
-        for order in orders:
-            order()
+            calls, self._queued_calls = self._queued_calls, []
+        for call in calls:
+            call()
 
     def _begin(self, member: int, connection: socket.socket) -> None:
-        if member in self._lines:
-            self._end(self._lines[member])
+        if member in self._clients:
+            self._end(self._clients[member])
         self._lost.discard(member)
         connection.setblocking(False)
-        line = self._lines[member] = _MemberConnection(member, connection)
-        self._selector.register(connection, selectors.EVENT_READ, line)
+        client = self._clients[member] = _MemberConnection(member, connection)
+        self._selector.register(connection, selectors.EVENT_READ, client)
 
-    def _end(self, line: _MemberConnection) -> None:
-        self._selector.unregister(line.connection)
-        line.connection.close()
-        del self._lines[line.member]
-        self._lost.add(line.member)
-        self._waiting = [one for one in self._waiting if one.line is not line]
+    def _end(self, client: _MemberConnection) -> None:
+        self._selector.unregister(client.connection)
+        client.connection.close()
+        del self._clients[client.member]
+        self._lost.add(client.member)
+        self._waiting = [wait for wait in self._waiting if wait.client is not client]
 
-    def _serve_connection(self, line: _MemberConnection, events: int) -> None:
+    def _serve_connection(self, client: _MemberConnection, events: int) -> None:
         try:
             if events & selectors.EVENT_WRITE:
-                self._send(line)
+                self._send(client)
             if events & selectors.EVENT_READ:
-                part = line.connection.recv(_READ_BYTES)
-                line.said += part
-                if not part:
-                    self._end(line)
-            while (
-                line.member in self._lines and (message := store_protocol.pop_message(line.said)) is not None
-            ):
-                self._answer(line, message)
+                data = client.connection.recv(_READ_BYTES)
+                client.received += data
+                if not data:
+                    self._end(client)
+            while client.member in self._clients and (message := pop_message(client.received)) is not None:
+                self._answer(client, message)
         except BlockingIOError:
             return
         except (OSError, ValueError):
-            if self._lines.get(line.member) is line:
-                self._end(line)
+            if self._clients.get(client.member) is client:
+                self._end(client)
 
-    def _answer(self, line: _MemberConnection, message: StoreMessage) -> None:
+    def _answer(self, client: _MemberConnection, message: StoreMessage) -> None:
         number, word, fields = message.number, message.word, message.fields
         if word == AWAIT:
             seconds, watched, *keys = fields
             expires = time.monotonic() + float(seconds)
-            self._waiting.append(
-                _PendingWait(line, number, tuple(keys), store_protocol.decode_members(watched), expires)
-            )
+            self._waiting.append(_PendingWait(client, number, tuple(keys), decode_members(watched), expires))
         elif word == LOST:
-            self._reply(line, number, DONE, [store_protocol.encode_members(sorted(self._lost))])
+            self._reply(client, number, DONE, [encode_members(sorted(self._lost))])
         elif word == LOG_TEXT:
-            self._say(rejection_line(fields[0].decode(errors="replace")))
-            self._reply(line, number, DONE, [])
+            self._log(rejection_line(fields[0].decode(errors="replace")))
+            self._reply(client, number, DONE, [])
         else:
             try:
-                self._reply(line, number, DONE, self._values.answer(word, fields))
+                self._reply(client, number, DONE, self._values.answer(word, fields))
             except ValueError as error:
-                self._reply(line, number, REFUSED, [str(error).encode()])
+                self._reply(client, number, REFUSED, [str(error).encode()])
 
     def _answer_pending_waits(self) -> None:
-        """Answer those whose keys are all there, whose time is over, or who wait for somebody gone."""
-        now, still = time.monotonic(), []
-        for one in self._waiting:
-            missing, lost = self._values.missing(one.keys), one.watched & self._lost
+        """Answer waits whose keys all exist, whose time is over, or whose watched members are gone."""
+        now, pending = time.monotonic(), []
+        for wait in self._waiting:
+            missing, lost = self._values.missing(wait.keys), wait.watched & self._lost
             if not missing:
-                self._reply(one.line, one.number, DONE, self._values.get(one.keys))
+                self._reply(wait.client, wait.number, DONE, self._values.get(wait.keys))
             elif lost:
-                self._reply(one.line, one.number, GONE, [store_protocol.encode_members(sorted(lost))])
-            elif now >= one.expires:
-                self._reply(one.line, one.number, LATE, missing)
+                self._reply(wait.client, wait.number, GONE, [encode_members(sorted(lost))])
+            elif now >= wait.expires:
+                self._reply(wait.client, wait.number, LATE, missing)
             else:
-                still.append(one)
-        self._waiting = [one for one in still if one.line.member in self._lines]
+                pending.append(wait)
+        self._waiting = [wait for wait in pending if wait.client.member in self._clients]
 
-    def _reply(self, line: _MemberConnection, number: int, word: bytes, fields: Sequence[bytes]) -> None:
-        if self._lines.get(line.member) is not line:
+    def _reply(self, client: _MemberConnection, number: int, word: bytes, fields: Sequence[bytes]) -> None:
+        if self._clients.get(client.member) is not client:
             return
-        line.unread += encode_message(StoreMessage(number, word, tuple(fields)))
+        client.unread += encode_message(StoreMessage(number, word, tuple(fields)))
         try:
-            self._send(line)
-            if len(line.unread) > _MAX_UNREAD_BYTES:
-                raise OSError("it does not read")
+            self._send(client)
+            if len(client.unread) > _MAX_UNREAD_BYTES:
+                raise OSError("the member does not read")
         except OSError:
-            self._end(line)
+            self._end(client)
 
-    def _send(self, line: _MemberConnection) -> None:
+    def _send(self, client: _MemberConnection) -> None:
         with contextlib.suppress(BlockingIOError):
-            while line.unread:
-                del line.unread[: line.connection.send(line.unread)]
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if line.unread else 0)
-        self._selector.modify(line.connection, wanted, line)
+            while client.unread:
+                del client.unread[: client.connection.send(client.unread)]
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if client.unread else 0)
+        self._selector.modify(client.connection, wanted, client)

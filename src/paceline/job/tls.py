@@ -1,16 +1,15 @@
-"""TLS between two ends that know the key of a job: nobody in between can hear or change what they say.
+"""TLS between processes of a job, either bound to the key of the job or with a certificate of the job.
 
-Who serves makes a certificate at the start, which nobody signs. The key vouches for it instead: inside of the
-encrypted connection both sides prove that they know the key and see the same certificate, so one that
-somebody in between puts in its place is found. Invariant: a line that is returned has been proved to both.
-Source: channel binding to the certificate of the server, RFC 5929, section 4 (tls-server-end-point).
+Connections to the store use an ephemeral certificate that is not signed. Instead, inside of the encrypted
+connection, both sides prove that they know the key of the job and see the same certificate, so a certificate
+that somebody in between substitutes is detected. Connections over gRPC use a certificate that all hosts of a
+job share and that the job's own authority has signed. The authority's key is never written and is dropped
+when `make` returns, so nobody can create a second certificate that the job would accept.
 
-The certificate of a job, and the authority that is made for it alone: who has neither is no part of it.
-
-All hosts of a job share one certificate, so it names the job and no host. The key of the authority is never
-written and is gone when `make` returns: nobody can make a second certificate that the job would take.
-Invariant: the private key is on a disk only where `save` has put it, readable by its owner alone; what `read`
-returns fits together and is valid now.
+Invariants: a connection that is returned has been authenticated to both sides. The private key is on disk
+only where `save` has written it, readable by its owner alone; what `read` returns fits together and is valid
+now.
+Source: channel binding to the server's certificate, RFC 5929, section 4 (tls-server-end-point).
 """
 
 from __future__ import annotations
@@ -28,7 +27,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import CommunicationError, RecipeError
-from paceline.job.handshake import NONCE_BYTES, PROOF_BYTES, compute_proof, make_nonce, verify_proof
+from paceline.job.handshake import (
+    NONCE_BYTES,
+    PROOF_BYTES,
+    compute_proof,
+    make_nonce,
+    receive_exactly,
+    verify_proof,
+)
 
 if TYPE_CHECKING:
     from cryptography import x509
@@ -36,11 +42,11 @@ if TYPE_CHECKING:
 
 _CALLER, _CALLED = b"tls caller", b"tls called"
 _RECORD_BYTES = 1 << 14
-_LIFETIME = timedelta(days=3650)  # of a certificate that lives as long as a process; nobody reads it
+_LIFETIME = timedelta(days=3650)  # of an ephemeral certificate; no side checks it
 
 
 class EncryptedSocket(ssl.SSLSocket):
-    """A socket that encrypts. Where it would have to wait it raises `BlockingIOError`, as others do."""
+    """An encrypted socket that raises `BlockingIOError` when it would block, as plain sockets do."""
 
     def recv(self, *arguments: Any, **options: Any) -> bytes:
         try:
@@ -55,7 +61,8 @@ class EncryptedSocket(ssl.SSLSocket):
             raise BlockingIOError from None
 
     def send(self, data: Any, flags: int = 0) -> int:
-        """Send one record at most: the library insists on the same bytes after it had to wait."""
+        """Send at most one TLS record; returns the number of bytes sent."""
+        # after a send that would block, OpenSSL insists on being called with the same bytes
         try:
             return super().send(memoryview(data)[:_RECORD_BYTES], flags)
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
@@ -64,7 +71,7 @@ class EncryptedSocket(ssl.SSLSocket):
 
 @dataclass(frozen=True)
 class EphemeralCertificate:
-    """A certificate and its key, as whoever serves uses them.
+    """A self-signed certificate of a server, which exists only in its memory.
 
     Args:
         context: for the server's side of a connection.
@@ -76,13 +83,13 @@ class EphemeralCertificate:
 
     @classmethod
     def make(cls) -> EphemeralCertificate:
-        """A new one; its key is on no disk when this returns."""
+        """Create a certificate; its key is not on disk when this returns."""
         certificate, key = _self_signed()
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.num_tickets = 0
         context.sslsocket_class = EncryptedSocket
-        with tempfile.TemporaryDirectory(prefix="paceline-") as folder:  # nobody else may look into it
+        with tempfile.TemporaryDirectory(prefix="paceline-") as folder:  # mode 0700; ssl reads only files
             path = Path(folder) / "pem"
             path.write_bytes(key + certificate)
             context.load_cert_chain(path)
@@ -91,7 +98,7 @@ class EphemeralCertificate:
 
 
 def _self_signed() -> tuple[bytes, bytes]:
-    """Certificate and key, as PEM."""
+    """Return a certificate and its key, in PEM."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -110,41 +117,42 @@ def _self_signed() -> tuple[bytes, bytes]:
 def encrypt_server_side(
     connection: socket.socket, certificate: EphemeralCertificate, token: str, rank: int, seconds: float
 ) -> EncryptedSocket:
-    """The server's side; `connection` is used up.
+    """Encrypt the server's side of a connection, which is replaced by the returned socket.
 
     Args:
-        rank: of who has called.
-        seconds: how long either step may wait.
+        rank: rank of the client.
+        seconds: how long each step can take.
     Raises:
-        CommunicationError: the other side has another key, or somebody is in between.
-        OSError: it hangs up, or takes too long.
+        CommunicationError: the client has another key, or another process is in between.
+        OSError: the client hangs up or takes too long.
     """
     with ExitStack() as failing:
-        line = _wrap_socket(failing, certificate.context, connection, seconds, server_side=True)
-        theirs = _receive_exactly(line, NONCE_BYTES + PROOF_BYTES)
-        made, proof = theirs[:NONCE_BYTES], theirs[NONCE_BYTES:]
-        if not verify_proof(proof, token, _CALLER, rank, made, certificate.fingerprint):
+        encrypted = _wrap_socket(failing, certificate.context, connection, seconds, server_side=True)
+        message = receive_exactly(encrypted, NONCE_BYTES + PROOF_BYTES)
+        nonce, proof = message[:NONCE_BYTES], message[NONCE_BYTES:]
+        if not verify_proof(proof, token, _CALLER, rank, nonce, certificate.fingerprint):
             raise _interception_error(f"rank {rank}")
-        line.sendall(compute_proof(token, _CALLED, rank, made, certificate.fingerprint))
+        encrypted.sendall(compute_proof(token, _CALLED, rank, nonce, certificate.fingerprint))
         failing.pop_all()
-    return line
+    return encrypted
 
 
 def encrypt_client_side(connection: socket.socket, token: str, rank: int, seconds: float) -> EncryptedSocket:
-    """The other side, which is `rank`; arguments and errors as for `encrypt_server_side`."""
+    """Encrypt the client's side of a connection; arguments and errors as for `encrypt_server_side`."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # the proofs vouch for it
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # the proofs below replace the check
     context.sslsocket_class = EncryptedSocket
     with ExitStack() as failing:
-        line = _wrap_socket(failing, context, connection, seconds, server_side=False)
-        seen = hashlib.sha256(line.getpeercert(binary_form=True) or b"").digest()
-        made = make_nonce()
-        line.sendall(made + compute_proof(token, _CALLER, rank, made, seen))
-        if not verify_proof(_receive_exactly(line, PROOF_BYTES), token, _CALLED, rank, made, seen):
+        encrypted = _wrap_socket(failing, context, connection, seconds, server_side=False)
+        fingerprint = hashlib.sha256(encrypted.getpeercert(binary_form=True) or b"").digest()
+        nonce = make_nonce()
+        encrypted.sendall(nonce + compute_proof(token, _CALLER, rank, nonce, fingerprint))
+        proof = receive_exactly(encrypted, PROOF_BYTES)
+        if not verify_proof(proof, token, _CALLED, rank, nonce, fingerprint):
             raise _interception_error("the server")
         failing.pop_all()
-    return line
+    return encrypted
 
 
 def _wrap_socket(
@@ -157,43 +165,33 @@ def _wrap_socket(
 ) -> EncryptedSocket:
     failing.callback(connection.close)
     connection.settimeout(seconds)
-    line = context.wrap_socket(connection, server_side=server_side)
-    failing.callback(line.close)
-    assert isinstance(line, EncryptedSocket)
-    return line
+    encrypted = context.wrap_socket(connection, server_side=server_side)
+    failing.callback(encrypted.close)
+    assert isinstance(encrypted, EncryptedSocket)
+    return encrypted
 
 
-def _receive_exactly(line: EncryptedSocket, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        part = line.recv(size - len(data))
-        if not part:
-            raise ConnectionResetError("the other side has hung up")
-        data += part
-    return data
-
-
-def _interception_error(whom: str) -> CommunicationError:
+def _interception_error(peer: str) -> CommunicationError:
     return CommunicationError(
-        f"{whom} has another certificate, or another key: somebody is in between, or it is another job",
-        next_step="give all nodes the same key, and look at who can change the traffic between them",
+        f"{peer} has a different certificate or key: it is in another job, or the connection is intercepted",
+        next_step="use the same key on all nodes, and check who can change the traffic between them",
     )
 
 
 CERTIFICATE_HOST_NAME = "paceline-job"
-"""The name in the certificate of every job, by which callers ask for it, whatever the address of a host."""
+"""The host name in the certificate of every job, which clients check instead of the real host name."""
 AUTHORITY_FILE, CERTIFICATE_FILE, KEY_FILE = "authority.pem", "certificate.pem", "key.pem"
-_CLOCK_SKEW = timedelta(hours=1)  # clocks of hosts differ
+_CLOCK_SKEW = timedelta(hours=1)  # the clocks of hosts differ
 
 
 @dataclass(frozen=True)
 class JobCertificate:
-    """Three texts in PEM.
+    """The certificate of a job, as three texts in PEM.
 
     Args:
-        authority: the certificate of the job's own authority; public.
-        certificate: what the authority has signed; public.
-        key: of the certificate; secret.
+        authority: certificate of the job's own authority; public.
+        certificate: certificate of the job, signed by the authority; public.
+        key: private key of the certificate; secret.
     """
 
     authority: bytes
@@ -202,27 +200,27 @@ class JobCertificate:
 
     @classmethod
     def make(cls, days: int = 365) -> JobCertificate:
-        """A new authority, and the one certificate that it ever signs."""
+        """Create an authority and the only certificate that it ever signs, valid for `days`."""
         from cryptography.hazmat.primitives import hashes, serialization
         from cryptography.hazmat.primitives.asymmetric import ec
 
-        signer, own = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
+        signer, key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
         root = _certificate_builder("the authority of a job of Paceline", "", signer, days, signs=True)
         leaf = _certificate_builder(
-            CERTIFICATE_HOST_NAME, "the authority of a job of Paceline", own, days, signs=False
+            CERTIFICATE_HOST_NAME, "the authority of a job of Paceline", key, days, signs=False
         )
         pem, plain = serialization.Encoding.PEM, serialization.NoEncryption()
         return cls(
             root.sign(signer, hashes.SHA256()).public_bytes(pem),
             leaf.sign(signer, hashes.SHA256()).public_bytes(pem),
-            own.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain),
+            key.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain),
         )
 
     def save(self, folder: Path) -> None:
-        """Write three files into a folder, which is made; the key is for this user alone.
+        """Write three files to a folder, which is created; only this user can read the key.
 
         Raises:
-            RecipeError: there is one already, or it cannot be written.
+            RecipeError: one of the files exists already, or cannot be written.
         """
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -238,60 +236,62 @@ class JobCertificate:
                     file.write(text)
         except FileExistsError as error:
             raise RecipeError(
-                f"{error.filename} is there already, and a job may use it",
+                f"{error.filename} exists already, and a job may use it",
                 next_step="name another folder, or remove that one",
             ) from error
         except OSError as error:
             raise RecipeError(
                 f"cannot write the certificate: {error.strerror}: {error.filename}",
-                next_step="name a folder that this user may write",
+                next_step="choose a folder that this user can write to",
             ) from error
 
     @classmethod
     def read(cls, folder: Path) -> JobCertificate:
-        """What `save` has written.
+        """Read what `save` has written.
 
         Raises:
-            RecipeError: a file is missing or is none of those; others may read the key; or it is not valid
-                today.
+            RecipeError: a file is missing or invalid, other users can read the key, or the certificate is not
+                valid today.
         """
         try:
             mode = stat.S_IMODE((folder / KEY_FILE).stat().st_mode)
-            found = cls(
+            certificate = cls(
                 *((folder / name).read_bytes() for name in (AUTHORITY_FILE, CERTIFICATE_FILE, KEY_FILE))
             )
         except OSError as error:
             raise _certificate_error(
-                f"there is no certificate: {error.strerror}: {error.filename}",
-                f"make one: paceline certificate {folder}",
+                f"cannot read the certificate: {error.strerror}: {error.filename}",
+                f"create one: paceline certificate {folder}",
             ) from error
         if mode & 0o077:
             raise _certificate_error(
-                f"other users may read the key {folder / KEY_FILE} (mode {mode:04o})",
+                f"other users can read the key {folder / KEY_FILE} (mode {mode:04o})",
                 f"chmod 600 {folder / KEY_FILE}",
             )
-        found._require_fit(folder)
-        return found
+        certificate._check_validity(folder)
+        return certificate
 
-    def _require_fit(self, folder: Path) -> None:
+    def _check_validity(self, folder: Path) -> None:
         from cryptography import x509
         from cryptography.exceptions import InvalidSignature
         from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
-        again = f"make another, and give it to all hosts: paceline certificate {folder}"
+        again = f"create another one and copy it to all hosts: paceline certificate {folder}"
         try:
             root = x509.load_pem_x509_certificate(self.authority)
             leaf = x509.load_pem_x509_certificate(self.certificate)
             key = load_pem_private_key(self.key, None)
             leaf.verify_directly_issued_by(root)
         except (ValueError, TypeError, InvalidSignature) as error:
-            raise _certificate_error(f"the files of {folder} are no certificate of one job", again) from error
+            raise _certificate_error(
+                f"the files in {folder} are not the certificate of one job", again
+            ) from error
         if key.public_key() != leaf.public_key():
-            raise _certificate_error(f"the key of {folder} is not that of its certificate", again)
+            raise _certificate_error(f"the key in {folder} does not belong to its certificate", again)
         first, last = leaf.not_valid_before_utc, leaf.not_valid_after_utc
         if not first <= datetime.now(UTC) <= last:
             raise _certificate_error(
-                f"the certificate of {folder} is valid from {first:%Y-%m-%d} to {last:%Y-%m-%d}", again
+                f"the certificate in {folder} is valid from {first:%Y-%m-%d} to {last:%Y-%m-%d}", again
             )
 
 

@@ -1,4 +1,7 @@
-"""The store as torch sees it, which makes its process groups there. Imports torch; nobody else here does."""
+"""The job's store with the interface of torch, which creates its process groups through it.
+
+This is the only module of the package that imports torch at the top.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,11 @@ _POLL_SECONDS = 0.02
 
 
 class JobStore(TorchStore):
-    """A member's view of the job's store. Keep a reference to it as long as torch may use it.
+    """A member's view of the job's store. Keep a reference to it as long as torch can use it.
 
     Args:
-        client: asks the server.
-        seconds: how long `get` and `wait` wait if nobody says.
+        client: the connection to the server.
+        seconds: default time-out of `get` and `wait`.
     """
 
     def __init__(self, client: StoreClient, seconds: float) -> None:
@@ -31,7 +34,7 @@ class JobStore(TorchStore):
 
     @contextmanager
     def watching(self, members: Sequence[int]) -> Iterator[None]:
-        """Meanwhile every wait fails at once if one of these members is gone."""
+        """Make every wait in the block fail at once if one of these members is gone."""
         before, self._watched = self._watched, tuple(members)
         try:
             yield
@@ -40,27 +43,27 @@ class JobStore(TorchStore):
 
     @property
     def torch(self) -> TorchStore:
-        """What torch is given."""
+        """The store that torch gets."""
         return self
 
     def lost(self) -> frozenset[int]:
-        """Members that are gone."""
+        """Return the members that are gone."""
         return self.client.lost()
 
-    def tell(self, text: str) -> None:
-        """Have something said where the store is served."""
-        self.client.tell(text)
+    def log_text(self, text: str) -> None:
+        """Print a line in the process that serves the store."""
+        self.client.log_text(text)
 
     def close(self) -> None:
-        """Leave; for the others this member is gone."""
+        """Leave the job; the other members then see this one as gone."""
         self.client.close()
 
     def wait_for_keys(self, keys: Sequence[str], seconds: float, watched: Sequence[int] = ()) -> list[bytes]:
-        """See `StoreClient.wait`."""
+        """Wait until all `keys` exist; as `StoreClient.wait`."""
         return self.client.wait(keys, seconds, watched)
 
     def set(self, key: str, value: str | bytes) -> None:
-        self.client.ask(SET, key.encode(), value.encode() if isinstance(value, str) else bytes(value))
+        self.client.request(SET, key.encode(), value.encode() if isinstance(value, str) else bytes(value))
 
     def get(self, key: str) -> bytes:
         return self.client.wait([key], self._seconds, self._watched)[0]
@@ -70,23 +73,23 @@ class JobStore(TorchStore):
         self.client.wait(keys, seconds, self._watched)
 
     def add(self, key: str, value: int) -> int:
-        return int(self.client.ask(ADD, key.encode(), b"%d" % value)[0])
+        return int(self.client.request(ADD, key.encode(), b"%d" % value)[0])
 
     def append(self, key: str, value: str | bytes) -> None:
-        self.client.ask(APPEND, key.encode(), value.encode() if isinstance(value, str) else bytes(value))
+        self.client.request(APPEND, key.encode(), value.encode() if isinstance(value, str) else bytes(value))
 
     def compare_set(self, key: str, expected: str | bytes, wanted: str | bytes) -> bytes:
-        both = (one.encode() if isinstance(one, str) else bytes(one) for one in (expected, wanted))
-        return self.client.ask(COMPARE, key.encode(), *both)[0]
+        both = (value.encode() if isinstance(value, str) else bytes(value) for value in (expected, wanted))
+        return self.client.request(COMPARE, key.encode(), *both)[0]
 
     def check(self, keys: list[str]) -> bool:
-        return self.client.ask(CHECK, *(key.encode() for key in keys))[0] == b"1"
+        return self.client.request(CHECK, *(key.encode() for key in keys))[0] == b"1"
 
     def delete_key(self, key: str) -> bool:
-        return self.client.ask(DELETE, key.encode())[0] == b"1"
+        return self.client.request(DELETE, key.encode())[0] == b"1"
 
     def num_keys(self) -> int:
-        return int(self.client.ask(COUNT)[0])
+        return int(self.client.request(COUNT)[0])
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._seconds = timeout.total_seconds()
@@ -102,10 +105,10 @@ class JobStore(TorchStore):
 
 
 class AgentStore:
-    """The store that torchrun's agent serves: torch's own, which knows no members, so none is ever lost.
+    """The store that torchrun's agent serves: torch's own, which does not know members, so none is ever lost.
 
     Args:
-        store: reached already.
+        store: torch's store, connected.
     """
 
     def __init__(self, store: Any) -> None:
@@ -116,21 +119,20 @@ class AgentStore:
 
     @contextmanager
     def watching(self, members: Sequence[int]) -> Iterator[None]:
-        """See `JobStore`; here nobody is seen to leave."""
         yield
 
     def lost(self) -> frozenset[int]:
-        """See `JobStore`."""
         return frozenset()
 
-    def tell(self, text: str) -> None:
-        """See `JobStore`; torchrun's agent says nothing."""
+    def log_text(self, text: str) -> None:
+        """Do nothing: torchrun's agent prints no texts of members."""
 
     def close(self) -> None:
-        """See `JobStore`."""
+        """Do nothing: the agent closes its store."""
 
     def wait_for_keys(self, keys: Sequence[str], seconds: float, watched: Sequence[int] = ()) -> list[bytes]:
-        """See `StoreClient.wait`; by polling: torch's own wait would write C++ stacks into the log."""
+        """Wait until all `keys` exist; as `StoreClient.wait`."""
+        # by polling: torch's own wait writes C++ stacks to the log when it times out
         expires = time.monotonic() + seconds
         while not self.check(list(keys)):
             if time.monotonic() > expires:

@@ -1,7 +1,7 @@
-"""Start the processes of a job on this node, watch them, and end all of them when one fails.
+"""Start the processes of a job on this node, supervise them, and end all of them when one fails.
 
-Invariant: this room never imports torch (its fork server imports what it is told, in a process of its own),
-and when `launch` returns, no process that it started is left. What a worker computes is not its business.
+Invariants: this package never imports torch (only its fork server does, in a process of its own), and when
+`launch` returns, no process that it started is left. It knows nothing of what a worker computes.
 """
 
 from paceline.launch.fork_client import fork_server

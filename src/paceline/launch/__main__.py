@@ -27,25 +27,24 @@ _AGENT_STORE = {
 
 
 def main(argv: list[str]) -> None:
-    """Run a script, or a module after "-m".
-
-    Torch's own store is served by global rank 0, the way torchrun's agent serves it. The job's store does not
-    speak its language, and knows its port.
-    """
+    """Run a script, or a module after "-m"."""
     cluster = Cluster.from_env()
     with guard(cluster):
         store = _provide_torch_store(cluster) if cluster.world_size > 1 else None
         _run_script(argv)
         if "torch" in sys.modules:
             destroy_leftover_groups()
-        del store  # not earlier: the other ranks may still need it
+        del store  # not earlier: the other ranks can still need it
 
 
 def _provide_torch_store(cluster: Cluster) -> object:
-    """Serve torch's own store on global rank 0, and let the script find it."""
+    """Serve torch's own store on global rank 0, as torchrun's agent does, and let the script find it.
+
+    The store of the job has another protocol; it only tells the other nodes the port of torch's store.
+    """
     change_environment(_AGENT_STORE)
     if cluster.node_rank > 0:
-        port = read_store_value(cluster.way, TORCH_PORT, _SERVE_SECONDS)
+        port = read_store_value(cluster.store_access, TORCH_PORT, _SERVE_SECONDS)
         change_environment({"MASTER_PORT": port})
     if cluster.listen_fd is None:
         return None

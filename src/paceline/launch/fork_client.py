@@ -1,10 +1,10 @@
-"""Workers that a fork server starts: in milliseconds, because it has imported for them.
+"""Workers that a fork server starts in milliseconds, since it has done their imports.
 
-A fork server pays for itself where several jobs follow each other, as in a sweep, and where a job has as many
-workers as the machine has cores: they would all import, and wait for each other. It is named by the variable
-PACELINE_FORK_SERVER, so that every command inside of `fork_server()` finds it; "none" asks for none.
+A fork server pays off when several jobs follow each other, as in a sweep, and when a job has as many workers
+as the machine has cores, which would all import at the same time. The variable PACELINE_FORK_SERVER names
+it, so that every command inside of `fork_server()` finds it; "none" disables it.
 
-Invariant: a worker is forked only if it would be the same as one that is started anew; else there is none.
+Invariant: a worker is forked only if it would be equal to a process that is started in the ordinary way.
 """
 
 from __future__ import annotations
@@ -36,25 +36,26 @@ _SOCKET = "socket"
 _MODULE = "paceline.launch.fork_server"
 _COMMAND, _SCRIPT = "paceline", "paceline.launch"
 _PID_FILE = "pid"
-_ANSWER_SECONDS = 120.0  # it may still be importing, from a cold disk or on a busy machine
-_MESSAGE_SECONDS = 5.0  # once it has begun to speak
+_ANSWER_SECONDS = 120.0  # the server may still import, from a cold disk or on a busy machine
+_MESSAGE_SECONDS = 5.0  # for the rest of a message that has begun
 _POLL_SECONDS = 0.1
-_REPORT_SECONDS = 1.0  # from a worker's end until the server must have reported it
+_REPORT_SECONDS = 1.0  # after the end of a worker, until the server must have reported it
 
 
 @contextmanager
 def fork_server(
     modules: Sequence[str] = (), environ: Mapping[str, str] | None = None
 ) -> Iterator[dict[str, str]]:
-    """Keep a fork server, unless there is one; off Linux, and where there are GPUs, there is none.
+    """Run a fork server during the block, unless one is running already.
 
-    A process cannot use CUDA if the one that forked it has begun to; that no import does is not proven.
+    There is none off Linux, and none on machines with GPUs: a process cannot use CUDA if its parent had
+    initialised it, and imports are not guaranteed not to.
 
     Args:
-        modules: what it imports beside what every worker uses.
-        environ: what workers inherit; None: the variables of this process.
+        modules: modules to import in addition to those that every worker uses.
+        environ: the variables that workers inherit; None: those of this process.
     Yields:
-        The variables by which `launch` finds it.
+        The variables with which `launch` finds it; empty if there is none.
     """
     inherited = process_environment() if environ is None else environ
     if FORK_SERVER_VARIABLE in inherited or sys.platform != "linux" or Path("/dev/nvidiactl").exists():
@@ -77,7 +78,7 @@ def fork_server(
             try:
                 yield {FORK_SERVER_VARIABLE: folder}
             finally:
-                server.kill()  # it holds nothing; what it has forked ends with the launchers
+                server.kill()  # it has no state; the processes that it forked end with their launchers
 
 
 def _command(folder: str, listener: socket.socket, modules: Sequence[str]) -> list[str]:
@@ -85,9 +86,10 @@ def _command(folder: str, listener: socket.socket, modules: Sequence[str]) -> li
 
 
 def is_worthwhile(workers: Sequence[WorkerSpec], cores: int) -> bool:
-    """Whether a job is started sooner with a fork server of its own.
+    """Return whether a job starts faster with its own fork server.
 
-    Only for commands of Paceline: a user's script may set variables before it imports PyTorch.
+    That is the case only for commands of Paceline: a user's script can set variables before it imports
+        PyTorch.
     """
     return len(workers) >= max(2, cores) and _module_of(workers[0]) == _COMMAND
 
@@ -100,12 +102,12 @@ WaitForAnswer = Callable[[socket.socket], None]
 
 
 class ForkedProcess:
-    """A worker that a fork server has started; it is used as a `subprocess.Popen` is.
+    """A worker that a fork server has started, with the interface of `subprocess.Popen`.
 
     Args:
-        pid: its number.
-        report: the open file at which the server reports its end. A server that is stopped reports nothing;
-            then the system is asked.
+        pid: its process ID.
+        report: an open pipe on which the server reports its exit code. A server that is stopped reports
+            nothing; then /proc is read.
     Attributes:
         fork_server_died: the server died, and the worker with it.
     """
@@ -118,20 +120,20 @@ class ForkedProcess:
         self._ended_at: float | None = None
 
     def poll(self) -> int | None:
-        """The exit code; None while it runs."""
+        """Return the exit code; None while it runs."""
         if self.returncode is not None:
             return self.returncode
         if select.select([self.report], [], [], 0)[0]:
-            said = os.read(self.report, 16)
+            code = os.read(self.report, 16)
             os.close(self.report)
-            self.fork_server_died = not said
-            self.returncode = int(said) if said else -signal.SIGKILL
+            self.fork_server_died = not code
+            self.returncode = int(code) if code else -signal.SIGKILL
         else:
             self._poll_system()
         return self.returncode
 
     def _poll_system(self) -> None:
-        """Take the exit code of a process that ended a while ago, and that nobody has waited for."""
+        # a stopped server does not wait for its children, so a worker that has ended stays a zombie
         status = zombie_exit_status(self.pid)
         if status is None:
             return
@@ -141,17 +143,17 @@ class ForkedProcess:
             self.returncode = os.waitstatus_to_exitcode(status)
 
     def wait(self, timeout: float) -> int:
-        """Wait for its end.
+        """Wait until it has ended; returns the exit code.
 
         Raises:
-            subprocess.TimeoutExpired: it still runs.
+            subprocess.TimeoutExpired: it still runs after `timeout` seconds.
         """
         expires = time.monotonic() + timeout
         while self.poll() is None:
-            left = expires - time.monotonic()
-            if left <= 0:
+            remaining = expires - time.monotonic()
+            if remaining <= 0:
                 raise subprocess.TimeoutExpired("a worker", timeout)
-            select.select([self.report], [], [], min(left, _POLL_SECONDS))
+            select.select([self.report], [], [], min(remaining, _POLL_SECONDS))
         return self.returncode or 0
 
     def send_signal(self, number: int) -> None:
@@ -162,22 +164,20 @@ class ForkedProcess:
 
 
 class ForkClient:
-    """A launcher's connection to the fork server, made when the first worker could come from it.
+    """A launcher's connection to the fork server, opened for the first worker that could be forked.
 
     Args:
         environ: the variables that workers inherit; they name the server, if there is one.
-        stop_requested: whether the launcher is to stop; then nobody waits for the server any more.
+        stop_requested: returns whether the launcher should stop, and thus not wait for the server any longer.
     Attributes:
-        lost: it did not answer; whom it had forked before ends with it.
+        lost: the server did not answer; the workers that it had forked end with it.
     """
 
     def __init__(
         self, environ: Mapping[str, str], stop_requested: Callable[[], bool] = lambda: False
     ) -> None:
-        named = (
-            environ.get(FORK_SERVER_VARIABLE, NO_FORK_SERVER) if sys.platform == "linux" else NO_FORK_SERVER
-        )
-        self._folder = "" if named == NO_FORK_SERVER else named
+        folder = environ.get(FORK_SERVER_VARIABLE, NO_FORK_SERVER)
+        self._folder = folder if folder != NO_FORK_SERVER and sys.platform == "linux" else ""
         self._connection: socket.socket | None = None
         self._server_context: dict[str, str] = {}
         self._stop_requested, self._server_pid = stop_requested, 0
@@ -192,7 +192,7 @@ class ForkClient:
         self._leave()
 
     def start(self, worker: WorkerSpec, output: int, errors: int) -> ForkedProcess | None:
-        """Fork a worker in a session of its own; None if it has to be started anew.
+        """Fork a worker in its own session; None if it has to be started in the ordinary way.
 
         Args:
             output, errors: open files for its standard output and standard error.
@@ -200,28 +200,28 @@ class ForkClient:
         if not self._folder or _module_of(worker) not in (_COMMAND, _SCRIPT):
             return None
         try:
-            connection = self._connection or self._meet()
+            connection = self._connection or self._connect()
             if self._server_context == process_context(worker.environ):
-                return _request_fork(connection, worker, [output, errors], self._await)
-        except (OSError, EOFError, ValueError, TypeError):  # it is gone, does not answer, or says nonsense
+                return _request_fork(connection, worker, [output, errors], self._wait_for_answer)
+        except (OSError, EOFError, ValueError, TypeError):  # it is gone, does not answer, or sends garbage
             self._leave()
             self.lost = True
         return None
 
-    def _meet(self) -> socket.socket:
+    def _connect(self) -> socket.socket:
         self._connection = connection = socket.socket(socket.AF_UNIX)
         connection.settimeout(_MESSAGE_SECONDS)
         connection.connect(str(Path(self._folder) / _SOCKET))
-        self._server_pid = int((Path(self._folder) / _PID_FILE).read_text())  # until its child answers
-        self._await(connection)
+        self._server_pid = int((Path(self._folder) / _PID_FILE).read_text())  # until its child sends its own
+        self._wait_for_answer(connection)
         (self._server_context, self._server_pid), _ = fork_protocol.expect_message(connection)
         return connection
 
-    def _await(self, connection: socket.socket) -> None:
-        """Wait until the server says something.
+    def _wait_for_answer(self, connection: socket.socket) -> None:
+        """Wait until the server has sent something.
 
         Raises:
-            OSError: it is stopped, it takes too long, or nobody wants to know any more.
+            TimeoutError: the server is stopped or takes too long, or the launcher should stop.
         """
         expires = time.monotonic() + _ANSWER_SECONDS
         while not select.select([connection], [], [], _POLL_SECONDS)[0]:
@@ -232,7 +232,7 @@ class ForkClient:
         self._folder = ""
         if self._connection is not None:
             self._connection.close()
-            if self._server_context and is_stopped(self._server_pid):  # it would never notice
+            if self._server_context and is_stopped(self._server_pid):  # a stopped server would never notice
                 with suppress(ProcessLookupError):
                     os.kill(self._server_pid, signal.SIGKILL)
 
@@ -240,15 +240,15 @@ class ForkClient:
 def _request_fork(
     connection: socket.socket, worker: WorkerSpec, output: Sequence[int], wait_for_answer: WaitForAnswer
 ) -> ForkedProcess:
-    """Have a worker forked, and take the end of the pipe at which its end is reported."""
+    """Request a worker from the server, with a pipe on which the server reports its exit code."""
     with ExitStack() as opened:
         report, far_end = os.pipe()
         opened.callback(os.close, report)
         files = [*output, far_end, *worker.files.values()]
         try:
-            place = str(worker.directory or Path.cwd())
+            directory = str(worker.directory or Path.cwd())
             fork_protocol.send_message(
-                connection, [worker.argv[2:], dict(worker.environ), place, [*worker.files]], files
+                connection, [worker.argv[2:], dict(worker.environ), directory, [*worker.files]], files
             )
         finally:
             os.close(far_end)

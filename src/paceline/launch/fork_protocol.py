@@ -1,11 +1,9 @@
-"""Messages over a Unix socket: a JSON value, and open files with it.
+"""The messages between launcher and fork server, and the context that both must share.
 
-Invariant: a message arrives whole or not at all.
-
-What a process inherits from the one that starts it, apart from its arguments, folder and open files.
-
-Invariant: two processes with equal circumstances would run the same command in the same way; so a process
-that another one forks may stand for one that this process starts.
+A message over the Unix socket is a JSON value with open files. The context is what a process inherits from
+its parent, apart from arguments, folder and open files. Invariants: a message arrives whole or not at all.
+Processes with equal contexts would run the same command in the same way, so a forked worker can replace a
+started one.
 """
 
 from __future__ import annotations
@@ -26,17 +24,17 @@ _MAX_BYTES = 2**24
 
 
 def send_message(connection: socket.socket, value: Any, files: Sequence[int] = ()) -> None:
-    """Send a value; the other side gets copies of the open `files`."""
+    """Send a value; the receiver gets copies of the open `files`."""
     text = json.dumps(value).encode()
     socket.send_fds(connection, [len(text).to_bytes(_LENGTH_BYTES, "big")], files)
     connection.sendall(text)
 
 
 def receive_message(connection: socket.socket) -> tuple[Any, list[int]] | None:
-    """Wait for a message; None if the other side is gone, or says what is none.
+    """Wait for a message; None if the sender is gone or sends something else.
 
     Raises:
-        TimeoutError: the socket has a time-out, and it has passed.
+        TimeoutError: the time-out of the socket has passed.
     """
     head, files, *_ = socket.recv_fds(connection, _LENGTH_BYTES, _MAX_FILES)
     length = int.from_bytes(head, "big") if len(head) == _LENGTH_BYTES else 0
@@ -45,17 +43,17 @@ def receive_message(connection: socket.socket) -> tuple[Any, list[int]] | None:
         if text:
             return json.loads(text), files
     except (ValueError, RecursionError):
-        pass  # what it says is no message: it is gone as a partner
+        pass  # not a message: the sender is treated as gone
     for file in files:
         os.close(file)
     return None
 
 
 def expect_message(connection: socket.socket) -> tuple[Any, list[int]]:
-    """Wait for a message that has to come.
+    """Wait for a message that must come.
 
     Raises:
-        EOFError: the other side is gone.
+        EOFError: the sender is gone.
         TimeoutError: as for `receive_message`.
     """
     message = receive_message(connection)
@@ -65,14 +63,14 @@ def expect_message(connection: socket.socket) -> tuple[Any, list[int]]:
 
 
 def _read(connection: socket.socket, count: int) -> bytes:
-    parts = []
-    while count and (part := connection.recv(min(count, 1 << 20))):
-        parts.append(part)
-        count -= len(part)
-    return b"" if count else b"".join(parts)
+    chunks = []
+    while count and (chunk := connection.recv(min(count, 1 << 20))):
+        chunks.append(chunk)
+        count -= len(chunk)
+    return b"" if count else b"".join(chunks)
 
 
-# Set anew for every job, or read when they are needed, not when a process begins.
+# set again for every job, or read when they are needed and not at the start of a process
 _JOB_VARIABLES = frozenset(
     {
         *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
@@ -88,10 +86,9 @@ _STATUS = (
 
 
 def process_context(environ: Mapping[str, str]) -> dict[str, str]:
-    """Those of a process that this one starts with the variables `environ`; Linux only.
+    """Return the context of a process that this one would start with the variables `environ`; Linux only.
 
-    Returns:
-        By name; variables that a forked process gets in time are left out.
+    Variables that a forked process gets in time are left out.
     """
     process = Path("/proc/self")
     status = dict(line.split(":\t", 1) for line in (process / "status").read_text().splitlines())

@@ -1,7 +1,8 @@
-"""What a fork server imports once, so that a process that it forks starts in milliseconds.
+"""The imports of a fork server, after which a process that it forks starts in milliseconds.
 
-Invariant: importing starts no thread and opens no group. What cannot be imported is left out; the process
-that needs it will raise the error itself.
+This is a module of its own because `paceline.testing.preload`, which the fork server of `multiprocessing`
+imports by name, uses it too. Invariant: importing starts no thread and creates no process group. A module
+that cannot be imported is skipped; the process that needs it raises the error itself.
 """
 
 from __future__ import annotations
@@ -22,11 +23,15 @@ _NOT_PRELOADED = ("__main__", "cli", "testing")
 
 
 def import_modules(more: Iterable[str] = ()) -> None:
-    """Import the libraries that every process uses, the rooms of the package, what words name, and `more`."""
-    rooms = [room.name for room in pkgutil.iter_modules(paceline.__path__) if room.name not in _NOT_PRELOADED]
+    """Import what every worker uses: libraries, the packages of Paceline, strategy modules, and `more`."""
+    packages = [
+        package.name
+        for package in pkgutil.iter_modules(paceline.__path__)
+        if package.name not in _NOT_PRELOADED
+    ]
     for name in (
         *_LIBRARIES,
-        *(f"paceline.{room}" for room in rooms),
+        *(f"paceline.{package}" for package in packages),
         *_JOB_MODULES,
         *_strategy_modules(),
         *more,
@@ -35,18 +40,18 @@ def import_modules(more: Iterable[str] = ()) -> None:
             importlib.import_module(name)
     _build_recipe_tables()
     gc.collect()
-    gc.freeze()  # else every first collection of a forked process copies all of this
+    gc.freeze()  # else the first garbage collection of each forked process copies all these pages
 
 
 def _strategy_modules() -> list[str]:
-    """The modules that construct what a word of a strategy stands for, those of the package alone."""
-    from paceline.recipe.registry.sync_specs import ALL_SPECS
+    """Return the modules that build the words of a strategy, without plug-ins."""
+    from paceline.recipe.registry import ALL_SPECS
 
     return sorted({spec.build.partition(":")[0] for spec in ALL_SPECS if spec.is_built})
 
 
 def _build_recipe_tables() -> None:
-    """Those of recipes are built at their first use, which takes longer than to read a recipe."""
+    """Build the validators of recipe tables, which pydantic otherwise does at their first use."""
     from paceline.recipe.validation import RecipeTable
 
     for table in RecipeTable.__subclasses__():

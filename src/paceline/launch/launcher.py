@@ -1,15 +1,9 @@
-"""Starting the workers of a node, with nothing of an earlier job in their way, and tidying up after them.
+"""Run the processes of one node to their end: start, supervise, shut down, report.
 
-Invariant: every worker that was started is in the list of those that run, whatever happens next.
-
-Show the lines of the workers that write to files, each with its rank in front, but those of the first.
-
-Invariant: a line is shown once and whole, and reading never waits for a worker.
-
-Run one node's processes to their end: start, watch, stop, report.
-
-Invariant: when `launch` returns or raises, no process of the job is left on this node, and the signal
-handlers are what they were. What to start is decided in `render`, when to stop in `stop`.
+Invariants: when `launch` returns or raises, no process of the job is left on this node, and the signal
+handlers are what they were. Every worker that was started is in the list of workers, whatever happens next.
+What to start is decided in `job_spec`, when to stop in `shutdown`, and which failure is the cause in
+`outcome`.
 """
 
 from __future__ import annotations
@@ -41,77 +35,8 @@ from paceline.launch.process_inspection import request_stack_dumps
 from paceline.launch.shutdown import ShutdownAction, ShutdownPlan
 from paceline.launch.stale_folders import FOLDER_PREFIX, mark_owner, remove_stale_folders
 from paceline.launch.store_endpoint import StoreEndpoint, serve_store
-from paceline.launch.supervision import StuckWorkerMonitor, ToleratedLosses
+from paceline.launch.supervision import UNKILLABLE_SECONDS, StuckWorkerMonitor, ToleratedLosses
 from paceline.launch.worker_process import SessionReaper, WorkerProcess, start_worker, wait_for_end
-
-UNKILLABLE_SECONDS = 5.0  # a process in an uninterruptible call (a lost disk, a lost GPU) cannot be killed
-
-
-def start_workers(
-    running: list[WorkerProcess],
-    workers: Sequence[WorkerSpec],
-    keeper: SessionReaper,
-    forks: ForkClient,
-    stop: ShutdownPlan,
-) -> None:
-    """Start one after the other, until a signal says that nobody wants them any more.
-
-    A fork server that does not answer takes those along that it has forked: they are started anew.
-
-    Args:
-        running: those that run; each is put there as soon as it does.
-    """
-    for worker in workers:
-        _remove_earlier_files(worker)
-        if not stop.stop_requested():
-            running.append(start_worker(worker, keeper, forks))
-    for i, one in enumerate(running):
-        if forks.lost and one.forked:
-            one.kill(UNKILLABLE_SECONDS)
-            _remove_earlier_files(one.worker)
-            running[i] = start_worker(one.worker, keeper, forks)
-
-
-def _remove_earlier_files(worker: WorkerSpec) -> None:
-    """Remove what an earlier job left in the same log folder."""
-    worker.error_file.unlink(missing_ok=True)
-    worker.stack_file.unlink(missing_ok=True)
-    clear_phase(worker.error_file.parent, worker.global_rank)
-    clear_node_list(worker.error_file.parent)
-
-
-def remove_worker_files(worker: WorkerSpec) -> None:
-    """Remove what is of no use once the process has ended."""
-    worker.stack_file.unlink(missing_ok=True)
-    shutil.rmtree(socket_folder(worker.error_file.parent, worker.global_rank), ignore_errors=True)
-
-
-class LogFollower:
-    """What the log files have grown by since the last look.
-
-    Args:
-        workers: those with a log file are followed, from what it holds now.
-        say: is given one line at a time, with its end.
-    """
-
-    def __init__(self, workers: Sequence[WorkerSpec], say: Callable[[str], object]) -> None:
-        self._files: dict[int, Path] = {
-            worker.global_rank: worker.log_file for worker in workers if worker.log_file is not None
-        }
-        self._prefixes = {w.global_rank: f"[rank {w.global_rank}] " if w.local_rank else "" for w in workers}
-        self._offsets = {rank: path.stat().st_size for rank, path in self._files.items()}
-        self._say = say
-
-    def show(self) -> None:
-        """Show all whole lines that are new."""
-        for rank, path in self._files.items():
-            with path.open("rb") as stream:
-                stream.seek(self._offsets[rank])
-                whole, newline, _ = stream.read().rpartition(b"\n")
-            self._offsets[rank] += len(whole) + len(newline)
-            for line in whole.decode(errors="replace").split("\n") if newline else ():
-                self._say(f"{self._prefixes[rank]}{line}\n")
-
 
 _TICK_SECONDS = 0.1
 _STOP_EXIT_CODES = (128 + signal.SIGTERM, 128 + signal.SIGINT, 128 + signal.SIGHUP)
@@ -121,58 +46,65 @@ TextOutput = Callable[[str], object]
 
 
 def launch(
-    job: LaunchJob, *, environ: Mapping[str, str] | None = None, say: TextOutput | None = None
+    job: LaunchJob, *, environ: Mapping[str, str] | None = None, log: TextOutput | None = None
 ) -> LaunchOutcome:
     """Start the processes of this node and wait for their end.
 
     The output of the first process is the launcher's own; that of the others goes to files. The first
     failure ends all others within a few seconds. Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP are passed on as
-    SIGTERM; the second one kills. A worker that exits with 143 was asked to stop by someone else: the
+    SIGTERM; the second one kills. If a worker exits with 143, something else has asked it to stop, and the
     others have the grace time to follow. Signals are handled only when this is called in the main thread.
     The workers die with the calling thread.
 
     Args:
         environ: the environment that workers inherit; None: that of this process.
-        say: shows a text to the user (the report of a failure, the lines of other processes); None:
+        log: prints a text for the user (the report of a failure, the lines of other processes); None:
             standard error.
     Returns:
-        The exit code and what failed, the cause first.
+        The exit code and the failures, the cause first.
     Raises:
-        CommunicationError: the rendezvous cannot be bound.
+        CommunicationError: the rendezvous address cannot be bound.
         PacelineError: the command cannot be started.
     """
-    tell: TextOutput = sys.stderr.write if say is None else say
-    stop = ShutdownPlan(job.settle_seconds, job.kill_seconds, job.grace_seconds, begun=not job.announces)
-    with _open_folder(job) as folder, _signals_to(stop):
+    write: TextOutput = sys.stderr.write if log is None else log
+    shutdown = ShutdownPlan(job.timeouts, begun=not job.announces)
+    with _open_folder(job) as folder, _signals_to(shutdown):
         inherited = process_environment() if environ is None else environ
         with (
             NodeLivenessProbe(job.nodes, job.node_rank, Path(folder), job.meeting) as peers,
-            serve_store(job, tell) as (endpoint, token),
-            _running_workers(job, Path(folder), inherited, (endpoint, token, peers.port), stop) as running,
+            serve_store(job, write) as (endpoint, token),
+            _running_workers(
+                job, Path(folder), inherited, (endpoint, token, peers.port), shutdown
+            ) as workers,
         ):
             shows = job.output in ("prefixed", "shown")
-            follow = LogFollower([one.worker for one in running], tell) if shows else None
-            watch = StuckWorkerMonitor(running, job.stuck_seconds, time.monotonic(), tell)
-            losses = ToleratedLosses(job.servers, tell, endpoint.lose)
+            follower = LogFollower([worker.spec for worker in workers], write) if shows else None
+            monitor = StuckWorkerMonitor(workers, job.timeouts.stuck_seconds, time.monotonic(), write)
+            losses = ToleratedLosses(job.servers, write, endpoint.mark_lost)
             _supervise(
-                running, stop, watch, follow, losses, lambda one: _record_end(one, stop, peers, endpoint)
+                workers,
+                shutdown,
+                monitor,
+                follower,
+                losses,
+                lambda worker: _record_end(worker, shutdown, peers, endpoint),
             )
-            outcome = _build_outcome(job, losses.judged_workers(running), stop, peers)
+            outcome = _build_outcome(job, losses.judged_workers(workers), shutdown, peers)
     if outcome.report:
-        tell(outcome.report)
-    elif not stop.begun and outcome.exit_code in _STOP_EXIT_CODES:
-        tell(f"{NOTHING_TO_SAVE}\n")
+        write(outcome.report)
+    elif not shutdown.begun and outcome.exit_code in _STOP_EXIT_CODES:
+        write(f"{NOTHING_TO_SAVE}\n")
     return outcome
 
 
 def _build_outcome(
-    job: LaunchJob, running: Sequence[WorkerProcess], stop: ShutdownPlan, peers: NodeLivenessProbe
+    job: LaunchJob, workers: Sequence[WorkerProcess], shutdown: ShutdownPlan, peers: NodeLivenessProbe
 ) -> LaunchOutcome:
-    failures = [failure for one in running if (failure := diagnose_worker(one, stop)) is not None]
+    failures = [failure for worker in workers if (failure := diagnose_worker(worker, shutdown)) is not None]
     return summarize_failures(
         failures,
-        stop_signal=stop.signal,
-        stopped=any(has_stopped(one) for one in running),
+        stop_signal=shutdown.signal,
+        stopped=any(has_stopped(worker) for worker in workers),
         nodes=job.nodes,
         logs=str(job.log_dir or ""),
         lost=peers.lost(),
@@ -180,6 +112,7 @@ def _build_outcome(
 
 
 def _open_folder(job: LaunchJob) -> tempfile.TemporaryDirectory[str] | nullcontext[str]:
+    """Return the folder for logs and reports of the workers: the user's, or a temporary one."""
     if job.log_dir is None:
         remove_stale_folders()
         folder = tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX)
@@ -190,15 +123,15 @@ def _open_folder(job: LaunchJob) -> tempfile.TemporaryDirectory[str] | nullconte
 
 
 @contextmanager
-def _signals_to(stop: ShutdownPlan) -> Iterator[None]:
+def _signals_to(shutdown: ShutdownPlan) -> Iterator[None]:
     """Let signals change the plan instead of ending this process."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = {
-        number: signal.signal(number, lambda number, _: stop.on_signal(number, time.monotonic()))
+        number: signal.signal(number, lambda number, _: shutdown.on_signal(number, time.monotonic()))
         for number in _FORWARDED_SIGNALS
-        if signal.getsignal(number) is not signal.SIG_IGN  # as nohup asks
+        if signal.getsignal(number) is not signal.SIG_IGN  # nohup ignores SIGHUP, and that must stay so
     }
     try:
         yield
@@ -212,111 +145,177 @@ def _running_workers(
     job: LaunchJob,
     folder: Path,
     environ: Mapping[str, str],
-    meeting: tuple[StoreEndpoint, str, int],
-    stop: ShutdownPlan,
+    rendezvous: tuple[StoreEndpoint, str, int],
+    shutdown: ShutdownPlan,
 ) -> Iterator[Sequence[WorkerProcess]]:
-    """Start all workers of the node; at the end, however it comes, none of their sessions is left."""
-    endpoint, token, beacon_port = meeting
-    running: list[WorkerProcess] = []
-    with SessionReaper() as keeper, ExitStack() as forking:
+    """Start all workers of the node; at the end of the block, none of their sessions is left.
+
+    Args:
+        rendezvous: the store, the key of the job, and the port on which this launcher can be probed.
+    """
+    endpoint, token, beacon_port = rendezvous
+    workers: list[WorkerProcess] = []
+    with SessionReaper() as reaper, ExitStack() as forking:
         try:
-            keeper.remove_at_death(folder if job.log_dir is None else None)
-            workers = render_workers(job, _node_context(endpoint, token, folder, beacon_port), environ)
-            with _fork_server_for(
-                workers, num_cores(), environ
-            ) as variables:  # what it has forked outlives it
-                keeper.remove_at_death(*map(Path, variables.values()))
-                forks = forking.enter_context(ForkClient({**environ, **variables}, stop.stop_requested))
-                start_workers(running, workers, keeper, forks, stop)
+            reaper.remove_at_death(folder if job.log_dir is None else None)
+            context = NodeContext(
+                endpoint.address,
+                endpoint.port,
+                endpoint.torch_port,
+                None if endpoint.listener is None else endpoint.listener.fileno(),
+                tuple(connection.fileno() for connection in endpoint.connections),
+                token,
+                folder,
+                num_cores(),
+                beacon_port,
+            )
+            specs = render_workers(job, context, environ)
+            # the server may end at once: the processes that it has forked belong to a child of its own
+            with _fork_server_for(specs, num_cores(), environ) as variables:
+                reaper.remove_at_death(*map(Path, variables.values()))
+                forks = forking.enter_context(ForkClient({**environ, **variables}, shutdown.stop_requested))
+                _start_workers(workers, specs, reaper, forks, shutdown)
             endpoint.hand_over()
-            yield running
+            yield workers
         finally:
-            for one in running:
-                one.kill(UNKILLABLE_SECONDS)
-                remove_worker_files(one.worker)
-
-
-def _node_context(endpoint: StoreEndpoint, token: str, folder: Path, beacon_port: int) -> NodeContext:
-    return NodeContext(
-        endpoint.address,
-        endpoint.port,
-        endpoint.torch_port,
-        None if endpoint.listener is None else endpoint.listener.fileno(),
-        tuple(line.fileno() for line in endpoint.lines),
-        token,
-        folder,
-        num_cores(),
-        beacon_port,
-    )
+            for worker in workers:
+                worker.kill(UNKILLABLE_SECONDS)
+                remove_worker_files(worker.spec)
 
 
 def _fork_server_for(
-    workers: Sequence[WorkerSpec], cores: int, environ: Mapping[str, str]
+    specs: Sequence[WorkerSpec], cores: int, environ: Mapping[str, str]
 ) -> AbstractContextManager[Mapping[str, str]]:
-    """A fork server for one job, if that pays; the variables that name it."""
-    return fork_server((), environ) if is_worthwhile(workers, cores) else nullcontext({})
+    """Return a fork server for this job, if that saves time; it yields the variables that name it."""
+    return fork_server((), environ) if is_worthwhile(specs, cores) else nullcontext({})
+
+
+def _start_workers(
+    workers: list[WorkerProcess],
+    specs: Sequence[WorkerSpec],
+    reaper: SessionReaper,
+    forks: ForkClient,
+    shutdown: ShutdownPlan,
+) -> None:
+    """Start one worker after the other, until a stop is requested.
+
+    Args:
+        workers: the running workers; each one is appended as soon as it runs, so that it is always ended.
+    """
+    for spec in specs:
+        _remove_earlier_files(spec)
+        if not shutdown.stop_requested():
+            workers.append(start_worker(spec, reaper, forks))
+    # a fork server that stops answering takes the workers that it has forked with it: start those again
+    for i, worker in enumerate(workers):
+        if forks.lost and worker.forked:
+            worker.kill(UNKILLABLE_SECONDS)
+            _remove_earlier_files(worker.spec)
+            workers[i] = start_worker(worker.spec, reaper, forks)
+
+
+def _remove_earlier_files(spec: WorkerSpec) -> None:
+    """Remove what an earlier job left in the same log folder, which would be read as this job's."""
+    spec.error_file.unlink(missing_ok=True)
+    spec.stack_file.unlink(missing_ok=True)
+    clear_phase(spec.error_file.parent, spec.global_rank)
+    clear_node_list(spec.error_file.parent)
+
+
+def remove_worker_files(spec: WorkerSpec) -> None:
+    """Remove the files that nobody needs once the process has ended."""
+    spec.stack_file.unlink(missing_ok=True)
+    shutil.rmtree(socket_folder(spec.error_file.parent, spec.global_rank), ignore_errors=True)
 
 
 def _supervise(
-    running: Sequence[WorkerProcess],
-    stop: ShutdownPlan,
-    watch: StuckWorkerMonitor,
-    follow: LogFollower | None,
+    workers: Sequence[WorkerProcess],
+    shutdown: ShutdownPlan,
+    monitor: StuckWorkerMonitor,
+    follower: LogFollower | None,
     losses: ToleratedLosses,
     record_end: Callable[[WorkerProcess], None],
 ) -> None:
-    """Wait until every worker has ended, and make them end when it is time."""
-    while any(one.ended_at is None for one in running):
-        wait_for_end(running, _TICK_SECONDS)
+    """Wait until every worker has ended, and end them when it is time."""
+    while any(worker.ended_at is None for worker in workers):
+        wait_for_end(workers, _TICK_SECONDS)
         now = time.monotonic()
-        ended = [one for one in running if one.poll()]
-        if not stop.begun and watch.begun():  # asked after: what one said before it ended counts
-            stop.on_begin(now)
-        for one in ended:
-            if not losses.tolerates(one, stop):
-                record_end(one)
-        _kill_stuck([one for one in watch.late(now) if not losses.kill_if_tolerated(one, stop)], stop, now)
-        if follow is not None:
-            follow.show()
-        if _carry_out_shutdown(running, stop, now) == "kill":
+        ended = [worker for worker in workers if worker.poll()]
+        if (
+            not shutdown.begun and monitor.begun()
+        ):  # after the poll: what a worker reported before it ended counts
+            shutdown.on_begin(now)
+        for worker in ended:
+            if not losses.tolerates(worker, shutdown):
+                record_end(worker)
+        for worker in monitor.late(now):
+            if not losses.kill_if_tolerated(worker, shutdown):
+                worker.kill(UNKILLABLE_SECONDS)
+                shutdown.on_failure(now)
+        if follower is not None:
+            follower.show()
+        if _carry_out_shutdown(workers, shutdown, now) == "kill":
             break
-    if follow is not None:
-        follow.show()
-
-
-def _kill_stuck(late: Sequence[WorkerProcess], stop: ShutdownPlan, now: float) -> None:
-    """End those that will not go on by themselves; that ends the job."""
-    for one in late:
-        one.kill(UNKILLABLE_SECONDS)
-        stop.on_failure(now)
+    if follower is not None:
+        follower.show()
 
 
 def _record_end(
-    one: WorkerProcess, stop: ShutdownPlan, peers: NodeLivenessProbe, endpoint: StoreEndpoint
+    worker: WorkerProcess, shutdown: ShutdownPlan, peers: NodeLivenessProbe, endpoint: StoreEndpoint
 ) -> None:
     now = time.monotonic()
-    endpoint.lose(one.worker.global_rank)
-    one.told = stop.terminated
-    if has_failed(one, stop):
-        stop.on_failure(now)
-        peers.ask()
-    elif has_stopped(one):
-        stop.on_worker_left(now)
+    # its connection may outlive it in a child process, and the others would wait for it
+    endpoint.mark_lost(worker.spec.global_rank)
+    worker.was_signalled = shutdown.terminated
+    if has_failed(worker, shutdown):
+        shutdown.on_failure(now)
+        peers.start_query()
+    elif has_stopped(worker):
+        shutdown.on_worker_left(now)
 
 
-def _carry_out_shutdown(running: Sequence[WorkerProcess], stop: ShutdownPlan, now: float) -> ShutdownAction:
-    action = stop.due(now)
-    alive = [one for one in running if one.ended_at is None]
+def _carry_out_shutdown(
+    workers: Sequence[WorkerProcess], shutdown: ShutdownPlan, now: float
+) -> ShutdownAction:
+    action = shutdown.due(now)
+    alive = [worker for worker in workers if worker.ended_at is None]
     if action == "terminate":
-        _request_positions(alive, stop)
-        for one in alive:
-            one.terminate()
+        if shutdown.signal is None:  # after a failure the report says where the others were
+            request_stack_dumps([(worker.pid, worker.spec.stack_file) for worker in alive])
+        for worker in alive:
+            worker.terminate()
     elif action == "kill":
-        for one in alive:
-            one.kill(UNKILLABLE_SECONDS)
+        for worker in alive:
+            worker.kill(UNKILLABLE_SECONDS)
     return action
 
 
-def _request_positions(alive: Sequence[WorkerProcess], stop: ShutdownPlan) -> None:
-    if stop.signal is None:
-        request_stack_dumps([(one.pid, one.worker.stack_file) for one in alive])
+class LogFollower:
+    """The lines by which the log files of the workers have grown since the last call.
+
+    Invariant: a line is shown once and whole, and reading never waits for a worker.
+
+    Args:
+        specs: the workers; those with a log file are followed, from its present end.
+        write: receives one line at a time, with its newline.
+    """
+
+    def __init__(self, specs: Sequence[WorkerSpec], write: TextOutput) -> None:
+        self._files: dict[int, Path] = {
+            spec.global_rank: spec.log_file for spec in specs if spec.log_file is not None
+        }
+        self._prefixes = {
+            spec.global_rank: f"[rank {spec.global_rank}] " if spec.local_rank else "" for spec in specs
+        }
+        self._offsets = {rank: path.stat().st_size for rank, path in self._files.items()}
+        self._write = write
+
+    def show(self) -> None:
+        """Write all complete lines that are new."""
+        for rank, path in self._files.items():
+            with path.open("rb") as stream:
+                stream.seek(self._offsets[rank])
+                complete, newline, _ = stream.read().rpartition(b"\n")
+            self._offsets[rank] += len(complete) + len(newline)
+            for line in complete.decode(errors="replace").split("\n") if newline else ():
+                self._write(f"{self._prefixes[rank]}{line}\n")

@@ -1,9 +1,9 @@
-"""Which other nodes can still be reached: asked once, when a rank of this node has lost a connection.
+"""A probe that finds out which other nodes can be reached, once, after a rank of this node has failed.
 
-Every launcher of a job of several nodes listens on a port where nobody answers but the kernel, as long as
-the launcher lives. Workers tell each other these addresses when they join, and note them for their launcher.
-Invariant: asking takes at most `_ANSWER_SECONDS`, and a launcher that saw a failure can be asked for
-`_LINGER_SECONDS`, so nodes that end because of the same failure do not accuse each other.
+Every launcher of a multi-node job listens on a port, on which the kernel accepts connections as long as the
+launcher lives. Workers exchange these addresses when they join and write them to a file for their launcher.
+Invariant: a probe takes at most `_ANSWER_SECONDS`, and a launcher that saw a failure can be probed for
+`_LINGER_SECONDS`, so nodes that end because of the same failure do not blame each other.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ _BACKLOG = 1024
 
 
 def probe_node(node: LauncherAddress) -> str:
-    """What is wrong with a node, or the empty text."""
+    """Return a line that says what is wrong with a node; empty if its launcher runs."""
     name = f"node {node.rank} ({node.host}, {node.address})"
     try:
         socket.create_connection((node.address, node.port), timeout=_ANSWER_SECONDS).close()
     except ConnectionRefusedError:
         return f"{name} is gone: its launcher no longer runs"
     except OSError:
-        return f"{name} does not answer: it, or the network to it, is down"
+        return f"{name} does not respond: the node or its network is down"
     return ""
 
 
 def _listen(towards: tuple[str, int]) -> socket.socket:
-    """A port of the address by which the other nodes know this one; without a route to them, of none."""
+    # only on the address through which the others know this node; without a route, on the loopback
     return listen_at(address_towards(*towards) or loopback_address(), 0, _BACKLOG)
 
 
@@ -47,16 +47,16 @@ def _listen(towards: tuple[str, int]) -> socket.socket:
 class _LivenessQuery:
     thread: threading.Thread
     answers: list[str]
-    asked_at: float
+    started_at: float
 
 
 class NodeLivenessProbe:
-    """The other nodes of a job, from this node's launcher.
+    """The probe of one launcher, and the port on which other launchers probe it.
 
     Args:
-        nodes, node_rank: of the job; with one node this does nothing.
-        folder: where this node's workers write the roster.
-        towards: host and port of the rendezvous; only the address from which it is reached is listened on.
+        nodes, node_rank: number of nodes of the job, and this one's rank; with one node this does nothing.
+        folder: folder in which this node's workers write the list of nodes.
+        towards: host and port of the rendezvous; the probe listens on the address that leads there.
     """
 
     def __init__(self, nodes: int, node_rank: int, folder: Path, towards: tuple[str, int]) -> None:
@@ -66,11 +66,11 @@ class NodeLivenessProbe:
 
     @property
     def port(self) -> int:
-        """Where this launcher answers; 0: nowhere."""
+        """The port on which this launcher can be probed; 0: none."""
         return 0 if self._listener is None else int(self._listener.getsockname()[1])
 
-    def ask(self) -> None:
-        """Ask all nodes now, in the background; only the first time."""
+    def start_query(self) -> None:
+        """Probe all other nodes in the background; only the first call does something."""
         if self._listener is None or self._query is not None:
             return
         answers: list[str] = []
@@ -85,7 +85,7 @@ class NodeLivenessProbe:
                 answers += pool.map(probe_node, others)
 
     def lost(self) -> Sequence[str]:
-        """One line for each node that did not answer."""
+        """Return one line for each node that did not respond."""
         if self._query is None:
             return ()
         self._query.thread.join(10 * _ANSWER_SECONDS)
@@ -98,6 +98,6 @@ class NodeLivenessProbe:
         self, kind: type[BaseException] | None, error: object, traceback: TracebackType | None
     ) -> None:
         if self._query is not None:
-            time.sleep(max(0.0, self._query.asked_at + _LINGER_SECONDS - time.monotonic()))
+            time.sleep(max(0.0, self._query.started_at + _LINGER_SECONDS - time.monotonic()))
         if self._listener is not None:
             self._listener.close()

@@ -1,11 +1,9 @@
-"""How a job ended on this node, and what to tell the user: the rank that failed first, first. Pure.
+"""How a job ended on this node: the failure of each worker, the cause, and the report for the user.
 
-Invariant: a failure that another one caused (a lost connection, an end by the launcher) is never named
-as the cause while a better one is known.
-
-What became of one worker, from its exit code, its own report, its log and where it was last seen.
-
-Invariant: a worker that ended well, or that obeyed a signal that the user sent, is no failure.
+A worker is diagnosed from its exit code, its own error report, its log and its last known position.
+Invariants: a failure that is a consequence (a lost connection, an end by the launcher) is never named as the
+cause while a better one is known. A worker that ended well, or that obeyed a signal from the user, has not
+failed.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from paceline.launch.worker_guard import ErrorReport, advise_after_signal
 from paceline.launch.worker_process import WorkerProcess
 
 STOPPED_EXIT_CODE = 143
-"""Of a worker that was asked to stop, has saved and left: no failure. 128 + SIGTERM, as shells say it."""
+"""Exit code of a worker that saved and stopped on request, which is no failure: 128 + SIGTERM."""
 
 _LINE_LENGTH = 160
 
@@ -38,8 +36,8 @@ class WorkerFailure:
     """One worker that did not end well.
 
     Args:
-        global_rank: whose.
-        kind: "signal": killed, not by the launcher; "error": raised, aborted or exited with a code that
+        global_rank: its rank.
+        kind: "signal": killed, but not by the launcher; "error": raised, aborted or exited with a code that
             is not 0; "connection": an error that says that another rank is gone; "stopped": ended by the
             launcher; "left": it was asked to stop before the first step, and did.
         when: seconds since the epoch.
@@ -61,11 +59,11 @@ class LaunchOutcome:
     """How the job ended on this node.
 
     Args:
-        exit_code: 0, the cause's, 128 + signal for a worker that a signal killed; 143 if the workers were
-            asked to stop, saved and left; or, when the launcher itself was told to stop, 130 (Ctrl-C),
+        exit_code: 0, that of the cause, or 128 + signal for a worker that a signal killed; 143 if the workers
+            were asked to stop, saved and exited; or, if the launcher itself received a signal, 130 (Ctrl-C),
             143 (SIGTERM, SIGUSR1) or 129 (SIGHUP).
-        failures: the cause first; empty if all went well or stopped as they were told.
-        report: for the user; empty if there is nothing to report.
+        failures: the cause first; empty if all workers ended well or stopped on request.
+        report: the text for the user; empty if there is nothing to report.
     """
 
     exit_code: int
@@ -85,21 +83,21 @@ def summarize_failures(
     """Order the failures, choose the exit code, write the report.
 
     Args:
-        stop_signal: the signal that the launcher got and passed on, if it did.
-        stopped: workers were asked to stop by someone else, and obeyed.
-        nodes: of the job; with more than one, the cause may be elsewhere.
+        stop_signal: the signal that the launcher received and passed on; None: none.
+        stopped: workers were asked to stop by something other than this launcher, and did.
+        nodes: number of nodes of the job; with more than one, the cause can be elsewhere.
         logs: the folder with the output of the workers, if it is kept.
         lost: a line for each other node that could not be reached when the first worker failed.
     """
     ordered = tuple(sorted(failures, key=_cause_order))
     if stop_signal is not None:
-        # Told to stop, workers may lose each other; only what is wrong in itself is worth a report.
-        own = tuple(failure for failure in ordered if failure.kind in ("signal", "error"))
-        shown = own + tuple(failure for failure in ordered if failure.kind == "stopped")
+        # workers that stop can lose each other; only failures that are no consequence are worth a report
+        causes = tuple(failure for failure in ordered if failure.kind in ("signal", "error"))
+        shown = causes + tuple(failure for failure in ordered if failure.kind == "stopped")
         report = render_report(shown, nodes, logs, lost)
         obeyed = _EXIT_CODES.get(stop_signal, STOPPED_EXIT_CODE)
-        return LaunchOutcome(own[0].exit_code if own else obeyed, own, report)
-    if any(failure.kind == "left" for failure in ordered):  # the others missed it
+        return LaunchOutcome(causes[0].exit_code if causes else obeyed, causes, report)
+    if any(failure.kind == "left" for failure in ordered):  # the other workers only missed it
         ordered = tuple(failure for failure in ordered if failure.kind in ("signal", "error"))
     code = ordered[0].exit_code if ordered else STOPPED_EXIT_CODE * stopped
     return LaunchOutcome(code, ordered, render_report(ordered, nodes, logs, lost))
@@ -113,7 +111,7 @@ def _cause_order(failure: WorkerFailure) -> tuple[int, float, int]:
 def render_report(
     failures: Sequence[WorkerFailure], nodes: int = 1, logs: str = "", lost: Sequence[str] = ()
 ) -> str:
-    """The text for the user: the first failure in full, one line for each other one."""
+    """Return the text for the user: the first failure in full, and one line for each other worker."""
     if not failures:
         return ""
     first, *others = failures
@@ -129,24 +127,24 @@ def render_report(
 def _next_steps(
     first: WorkerFailure, others: Sequence[WorkerFailure], nodes: int, lost: Sequence[str]
 ) -> list[str]:
-    """A lost connection has its cause elsewhere: in a rank that did not answer, or on another node."""
+    """Return where to look, if the first failure is a lost connection and thus only a consequence."""
     if first.kind != "connection":
         return []
     if lost:
         return [f"  cause: {line}" for line in lost]
-    silent = [str(other.global_rank) for other in others if other.kind == "stopped"]
-    if silent:
-        return [f"  next:  look at rank {', '.join(silent)}, which did not answer"]
-    return ["  next:  look at the other nodes, no rank of this one failed before"] if nodes > 1 else []
+    unresponsive = [str(other.global_rank) for other in others if other.kind == "stopped"]
+    if unresponsive:
+        return [f"  next:  look at rank {', '.join(unresponsive)}, which did not respond"]
+    return ["  next:  look at the other nodes: no rank of this node failed earlier"] if nodes > 1 else []
 
 
 def shorten_line(line: str) -> str:
-    """Cut a line that is too long for a report."""
+    """Truncate a line that is too long for a report."""
     return line if len(line) <= _LINE_LENGTH else line[: _LINE_LENGTH - 3] + "..."
 
 
 def signal_headline(number: int) -> str:
-    """Says which signal ended a worker, and the likely reason if there is one."""
+    """Return a headline for a worker that a signal ended, with the likely reason if there is worker."""
     hints: dict[int, str] = {signal.SIGKILL: " (out of memory?)", signal.SIGBUS: " (no space in /dev/shm?)"}
     try:
         name = signal.Signals(number).name
@@ -156,49 +154,52 @@ def signal_headline(number: int) -> str:
 
 
 _LOG_LINES = 30
-_STUCK_ADVICE = "next:  look at what that process waits for; --resume RUN goes on from the last checkpoint"
+_STUCK_ADVICE = "next:  find out what that process waits for; --resume RUN continues from the last checkpoint"
 _LOST_SERVER_ADVICE = (
-    "next:  look at who ended that process; --resume RUN goes on, PACELINE_FORK_SERVER=none does without"
+    "next:  find out what ended it; --resume RUN continues, and PACELINE_FORK_SERVER=none avoids fork servers"
 )
 _STOPPED_CODES = (-signal.SIGTERM, 128 + signal.SIGTERM, 128 + signal.SIGINT)
 
 
-def has_failed(one: WorkerProcess, stop: ShutdownPlan) -> bool:
-    """Must the other workers end because of this one? Not if all were told to end anyway."""
-    return one.process.returncode not in (0, STOPPED_EXIT_CODE) and stop.signal is None
+def has_failed(worker: WorkerProcess, shutdown: ShutdownPlan) -> bool:
+    """Return whether the other workers must end because of this one; not if all are ending anyway."""
+    return worker.process.returncode not in (0, STOPPED_EXIT_CODE) and shutdown.signal is None
 
 
-def has_stopped(one: WorkerProcess) -> bool:
-    """Was it asked to stop, and did it save and leave?"""
-    return one.process.returncode == STOPPED_EXIT_CODE and not one.killed and not one.told
+def has_stopped(worker: WorkerProcess) -> bool:
+    """Return whether a worker was asked to stop by something other than the launcher, saved and exited."""
+    return worker.process.returncode == STOPPED_EXIT_CODE and not worker.killed and not worker.was_signalled
 
 
-def diagnose_worker(one: WorkerProcess, stop: ShutdownPlan) -> WorkerFailure | None:
-    """Describe how a worker failed; None if it did not."""
-    code = one.process.returncode
-    report = ErrorReport.load(one.worker.error_file)
-    if one.overdue:
+def diagnose_worker(worker: WorkerProcess, shutdown: ShutdownPlan) -> WorkerFailure | None:
+    """Return how a worker failed; None if it did not."""
+    code = worker.process.returncode
+    report = ErrorReport.load(worker.spec.error_file)
+    if worker.overdue:
         return _make_failure(
-            one, "error", f"{one.overdue}, and was killed", DeadlineError.exit_code, _STUCK_ADVICE
+            worker, "error", f"{worker.overdue}, and was killed", DeadlineError.exit_code, _STUCK_ADVICE
         )
-    if report is not None and not _left_after_failure(one, report, stop):
-        return failure_from_report(one.worker.global_rank, report)
-    if code is None or one.killed or (one.told and code in _STOPPED_CODES):
-        return _stopped_failure(one, stop)
-    return None if code == 0 or has_stopped(one) else _exit_failure(one, code)
-
-
-def _left_after_failure(one: WorkerProcess, report: ErrorReport, stop: ShutdownPlan) -> bool:
-    """Did it leave because this launcher told it to after a failure? Then nobody asked for a stop."""
-    return report.exit_code == STOPPED_EXIT_CODE and one.told and stop.signal is None
+    # a worker that exits because the launcher ended the job after a failure was not asked to stop by a user
+    left_after_failure = (
+        report is not None
+        and report.exit_code == STOPPED_EXIT_CODE
+        and worker.was_signalled
+        and shutdown.signal is None
+    )
+    if report is not None and not left_after_failure:
+        return failure_from_report(worker.spec.global_rank, report)
+    if code is None or worker.killed or (worker.was_signalled and code in _STOPPED_CODES):
+        return _stopped_failure(worker, shutdown)
+    return None if code == 0 or has_stopped(worker) else _exit_failure(worker, code)
 
 
 def failure_from_report(global_rank: int, report: ErrorReport) -> WorkerFailure:
-    """The failure of a worker that reported its own exception."""
+    """Return the failure of a worker that reported its own exception."""
     summary = report.message.partition("\n")[0]
+    kind: FailureKind = "connection" if report.connection else "error"
     return WorkerFailure(
         global_rank,
-        _failure_kind(report),
+        "left" if report.exit_code == STOPPED_EXIT_CODE else kind,
         report.when,
         f"raised {report.type}: {summary}" if summary else f"raised {report.type}",
         report.exit_code,
@@ -206,41 +207,35 @@ def failure_from_report(global_rank: int, report: ErrorReport) -> WorkerFailure:
     )
 
 
-def _failure_kind(report: ErrorReport) -> FailureKind:
-    if report.exit_code == STOPPED_EXIT_CODE:
-        return "left"
-    return "connection" if report.connection else "error"
-
-
-def _stopped_failure(one: WorkerProcess, stop: ShutdownPlan) -> WorkerFailure | None:
-    if stop.signal is not None and not one.killed and one.process.returncode is not None:
+def _stopped_failure(worker: WorkerProcess, shutdown: ShutdownPlan) -> WorkerFailure | None:
+    if shutdown.signal is not None and not worker.killed and worker.process.returncode is not None:
         return None
-    where = read_position(one.worker.stack_file)
-    headline = "did not end in time and was killed" if one.killed else "was ended because of that"
-    if one.process.returncode is None:
-        headline = f"cannot be killed (process {one.pid})"
-    return _make_failure(one, "stopped", headline + (f"; it was in {where}" if where else ""), 1)
+    position = read_position(worker.spec.stack_file)
+    headline = "did not exit in time and was killed" if worker.killed else "was ended because of that"
+    if worker.process.returncode is None:
+        headline = f"cannot be killed (process {worker.pid})"
+    return _make_failure(worker, "stopped", headline + (f"; it was in {position}" if position else ""), 1)
 
 
-def _exit_failure(one: WorkerProcess, code: int) -> WorkerFailure:
-    details = _last_lines(one.worker.log_file)
+def _exit_failure(worker: WorkerProcess, code: int) -> WorkerFailure:
+    details = _last_lines(worker.spec.log_file)
     if code > 0:
-        return _make_failure(one, "error", f"ended with exit code {code}", code, details)
-    if one.fork_server_died:
+        return _make_failure(worker, "error", f"ended with exit code {code}", code, details)
+    if worker.fork_server_died:
         return _make_failure(
-            one, "signal", "was ended: its fork server is gone", 128 - code, _LOST_SERVER_ADVICE
+            worker, "signal", "was ended, because its fork server is gone", 128 - code, _LOST_SERVER_ADVICE
         )
-    # An abort is raised by the process itself, often because another rank is gone: its time decides.
+    # a process aborts itself, often because another rank is gone, so the time decides which one is the cause
     kind: FailureKind = "error" if code == -signal.SIGABRT else "signal"
     advice = advise_after_signal(-code)
-    return _make_failure(one, kind, signal_headline(-code), 128 - code, f"{details}\n{advice}".strip("\n"))
+    return _make_failure(worker, kind, signal_headline(-code), 128 - code, f"{details}\n{advice}".strip("\n"))
 
 
 def _make_failure(
-    one: WorkerProcess, kind: FailureKind, headline: str, exit_code: int, details: str = ""
+    worker: WorkerProcess, kind: FailureKind, headline: str, exit_code: int, details: str = ""
 ) -> WorkerFailure:
-    when = one.ended_at or time.time()
-    return WorkerFailure(one.worker.global_rank, kind, when, headline, exit_code, details)
+    when = worker.ended_at or time.time()
+    return WorkerFailure(worker.spec.global_rank, kind, when, headline, exit_code, details)
 
 
 def _last_lines(path: Path | None) -> str:

@@ -1,9 +1,10 @@
-"""Ends what is left of a job when its launcher is gone, however it went.
+"""A script that ends what is left of a job when its launcher is gone, even if that was killed.
 
-Run as a script by the launcher, on the standard library alone. It reads lines from standard input: "+PID"
-for a session that began and "-PID" for one that is over, "=FOLDER" for a folder of the launcher's and "="
-for none. When the input ends, as it does with the launcher, it kills the sessions and removes the folders
-that are left. Invariant: it outlives its launcher, never by much.
+The launcher runs it as `python -I -S PATH`, so it uses the standard library alone. It reads lines from
+standard
+input: "+PID" for a session that began, "-PID" for one that has ended, "=FOLDER" for a folder to remove, and
+"=" for none. When the input ends, as it does when the launcher dies, it kills the remaining sessions and
+removes the folders. Invariant: it outlives its launcher only for that.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from pathlib import Path
 
 
 def session_members(session: int) -> list[int]:
-    """The processes of a session that are alive, in any process group; empty where there is no /proc."""
+    """Return the living processes of a session, in any process group; empty on systems without /proc."""
     return [pid for pid, state, owner in _processes() if owner == session and state not in "ZX"]
 
 
 def _processes() -> Iterable[tuple[int, str, int]]:
-    for process in Path("/proc").glob("[0-9]*"):  # a longer pattern fails for a process that is just ending
+    for process in Path("/proc").glob("[0-9]*"):  # a longer pattern fails for a process that is exiting
         try:
-            # pid (name) state parent group session ...; the name may hold anything, also ")"
+            # pid (name) state parent group session ...; the name can contain anything, even ")"
             text = (process / "stat").read_text(errors="replace")
         except OSError:
             continue  # it ended between the listing and the reading
@@ -34,8 +35,8 @@ def _processes() -> Iterable[tuple[int, str, int]]:
 
 
 def kill_session(session: int) -> None:
-    """Kill the session that began with process `session`, with all that is in it."""
-    with contextlib.suppress(ProcessLookupError):  # its first process group is empty; others may not be
+    """Kill all processes of the session that process `session` leads."""
+    with contextlib.suppress(ProcessLookupError):  # its own process group is empty; others may not be
         os.killpg(session, signal.SIGKILL)
     for pid in session_members(session):
         with contextlib.suppress(ProcessLookupError):

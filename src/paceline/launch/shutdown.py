@@ -1,12 +1,7 @@
-"""Time in which a launcher looked at its workers. Pure: the clock is an argument.
+"""When to ask the workers to exit, and when to kill them. Pure: the clock is an argument.
 
-Whoever stands still, as everything does on a machine that is asleep or that gives its cores to others for a
-while, sees nothing of what the workers have done since; they stood still as well.
-
-When to ask the workers to end and when to end them. Pure: the clock is an argument.
-
-Invariant: once stopping has begun it ends, at the latest after the settle, kill and grace times of the job.
-Of these, time in which the launcher stood still does not count: the workers had none of it either.
+Invariant: once a shutdown has begun it ends, at the latest after the settle, kill and grace times of the job.
+Time in which the launcher itself was suspended does not count, since the workers were suspended as well.
 """
 
 from __future__ import annotations
@@ -14,89 +9,110 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-_MAX_GAP_SECONDS = 0.25  # between two looks; what is more is left out
+SETUP_GRACE_SECONDS = 1.5
+ShutdownAction = Literal["wait", "terminate", "kill"]
+_MAX_GAP_SECONDS = 0.25  # longer pauses between two readings of the clock are left out
+
+
+@dataclass(frozen=True)
+class ShutdownTimeouts:
+    """How long the launcher waits before each step of a shutdown.
+
+    Args:
+        settle_seconds: after a failure, time for the other workers to notice it and report it themselves.
+        kill_seconds: after that, time to exit on SIGTERM.
+        grace_seconds: after Ctrl-C or SIGTERM, time to finish the step and save.
+        stuck_seconds: how long a process may be stopped by a signal (SIGSTOP) before the job is ended.
+    """
+
+    settle_seconds: float = 1.0
+    kill_seconds: float = 3.0
+    grace_seconds: float = 10.0
+    stuck_seconds: float = float("inf")
 
 
 class SuspendAwareClock:
-    """A clock that leaves out the time in which nobody looked at it."""
+    """A clock that leaves out the time in which nobody read it.
+
+    A machine that sleeps, or that gives its cores to other virtual machines, stops the launcher and the
+    workers alike.
+    """
 
     def __init__(self) -> None:
-        self._skipped_seconds, self._last_look_at = 0.0, float("inf")
+        self._skipped_seconds, self._last_reading = 0.0, float("inf")
 
     def at(self, now: float) -> float:
-        """Seconds of this clock, at a look.
+        """Return the seconds of this clock.
 
         Args:
-            now: on the monotonic clock, never earlier than at the look before.
+            now: on the monotonic clock, never earlier than at the reading before.
         """
-        self._skipped_seconds += max(0.0, now - self._last_look_at - _MAX_GAP_SECONDS)
-        self._last_look_at = now
+        self._skipped_seconds += max(0.0, now - self._last_reading - _MAX_GAP_SECONDS)
+        self._last_reading = now
         return now - self._skipped_seconds
-
-
-SETUP_GRACE_SECONDS = 1.5
-ShutdownAction = Literal["wait", "terminate", "kill"]
 
 
 @dataclass
 class ShutdownPlan:
-    """The plan for the end of a job; `due` is asked several times a second. Infinity: not planned.
+    """The state of a shutdown; `due` is polled several times a second.
 
     Args:
-        settle_seconds: after a failure, until SIGTERM.
-        kill_seconds: after that, until SIGKILL.
-        grace_seconds: after a forwarded signal, or the first worker that left, until SIGKILL.
-        begun: there may be something to save; else a forwarded signal has `SETUP_GRACE_SECONDS`.
+        timeouts: of the job.
+        begun: there is something to save; before that a forwarded signal has only `SETUP_GRACE_SECONDS`.
+    Attributes:
+        signal: the signal that the launcher received first; None: none.
+        terminate_at, kill_at: when the workers are asked to exit and when they are killed; infinity: never.
+        terminated: the workers have been asked to exit.
     """
 
-    settle_seconds: float
-    kill_seconds: float
-    grace_seconds: float
+    timeouts: ShutdownTimeouts
     begun: bool = True
     signal: int | None = None
     terminate_at: float = float("inf")
     kill_at: float = float("inf")
     terminated: bool = False
-    _before_kill: float = float("inf")
-    _awake: SuspendAwareClock = field(default_factory=SuspendAwareClock, repr=False)
+    _kill_at_before_signal: float = float("inf")
+    _clock: SuspendAwareClock = field(default_factory=SuspendAwareClock, repr=False)
 
     def on_signal(self, number: int, now: float) -> None:
-        """The launcher was told to stop: the first time pass it on, the second time kill."""
-        now = self._awake.at(now)
+        """Handle a signal to the launcher: the first one is passed on, the second one kills."""
+        now = self._clock.at(now)
         if self.signal is None:
             self.signal = number
             self.terminate_at = min(self.terminate_at, now)
-            self._before_kill = self.kill_at
-            grace = self.grace_seconds if self.begun else SETUP_GRACE_SECONDS
+            self._kill_at_before_signal = self.kill_at
+            grace = self.timeouts.grace_seconds if self.begun else SETUP_GRACE_SECONDS
             self.kill_at = min(self.kill_at, now + grace)
         else:
             self.kill_at = now
 
     def stop_requested(self) -> bool:
-        """Whether a signal has asked this launcher to stop."""
+        """Return whether a signal has asked this launcher to stop."""
         return self.signal is not None
 
     def on_begin(self, now: float) -> None:
-        """The first step begins: if a signal has come a moment before, it can still be saved."""
-        now = self._awake.at(now)
+        """Note that the first step begins; a signal that came a moment before now leaves time to save."""
+        now = self._clock.at(now)
         if not self.begun and self.signal is not None and now < self.kill_at:
-            self.kill_at = min(self._before_kill, now + self.grace_seconds)
+            self.kill_at = min(self._kill_at_before_signal, now + self.timeouts.grace_seconds)
         self.begun = True
 
     def on_failure(self, now: float) -> None:
-        """A worker failed: let the others find out, then end them. Later failures change nothing."""
-        now = self._awake.at(now)
-        self.terminate_at = min(self.terminate_at, now + self.settle_seconds)
-        self.kill_at = min(self.kill_at, now + self.settle_seconds + self.kill_seconds)
+        """Schedule the end of the other workers after one has failed; later failures change nothing."""
+        now = self._clock.at(now)
+        settled = now + self.timeouts.settle_seconds
+        self.terminate_at = min(self.terminate_at, settled)
+        self.kill_at = min(self.kill_at, settled + self.timeouts.kill_seconds)
 
     def on_worker_left(self, now: float) -> None:
-        """A worker was asked to stop by someone else, and has left: so will the others, or they are stuck."""
-        now = self._awake.at(now)
-        self.kill_at = min(self.kill_at, now + self.grace_seconds)
+        """Limit the time of the other workers after one has exited because something else asked it to."""
+        # whatever asked it will ask the others as well; one that stays is stuck
+        now = self._clock.at(now)
+        self.kill_at = min(self.kill_at, now + self.timeouts.grace_seconds)
 
     def due(self, now: float) -> ShutdownAction:
-        """What to do now. "terminate" is said once, "kill" as long as it is asked."""
-        now = self._awake.at(now)
+        """Return the action that is due: "terminate" once, "kill" at every call from then on."""
+        now = self._clock.at(now)
         if now >= self.kill_at:
             return "kill"
         if now >= self.terminate_at and not self.terminated:

@@ -1,7 +1,7 @@
-"""Temporary folders of launchers that are dead: the next launcher removes what they could not.
+"""Temporary folders of dead launchers, which the next launcher removes.
 
-Invariant: a folder goes only if it is this user's, and names as its owner a process of this very system that
-has ended.
+Invariant: a folder is removed only if it belongs to this user and names as its owner a process of this system
+(same boot, same PID namespace) that has ended.
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ _OWNER_FILE = "owner.json"
 
 
 def mark_owner(folder: Path) -> None:
-    """Write down that a temporary folder is this process's."""
-    with suppress(OSError):  # on a full disk it stays, should this process be killed
+    """Record this process as the owner of a temporary folder."""
+    with suppress(OSError):  # on a full disk the folder stays if this process is killed
         (folder / _OWNER_FILE).write_text(json.dumps(_process_identity(os.getpid())), encoding="utf-8")
 
 
 def remove_stale_folders() -> list[Path]:
-    """Remove the folders of dead owners; returns them."""
-    found = [path for path in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*") if _is_stale(path)]
-    for path in found:
+    """Remove the folders whose owner has ended; returns them."""
+    stale = [path for path in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*") if _is_stale(path)]
+    for path in stale:
         shutil.rmtree(path, ignore_errors=True)
-    return found
+    return stale
 
 
 def _is_stale(folder: Path) -> bool:
     try:
-        said = json.loads((folder / _OWNER_FILE).read_text(encoding="utf-8"))
-        pid = int(said["pid"])
-        return folder.stat().st_uid == os.getuid() and _process_identity(pid) != said and _same_system(said)
+        owner = json.loads((folder / _OWNER_FILE).read_text(encoding="utf-8"))
+        pid = int(owner["pid"])
+        return folder.stat().st_uid == os.getuid() and _process_identity(pid) != owner and _same_system(owner)
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return False
 
 
-def _same_system(said: dict[str, object]) -> bool:
-    here = _process_identity(os.getpid())
-    return all(here[key] and said.get(key) == here[key] for key in ("boot", "processes"))
+def _same_system(owner: dict[str, object]) -> bool:
+    this = _process_identity(os.getpid())
+    return all(this[key] and owner.get(key) == this[key] for key in ("boot", "processes"))
 
 
 def _process_identity(pid: int) -> dict[str, object]:
-    """A process by its number, its beginning, and the system in which that number means it."""
+    """Return what identifies a process: its ID, its start time, and the boot and namespace of that ID."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         processes = str(Path("/proc/self/ns/pid").readlink())

@@ -1,7 +1,8 @@
-"""Where a job meets: the store that the launcher of node 0 serves, bound before the first worker starts.
+"""The rendezvous of a job: the store that the launcher of node 0 serves, bound before any worker starts.
 
-On one node workers are born with a connection to it, and nobody else can call. On several it listens at the
-rendezvous, and takes in those that show that they know the key. Invariant: the port is never free.
+On one node the workers inherit connections to it, and nothing else can connect. On several nodes it listens
+at the rendezvous address and admits processes that prove that they know the key of the job. Invariant: the
+port is bound during the whole job, so no other process can take it.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ _BACKLOG = 1024
 
 @dataclass
 class StoreEndpoint:
-    """What workers of this node need to meet the others.
+    """The address of the store, and the sockets that the workers of this node inherit.
 
     Args:
-        address, port: where the store can be called; port 0: nowhere.
-        torch_port: where a script finds torch's own store; 0: the store knows it, or there is none.
+        address, port: address of the store; port 0: it cannot be connected to.
+        torch_port: port of torch's own store for a script; 0: it is in the job's store, or there is none.
         server: the store; None: it is on another node, or there is one worker.
-        listener: of `torch_port`, for global rank 0; None: there is none here.
-        lines: for each worker of this node, its connection to the store.
+        listener: listening socket of `torch_port`, for global rank 0; None: it is on another node.
+        connections: connection to the store of each worker of this node.
     """
 
     address: str = LOOPBACK
@@ -40,21 +41,21 @@ class StoreEndpoint:
     torch_port: int = 0
     server: StoreServer | None = None
     listener: socket.socket | None = None
-    lines: list[socket.socket] = field(default_factory=list)
+    connections: list[socket.socket] = field(default_factory=list)
 
     def hand_over(self) -> None:
-        """The workers have what is theirs: when one is gone, its connections must end."""
-        for one in (*self.lines, *([] if self.listener is None else [self.listener])):
-            one.close()
-        self.lines, self.listener = [], None
+        """Close the sockets that the workers have inherited, so that a connection ends with its worker."""
+        for connection in (*self.connections, *([] if self.listener is None else [self.listener])):
+            connection.close()
+        self.connections, self.listener = [], None
 
-    def lose(self, global_rank: int) -> None:
-        """A worker has ended."""
+    def mark_lost(self, global_rank: int) -> None:
+        """Count a worker that has ended as gone."""
         if self.server is not None:
-            self.server.lose(global_rank)
+            self.server.mark_lost(global_rank)
 
     def close(self) -> None:
-        """Serve no more."""
+        """Stop serving."""
         self.hand_over()
         if self.server is not None:
             self.server.close()
@@ -62,22 +63,22 @@ class StoreEndpoint:
 
 
 @contextmanager
-def serve_store(job: LaunchJob, say: Callable[[str], object]) -> Iterator[tuple[StoreEndpoint, str]]:
-    """Where the job meets, and its key."""
+def serve_store(job: LaunchJob, log: Callable[[str], object]) -> Iterator[tuple[StoreEndpoint, str]]:
+    """Serve the store during the block; yields the endpoint and the key of the job."""
     token = job.token or (secrets.token_hex(32) if job.nodes == 1 else job.rendezvous)
-    endpoint = bind_endpoint(job, token, say)
+    endpoint = bind_endpoint(job, token, log)
     try:
         yield endpoint, token
     finally:
         endpoint.close()
 
 
-def bind_endpoint(job: LaunchJob, token: str, say: Callable[[str], object]) -> StoreEndpoint:
-    """Serve the store on node 0 of a job of several workers, and know where it is on the others.
+def bind_endpoint(job: LaunchJob, token: str, log: Callable[[str], object]) -> StoreEndpoint:
+    """Serve the store on node 0 of a job of several workers; on other nodes only return its address.
 
     Args:
         token: the key of the job.
-        say: is told of callers that were turned away.
+        log: prints a line for each process that was rejected.
     Raises:
         CommunicationError: the port is in use, or the address is not this machine's.
     """
@@ -86,15 +87,15 @@ def bind_endpoint(job: LaunchJob, token: str, say: Callable[[str], object]) -> S
     host, port = job.endpoint if job.rendezvous else (loopback_address(), 0)
     if job.node_rank > 0:
         return StoreEndpoint(host, port)
-    door = _listen(host, port) if job.nodes > 1 else None
-    listener = _listen(host, 0) if job.runs_script else None
-    found = StoreEndpoint(host, port, 0 if listener is None else int(listener.getsockname()[1]))
-    found.listener, found.server = listener, StoreServer(say)
-    found.server.put(TORCH_PORT, str(found.torch_port))
-    found.lines = [found.server.connection_for(rank) for rank in range(job.num_processes)]
-    if door is not None:
-        found.server.admit(door, token, tls=needs_encryption(job.tls, job.nodes))
-    return found
+    store_listener = _listen(host, port) if job.nodes > 1 else None
+    torch_listener = _listen(host, 0) if job.runs_script else None
+    torch_port = 0 if torch_listener is None else int(torch_listener.getsockname()[1])
+    server = StoreServer(log)
+    server.put(TORCH_PORT, str(torch_port))
+    connections = [server.connection_for(rank) for rank in range(job.num_processes)]
+    if store_listener is not None:
+        server.admit(store_listener, token, tls=needs_encryption(job.tls, job.nodes))
+    return StoreEndpoint(host, port, torch_port, server, torch_listener, connections)
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -102,11 +103,11 @@ def _listen(host: str, port: int) -> socket.socket:
         return listen_at(host, port, _BACKLOG)
     except OSError as error:
         hints = {
-            errno.EADDRINUSE: "choose another port, or end the process that has it",
+            errno.EADDRINUSE: "choose another port, or end the process that uses it",
             errno.EADDRNOTAVAIL: "node 0 must run on the machine that has this address",
         }
         raise CommunicationError(
-            f"Node 0 cannot listen on {format_address(host, port)}: {error.strerror or error}.",
+            f"node 0 cannot listen on {format_address(host, port)}: {error.strerror or error}",
             where="--rendezvous",
             next_step=hints.get(error.errno or 0, "check the host name and the port"),
         ) from error

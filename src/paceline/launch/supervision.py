@@ -1,13 +1,8 @@
-"""Workers that will not go on by themselves: a signal has stopped them, or their phase has taken too long.
+"""Supervision of the workers while they run: which are stuck, and which losses the job survives.
 
-A process that is stopped, or that is stuck in a C call, cannot keep its own deadline, and the others may have
-ended already. One that a signal has stopped is named at the second look, and may go on until it has had its
-time. Invariant: time in which the launcher itself was stopped does not count.
-
-Workers that a job can lose: which failures do not end it, and what is said of them.
-
-Invariant: a failure is borne only while the servers, whose workers the others are, live and are trained with
-(a run may begin under another rule); in the end a job is what they made of it.
+A process that is stopped, or stuck in a C call, cannot keep its own deadline, and its peers can have ended
+already; so the launcher keeps it. Invariants: time in which the launcher itself was stopped does not count. A
+loss is tolerated only while the servers, for which the other ranks work, are alive and training.
 """
 
 from __future__ import annotations
@@ -16,143 +11,146 @@ import math
 from collections.abc import Callable, Sequence
 
 from paceline.job.launcher_reports import LEAVING, TRAINING, TRAINING_FOR_SERVER, WorkerPhase, read_phase
-from paceline.launch.outcome import diagnose_worker, has_failed
+from paceline.launch.outcome import STOPPED_EXIT_CODE, diagnose_worker, has_failed
 from paceline.launch.process_inspection import is_stopped, read_position, request_stack_dumps
 from paceline.launch.shutdown import ShutdownPlan
 from paceline.launch.worker_process import WorkerProcess
 
+UNKILLABLE_SECONDS = 5.0  # a process in an uninterruptible call (a lost disk, a lost GPU) cannot be killed
 _CHECK_SECONDS = 0.25
-_SLACK_SECONDS = 5.0  # the worker keeps its deadline itself where it can, and its error says more
+_SLACK_SECONDS = 5.0  # a worker that can keep its deadline itself ends first, and its error says more
 _TRAINING_PHASES = (TRAINING, TRAINING_FOR_SERVER, LEAVING)
 
 
 class StuckWorkerMonitor:
-    """Looks at the workers of a node from time to time.
+    """A periodic check for workers that a signal has stopped, or whose phase takes too long.
 
     Args:
-        running: all of them.
-        stuck_seconds: how long a worker may be stopped; infinity: for ever.
+        workers: all workers of the node.
+        stuck_seconds: how long a worker may be stopped; infinity: for any time.
         now: on the monotonic clock.
-        tell: hears of a worker that is stopped, and that it goes on.
+        log: prints that a worker is stopped, and that it continues.
     """
 
     def __init__(
         self,
-        running: Sequence[WorkerProcess],
+        workers: Sequence[WorkerProcess],
         stuck_seconds: float,
         now: float,
-        tell: Callable[[str], object],
+        log: Callable[[str], object],
     ) -> None:
-        self._running, self._stuck_seconds, self._tell = running, stuck_seconds, tell
-        self._stopped_seconds, self._told = [0.0] * len(running), [False] * len(running)
-        self._last_look_at = now
+        self._workers, self._stuck_seconds, self._log = workers, stuck_seconds, log
+        self._stopped_seconds, self._is_logged = [0.0] * len(workers), [False] * len(workers)
+        self._last_check_at = now
 
     def begun(self) -> bool:
-        """Whether a worker has said that it trains."""
-        phases = (read_worker_phase(one) for one in self._running)
+        """Return whether a worker has reported that it trains."""
+        phases = (read_worker_phase(worker) for worker in self._workers)
         return any(phase is not None and phase.what in _TRAINING_PHASES for phase in phases)
 
     def late(self, now: float) -> list[WorkerProcess]:
-        """Workers that must be ended; `overdue` holds the reason."""
-        passed = now - self._last_look_at
+        """Return the workers that must be ended; their `overdue` holds the reason."""
+        passed = now - self._last_check_at
         if passed < _CHECK_SECONDS:
             return []
-        self._last_look_at = now
-        found = []
-        for i, one in enumerate(self._running):
-            if one.ended_at is not None or one.killed:
+        self._last_check_at = now
+        late = []
+        for i, worker in enumerate(self._workers):
+            if worker.ended_at is not None or worker.killed:
                 continue
-            still = self._stopped_seconds[i] + min(passed, 2 * _CHECK_SECONDS) if is_stopped(one.pid) else 0.0
-            self._log_stopped(i, still)
-            self._stopped_seconds[i] = still
-            one.overdue = self._overdue_reason(one, still, now)
-            found += [one] if one.overdue else []
-        return found
+            # a longer gap means that the launcher was stopped, too; the worker is not charged for it
+            counted = min(passed, 2 * _CHECK_SECONDS)
+            stopped_seconds = self._stopped_seconds[i] + counted if is_stopped(worker.pid) else 0.0
+            self._log_stopped(i, stopped_seconds)
+            self._stopped_seconds[i] = stopped_seconds
+            worker.overdue = self._overdue_reason(worker, stopped_seconds, now)
+            late += [worker] if worker.overdue else []
+        return late
 
     def _log_stopped(self, i: int, stopped_seconds: float) -> None:
-        """Tell once that a worker is stopped: at the second look, as the first may see a whole job go on."""
-        one, before = self._running[i], self._stopped_seconds[i]
-        name = f"rank {one.worker.global_rank}"
-        if stopped_seconds and before and not self._told[i]:
-            ends = math.isfinite(self._stuck_seconds)
-            then = f"it has {self._stuck_seconds:g} s to go on" if ends else "the job waits for it"
-            self._tell(
-                f"{name} is stopped by a signal (SIGSTOP?){_format_phase(read_worker_phase(one))}: {then}\n"
+        worker, before = self._workers[i], self._stopped_seconds[i]
+        name = f"rank {worker.spec.global_rank}"
+        # only at the second check: the first one can see a whole job that is just being continued
+        if stopped_seconds and before and not self._is_logged[i]:
+            limit = (
+                f"it must continue within {self._stuck_seconds:g} s"
+                if math.isfinite(self._stuck_seconds)
+                else "the job waits for it"
             )
-            self._told[i] = True
-        elif self._told[i] and not stopped_seconds:
-            self._tell(f"{name} goes on after {before:.1f} s\n")
-            self._told[i] = False
+            doing = _format_phase(read_worker_phase(worker))
+            self._log(f"{name} is stopped by a signal (SIGSTOP?){doing}: {limit}\n")
+            self._is_logged[i] = True
+        elif self._is_logged[i] and not stopped_seconds:
+            self._log(f"{name} continues after {before:.1f} s\n")
+            self._is_logged[i] = False
 
-    def _overdue_reason(self, one: WorkerProcess, stopped_seconds: float, now: float) -> str:
-        phase = read_worker_phase(one)
+    def _overdue_reason(self, worker: WorkerProcess, stopped_seconds: float, now: float) -> str:
+        phase = read_worker_phase(worker)
         doing = _format_phase(phase)
         if stopped_seconds > self._stuck_seconds:
             return f"was stopped by a signal (SIGSTOP?) for more than {self._stuck_seconds:g} s{doing}"
         if phase is None or phase.until is None or now <= phase.until + _SLACK_SECONDS or stopped_seconds:
             return ""
-        request_stack_dumps([(one.pid, one.worker.stack_file)])
-        where = read_position(one.worker.stack_file)
-        return f"did not come to an end{doing}" + (f"; it was in {where}" if where else "")
+        request_stack_dumps([(worker.pid, worker.spec.stack_file)])
+        position = read_position(worker.spec.stack_file)
+        return f"did not finish in time{doing}" + (f"; it was in {position}" if position else "")
 
 
-def read_worker_phase(one: WorkerProcess) -> WorkerPhase | None:
-    """What a worker said last, of this node."""
-    return read_phase(one.worker.error_file.parent, one.worker.global_rank)
+def read_worker_phase(worker: WorkerProcess) -> WorkerPhase | None:
+    """Return the phase that a worker of this node reported last; None if it has reported none."""
+    return read_phase(worker.spec.error_file.parent, worker.spec.global_rank)
 
 
 def _format_phase(phase: WorkerPhase | None) -> str:
     return f" while {phase.what}" if phase is not None else ""
 
 
-_UNKILLABLE_SECONDS = 5.0
-
-
 class ToleratedLosses:
-    """The workers that a node has lost.
+    """The workers that this node has lost and that the job continues without.
 
     Args:
-        servers: see `Job`.
-        tell: shows a line to the user.
-        lose: is given the rank of every worker that is lost; the store knows from then on that it is gone.
+        servers: number of server ranks; see `LaunchJob`.
+        log: prints a line for each tolerated loss.
+        mark_lost: receives the rank of each one, so that the store counts it as gone.
     """
 
-    def __init__(self, servers: int, tell: Callable[[str], object], lose: Callable[[int], object]) -> None:
-        self._servers, self._tell, self._lose = servers, tell, lose
+    def __init__(
+        self, servers: int, log: Callable[[str], object], mark_lost: Callable[[int], object]
+    ) -> None:
+        self._servers, self._log, self._mark_lost = servers, log, mark_lost
         self._lost: list[WorkerProcess] = []
 
-    def tolerates(self, one: WorkerProcess, stop: ShutdownPlan) -> bool:
-        """Whether the job goes on although this worker has ended; the user is told."""
-        if not (self._is_expendable(one, stop) and has_failed(one, stop)):
+    def tolerates(self, worker: WorkerProcess, shutdown: ShutdownPlan) -> bool:
+        """Return whether the job continues although this worker has ended, and log it if so."""
+        if not (self._is_expendable(worker, shutdown) and has_failed(worker, shutdown)):
             return False
-        failure = diagnose_worker(one, stop)
+        failure = diagnose_worker(worker, shutdown)
         headline = "has ended" if failure is None else failure.headline
-        self._lost.append(one)
-        self._lose(one.worker.global_rank)
-        self._tell(f"rank {one.worker.global_rank} {headline}; the server goes on without it where it can\n")
+        rank = worker.spec.global_rank
+        self._lost.append(worker)
+        self._mark_lost(rank)
+        self._log(f"rank {rank} {headline}; the server continues without it if it can\n")
         return True
 
-    def kill_if_tolerated(self, one: WorkerProcess, stop: ShutdownPlan) -> bool:
-        """End a worker that will not go on by itself; whether the job goes on without it."""
-        if not self._is_expendable(one, stop):
+    def kill_if_tolerated(self, worker: WorkerProcess, shutdown: ShutdownPlan) -> bool:
+        """Kill a stuck worker if the job can continue without it; returns whether it can."""
+        if not self._is_expendable(worker, shutdown):
             return False
-        one.kill(_UNKILLABLE_SECONDS)
-        return self.tolerates(one, stop)
+        worker.kill(UNKILLABLE_SECONDS)
+        return self.tolerates(worker, shutdown)
 
-    def judged_workers(self, running: Sequence[WorkerProcess]) -> Sequence[WorkerProcess]:
-        """Those by which the job is judged: all, if a server has not ended well."""
-        servers = [one for one in running if one.worker.global_rank < max(1, self._servers)]
-        if not all(one.process.returncode in (0, 143) for one in servers):
-            return running
-        return [one for one in running if one not in self._lost]
+    def judged_workers(self, workers: Sequence[WorkerProcess]) -> Sequence[WorkerProcess]:
+        """Return the workers that decide the outcome: without the losses, if the servers ended well."""
+        servers = [worker for worker in workers if worker.spec.global_rank < max(1, self._servers)]
+        if not all(worker.process.returncode in (0, STOPPED_EXIT_CODE) for worker in servers):
+            return workers
+        return [worker for worker in workers if worker not in self._lost]
 
-    def _is_expendable(self, one: WorkerProcess, stop: ShutdownPlan) -> bool:
-        asked = stop.terminated or stop.signal is not None
-        is_worker = one.worker.global_rank >= self._servers > 0
-        return stop.begun and not asked and is_worker and not _is_indispensable(one)
-
-
-def _is_indispensable(one: WorkerProcess) -> bool:
-    """Whether it trains under a rule that needs all."""
-    phase = read_worker_phase(one)
-    return phase is not None and phase.what == TRAINING
+    def _is_expendable(self, worker: WorkerProcess, shutdown: ShutdownPlan) -> bool:
+        ending = shutdown.terminated or shutdown.signal is not None
+        serves = worker.spec.global_rank < self._servers
+        if not shutdown.begun or ending or serves or not self._servers:
+            return False
+        # a run can begin under a sync rule without servers, which needs every worker
+        phase = read_worker_phase(worker)
+        return phase is None or phase.what != TRAINING

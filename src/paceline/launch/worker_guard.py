@@ -1,16 +1,12 @@
-"""What to do about memory that is used up, and lost loader workers: torch says neither with a next step.
+"""The worker's side of the launcher: report an exception, then exit at once.
 
-Pure, and without torch: errors are told by their names and texts.
-
-A traceback as its reader needs it: the frames of the user's code, and how many of ours were folded.
-
-Pure. A frame is folded if its file is Paceline's, a library's or Python's own; where no frame is left, or the
-last one is Paceline's, nothing is folded: then the mistake may be ours.
-
-The worker's side of the launcher: say what went wrong, then end at once.
+Errors about memory, open files and loader workers get a message with a next step, which torch does not give.
+They are recognised by the names and texts of exceptions, so that torch is not imported here. Tracebacks show
+the frames of the user's code and fold those of Paceline, of libraries and of Python. If the last frame is
+Paceline's or no frame would be left, all are shown, since the bug can be in Paceline.
 
 Invariant: an exception in a worker reaches the launcher as a complete file or not at all, and the process
-ends without waiting for a process group that its peers may be stuck in.
+exits without waiting for a process group in which its peers can be stuck.
 """
 
 from __future__ import annotations
@@ -38,18 +34,20 @@ from paceline.launch.job_spec import error_file, socket_folder, stack_file
 from paceline.launch.process_inspection import enable_stack_dump
 
 _MEMORY_ADVICE = (
-    "fewer processes on this host, more batch.accumulation (smaller micro-batches), a smaller model, "
-    'or memory.recompute = "blocks"; --resume RUN goes on from the last checkpoint'
+    "use fewer processes on this host, more batch.accumulation (smaller micro-batches), a smaller model, "
+    'or memory.recompute = "blocks"; --resume RUN continues from the last checkpoint'
 )
 _SHARED_MEMORY_ADVICE = (
-    "give /dev/shm more room (mount -o remount,size=2g /dev/shm; docker run --shm-size 2g), "
-    "or set loader.workers = 0; --resume RUN goes on from the last checkpoint"
+    "enlarge /dev/shm (mount -o remount,size=2g /dev/shm; docker run --shm-size 2g), "
+    "or set loader.workers = 0; --resume RUN continues from the last checkpoint"
 )
 _LOADER_ADVICE = (
-    "if the kernel's log (dmesg) says that it was out of memory: fewer loader.workers; "
-    "set loader.workers = 0 to see it happen in the training process"
+    "if the kernel log (dmesg) says out of memory, use fewer loader.workers; "
+    "set loader.workers = 0 to see the error in the training process"
 )
-_OPEN_FILES_ADVICE = "raise what ulimit -n says, or use fewer processes on this host; --resume RUN goes on"
+_OPEN_FILES_ADVICE = (
+    "raise the limit of ulimit -n, or use fewer processes on this host; --resume RUN continues the run"
+)
 _HOST_TEXTS = (
     *("can't allocate memory", "Cannot allocate memory", "not enough memory"),
     *("can't start new thread", "failed to map segment"),
@@ -58,59 +56,59 @@ _SHARED_TEXTS = ("</torch_", "unable to allocate shared memory", "out of shared 
 _MEMORY_ERROR_NAMES = {"MemoryError", "OutOfMemoryError"}
 _ERRORS_WITH_TEXT = {"RuntimeError", "OSError", "ImportError", "PacelineError"}
 _AFTER_SIGNAL = {
-    signal.SIGKILL: f"next:  if the kernel's log (dmesg) says that it was out of memory: {_MEMORY_ADVICE}",
+    signal.SIGKILL: f"next:  if the kernel log (dmesg) says out of memory: {_MEMORY_ADVICE}",
     signal.SIGBUS: f"next:  {_SHARED_MEMORY_ADVICE}",
 }
 
 
 def advise_after_signal(number: int) -> str:
-    """A line for a worker that a signal ended; empty if there is nothing to advise."""
+    """Return the next step for a worker that a signal ended; empty if there is none."""
     return {int(key): text for key, text in _AFTER_SIGNAL.items()}.get(number, "")
 
 
 def explain_error(error: BaseException) -> PacelineError | None:
-    """The error in words of its own, if they are known; None: it says what there is to say."""
+    """Return an error with a next step for memory, loader workers or open files; None for other errors."""
     return explain_memory(error) or _explain_loader(error) or _explain_files(error)
 
 
 def _explain_loader(error: BaseException) -> DataError | None:
-    """PyTorch raises this wherever the main thread is, as soon as a loader worker has died."""
-    for one in _exception_chain(error):
-        said = str(one).partition("\n")[0]
-        if type(one) is RuntimeError and said.startswith("DataLoader worker"):
-            return DataError(f"the loader failed: {said}", next_step=_LOADER_ADVICE)
+    # PyTorch raises this wherever the main thread is, as soon as a loader worker has died
+    for cause in _exception_chain(error):
+        message = str(cause).partition("\n")[0]
+        if type(cause) is RuntimeError and message.startswith("DataLoader worker"):
+            return DataError(f"the loader failed: {message}", next_step=_LOADER_ADVICE)
     return None
 
 
 def _explain_files(error: BaseException) -> MemoryLimitError | None:
-    if any("Too many open files" in str(one) for one in _exception_chain(error)):  # as the system says it
-        first = str(error).partition("\n")[0]
-        return MemoryLimitError(f"too many files are open: {first}", next_step=_OPEN_FILES_ADVICE)
+    if any("Too many open files" in str(cause) for cause in _exception_chain(error)):  # the text of EMFILE
+        message = str(error).partition("\n")[0]
+        return MemoryLimitError(f"too many files are open: {message}", next_step=_OPEN_FILES_ADVICE)
     return None
 
 
 def explain_memory(error: BaseException) -> MemoryLimitError | None:
-    """The error in words of its own, if it, or one that caused it, says that memory is used up."""
-    first = str(error).partition("\n")[0]
-    for one in _exception_chain(error):
-        names = {kind.__name__ for kind in type(one).__mro__}
-        says = str(one) if names & _ERRORS_WITH_TEXT else ""
-        if any(words in says for words in _SHARED_TEXTS):
+    """Return an error with a next step if this one, or one that caused it, says that memory ran out."""
+    message = str(error).partition("\n")[0]
+    for cause in _exception_chain(error):
+        names = {kind.__name__ for kind in type(cause).__mro__}
+        text = str(cause) if names & _ERRORS_WITH_TEXT else ""
+        if any(part in text for part in _SHARED_TEXTS):
             return MemoryLimitError(
-                f"the shared memory of this host is used up: {first}", next_step=_SHARED_MEMORY_ADVICE
+                f"this host is out of shared memory: {message}", next_step=_SHARED_MEMORY_ADVICE
             )
-        named = names & _MEMORY_ERROR_NAMES or getattr(one, "errno", None) == errno.ENOMEM
-        if named or any(words in says for words in _HOST_TEXTS):
-            return MemoryLimitError(f"the memory is used up: {first}", next_step=_MEMORY_ADVICE)
+        named = names & _MEMORY_ERROR_NAMES or getattr(cause, "errno", None) == errno.ENOMEM
+        if named or any(part in text for part in _HOST_TEXTS):
+            return MemoryLimitError(f"out of memory: {message}", next_step=_MEMORY_ADVICE)
     return None
 
 
 def _exception_chain(error: BaseException) -> Iterator[BaseException]:
-    """An error, and those that it was raised from."""
-    one: BaseException | None = error
-    while one is not None:
-        yield one
-        one = one.__cause__
+    """Yield an error and the errors that caused it."""
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__
 
 
 _PACKAGE_FOLDER = str(Path(__file__).resolve().parents[1])
@@ -121,43 +119,43 @@ _FOLDED_FOLDERS = (
 
 
 def render_trace(error: BaseException) -> str:
-    """The traceback of an error and of what caused it, with our frames folded."""
-    told = traceback.TracebackException.from_exception(error)
-    return "".join(_format_chain(told))
+    """Return the traceback of an error and its causes, with frames of Paceline and libraries folded."""
+    return "".join(_format_chain(traceback.TracebackException.from_exception(error)))
 
 
-def _format_chain(told: traceback.TracebackException) -> list[str]:
-    before = told.__cause__ or (None if told.__suppress_context__ else told.__context__)
-    lines = [] if before is None else [*_format_chain(before), "\nThe above led to:\n\n"]
-    shown = [frame for frame in told.stack if not is_folded(frame.filename)]
-    if not shown or told.stack[-1].filename.startswith(_PACKAGE_FOLDER):
-        shown = list(told.stack)
-    folded = len(told.stack) - len(shown)
-    said = f"; {folded} frames of Paceline and of libraries are folded" if folded else ""
-    head = [f"Traceback (most recent call last{said}):\n"] if shown else []
+def _format_chain(error: traceback.TracebackException) -> list[str]:
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    lines = [] if cause is None else [*_format_chain(cause), "\nThis caused:\n\n"]
+    shown = [frame for frame in error.stack if not is_folded(frame.filename)]
+    if not shown or error.stack[-1].filename.startswith(_PACKAGE_FOLDER):
+        shown = list(error.stack)
+    num_folded = len(error.stack) - len(shown)
+    note = f"; {num_folded} frames of Paceline and libraries hidden" if num_folded else ""
+    head = [f"Traceback (most recent call last{note}):\n"] if shown else []
     frames = traceback.StackSummary.from_list(shown).format()
-    return [*lines, *head, *frames, *told.format_exception_only()]
+    return [*lines, *head, *frames, *error.format_exception_only()]
 
 
 def is_folded(filename: str) -> bool:
-    """Whether a frame of this file is no code of the user's."""
+    """Return whether frames of this file are hidden, since they are not the user's code."""
     return filename.startswith(("<frozen", *_FOLDED_FOLDERS))
 
 
-_MAX_FOLDER_LENGTH = 80  # the name of a socket has 107 bytes at most
+_MAX_FOLDER_LENGTH = 80  # the path of a Unix socket is limited to 107 bytes
 _CONNECTION_TYPES = {"CommunicationError", "DistError"}
 
 
 @dataclass(frozen=True)
 class ErrorReport:
-    """What a worker says about its exception.
+    """The report of a worker about its exception.
 
     Args:
         when: seconds since the epoch.
         type, message, traceback: of the exception, as text.
-        details: what a user needs beside the first line: the traceback, or where and what next.
+        details: what a user needs after the first line: the traceback, or where it happened and what to do.
         exit_code: of the process.
-        connection: the error says that another rank is gone or silent, so it is unlikely to be the cause.
+        connection: the error says that another rank is gone or does not respond, so it is unlikely to be the
+            cause.
     """
 
     when: float
@@ -171,49 +169,47 @@ class ErrorReport:
     @classmethod
     def of(cls, error: BaseException) -> ErrorReport:
         """Describe an exception."""
-        said = explain_error(error) or error
-        trace = "".join(traceback.format_exception(error))
-        shown = render_trace(error)
+        shown = explain_error(error) or error
         return cls(
             when=time.time(),
-            type=type(said).__name__,
-            message=str(said),
-            traceback=trace,
-            details=_details(error, said, shown),
-            exit_code=_exit_code(said),
-            connection=is_connection_error(said),
+            type=type(shown).__name__,
+            message=str(shown),
+            traceback="".join(traceback.format_exception(error)),
+            details=_details(error, shown, render_trace(error)),
+            exit_code=_exit_code(shown),
+            connection=is_connection_error(shown),
         )
 
     def save(self, path: Path) -> None:
-        """Write atomically: who reads the file sees all of it."""
-        hidden = path.with_suffix(".writing")
-        hidden.write_text(json.dumps(vars(self)), encoding="utf-8")
-        hidden.rename(path)
+        """Write the report atomically: a reader of the file sees all of it."""
+        draft = path.with_suffix(".writing")
+        draft.write_text(json.dumps(vars(self)), encoding="utf-8")
+        draft.rename(path)
 
     @classmethod
     def load(cls, path: Path) -> ErrorReport | None:
-        """Read what a worker saved; None if it saved nothing that can be read."""
+        """Read the report of a worker; None if there is none that can be read."""
         try:
-            said = json.loads(path.read_text(encoding="utf-8"))
-            report = cls(**said)
+            fields = json.loads(path.read_text(encoding="utf-8"))
+            report = cls(**fields)
         except (OSError, ValueError, TypeError, RecursionError):
             return None
-        right = cls(0.0, "", "", "", "", 1, False)
-        return (
-            report if all(type(value) is type(getattr(right, name)) for name, value in said.items()) else None
-        )
+        # a worker can write anything into its own folder; the types are those of an example
+        example = cls(0.0, "", "", "", "", 1, False)
+        is_valid = all(type(value) is type(getattr(example, name)) for name, value in fields.items())
+        return report if is_valid else None
 
 
-def _details(error: BaseException, said: BaseException, trace: str) -> str:
-    """The traceback where it is needed, and where and what next of what is ours."""
-    rest = dedent("\n".join(str(said).splitlines()[1:])) if isinstance(said, PacelineError) else ""
-    if said is error:
-        return rest if _needs_no_traceback(error) else trace
-    return rest if isinstance(error, PacelineError) else trace + rest
+def _details(error: BaseException, shown: BaseException, trace: str) -> str:
+    """Return the lines after the first: a traceback if it helps, the place and the next step."""
+    advice = dedent("\n".join(str(shown).splitlines()[1:])) if isinstance(shown, PacelineError) else ""
+    if shown is error:
+        return advice if _needs_no_traceback(error) else trace
+    return advice if isinstance(error, PacelineError) else trace + advice
 
 
 def _needs_no_traceback(error: BaseException) -> bool:
-    """An error of ours does, unless it was raised because of one of the user's."""
+    """Return whether the message of an error is enough: it is Paceline's, and no user code caused it."""
     foreign = error.__cause__ is not None and not isinstance(error.__cause__, PacelineError | OSError)
     return isinstance(error, PacelineError) and not foreign and not hasattr(error, "__notes__")
 
@@ -225,18 +221,17 @@ def _exit_code(error: BaseException) -> int:
 
 
 def is_connection_error(error: BaseException) -> bool:
-    """Does it say that another rank is gone? Ours, torch's, or Gloo's plain RuntimeError; needs no torch."""
+    """Return whether an error of Paceline, torch or Gloo says that another rank is gone."""
+    # Gloo raises a plain RuntimeError with its source file in the text
     names = {kind.__name__ for kind in type(error).__mro__}
     return bool(names & _CONNECTION_TYPES) or ("RuntimeError" in names and "/gloo/" in str(error))
 
 
 def _redirect_multiprocessing_sockets(folder: Path) -> None:
-    """Let `multiprocessing` make its sockets where the launcher removes them, however this process ends.
-
-    A folder with a long name has a short one as long as this process has it open, for its children too.
-    """
+    """Let `multiprocessing` create its sockets in a folder that the launcher removes."""
     folder.mkdir(exist_ok=True)
     name = str(folder)
+    # a folder that this process keeps open has a short name in /proc, which its children can use as well
     if len(name) > _MAX_FOLDER_LENGTH:
         name = f"/proc/{os.getpid()}/fd/{os.open(folder, os.O_RDONLY | os.O_DIRECTORY)}"
     if Path(name).is_dir():
@@ -244,14 +239,14 @@ def _redirect_multiprocessing_sockets(folder: Path) -> None:
 
 
 class guard:
-    """Wrap a worker's main: `with guard(cluster): ...`.
+    """A context manager around the main function of a worker: `with guard(cluster): ...`.
 
-    An exception is written to the launcher's folder and to standard error, and the process ends at once
+    An exception is written to the launcher's folder and to standard error, and the process exits at once
     with its exit code, without destroying process groups (that would wait for peers). `SystemExit` passes
     through. Without a launcher and without other ranks, exceptions pass through as well.
 
     Args:
-        cluster: this process's place; `cluster.error_dir` is where the launcher looks.
+        cluster: this process in its job; `cluster.error_dir` is the folder that the launcher reads.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -279,9 +274,11 @@ class guard:
             return
         report = ErrorReport.of(error)
         if cluster.error_dir is not None:
-            with suppress(OSError):  # no space: the exit code still says what it was
+            with suppress(OSError):  # the disk is full: the exit code still says what happened
                 report.save(error_file(cluster.error_dir, cluster.global_rank))
-        if cluster.error_dir is None or cluster.local_rank != 0:  # the launcher shows the first rank's itself
+        if (
+            cluster.error_dir is None or cluster.local_rank != 0
+        ):  # the launcher prints that of the first rank itself
             sys.stderr.write(report.traceback)
         sys.stdout.flush()
         sys.stderr.flush()

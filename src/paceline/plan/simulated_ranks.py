@@ -183,8 +183,8 @@ class _SimulatedContext(SessionContext):
 def simulated_context(recipe: Recipe, processes: int, rank: int) -> _SimulatedContext:
     """What the cuts are given on one rank of a job."""
     net, straight = Net(recipe.runtime.deadline_seconds, times_calls=False), SimulatedGroups()
-    mesh = Mesh.planned(recipe.strategy.degrees, rank)
-    context_axis = replace(mesh.axes["context"], groups=cast(GroupLease, straight))
+    mesh = Mesh.without_groups(recipe.strategy.degrees, rank)
+    context_axis = replace(mesh.axes["context"], lease=cast(GroupLease, straight))
     return _SimulatedContext(
         recipe=recipe,
         cluster=replace(Cluster.single(), world_size=processes, global_rank=rank),

@@ -346,7 +346,7 @@ def _inference_recipe(
     Raises:
         CheckpointError: the newest complete checkpoint cannot be read.
     """
-    evaluation, catalog = recipe.evaluate, CheckpointCatalog.look(files)
+    evaluation, catalog = recipe.evaluate, CheckpointCatalog.read(files)
     precision = recipe.precision.compute
     if catalog.whole:  # its manifest has the number format that "auto" has chosen
         manifest = open_checkpoint(files, catalog.whole[-1].name).manifest

@@ -62,7 +62,7 @@ def test_a_stranger_is_turned_away_and_a_missing_rank_is_named() -> None:
         friend = others.submit(connect_to_hub, "127.0.0.1", port, 1, "right", 30.0)
         with pytest.raises(DeadlineError, match=r"ranks \[2\] did not connect"):
             accept_ranks(listener, "right", [1, 2], 2.0, said.append)
-        with pytest.raises(CommunicationError, match="Rank 1 has another token than the server"):
+        with pytest.raises(CommunicationError, match="rank 1 has a different token than the server"):
             stranger.result()
         friend.result().close()
     assert said == ["the server rejected 1 callers that do not belong to this job"]

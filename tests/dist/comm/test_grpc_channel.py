@@ -61,11 +61,11 @@ def test_a_stranger_is_turned_away_and_a_missing_rank_is_named() -> None:
     hub = GrpcServer(ReliableQueues(GRACE), "127.0.0.1", [1, 2, 3], "right", log=said.append)
     with ThreadPoolExecutor(2) as others:
         friend = others.submit(calling, hub.port, 1, "right")
-        with pytest.raises(CommunicationError, match="Rank 2 has another token than the server"):
+        with pytest.raises(CommunicationError, match="rank 2 has a different token than the server"):
             others.submit(calling, hub.port, 2, "wrong").result()
-        with pytest.raises(CommunicationError, match="Rank 1 has already joined"):
+        with pytest.raises(CommunicationError, match="rank 1 has already joined"):
             friend.result() and calling(hub.port, 1, "right")
-        with pytest.raises(DeadlineError, match=r"ranks \[2, 3\] did not connect.*rank 2 has another token"):
+        with pytest.raises(DeadlineError, match=r"ranks \[2, 3\] did not connect.*rank 2 has a different token"):
             hub.wait_for_all(0.1)
     assert said == ["the server rejected 1 calls that do not belong to this job"]
     close([hub, friend.result()])
@@ -89,7 +89,7 @@ def test_a_call_that_was_heard_brings_nothing_again() -> None:
         claim = CallClaim.read(caller._claim_metadata(SEND_METHOD, StreamPosition(1, 0)))._replace(
             place=StreamPosition(2, 0)
         )
-        with pytest.raises(grpc.RpcError, match="another token"):
+        with pytest.raises(grpc.RpcError, match="a different token"):
             again(body, timeout=SECONDS, metadata=claim.metadata())
         with pytest.raises(grpc.RpcError, match="no call of a job"):
             again(body, timeout=SECONDS)
@@ -129,6 +129,6 @@ class Impostor(GrpcServer):
 
 def test_a_hub_that_does_not_know_the_key_is_found_by_who_calls_it() -> None:
     hub = Impostor(ReliableQueues(GRACE), "127.0.0.1", [1], "guessed")
-    with pytest.raises(CommunicationError, match="Rank 1 has another token than the server"):
+    with pytest.raises(CommunicationError, match="rank 1 has a different token than the server"):
         calling(hub.port, 1, "right")
     hub.close()

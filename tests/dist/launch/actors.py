@@ -35,7 +35,7 @@ def act(
     command = (*start, str(folder), *actions)
     quick = {"settle_seconds": 0.8, "kill_seconds": 0.5, "grace_seconds": 5.0}
     job = LaunchJob(command, num_processes, **{**quick, **options})  # type: ignore[arg-type]
-    return launch(job, environ=environ, say=lambda _: None)
+    return launch(job, environ=environ, log=lambda _: None)
 
 
 def alive(path: Path) -> bool:

@@ -118,7 +118,7 @@ def test_signals_are_passed_on(tmp_path: Path) -> None:
         launcher.wait()
     assert launcher.returncode == 143
     assert (tmp_path / "finished-0").exists()
-    assert (tmp_path / "report").read_text() == "rank 1 did not end in time and was killed\n"
+    assert (tmp_path / "report").read_text() == "rank 1 did not exit in time and was killed\n"
     until(lambda: not any(alive(path) for path in tmp_path.glob("[pc]*-1")))
 
 

@@ -44,7 +44,7 @@ def node(
     [("raise", 1, "rank 2 raised ValueError: boom"), ("kill", 137, "rank 2 was killed by SIGKILL")],
 )
 def test_a_fault_between_collectives_ends_the_job(fault: str, code: int, headline: str) -> None:
-    outcome = launch(LaunchJob((*TRAINER, f"2={fault}"), 3), say=lambda _: None)
+    outcome = launch(LaunchJob((*TRAINER, f"2={fault}"), 3), log=lambda _: None)
     assert outcome.exit_code == code
     assert outcome.report.startswith(headline)
     assert [failure.kind for failure in outcome.failures[1:]] == ["connection", "connection"]
@@ -67,7 +67,7 @@ def test_torchrun_starts_the_same_workers() -> None:
 
 
 @pytest.mark.capability("O2")
-def test_two_nodes_form_one_job_and_strangers_are_turned_away(tmp_path: Path) -> None:
+def test_two_nodes_form_one_job_and_strangers_are_rejected(tmp_path: Path) -> None:
     stop = tmp_path / "stop"
     command = (*TRAINER, f"until={stop}", f"started={tmp_path}")
     meet = {"rendezvous": f"127.0.0.1:{free_port()}", "token": "ours"}
@@ -84,11 +84,11 @@ def test_two_nodes_form_one_job_and_strangers_are_turned_away(tmp_path: Path) ->
         assert (first.poll(), second.poll()) == (None, None), "the running job was harmed"
         stop.touch()
         assert (first.wait(), second.wait()) == (0, 0)
-    turned_away = "turned away: Rank 1 has another token than this job\n"
-    assert sorted((tmp_path / "first").read_text().splitlines(True)) == ["rank 0 of 2: 1\n", turned_away]
+    rejected = "rejected: rank 1 has a different token than this job\n"
+    assert sorted((tmp_path / "first").read_text().splitlines(True)) == ["rank 0 of 2: 1\n", rejected]
     assert (tmp_path / "second").read_text() == "rank 1 of 2: 1\n"
-    assert "Rank 1 has already joined the job" in (tmp_path / "late").read_text()
-    assert "Rank 1 has another token than the job" in (tmp_path / "wrong").read_text()
+    assert "rank 1 has already joined the job" in (tmp_path / "late").read_text()
+    assert "rank 1 has a different token than the job" in (tmp_path / "wrong").read_text()
 
 
 @pytest.mark.capability("O2")

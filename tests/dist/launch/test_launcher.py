@@ -45,7 +45,7 @@ def test_output_of_rank_0_passes_and_the_others_have_logs(
 def test_prefixed_output_shows_all_lines(tmp_path: Path) -> None:
     lines: list[str] = []
     job = LaunchJob((sys.executable, ACTOR, str(tmp_path), "all=report"), 2, output="prefixed")
-    assert launch(job, say=lines.append).exit_code == 0
+    assert launch(job, log=lines.append).exit_code == 0
     assert lines == ["[rank 1] out of 1, terminal: False\n", "[rank 1] err of 1\n"]
 
 
@@ -90,7 +90,7 @@ def test_a_worker_that_just_leaves_shows_its_last_lines(tmp_path: Path) -> None:
 def test_nothing_is_left_after_a_failure(tmp_path: Path) -> None:
     outcome = act(tmp_path, "0=late_raise", "1=child+wait", "2=child+defy")
     assert [failure.global_rank for failure in outcome.failures] == [0, 1, 2]
-    assert "rank 2 did not end in time and was killed" in outcome.report
+    assert "rank 2 did not exit in time and was killed" in outcome.report
     for name in ("pid-1", "child-1", "pid-2", "child-2"):
         until(lambda name=name: not alive(tmp_path / name))
 
@@ -119,7 +119,7 @@ def test_the_second_signal_kills(tmp_path: Path) -> None:
         launcher.send_signal(signal.SIGINT)
         launcher.wait()
     assert launcher.returncode == 130
-    assert (tmp_path / "report").read_text().count("did not end in time and was killed") == 2
+    assert (tmp_path / "report").read_text().count("did not exit in time and was killed") == 2
     until(lambda: not any(alive(path) for path in tmp_path.glob("[pc]*-0")))
 
 
@@ -128,7 +128,7 @@ def test_grace_ends(tmp_path: Path) -> None:
         launcher.send_signal(signal.SIGTERM)
         launcher.wait()
     assert launcher.returncode == 143
-    assert (tmp_path / "report").read_text() == "rank 1 did not end in time and was killed\n"
+    assert (tmp_path / "report").read_text() == "rank 1 did not exit in time and was killed\n"
     assert (tmp_path / "finished-0").exists()
 
 
@@ -150,7 +150,7 @@ def test_a_worker_that_dies_in_its_first_step_is_borne(tmp_path: Path) -> None:
 
 
 def test_a_command_that_does_not_exist_is_an_error() -> None:
-    with pytest.raises(PacelineError, match="Cannot start '/no/such/program'"):
+    with pytest.raises(PacelineError, match="cannot start '/no/such/program'"):
         launch(LaunchJob(("/no/such/program",), 2))
 
 

@@ -98,7 +98,7 @@ def stop_and_look(folder: Path, rank: int, number: signal.Signals) -> None:
         _, said = process.communicate(timeout=160)
     assert process.returncode == 143, said
     assert said == ""
-    shelf = CheckpointCatalog.look(StorageFolder(str(folder / "run" / "checkpoints")))
+    shelf = CheckpointCatalog.read(StorageFolder(str(folder / "run" / "checkpoints")))
     step = max(steps_done(folder)) + 1
     assert [kept.step for kept in shelf.whole] == [step]
     manifest = load_checkpoint(shelf.files, shelf.whole[0].name).manifest

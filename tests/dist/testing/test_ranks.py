@@ -178,7 +178,7 @@ def test_a_process_that_expects_another_number_of_ranks_is_turned_away_and_the_j
 
     (first, answer), (second, _) = run_ranks(disturb, 2)
     assert first == "rank 1 has not joined within 1 s"
-    assert second == "Rank 1 expects 3 processes, the job has 2."
+    assert second == "rank 1 expects 3 processes, but the job has 2"
     assert answer.total == 1.0
 
 

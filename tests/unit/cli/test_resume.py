@@ -74,4 +74,4 @@ def test_the_grace_time_of_the_recipe_reaches_the_launcher(
     monkeypatch.setattr(relaunch, "launch", lambda job: jobs.append(job) or LaunchOutcome(0, (), ""))
     recipe = Recipe(task="digits", steps=1, checkpoint={"grace_seconds": 77.0})
     train._launch(common_options.JobPlacement(2, 1, 0, None, ""), recipe, None, "a")
-    assert [(job.num_processes, job.grace_seconds) for job in jobs] == [(2, 77.0)]
+    assert [(job.num_processes, job.timeouts.grace_seconds) for job in jobs] == [(2, 77.0)]

@@ -8,7 +8,7 @@ import pytest
 
 from paceline.cli.comparison_runs import plan_comparison
 from paceline.recipe import Strategy
-from paceline.recipe.registry.word_spec import SyncSpec, known_specs
+from paceline.recipe.registry import SyncSpec, known_specs
 from paceline.recipe.strategy_text import PRESETS, phases_of
 from paceline.studies.comparison_trials import parse_comparison_entries
 

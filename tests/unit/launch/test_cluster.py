@@ -73,7 +73,7 @@ def test_launcher_variables() -> None:
     ],
 )
 def test_contradictions_are_errors(change: dict[str, str]) -> None:
-    with pytest.raises(CommunicationError, match="Contradicting environment"):
+    with pytest.raises(CommunicationError, match="the variables contradict each other"):
         Cluster.from_env({**TORCHRUN, **change})
 
 

@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from paceline.launch.outcome import LaunchOutcome, WorkerFailure, signal_headline, summarize_failures
-from paceline.launch.shutdown import ShutdownPlan
+from paceline.launch.shutdown import ShutdownPlan, ShutdownTimeouts
 
 LOST = WorkerFailure(0, "connection", 1.0, "raised CommunicationError: rank 2 is gone", 4, "lost traceback")
 RAISED = WorkerFailure(2, "error", 2.0, "raised ValueError: boom", 1, "Traceback\nValueError: boom")
@@ -88,7 +88,7 @@ def test_signals_have_names_and_hints() -> None:
 
 
 def make_stop() -> ShutdownPlan:
-    return ShutdownPlan(settle_seconds=1.0, kill_seconds=3.0, grace_seconds=10.0)
+    return ShutdownPlan(ShutdownTimeouts(1.0, 3.0, 10.0))
 
 
 def looks(stop: ShutdownPlan, begin: float, end: float) -> dict[float, str]:

@@ -78,6 +78,6 @@ def test_a_process_may_be_prepared_more_than_once(tmp_path: Path) -> None:
     for name in ("first", "second"):
         with enable_stack_dump(tmp_path / name):
             request_stack_dumps([(os.getpid(), tmp_path / name)])
-        assert "request_stacks (stacks.py:" in read_position(tmp_path / name)
+        assert "request_stack_dumps (process_inspection.py:" in read_position(tmp_path / name)
     faulthandler.unregister(signal.SIGUSR2)
     signal.signal(signal.SIGUSR2, before)

@@ -25,11 +25,11 @@ pytestmark = pytest.mark.capability("N5", clause="a killed or stopped worker is 
 def running(tmp_path: Path) -> Iterator[list[WorkerProcess]]:
     """Two processes that sleep."""
     found = []
-    with SessionReaper() as keeper:
+    with SessionReaper() as reaper:
         for rank in range(2):
             files = None, tmp_path / f"rank-{rank}.json", tmp_path / f"rank-{rank}.stack"
             process = subprocess.Popen(["sleep", "600"], start_new_session=True)
-            found.append(WorkerProcess(WorkerSpec(rank, rank, ("sleep",), {}, {}, *files), process, keeper))
+            found.append(WorkerProcess(WorkerSpec(rank, rank, ("sleep",), {}, {}, *files), process, reaper))
         yield found
         for one in found:
             one.process.kill()
@@ -55,10 +55,10 @@ def test_a_stopped_worker_is_named_in_three_intervals_and_may_go_on(running: lis
     assert look(at, 4) == [] and told == []
     send(running[1], signal.SIGSTOP)
     assert look(at, 3, 5) == []
-    assert told == ["rank 1 is stopped by a signal (SIGSTOP?): it has 60 s to go on\n"]
+    assert told == ["rank 1 is stopped by a signal (SIGSTOP?): it must continue within 60 s\n"]
     send(running[1], signal.SIGCONT)
     assert look(at, 3, 8) == []
-    assert len(told) == 2 and told[1].startswith("rank 1 goes on after 0.")
+    assert len(told) == 2 and told[1].startswith("rank 1 continues after 0.")
     send(running[1], signal.SIGSTOP)
     assert look(at, 3, 11) == [] and len(told) == 3, "it is told again"
 

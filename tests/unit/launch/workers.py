@@ -28,4 +28,4 @@ def ended(
     worker = WorkerSpec(rank, rank, ("true",), {}, {}, None, error_file, folder / f"rank-{rank}.stack")
     process = subprocess.Popen(["sh", "-c", f"exit {code}"])
     process.wait()
-    return WorkerProcess(worker, process, SessionReaper(), ended_at=time.time(), told=told)
+    return WorkerProcess(worker, process, SessionReaper(), ended_at=time.time(), was_signalled=told)

@@ -172,7 +172,7 @@ def door(said: list[str], tls: bool = False) -> Iterator[tuple[StoreServer, int]
 
 @pytest.mark.capability("O2")
 @pytest.mark.parametrize("tls", [False, True])
-def test_who_knows_the_key_comes_in_once_and_others_are_turned_away(tls: bool) -> None:
+def test_who_knows_the_key_comes_in_once_and_others_are_rejected(tls: bool) -> None:
     said: list[str] = []
     with door(said, tls) as (server, port):
         way = StoreAccess(1, "127.0.0.1", port, "the key", tls=tls)
@@ -180,13 +180,13 @@ def test_who_knows_the_key_comes_in_once_and_others_are_turned_away(tls: bool) -
         remote = open_store(way, LONG)
         remote.set("k", "v")
         assert local.wait(["k"], LONG) == [b"v"]
-        with pytest.raises(CommunicationError, match="Rank 2 has another token than the job at"):
+        with pytest.raises(CommunicationError, match="rank 2 has a different token than the job at"):
             open_store(replace(way, number=2, token="another"), LONG)
-        with pytest.raises(CommunicationError, match="Rank 1 has already joined the job at"):
+        with pytest.raises(CommunicationError, match="rank 1 has already joined the job at"):
             open_store(way, LONG)
         while not said:
             time.sleep(0.001)
-        assert said == ["turned away: Rank 2 has another token than this job\n"]
+        assert said == ["rejected: rank 2 has a different token than this job\n"]
         assert read_store_value(way, "k", LONG) == "v"
         assert 1 not in local.lost(), "who asks as a visitor is not the member"
         remote.close()
@@ -197,11 +197,11 @@ def test_who_knows_the_key_comes_in_once_and_others_are_turned_away(tls: bool) -
 def test_one_side_that_encrypts_and_one_that_does_not_are_named_on_both(tls: bool) -> None:
     said: list[str] = []
     with door(said, tls) as (_, port):
-        with pytest.raises(CommunicationError, match=r"Rank 1 has another security\.tls than the job at"):
+        with pytest.raises(CommunicationError, match=r"rank 1 has a different security\.tls than the job at"):
             open_store(StoreAccess(1, "127.0.0.1", port, "the key", tls=not tls), LONG)
         while not said:
             time.sleep(0.001)
-    assert said == ["turned away: Rank 1 has another security.tls than this job\n"]
+    assert said == ["rejected: rank 1 has a different security.tls than this job\n"]
 
 
 @pytest.mark.capability("O2")

@@ -1,20 +1,15 @@
-"""Bytes of the tensors that are alive at a time, as operations make them and Python lets go of them.
+"""Activation memory of a micro-batch, measured in one run of the model on fake tensors.
 
-Every operation of PyTorch passes here, forward or backward, and says which memory it has made; the memory
-itself says when it goes. Under fake tensors nothing of it exists, and the numbers are the same. Not seen:
-what a kernel takes and gives back inside one operation.
+Every operation runs on fake tensors, which have a shape, a dtype and a device, so operations are those of a
+run, and a model of any size takes no memory. `LiveBytes` counts the memory that operations allocate and
+Python frees; `LayerTracker` says in which layer that happens. The chunks of a pipeline run one by one, with
+inputs and gradients as they would arrive.
 
-Where in a model a rehearsal is: before, inside or behind which of its layers.
+Positions in a model: 2k + 1 is inside the k-th call of a layer, in forward or backward, and 2k is between it
+and the call before. Modules announce the position of forward, gradients of the inputs and outputs of a layer
+that of backward; this changes nothing that is computed or kept.
 
-Place 2k + 1 is inside the k-th call of a layer, forward or backward, and 2k between it and the call before.
-Modules tell of forward, and the gradients of what a block was given and gave tell of backward; nothing that
-is computed, or kept, changes.
-
-One micro-batch through a model that has no memory: what its forward keeps, and what its backward takes.
-
-Every operation runs on fake tensors, which have a shape, a type and a device, so that the kernels are those
-of a run and a model of any size takes no memory here. The chain of a pipeline is run chunk by chunk, each by
-itself: its inputs, and the gradients of its outputs, arrive as they would.
+Not counted: memory that a kernel allocates and frees within one operation.
 """
 
 from __future__ import annotations
@@ -50,86 +45,87 @@ from paceline.task import Task
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts memory that is made inside.
+    """A dispatch mode that counts the bytes of all tensors that are alive.
 
     Args:
-        there: bytes that were alive before.
+        initial_bytes: bytes that were alive before.
     Attributes:
         now: bytes that are alive.
-        place: where in the model this is, as `at` was told.
-        peaks: by (place, bytes of gradients that were complete), the most bytes alive since `begin`.
-        handed: by the same, for each gradient as it became complete, what was alive then and its bytes.
+        position: position in the model, set by `at`.
+        peaks: most bytes alive since `begin`, by (position, bytes of complete gradients).
+        completed: (bytes alive, bytes of the gradient) at the completion of each gradient, by the same keys.
     """
 
-    def __init__(self, there: int = 0) -> None:
+    def __init__(self, initial_bytes: int = 0) -> None:
         super().__init__()
-        self.now, self.place = there, 0
-        self.peaks = {(0, 0): there}
-        self.handed: dict[tuple[int, int], tuple[int, int]] = {}
+        self.now, self.position = initial_bytes, 0
+        self.peaks = {(0, 0): initial_bytes}
+        self.completed: dict[tuple[int, int], tuple[int, int]] = {}
         self._completed = 0
         self._sizes: dict[int, int] = {}
         self._outside: set[int] = set()
 
     def leave_out(self, tensors: Iterable[Tensor]) -> None:
-        """Memory that is counted otherwise, as that of parameters."""
+        """Do not count the memory of these tensors, such as parameters."""
         self._outside |= {t.untyped_storage()._cdata for t in tensors}
 
     def begin(self) -> None:
-        """Look for peaks from here on."""
-        self._completed, self.peaks, self.handed = 0, {(self.place, 0): self.now}, {}
+        """Start new peaks at the present memory."""
+        self._completed, self.peaks, self.completed = 0, {(self.position, 0): self.now}, {}
 
-    def at(self, place: int) -> None:
-        """From here on it is another place of the model."""
-        self.place = place
+    def at(self, position: int) -> None:
+        """Move to another position of the model."""
+        self.position = position
         self._note()
 
     def complete(self, grad: Tensor) -> None:
-        """A gradient is complete; it is counted apart from now on."""
-        place = grad.untyped_storage()._cdata
-        self.now -= self._sizes.pop(place, 0)
-        self._outside.add(place)
+        """Record that a gradient is complete; its memory is counted separately from now on."""
+        address = grad.untyped_storage()._cdata
+        self.now -= self._sizes.pop(address, 0)
+        self._outside.add(address)
         size = grad.numel() * grad.element_size()
         self._completed += size
-        self.handed[self.place, self._completed] = self.now, size
+        self.completed[self.position, self._completed] = self.now, size
         self._note()
 
     @property
     def peak(self) -> int:
-        """The most that was alive at a time since `begin`, without gradients that were complete."""
+        """Return the most bytes alive since `begin`, without complete gradients."""
         return max(self.peaks.values())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.equal.default and not any(isinstance(x, FakeTensor) for x in args):
-            with unset_fake_temporarily():  # states of random numbers are real, and are compared
+            # Recomputation compares states of random generators, which are real tensors.
+            with unset_fake_temporarily():
                 return func(*args)
-        found = func(*args, **(kwargs or {}))
-        for t in tree_iter(found):
+        result = func(*args, **(kwargs or {}))
+        for t in tree_iter(result):
             if isinstance(t, Tensor):
                 self.add(t)
-        return found
+        return result
 
     def add(self, t: Tensor) -> None:
-        """Count the memory of a tensor, unless it is counted already."""
+        """Count the memory of a tensor, unless it is already counted."""
         storage = t.untyped_storage()
-        place = storage._cdata
-        if place in self._sizes or place in self._outside:
+        address = storage._cdata
+        if address in self._sizes or address in self._outside:
             return
-        self._sizes[place] = storage.nbytes()
-        self.now += self._sizes[place]
-        weakref.finalize(storage, self._gone, place)
+        self._sizes[address] = storage.nbytes()
+        self.now += self._sizes[address]
+        weakref.finalize(storage, self._gone, address)
         self._note()
 
-    def _gone(self, place: int) -> None:
-        self.now -= self._sizes.pop(place, 0)
-        self._outside.discard(place)  # the next memory may have its address
+    def _gone(self, address: int) -> None:
+        self.now -= self._sizes.pop(address, 0)
+        self._outside.discard(address)  # later memory can get the same address
 
     def _note(self) -> None:
-        here = self.place, self._completed
-        self.peaks[here] = max(self.now, self.peaks.get(here, 0))
+        key = self.position, self._completed
+        self.peaks[key] = max(self.now, self.peaks.get(key, 0))
 
 
 class TensorShape(NamedTuple):
-    """A tensor, without its memory."""
+    """The sizes and dtype of a tensor."""
 
     sizes: tuple[int, ...]
     dtype: torch.dtype
@@ -139,22 +135,22 @@ class LayerCall(NamedTuple):
     """A call of a layer.
 
     Args:
-        layer: its number; of a block that of the block.
-        live: bytes that were alive before it.
-        given: its arguments, positional and by name; a `TensorShape` in place of each tensor.
+        layer: number of the layer.
+        live: bytes that were alive before the call.
+        arguments: positional and keyword arguments, with a `TensorShape` in place of each tensor.
     """
 
     layer: int
     live: int
-    given: tuple[tuple[Any, ...], dict[str, Any]]
+    arguments: tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class LayerTracker:
-    """Around a forward: tells where it is, and where its backward will be.
+    """A context manager around a forward that tracks the position of the forward and of its backward.
 
     Args:
-        layers: by number, none inside another.
-        live: is told.
+        layers: layers by number, none inside another.
+        live: gets every new position.
     Attributes:
         entries: calls so far, in order.
     """
@@ -187,8 +183,8 @@ class LayerTracker:
         _call_on_gradient(results, lambda: self._live.at(2 * call + 1))
 
     def _out_of(self, call: int) -> None:
-        """Unless backward is in another layer already, which gave what this one was given."""
-        if self._live.place == 2 * call + 1:
+        """Leave the layer, unless backward is already in the layer whose output was this input."""
+        if self._live.position == 2 * call + 1:
             self._live.at(2 * call)
 
 
@@ -197,7 +193,7 @@ def _shape_of(value: Any) -> Any:
 
 
 def _call_on_gradient(values: Any, arrived: Callable[[], None]) -> None:
-    """Once a gradient of one of them comes."""
+    """Call `arrived` when a gradient of one of the tensors arrives."""
     for t in _differentiable(values):
         t.register_hook(partial(_call_without_gradient, arrived))
 
@@ -213,27 +209,27 @@ def _differentiable(values: Any) -> Iterator[Tensor]:
 
 
 LATE_MESSAGES = 2
-"""Micro-batches of tensor shards and stages whose messages Gloo's threads may still hold; and of context
-ranks calls: each of the two threads of a process group lets go of one before it takes up another."""
+"""Messages that Gloo's threads can hold after their call: each of the two threads of a process group frees
+one when it starts the next. Counted in micro-batches for tensor shards and stages, in calls for context."""
 
 
 @dataclass(frozen=True)
 class MicroBatchFootprint:
-    """Bytes that one chunk of a model takes for one micro-batch, beside its parameters.
+    """Bytes that one chunk of a model needs for one micro-batch, without its parameters.
 
     Args:
-        kept: from the end of its forward to its backward.
-        forward: by place, the most during its forward; see `LayerTracker`.
-        backward: by (place, bytes of gradients that were complete by then, which it does not count), the most
-            during its backward.
-        passed: of what tensor and context ranks send each other, which threads of a backend let go of late.
-        arriving, departing: of what comes from the chunk before, and of what goes to the next.
-        evaluation: the most of a forward without gradients, with a batch of evaluation.
-        departing_evaluation: of what goes to the next with such a batch.
-        entries: the calls of its layers.
-        handed: by place and bytes of gradients that are complete, for each as it is handed on, what is alive
-            beside these, and its bytes.
-        completes: names of trained tensors, in the order in which their gradients are complete.
+        kept: bytes kept from the end of the forward to the backward.
+        forward: most bytes in the forward, by position.
+        backward: most bytes in the backward, without complete gradients, by (position, bytes of complete
+            gradients).
+        passed: bytes of messages of tensor and context ranks that threads of a backend free late.
+        arriving, departing: bytes of the input from the previous chunk, and of the output to the next.
+        evaluation: most bytes of a forward without gradients, with a batch of the evaluation.
+        departing_evaluation: bytes of the output with such a batch.
+        entries: calls of the layers.
+        completed: (bytes alive, bytes of the gradient) at the completion of each gradient, with the keys of
+            `backward`.
+        completes: names of trained tensors in the order in which their gradients become complete.
     """
 
     kept: int
@@ -245,33 +241,33 @@ class MicroBatchFootprint:
     evaluation: int = 0
     departing_evaluation: int = 0
     entries: Sequence[LayerCall] = ()
-    handed: Mapping[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
+    completed: Mapping[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
     completes: Sequence[str] = ()
 
 
 def first_batch(task: Task, num_samples: int) -> Any:
-    """The first samples as a batch; they repeat where there are too few."""
-    there = len(task.data)
-    samples = [task.data[k % there] for k in range(max(1, num_samples))]
+    """Return the first samples as a batch; they repeat if there are too few."""
+    length = len(task.data)
+    samples = [task.data[k % length] for k in range(max(1, num_samples))]
     return collate_samples(task, samples, CPU)
 
 
 class FakeTensorRun:
-    """Runs the chunks of a fake model, one after another.
+    """A run of all chunks of a fake model, one after another.
 
     Args:
-        task: its loss.
-        made: the model, whose gradients are gone after a run.
-        fake: the mode in which it was made.
-        precision: of forward and backward.
-        samples, evaluated: of a micro-batch, and of a batch of evaluation (0: there is none).
-        layers: of the model, by number; none inside another.
+        task: its loss is used.
+        fake_model: the model; its gradients are dropped after a run.
+        fake: the mode in which the model was made.
+        precision: number format of forward and backward.
+        samples, evaluated: samples of a micro-batch, and of a batch of the evaluation (0: there is none).
+        layers: layers of the model by number, none inside another.
     """
 
     def __init__(
         self,
         task: Task,
-        made: FakeModel,
+        fake_model: FakeModel,
         fake: FakeTensorMode,
         precision: MixedPrecision,
         *,
@@ -279,7 +275,8 @@ class FakeTensorRun:
         evaluated: int,
         layers: Mapping[int, nn.Module],
     ) -> None:
-        self._task, self._made, self._fake, self._precision = task, made, fake, precision
+        self._task, self._fake_model, self._fake = task, fake_model, fake
+        self._precision = precision
         self._layers = layers
         self._batches = [self._faked(first_batch(task, n)) if n else None for n in (samples, evaluated)]
 
@@ -287,31 +284,31 @@ class FakeTensorRun:
         return tree_map(lambda x: self._fake.from_tensor(x) if isinstance(x, Tensor) else x, batch)
 
     def run(self, chunks: Sequence[Sequence[nn.Module]] | None) -> list[MicroBatchFootprint]:
-        """By chunk, what it takes.
+        """Return the footprint of each chunk.
 
         Args:
-            chunks: of the chain that the model is; None: it is run as it is, in one.
+            chunks: modules of each chunk of the chain; None: the model runs as a whole.
         Raises:
-            TaskError: something in it asks for values, which fake tensors have not.
+            TaskError: model or loss need values, which fake tensors do not have.
         """
-        model = self._made.model
+        model = self._fake_model.model
         try:
             with self._fake:
-                found: list[MicroBatchFootprint] = self._chunks(
+                footprints: list[MicroBatchFootprint] = self._chunks(
                     model, chunks, self._batches[0], self._trained
                 )
                 if self._batches[1] is None:
-                    return found
+                    return footprints
                 with torch.no_grad():
                     peaks = self._chunks(model.eval(), chunks, self._batches[1], self._evaluated)
                 return [
                     replace(one, evaluation=peak, departing_evaluation=departing)
-                    for one, (peak, departing) in zip(found, peaks, strict=True)
+                    for one, (peak, departing) in zip(footprints, peaks, strict=True)
                 ]
-        except RuntimeError as error:  # what fake tensors cannot do is one, by its base class
+        except RuntimeError as error:  # the base class of all errors of fake tensors
             raise TaskError(
-                f"the memory of the model cannot be planned, since it cannot run on shapes alone: {error}",
-                next_step="let forward and loss ask no tensor for its values (.item(), if tensor: ...), or"
+                f"the memory of the model cannot be planned, since it cannot run on fake tensors: {error}",
+                next_step="remove reads of tensor values (.item(), if tensor: ...) from forward and loss, or"
                 " leave memory.budget out",
             ) from error
 
@@ -324,41 +321,41 @@ class FakeTensorRun:
     ) -> list[Any]:
         _key_dropouts(model)
         loaded = _num_bytes(x for x in tree_iter(batch) if isinstance(x, Tensor))
-        with self._made.seen(batch) as own:
+        with self._fake_model.seen(batch) as local_batch:
             if chunks is None:
-                found, _ = measure(model, lambda _: self._task.loss(model, own).total, (), loaded)
-                return [found]
-            given = record_call(self._task.loss, own, training=model.training)
-            sizes, x = [], None
+                result, _ = measure(model, lambda _: self._task.loss(model, local_batch).total, (), loaded)
+                return [result]
+            call = record_call(self._task.loss, local_batch, training=model.training)
+            results, x = [], None
             for number, links in enumerate(chunks):
                 stage = StageModule(links).train(model.training)
-                run = partial(_run_first_chunk, stage, given) if number == 0 else partial(_run_chunk, stage)
+                run = partial(_run_first_chunk, stage, call) if number == 0 else partial(_run_chunk, stage)
                 if number == len(chunks) - 1:
-                    run = partial(self._answered, run, own)
+                    run = partial(self._loss_of_output, run, local_batch)
                 ends = number in (0, len(chunks) - 1)
-                found, x = measure(model, run, x, loaded if ends else 0)
-                sizes.append(found)
-            return sizes
+                result, x = measure(model, run, x, loaded if ends else 0)
+                results.append(result)
+            return results
 
-    def _answered(self, run: Callable[[Any], Any], batch: Any, x: Any) -> Tensor:
+    def _loss_of_output(self, run: Callable[[Any], Any], batch: Any, x: Any) -> Tensor:
         return self._task.loss(OutputStandIn(lambda: run(x)), batch).total
 
     def _trained(
         self, model: nn.Module, run: Callable[[Any], Any], arrived: Any, loaded: int
     ) -> tuple[MicroBatchFootprint, Any]:
-        """Sizes of a forward and a backward, and what goes on to the next chunk.
+        """Return the footprint of a forward and backward, and the input of the next chunk.
 
         Args:
-            loaded: bytes of the batch, where the chunk is given it.
+            loaded: bytes of the batch, for chunks that get it.
         """
-        live, before = LiveBytes(loaded), self._made.exchanged()
-        places = LayerTracker(self._layers, live)
+        live, before = LiveBytes(loaded), self._fake_model.exchanged()
+        tracker = LayerTracker(self._layers, live)
         live.leave_out([*model.parameters(), *model.buffers(), *(arrived or ())])
         completes: list[str] = []
         with _recording_completed_gradients(model, live, completes), live:
             x = tuple(t.detach().clone().requires_grad_(t.is_floating_point()) for t in arrived or ())
             live.begin()
-            with places, self._precision.autocast():
+            with tracker, self._precision.autocast():
                 outputs = as_tuple(run(x))
             kept, forward = live.now, dict(live.peaks)
             sent = [t.detach() for t in outputs]
@@ -369,25 +366,27 @@ class FakeTensorRun:
         for p in model.parameters():
             p.grad = None
         crossing = _num_bytes(x), _num_bytes(sent)
-        passed = LATE_MESSAGES * (self._made.exchanged() - before + self._made.straight.largest)
-        by_place = {place: most for (place, _), most in forward.items()}
-        found = MicroBatchFootprint(kept, by_place, backward, passed, *crossing, handed=dict(live.handed))
-        return replace(found, entries=places.entries, completes=completes), sent
+        passed = LATE_MESSAGES * (self._fake_model.exchanged() - before + self._fake_model.straight.largest)
+        by_position = {position: most for (position, _), most in forward.items()}
+        footprint = MicroBatchFootprint(
+            kept, by_position, backward, passed, *crossing, completed=dict(live.completed)
+        )
+        return replace(footprint, entries=tracker.entries, completes=completes), sent
 
     def _evaluated(
         self, model: nn.Module, run: Callable[[Any], Any], arrived: Any, loaded: int
     ) -> tuple[tuple[int, int], Any]:
-        """The most of a forward and of what goes on to the next chunk, and that itself."""
+        """Return most bytes of a forward and bytes of its output, and the input of the next chunk."""
         live = LiveBytes(loaded)
         live.leave_out([*model.parameters(), *model.buffers()])
         with live, self._precision.autocast():
             x = tuple(t.clone() for t in arrived or ())
             outputs = as_tuple(run(x))
-        return (live.peak + LATE_MESSAGES * self._made.straight.largest, _num_bytes(outputs)), outputs
+        return (live.peak + LATE_MESSAGES * self._fake_model.straight.largest, _num_bytes(outputs)), outputs
 
 
-def _run_first_chunk(stage: nn.Module, given: ModelCall, _x: Any) -> Any:
-    return stage(*given.inputs, **given.named)
+def _run_first_chunk(stage: nn.Module, call: ModelCall, _x: Any) -> Any:
+    return stage(*call.inputs, **call.named)
 
 
 def _run_chunk(stage: nn.Module, x: Any) -> Any:
@@ -405,15 +404,15 @@ def _key_dropouts(model: nn.Module) -> None:
 
 @contextmanager
 def _recording_completed_gradients(model: nn.Module, live: LiveBytes, order: list[str]) -> Iterator[None]:
-    """Tell of gradients as they become complete, and note whose they are."""
+    """Report gradients to `live` as they become complete, and append the names of their parameters."""
 
-    def tell(name: str, p: Tensor) -> None:
+    def record(name: str, p: Tensor) -> None:
         order.append(name)
         if p.grad is not None:
             live.complete(p.grad)
 
     trained = trained_parameters(model)
-    hooks = [p.register_post_accumulate_grad_hook(partial(tell, slot.name)) for slot, p in trained.items()]
+    hooks = [p.register_post_accumulate_grad_hook(partial(record, slot.name)) for slot, p in trained.items()]
     try:
         yield
     finally:

@@ -166,7 +166,7 @@ def receive_memory_of(recipe: Recipe, trained: Iterable[Tensor]) -> ReceiveMemor
     shards = recipe.strategy.shard
     # The native route adds rows itself, in memory of the caller, where that loses no precision.
     adds = all(p.is_floating_point() and (p.element_size() > 2 or shards == 2) for p in trained)
-    in_caller = recipe.strategy.path.by_default and adds and recipe.runtime.device != "cuda"
+    in_caller = recipe.strategy.route_spec.is_default and adds and recipe.runtime.device != "cuda"
     return "caller" if in_caller else "route"
 
 
@@ -199,7 +199,7 @@ class GradientReduction:
     def sharers(self) -> int:
         """Ranks that run samples of a step of their own, and sum it."""
         strategy = self.recipe.strategy
-        copies = strategy.degrees["replica"] if strategy.rule.agrees == "world" else 1
+        copies = strategy.degrees["replica"] if strategy.sync_spec.agrees == "world" else 1
         return strategy.shard * copies
 
     @property

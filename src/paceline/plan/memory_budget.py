@@ -15,7 +15,7 @@ from paceline.plan.recompute_choice import RecomputeChoice, choose_recompute
 from paceline.recipe.recipe import Recipe, max_sharers
 from paceline.recipe.strategy import Strategy
 from paceline.recipe.support import cost_change, list_layouts, support
-from paceline.report.run_facts import format_bytes
+from paceline.report.number_format import format_bytes
 from paceline.task import Task
 
 _MOST_PLANS = 24
@@ -100,9 +100,9 @@ def nearest_that_fits(plan: MemoryPlan, task: Task, nodes: int = 1) -> MemoryPla
 def _candidates(plan: MemoryPlan) -> Iterator[Recipe]:
     """Recipes that compute the same, those that change least first; each also with recomputation."""
     recipe, now = plan.recipe, plan.recipe.strategy
-    most, called = max_sharers(recipe)
+    most, limit_key = max_sharers(recipe)
     answers = [
-        support(_with_layout(now, row.strategy), processes=plan.processes, shards=most, called=called)
+        support(_with_layout(now, row.strategy), processes=plan.processes, shards=most, limit_key=limit_key)
         for row in list_layouts(plan.processes)
     ]
     strategies = [answer.nearest for answer in answers if answer.ok]

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from paceline.recipe.recipe import Recipe
-from paceline.report.run_facts import format_bytes
+from paceline.report.number_format import format_bytes
 
 
 @dataclass(frozen=True)

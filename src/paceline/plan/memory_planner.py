@@ -32,7 +32,7 @@ from paceline.plan.simulated_ranks import SimulatedRank, simulate_ranks
 from paceline.plan.step_peak import StepWalk, StepWork, agreement_memory, first_step_sums, update_memory
 from paceline.plan.zero_memory import GatherMemory, GradientSumMemory, gather_memory, gradient_sum_memory
 from paceline.recipe.recipe import Recipe, max_sharers, num_micro_batches
-from paceline.recipe.registry.word_spec import import_object
+from paceline.recipe.registry import import_object
 from paceline.recipe.support import resolve_strategy
 from paceline.state.slot import trained_parameters
 from paceline.sync.sync_rule import MemoryQuery, RuleMemory
@@ -130,7 +130,7 @@ class MemoryPlanner:
         trained = trained_parameters(self._model)
         self._item_bytes = {slot.name: p.element_size() for slot, p in trained.items()}
         self._layer_names = {number: name for number, (name, _) in model_layers(task, self._model).items()}
-        self._per_host = -(-processes // nodes) if recipe.strategy.path.in_memory else 0
+        self._per_host = -(-processes // nodes) if recipe.strategy.route_spec.in_memory else 0
         shards = num_micro_batches(recipe, processes)
         self._reductions = _ReductionMemory(
             recipe, task, self._model, self._item_bytes, shards, self._per_host == processes
@@ -159,7 +159,7 @@ class MemoryPlanner:
         work = self._micro_batches.work(rank)
         sums, gathers = self._reductions.of(rank, work)
         query = MemoryQuery(self.recipe, rank.held, self._item_bytes, sizes)
-        rule: RuleMemory = import_object(self.recipe.strategy.rule.memory)(query)
+        rule: RuleMemory = import_object(self.recipe.strategy.sync_spec.memory)(query)
         steady = self._steady(rank, sizes, sums, gathers, rule)
         return _RankBasis(steady, sums, gathers, sizes, work, rule)
 
@@ -171,7 +171,7 @@ class MemoryPlanner:
         taken = update.takes([slot_bytes(slot, self._item_bytes) for slot in updated])
         between_steps = replace(steady, gathered=0, gradients=sums.stays + sums.own)
         moments = {"building": MemoryByKind(parameters=max(steady.parameters, self._built_bytes()))}
-        moments |= {name: walk.most() for name, walk in _step_walks(basis).items()}
+        moments |= {name: walk.peak() for name, walk in _step_walks(basis).items()}
         moments["update"] = update_memory(replace(steady, gathered=0), sums, taken, gathers.arriving)
         if gathers.beginning:
             moments["gathering"] = replace(between_steps, gathered=gathers.beginning)
@@ -266,8 +266,8 @@ def resolve_layout(recipe: Recipe, processes: int, nodes: int = 1) -> Recipe:
     Raises:
         StrategyError: the strategy does not fit the processes, or its memory is not planned.
     """
-    most, called = max_sharers(recipe)
-    strategy = resolve_strategy(recipe.strategy, processes=processes, shards=most, called=called)
+    most, limit_key = max_sharers(recipe)
+    strategy = resolve_strategy(recipe.strategy, processes=processes, shards=most, limit_key=limit_key)
     recipe = recipe.replace(strategy=strategy)
     _require_planned(recipe, nodes)
     return recipe
@@ -300,8 +300,8 @@ def _number_formats(recipe: Recipe) -> list[str]:
 
 def _require_planned(recipe: Recipe, nodes: int) -> None:
     strategy = recipe.strategy
-    rule, route = strategy.rule, strategy.path
-    if strategy.stages == "time":
+    rule, route = strategy.sync_spec, strategy.route_spec
+    if strategy.has_timed_stages:
         raise StrategyError(
             "stages=time has not been measured, so the memory of the stages cannot be planned",
             where=f'strategy "{strategy}"',
@@ -311,9 +311,9 @@ def _require_planned(recipe: Recipe, nodes: int) -> None:
     sums = rule.sums and any(strategy.degrees[axis] > 1 for axis in ("replica", "context", "shard"))
     varies = sums and route.in_memory and nodes > 1 and not recipe.is_ordered
     unplanned = {
-        f"sync={strategy.sync}": len(strategy.rules) > 1 or not rule.memory,
+        f"sync={strategy.sync}": len(strategy.sync_specs) > 1 or not rule.memory,
         f"codec={strategy.codec}": any(one.is_coded for one in strategy.codec_alternatives),
-        f"route={strategy.route}": rule.sums and not (route.by_default or route.in_memory),
+        f"route={strategy.route}": rule.sums and not (route.is_default or route.in_memory),
         f"route={strategy.route} between hosts": varies,
         f"lanes={strategy.lanes}": strategy.lanes > 1,
         f"cut={strategy.cut}": bool(strategy.cut),

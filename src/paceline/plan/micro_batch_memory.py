@@ -1,6 +1,8 @@
-"""What messages between stages take: by a backend, or in memory of their host. Pure.
+"""The work of a rank in a step and the memory of its micro-batches, computed once for ranks that are alike.
 
-What a rank does in a step, and what one micro-batch takes of it, found once for ranks that are alike.
+It also plans messages between stages: buffers in the shared memory of a host, and messages that a backend
+carries. Nothing of the optimizer or of reductions is counted here, but `update` measures the optimizer, since
+that needs the fake model.
 """
 
 from __future__ import annotations
@@ -39,69 +41,71 @@ from paceline.task import Task
 
 
 def stages_on_host(degrees: Mapping[str, int], rank: int, ranks_per_host: int) -> set[int]:
-    """Stages of a rank's pipeline that are on its host, its own too; ranks of a host follow each other.
+    """Return the stages of a rank's pipeline that run on its host, including its own.
 
     Args:
-        degrees: size of each axis.
-        ranks_per_host: 0: hosts do not count.
+        degrees: size of each mesh axis.
+        rank: global rank; ranks of a host are consecutive.
+        ranks_per_host: 0: messages do not go through shared memory.
     """
-    apart = prod(degrees[axis] for axis in AXES[AXES.index("pipeline") + 1 :])
-    first_stage = rank - rank // apart % degrees["pipeline"] * apart
+    stride = prod(degrees[axis] for axis in AXES[AXES.index("pipeline") + 1 :])
+    first_stage = rank - rank // stride % degrees["pipeline"] * stride
     first = rank - rank % max(1, ranks_per_host)
-    here = range(first, first + ranks_per_host)
-    return {stage for stage in range(degrees["pipeline"]) if first_stage + stage * apart in here}
+    host_ranks = range(first, first + ranks_per_host)
+    return {stage for stage in range(degrees["pipeline"]) if first_stage + stage * stride in host_ranks}
 
 
 def unreleased_message_bytes(
-    own: Sequence[MicroBatchFootprint], table: ScheduleTable, stage: int, near: Collection[int]
+    chunks: Sequence[MicroBatchFootprint], table: ScheduleTable, stage: int, near: Collection[int]
 ) -> int:
-    """Of messages that the thread of a backend has not let go of, if it carries any.
+    """Return the bytes of messages that the thread of a backend frees late; 0 if it carries none.
 
     Args:
-        own: the chunks of one rank.
-        near: stages whose messages it does not carry.
+        chunks: footprints of the chunks of one rank.
+        near: stages whose messages go through shared memory.
     """
-    is_used = not _message_sizes(own, table, stage).keys() <= {*near}
-    return LATE_MESSAGES * max(one.arriving + one.departing for one in own) if is_used else 0
+    is_used = not _message_sizes(chunks, table, stage).keys() <= {*near}
+    return LATE_MESSAGES * max(one.arriving + one.departing for one in chunks) if is_used else 0
 
 
 def message_buffer_bytes(
-    own: Sequence[MicroBatchFootprint],
+    chunks: Sequence[MicroBatchFootprint],
     table: ScheduleTable,
     stage: int,
     near: Collection[int],
 ) -> int:
-    """Of the most memory in which the messages of a stage may lie for its neighbours on one host.
+    """Return the most bytes of shared memory for messages of a stage to its neighbours on its host.
 
     Args:
-        own: the chunks of the stage.
-        near: the stages of its host.
+        chunks: footprints of the chunks of the stage.
+        near: stages on its host.
     """
     return sum(
         _buffers_bytes(max_messages_in_flight(table, stage, to), *map(max, zip(*pairs, strict=True)))
-        for to, pairs in _message_sizes(own, table, stage).items()
+        for to, pairs in _message_sizes(chunks, table, stage).items()
         if to in near
     )
 
 
 def _message_sizes(
-    own: Sequence[MicroBatchFootprint], table: ScheduleTable, stage: int
+    chunks: Sequence[MicroBatchFootprint], table: ScheduleTable, stage: int
 ) -> dict[int, list[tuple[int, int]]]:
-    """By neighbour, bytes of a message in training and in an evaluation, by chunk."""
+    """Return (bytes in training, bytes in an evaluation) of the messages to each neighbour, by chunk."""
     sizes: dict[int, list[tuple[int, int]]] = {}
-    for chunk, one in enumerate(own):
+    for chunk, one in enumerate(chunks):
         action = PipelineAction("F", 0, chunk)
-        if (goes := next_chunk(stage, action, table.num_stages, table.chunks)) is not None:
-            sizes.setdefault(goes[0], []).append((one.departing, one.departing_evaluation))
-        if (comes := previous_chunk(stage, action, table.num_stages)) is not None:
-            sizes.setdefault(comes[0], []).append((one.arriving, 0))
+        if (following := next_chunk(stage, action, table.num_stages, table.chunks)) is not None:
+            sizes.setdefault(following[0], []).append((one.departing, one.departing_evaluation))
+        if (previous := previous_chunk(stage, action, table.num_stages)) is not None:
+            sizes.setdefault(previous[0], []).append((one.arriving, 0))
     return sizes
 
 
 def _buffers_bytes(count: int, trained: int, evaluated: int) -> int:
-    """Of buffers for so many messages of a step, and for those of an evaluation."""
-    few = MAX_EVALUATION_LEAD + 1 if evaluated else 0
-    return few * _one_buffer_bytes(max(trained, evaluated)) + max(0, count - few) * _one_buffer_bytes(trained)
+    """Return the bytes of buffers for `count` messages of a step, some of which an evaluation also uses."""
+    shared = MAX_EVALUATION_LEAD + 1 if evaluated else 0
+    both = shared * _one_buffer_bytes(max(trained, evaluated))
+    return both + max(0, count - shared) * _one_buffer_bytes(trained)
 
 
 def _one_buffer_bytes(num_bytes: int) -> int:
@@ -109,12 +113,12 @@ def _one_buffer_bytes(num_bytes: int) -> int:
 
 
 class MicroBatchMemory:
-    """Of one job under one number format.
+    """The memory of micro-batches of a job under one number format.
 
     Args:
-        recipe, task, processes, compute: see `MemoryPlanner`.
-        places: all ranks of the first replica.
-        ranks_per_host: of those whose messages lie in memory of their host; 0: no messages do.
+        recipe, task, processes, compute: as in `MemoryPlanner`.
+        ranks: all ranks of the first replica.
+        ranks_per_host: ranks of a host that send messages through shared memory; 0: no messages do.
     Attributes:
         most: micro-batches of the rank that has most.
     """
@@ -123,13 +127,13 @@ class MicroBatchMemory:
         self,
         recipe: Recipe,
         task: Task,
-        places: Sequence[SimulatedRank],
+        ranks: Sequence[SimulatedRank],
         processes: int,
         compute: str,
         *,
         ranks_per_host: int,
     ) -> None:
-        self._recipe, self._task, self._places, self._processes = recipe, task, places, processes
+        self._recipe, self._task, self._ranks, self._processes = recipe, task, ranks, processes
         self._per_host, strategy = ranks_per_host, recipe.strategy
         self._shards = num_micro_batches(recipe, processes)
         self.most = -(-self._shards // ((strategy.replicas or 1) * strategy.shard))
@@ -137,58 +141,66 @@ class MicroBatchMemory:
         model = copy_to_meta(task.model)
         self._item_bytes = {slot.name: p.element_size() for slot, p in trained_parameters(model).items()}
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self._found: dict[tuple[int, int, int], list[MicroBatchFootprint]] = {}
+        self._footprints: dict[tuple[int, int, int], list[MicroBatchFootprint]] = {}
         self._update: UpdateMemory | None = None
 
     @property
     def update(self) -> UpdateMemory:
-        """What an update takes and keeps."""
+        """Return the memory of an update of the optimizer."""
         if self._update is None:
-            self.footprints(self._places[0])
+            self.footprints(self._ranks[0])
         assert self._update is not None
         return self._update
 
     def table(self, num_stages: int) -> ScheduleTable:
-        """Of the rank that has most micro-batches."""
+        """Return the schedule of the replica that has most micro-batches."""
         return make_schedule(self._recipe.strategy)(num_stages, self.most)
 
-    def work(self, place: SimulatedRank) -> StepWork:
-        """What a rank does in a step, and what each of its chunks takes for it."""
-        if place.stage is None:
+    def work(self, rank: SimulatedRank) -> StepWork:
+        """Return the work of a rank in a step."""
+        if rank.stage is None:
             order = [PipelineAction(kind, k) for k in range(self.most) for kind in "FB"]
-            gradients = sum(slot_bytes(one.computes, self._item_bytes) for one in place.held.values())
-            return StepWork(order, self.footprints(place), [gradients])
-        number, stages = place.stage.stage, place.stage.num_stages
+            gradients = sum(slot_bytes(one.computes, self._item_bytes) for one in rank.held.values())
+            return StepWork(order, self.footprints(rank), [gradients])
+        number, stages = rank.stage.stage, rank.stage.num_stages
         table = self.table(stages)
         order, parts = list(table.orders[number]), table.parts
-        sizes = [0] * place.stage.num_chunks
-        for one in place.held.values():
+        sizes = [0] * rank.stage.num_chunks
+        for one in rank.held.values():
             sizes[one.chunk] += slot_bytes(one.computes, self._item_bytes)
-        own = self.footprints(place, parts[number])[number::stages]
+        chunks = self.footprints(rank, parts[number])[number::stages]
+        # A neighbour that runs larger parts sends and takes several parts of this stage in one message.
         before, after = (parts[number] // parts[n % stages] for n in (number - 1, number + 1))
-        divided = sum(max(0, before - 1) * f.arriving + max(0, after - 1) * f.departing for f in own)
-        near = stages_on_host(self._recipe.strategy.degrees, place.global_rank, self._per_host)
-        return StepWork(order, own, sizes, divided + unreleased_message_bytes(own, table, number, near))
+        divided = sum(max(0, before - 1) * f.arriving + max(0, after - 1) * f.departing for f in chunks)
+        near = stages_on_host(self._recipe.strategy.degrees, rank.global_rank, self._per_host)
+        return StepWork(order, chunks, sizes, divided + unreleased_message_bytes(chunks, table, number, near))
 
-    def footprints(self, place: SimulatedRank, parts: int = 1) -> list[MicroBatchFootprint]:
-        """Of all chunks of the model, as ranks at this place run a micro-batch, or a part of one."""
-        of = place.coordinates["tensor"], place.coordinates["context"], parts
-        if of not in self._found:
+    def footprints(self, rank: SimulatedRank, parts: int = 1) -> list[MicroBatchFootprint]:
+        """Return the footprints of all chunks of the model, for a rank with these coordinates.
+
+        Args:
+            parts: in how many parts the stage runs a micro-batch (`rechunk`).
+        """
+        alike = rank.coordinates["tensor"], rank.coordinates["context"], parts
+        if alike not in self._footprints:
             recipe, fake, task = self._recipe, self._fake, self._task
-            found = make_fake_model(recipe, task, place, self._processes, fake)
+            fake_model = make_fake_model(recipe, task, rank, self._processes, fake)
             if self._update is None:
-                self._update = measure_update(recipe, task, found.model, fake)
+                self._update = measure_update(recipe, task, fake_model.model, fake)
             samples = -(-recipe.batch.size // (self._shards * parts))
             evaluated = 0 if task.held_out is None else recipe.evaluate.batch
-            layers = {number: layer for number, (_, layer) in model_layers(task, found.model).items()}
-            rehearsal = FakeTensorRun(
-                *(task, found, fake, self._precision), samples=samples, evaluated=evaluated, layers=layers
+            layers = {number: layer for number, (_, layer) in model_layers(task, fake_model.model).items()}
+            run = FakeTensorRun(
+                *(task, fake_model, fake, self._precision),
+                samples=samples,
+                evaluated=evaluated,
+                layers=layers,
             )
-            self._found[of] = rehearsal.run(self._chunks(found.model))
-        return self._found[of]
+            self._footprints[alike] = run.run(self._chunks(fake_model.model))
+        return self._footprints[alike]
 
     def _chunks(self, model: nn.Module) -> list[list[nn.Module]] | None:
-        """The links of every chunk, those of all stages one after another; None: there are no stages."""
+        """Return the modules of every chunk, in the order of the chain; None: there are no stages."""
         lengths = self._lengths()
         if not lengths:
             return None
@@ -196,11 +208,11 @@ class MicroBatchMemory:
         return [links[start:stop] for start, stop in pairwise(ends)]
 
     def _lengths(self) -> list[int]:
-        """Numbers of links of the chunks that ranks have, in the order of the chain."""
+        """Return the number of modules of each chunk, in the order of the chain."""
         by_number = {
-            chunk * place.stage.num_stages + place.stage.stage: len(links)
-            for place in self._places
-            if place.stage is not None
-            for chunk, links in enumerate(place.stage.chunks)
+            chunk * rank.stage.num_stages + rank.stage.stage: len(links)
+            for rank in self._ranks
+            if rank.stage is not None
+            for chunk, links in enumerate(rank.stage.chunks)
         }
         return [by_number[number] for number in sorted(by_number)]

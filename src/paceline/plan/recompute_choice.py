@@ -50,7 +50,7 @@ from paceline.plan.memory_planner import (
 )
 from paceline.plan.step_peak import MemoryInstant
 from paceline.recipe.recipe import Recipe
-from paceline.report.run_facts import format_bytes
+from paceline.report.number_format import format_bytes
 from paceline.task import Task
 
 _REPEATS = 5
@@ -84,7 +84,7 @@ def _kind_of_call(block: nn.Module, entry: LayerCall) -> Hashable:
     """What two blocks have in common that take the same time."""
     modules = tuple((name, str(type(m)), m.extra_repr()) for name, m in block.named_modules())
     shapes = tuple((name, tuple(p.shape), p.dtype) for name, p in block.named_parameters())
-    return modules, shapes, tuple(map(str, tree_leaves(entry.given)))
+    return modules, shapes, tuple(map(str, tree_leaves(entry.arguments)))
 
 
 def _measure_forward(
@@ -94,7 +94,7 @@ def _measure_forward(
     twin, times = allocate_copy(block).to(device), []
     for _ in range(_REPEATS + 1):
         set_micro_batch_key(twin, 0)
-        args, kwargs = tree_map(lambda one: _filled_input(one, device), entry.given, is_leaf=_is_shape)
+        args, kwargs = tree_map(lambda one: _filled_input(one, device), entry.arguments, is_leaf=_is_shape)
         began = time.perf_counter()
         with precision.autocast():
             twin(*args, **kwargs)
@@ -187,20 +187,20 @@ def _kept_by_call(footprint: MicroBatchFootprint, calls: Sequence[int]) -> list[
 
 
 def _moment_bytes(instant: MemoryInstant, saved: SavedByCall, num_blocks: int, again: bool) -> MomentBytes:
-    call, inside = divmod(instant.place, 2)
+    call, inside = divmod(instant.position, 2)
     less = [0] * num_blocks
     for block, size in _kept_by_other_calls(instant, saved, call):
         if block >= 0:
             less[block] += size
     own = saved[instant.chunk][call][0] if inside else -1
     only = (own, again) if own >= 0 else (_SAME_AS_PLAIN if again else None)
-    return MomentBytes(instant.parts.total + (sum(less) if again else 0), tuple(less), only)
+    return MomentBytes(instant.memory.total + (sum(less) if again else 0), tuple(less), only)
 
 
 def _kept_by_other_calls(instant: MemoryInstant, saved: SavedByCall, call: int) -> Iterator[tuple[int, int]]:
     """Of every call whose activations are there, other than of the one that is at work."""
     yield from saved[instant.chunk][:call]
-    for number, calls in zip(instant.flying, saved, strict=True):
+    for number, calls in zip(instant.in_flight, saved, strict=True):
         yield from ((block, number * size) for block, size in calls)
 
 

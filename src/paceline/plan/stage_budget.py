@@ -17,7 +17,7 @@ from paceline.parallel.pipeline.stage_partition import partition_evenly
 from paceline.plan.memory_plan import MemoryPlan, describe_peak
 from paceline.plan.memory_planner import plan_memory
 from paceline.recipe.recipe import Recipe
-from paceline.report.run_facts import format_bytes
+from paceline.report.number_format import format_bytes
 from paceline.task import Task
 
 _EXACT_CHAIN_LENGTH = 12

@@ -124,7 +124,7 @@ def test_batch_statistics_move_once_a_step_and_every_stage_ends_with_all() -> No
     [
         ({"optimizer": {"name": "sgd", "lr": 0.1, "clip_norm": 1.0}}, "optimizer.clip_norm"),
         ({"precision": {"compute": "fp16"}}, "precision.compute"),
-        ({"memory": {"recompute": "blocks"}}, "weights of today"),
+        ({"memory": {"recompute": "blocks"}}, "newer weights than"),
     ],
 )
 def test_what_one_stage_cannot_decide_alone_is_refused(changes: dict[str, object], words: str) -> None:

@@ -57,15 +57,15 @@ def test_a_stage_of_four_keeps_two_versions_and_backward_uses_that_of_its_forwar
         of = recipe(4, options={"model": "mlp", "hidden": [24, 24, 24]}, batch={"size": 46, "shards": shards})
         session = build_test_session(cluster, of)
         weights, places = session.rule.flow.weights, set[int]()
-        take = weights.take_new
+        take = weights.add_version
 
         def look(step: int, updates: int) -> None:
             take(step, updates)
             places.update(
-                next(iter(version.weights.values())).data_ptr() for version in weights.held.values()
+                next(iter(version.weights.values())).data_ptr() for version in weights.versions_by_step.values()
             )
 
-        weights.take_new = look
+        weights.add_version = look
         stats = next(session.rounds())
         return list(session.rule.versions), len(places), dict(stats.metrics)
 

@@ -134,7 +134,7 @@ def kill(job: subprocess.Popen[bytes], checkpoints: Path, moment: str, chance: r
 
 def end(run: Path, steps: int) -> dict[str, Tensor]:
     files = StorageFolder(str(run / "checkpoints"))
-    newest = CheckpointCatalog.look(files).whole[-1]
+    newest = CheckpointCatalog.read(files).whole[-1]
     assert newest.step == steps
     return dict(load_checkpoint(files, newest.name).tensors)
 

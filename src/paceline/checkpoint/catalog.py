@@ -1,14 +1,11 @@
-"""Which run owns the checkpoints of a folder, and their evaluation losses, even if a file is damaged.
+"""The catalog of a run's checkpoints: which are in a folder, which are complete, and which can be removed.
 
-Both stand in small files of the folder, which carry their SHA-256, and in every manifest. Invariant: a small
-file is believed only if it is what was written; else the manifests are asked.
+The run that owns the folder, and its evaluation losses, stand in small files (`run.json`, `losses.json`) that
+carry their SHA-256, and in every manifest. A small file is used only if its SHA-256 is right; otherwise the
+manifests are.
 
-Which checkpoints stay: the newest, and the best by evaluation loss. Pure.
-
-The folder of a run's checkpoints: what is in it, which of it is whole, and what may go.
-
-Invariant: nothing is removed but what `retention` does not keep among checkpoints that are whole, and drafts
-that a crash left; so the last good one is never removed. One rank, and one process, changes a shelf.
+Invariant: only two things are ever removed: complete checkpoints that retention does not keep, and drafts
+that a crash left. So the last good checkpoint is never removed. One process of one rank changes a catalog.
 """
 
 from __future__ import annotations
@@ -34,46 +31,54 @@ _MAX_TABLE_BYTES = 64 * 2**20
 
 
 def encode_sealed_table(values: Mapping[str, Any]) -> bytes:
-    """A small table with its SHA-256."""
+    """Encode a small table with its SHA-256."""
     return (json.dumps({**values, _SEAL: seal(values)}, sort_keys=True) + "\n").encode()
 
 
 def read_sealed_table(files: StorageFolder, name: str) -> tuple[dict[str, Any], bool]:
-    """A small table, and whether its SHA-256 vouches for it; empty if it is not there or cannot be read."""
+    """Return a small table, and whether its SHA-256 is right; an empty one if it is missing or cannot be
+    read.
+    """
     try:
         size = files.size(name)
-        found = parse(files.read(name)) if size is not None and size <= _MAX_TABLE_BYTES else {}
+        values = parse(files.read(name)) if size is not None and size <= _MAX_TABLE_BYTES else {}
     except (OSError, ValueError):
         return {}, False
-    if not isinstance(found, dict):
+    if not isinstance(values, dict):
         return {}, False
-    written_seal = found.pop(_SEAL, None)
-    return found, written_seal is not None and written_seal == seal(found)
+    written_seal = values.pop(_SEAL, None)
+    return values, written_seal is not None and written_seal == seal(values)
 
 
 def find_run(files: StorageFolder, manifests: Sequence[Manifest]) -> tuple[str, bool]:
-    """Of whom the checkpoints are, and whether `run.json` says so.
+    """Return the run that owns the checkpoints, and whether `run.json` proves it.
 
-    Without a file that can be believed it is the run that most of the checkpoints name, if there are any.
-    A file of an older version, which has no SHA-256, is believed if a checkpoint agrees or there is none.
+    Without a valid file it is the run that most checkpoints name, if there are any. A file of an older
+    version, which has no SHA-256, is used if a checkpoint agrees or there is none.
     """
-    found, sealed = read_sealed_table(files, RUN_FILE)
-    said = found.get("run", "")
-    named = Counter(one.origin.run for one in manifests)
-    if isinstance(said, str) and said and (sealed or said in named or (not named and len(found) == 1)):
-        return said, sealed
-    newest_first = sorted(manifests, key=lambda one: -one.serial)
-    return max((one.origin.run for one in newest_first), key=lambda run: named[run], default=""), False
+    values, sealed = read_sealed_table(files, RUN_FILE)
+    run_in_file = values.get("run", "")
+    num_checkpoints = Counter(manifest.origin.run for manifest in manifests)
+    if (
+        isinstance(run_in_file, str)
+        and run_in_file
+        and (sealed or run_in_file in num_checkpoints or (not num_checkpoints and len(values) == 1))
+    ):
+        return run_in_file, sealed
+    newest_first = sorted(manifests, key=lambda manifest: -manifest.serial)
+    return max(
+        (manifest.origin.run for manifest in newest_first), key=lambda run: num_checkpoints[run], default=""
+    ), False
 
 
 def find_losses(files: StorageFolder, manifests: Sequence[Manifest], run: str) -> dict[int, float]:
-    """Evaluation loss by step: from `losses.json` if it is what was written, and from the manifests."""
-    found: dict[int, float] = {}
-    for one in sorted(manifests, key=lambda one: one.serial):
-        found.update(_parse_losses(one.losses) if one.origin.run == run else {})
-    read, sealed = read_sealed_table(files, LOSSES_FILE)
-    own = _parse_losses(read) if sealed or not found else {}
-    return {**found, **own}
+    """Return the evaluation loss by step, from `losses.json` if it is valid, and from the manifests."""
+    losses: dict[int, float] = {}
+    for manifest in sorted(manifests, key=lambda manifest: manifest.serial):
+        losses.update(_parse_losses(manifest.losses) if manifest.origin.run == run else {})
+    values, sealed = read_sealed_table(files, LOSSES_FILE)
+    losses_in_file = _parse_losses(values) if sealed or not losses else {}
+    return {**losses, **losses_in_file}
 
 
 def _parse_losses(values: Mapping[str, Any]) -> dict[int, float]:
@@ -85,14 +90,14 @@ def _parse_losses(values: Mapping[str, Any]) -> dict[int, float]:
 
 
 def _is_loss(value: Any) -> bool:
-    """A number, and none of hundreds of digits, which no float holds."""
-    held = type(value) is float or (type(value) is int and abs(value) <= sys.float_info.max)
-    return held and not math.isnan(value)
+    """Return whether a value is a number that a float can hold."""
+    is_number = type(value) is float or (type(value) is int and abs(value) <= sys.float_info.max)
+    return is_number and not math.isnan(value)
 
 
 @dataclass(frozen=True)
 class CatalogEntry:
-    """A whole checkpoint in a folder.
+    """A complete checkpoint.
 
     Args:
         name: of its folder.
@@ -108,22 +113,24 @@ class CatalogEntry:
 def choose_retained(
     whole: Sequence[CatalogEntry], newest: int, best: int, losses: Mapping[int, float]
 ) -> frozenset[str]:
-    """Names that stay.
+    """Return the names of the checkpoints to keep; pure.
 
     Args:
-        whole: those that can be loaded; whatever is not among them does not count as kept.
-        newest: how many of those saved last; one stays at least.
-        best: how many of the lowest loss, of those that were evaluated; of equal ones the later.
+        whole: complete checkpoints; others do not count as kept.
+        newest: how many of the last ones to keep; at least one is kept.
+        best: how many of those with the lowest evaluation loss to keep; of equal ones the later.
         losses: evaluation loss by step.
     """
-    by_age = sorted(whole, key=lambda kept: kept.serial)
-    return frozenset(kept.name for kept in [*by_age[-max(1, newest) :], *sort_by_loss(whole, losses)[:best]])
+    by_age = sorted(whole, key=lambda entry: entry.serial)
+    return frozenset(
+        entry.name for entry in [*by_age[-max(1, newest) :], *sort_by_loss(whole, losses)[:best]]
+    )
 
 
 def sort_by_loss(whole: Sequence[CatalogEntry], losses: Mapping[int, float]) -> list[CatalogEntry]:
-    """Those that were evaluated, the best first; of equal ones the later."""
-    scored = [kept for kept in whole if kept.step in losses]
-    return sorted(scored, key=lambda kept: (losses[kept.step], -kept.serial))
+    """Return the evaluated checkpoints, the best first; of equal ones the later first."""
+    scored = [entry for entry in whole if entry.step in losses]
+    return sorted(scored, key=lambda entry: (losses[entry.step], -entry.serial))
 
 
 _PREFIX = "step-"
@@ -131,20 +138,20 @@ NEWEST, BEST = "newest", "best"
 
 
 def checkpoint_name(step: int, copy: int = 0) -> str:
-    """The folder name of a step's checkpoint; `copy` counts those that a run saved again at that step."""
+    """Return the folder name of a step's checkpoint; `copy` counts repeated saves of a step."""
     return f"{_PREFIX}{step:08d}" + (f".{copy}" if copy else "")
 
 
 def open_manifest(files: StorageFolder, name: str) -> Manifest:
-    """The manifest of one checkpoint, if all of its files are there in their full length.
+    """Return the manifest of a checkpoint whose files are all there with their full length.
 
     Raises:
-        CheckpointError: it is half-written, cut short or not Paceline's; says which, with its name.
+        CheckpointError: it is half-written, cut short or not Paceline's; names it.
     """
     try:
         manifest = Manifest.from_json(files.read(f"{name}/{MANIFEST_FILE}"))
     except FileNotFoundError:
-        reason = "it has no manifest.json: half-written, or not a checkpoint of Paceline"
+        reason = "it has no manifest.json, so it is half-written or not a Paceline checkpoint"
         raise unusable_checkpoint_error(files, name, reason) from None
     except (ValueError, OSError) as error:
         raise unusable_checkpoint_error(files, name, str(error)) from error
@@ -154,19 +161,19 @@ def open_manifest(files: StorageFolder, name: str) -> Manifest:
         except OSError as error:
             raise unusable_checkpoint_error(files, name, f"{file.name}: {error}") from error
         if size != file.num_bytes:
-            found = "is missing" if size is None else f"has {size} bytes, {file.num_bytes} were written"
-            raise unusable_checkpoint_error(files, name, f"{file.name} {found}")
+            problem = "is missing" if size is None else f"has {size} bytes, {file.num_bytes} were written"
+            raise unusable_checkpoint_error(files, name, f"{file.name} {problem}")
     return manifest
 
 
 def has_published(files: StorageFolder) -> bool:
-    """Whether a folder holds a manifest, whole or damaged."""
+    """Return whether a folder holds a manifest, complete or damaged."""
     names = [name for name in files.names() if name.startswith(_PREFIX)]
     return any(files.size(f"{name}/{MANIFEST_FILE}") is not None for name in names)
 
 
 def require_unpublished(files: StorageFolder, name: str) -> None:
-    """What is published is never written again.
+    """Check that no checkpoint has this name, because a published one is never written again.
 
     Raises:
         CheckpointError: there is a checkpoint of this name.
@@ -180,7 +187,7 @@ def require_unpublished(files: StorageFolder, name: str) -> None:
 
 
 def unusable_checkpoint_error(files: StorageFolder, name: str, reason: str) -> CheckpointError:
-    """A checkpoint must not be loaded."""
+    """Return the error for a checkpoint that must not be loaded."""
     return CheckpointError(
         f"the checkpoint {name} cannot be used: {reason}",
         where=files.place(name),
@@ -190,14 +197,15 @@ def unusable_checkpoint_error(files: StorageFolder, name: str, reason: str) -> C
 
 @dataclass(frozen=True)
 class CheckpointCatalog:
-    """What a folder holds.
+    """The contents of a folder of checkpoints.
 
     Args:
-        run: of whom the checkpoints are; empty in a folder that no run has used.
-        whole: those that can be loaded as far as lengths and manifests tell, oldest first.
-        broken: why the others cannot, by name.
+        files: the folder.
+        run: the run that owns it; empty in a folder that no run has used.
+        whole: checkpoints that can be loaded as far as manifests and file lengths show, oldest first.
+        broken: the reason for each of the others, by name.
         losses: evaluation loss by step.
-        vouched: `run.json` is whole, and names the run.
+        is_run_file_valid: `run.json` is valid and names the run.
     """
 
     files: StorageFolder
@@ -205,25 +213,25 @@ class CheckpointCatalog:
     whole: list[CatalogEntry] = field(default_factory=list)
     broken: dict[str, CheckpointError] = field(default_factory=dict)
     losses: dict[int, float] = field(default_factory=dict)
-    vouched: bool = False
+    is_run_file_valid: bool = False
 
     @classmethod
-    def look(cls, files: StorageFolder) -> CheckpointCatalog:
-        """Read the folder; changes nothing."""
-        found: dict[str, Manifest] = {}
+    def read(cls, files: StorageFolder) -> CheckpointCatalog:
+        """Read a folder; changes nothing."""
+        manifests_by_name: dict[str, Manifest] = {}
         broken: dict[str, CheckpointError] = {}
         for name in files.names():
             if name.startswith(_PREFIX):
                 try:
-                    found[name] = open_manifest(files, name)
+                    manifests_by_name[name] = open_manifest(files, name)
                 except CheckpointError as error:
                     broken[name] = error
-        manifests = [*found.values()]
-        run, vouched = find_run(files, manifests)
-        shelf = cls(files, run, [], broken, find_losses(files, manifests, run), vouched)
-        for name, manifest in sorted(found.items(), key=lambda item: item[1].serial):
-            shelf._add(name, manifest)
-        return shelf
+        manifests = [*manifests_by_name.values()]
+        run, is_run_file_valid = find_run(files, manifests)
+        catalog = cls(files, run, [], broken, find_losses(files, manifests, run), is_run_file_valid)
+        for name, manifest in sorted(manifests_by_name.items(), key=lambda item: item[1].serial):
+            catalog._add(name, manifest)
+        return catalog
 
     def _add(self, name: str, manifest: Manifest) -> None:
         if manifest.origin.run == self.run:
@@ -234,42 +242,47 @@ class CheckpointCatalog:
             )
 
     def claim(self) -> CheckpointCatalog:
-        """Make the folder this run's, and remove what a crash has left half-written."""
+        """Make the folder this run's, and remove drafts that a crash left."""
         run = self.run or secrets.token_hex(8)
-        if not self.vouched:
+        if not self.is_run_file_valid:
             self.files.publish(RUN_FILE, encode_sealed_table({"run": run}))
         for name in [*self.broken]:
             if self.files.size(f"{name}/{MANIFEST_FILE}") is None:
                 self.files.remove(name)
                 del self.broken[name]
-        return CheckpointCatalog(self.files, run, self.whole, self.broken, self.losses, vouched=True)
+        return CheckpointCatalog(
+            self.files, run, self.whole, self.broken, self.losses, is_run_file_valid=True
+        )
 
     @property
     def next_serial(self) -> int:
-        """Of the checkpoint that is saved next."""
-        return max((kept.serial for kept in self.whole), default=0) + 1
+        """Return the serial of the next checkpoint."""
+        return max((entry.serial for entry in self.whole), default=0) + 1
 
     def unused_name(self, step: int) -> str:
-        """A name for a checkpoint of this step that is not taken: nothing is ever overwritten."""
-        taken = {kept.name for kept in self.whole} | self.broken.keys() | {*self.files.names()}
+        """Return a name for a checkpoint of this step that is not used: nothing is ever overwritten."""
+        used_names = {entry.name for entry in self.whole} | self.broken.keys() | {*self.files.names()}
         copy = 0
-        while checkpoint_name(step, copy) in taken:
+        while checkpoint_name(step, copy) in used_names:
             copy += 1
         return checkpoint_name(step, copy)
 
     def newest_at_step(self, step: int) -> str | None:
-        """The newest checkpoint, if it is of this step."""
+        """Return the name of the newest checkpoint if it is of this step, else None."""
         return self.whole[-1].name if self.whole and self.whole[-1].step == step else None
 
-    def named(self, name: str) -> str:
-        """A name as it is; "newest" and "best" (by evaluation) stand for one that can be loaded.
+    def resolve_name(self, name: str) -> str:
+        """Return a name as it is; replace "newest" and "best" (by evaluation) by a checkpoint that can be
+        loaded.
 
         Raises:
-            CheckpointError: none was evaluated, or there is none.
+            CheckpointError: there is no checkpoint, or none was evaluated.
         """
         if name not in (NEWEST, BEST):
             return name
-        scored = self.whole if name == NEWEST else [kept for kept in self.whole if kept.step in self.losses]
+        scored = (
+            self.whole if name == NEWEST else [entry for entry in self.whole if entry.step in self.losses]
+        )
         if not scored:
             raise CheckpointError(
                 "no checkpoint of the run was evaluated" if self.whole else "there is no valid checkpoint",
@@ -279,38 +292,38 @@ class CheckpointCatalog:
         return scored[-1].name if name == NEWEST else sort_by_loss(scored, self.losses)[0].name
 
     def publish(self, name: str, manifest: Manifest) -> None:
-        """Phase two: from here on it is a checkpoint.
+        """Write the manifest, which makes a draft a checkpoint: phase two of publishing.
 
         Raises:
-            CheckpointError: another job has published one of this name.
+            CheckpointError: another job has published a checkpoint of this name.
         """
         require_unpublished(self.files, name)
         self.files.publish(f"{name}/{MANIFEST_FILE}", manifest.to_json())
         self.whole.append(CatalogEntry(name, manifest.step, manifest.serial))
 
-    def score(self, step: int, loss: float) -> None:
-        """Remember the evaluation loss of a step."""
+    def record_loss(self, step: int, loss: float) -> None:
+        """Record the evaluation loss of a step."""
         self.losses[step] = loss
         self.files.publish(
             LOSSES_FILE, encode_sealed_table({str(step): loss for step, loss in self.losses.items()})
         )
 
-    def tidy(self, newest: int, best: int) -> None:
-        """Remove what need not be kept."""
+    def remove_expired(self, newest: int, best: int) -> None:
+        """Remove the checkpoints that retention does not keep."""
         self._drop_damaged()
-        kept = choose_retained(self.whole, newest, best, self.losses)
-        for one in [one for one in self.whole if one.name not in kept]:
+        retained = choose_retained(self.whole, newest, best, self.losses)
+        for entry in [entry for entry in self.whole if entry.name not in retained]:
             self.files.remove(
-                f"{one.name}/{MANIFEST_FILE}"
+                f"{entry.name}/{MANIFEST_FILE}"
             )  # first: a crash here must leave no half checkpoint
-            self.files.remove(one.name)
-            self.whole.remove(one)
+            self.files.remove(entry.name)
+            self.whole.remove(entry)
 
     def _drop_damaged(self) -> None:
-        """What has been damaged since no longer counts; it is left where it is."""
-        for one in [*self.whole]:
+        """Drop checkpoints that were damaged since from the list; their files stay."""
+        for entry in [*self.whole]:
             try:
-                open_manifest(self.files, one.name)
+                open_manifest(self.files, entry.name)
             except CheckpointError as error:
-                self.whole.remove(one)
-                self.broken[one.name] = error
+                self.whole.remove(entry)
+                self.broken[entry.name] = error

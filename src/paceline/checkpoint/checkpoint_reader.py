@@ -1,10 +1,11 @@
-"""Load a checkpoint with torch.distributed.checkpoint, from a manifest and safetensors instead of pickles.
+"""Reading a checkpoint with torch.distributed.checkpoint (DCP), from a manifest and safetensors instead of
+pickles.
 
-Invariant: not a byte is handed on before the file that it is in has the checksum of the manifest. How the
-saved chunks are put together again, whatever cut them, is DCP's planning.
+DCP plans how saved chunks are put together again, however they were cut. Any script can use the reader:
+`torch.distributed.checkpoint.load(state, storage_reader=ManifestReader(...))` fills plain tensors, DTensors
+and FSDP2 models, under any number of ranks.
 
-Any script may use the reader: `torch.distributed.checkpoint.load(state, storage_reader=ManifestReader(...))`
-fills plain tensors, DTensors and FSDP2 models, under any number of ranks.
+Invariant: no byte is used before its file has the checksum of the manifest.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from paceline.state.slot import SlotIndex, TensorPiece, TensorSlot, span_of_inde
 
 @dataclass(frozen=True)
 class StoredCheckpoint:
-    """A checkpoint of which nothing has been read yet; see `paceline.state.slot.TensorSource`."""
+    """A checkpoint of which no tensor has been read yet; see `paceline.state.slot.TensorSource`."""
 
     files: StorageFolder
     name: str
@@ -52,19 +53,21 @@ class StoredCheckpoint:
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Of the whole tensors, by name."""
+        """Return the shapes of the whole tensors, by name."""
         return {chunk.name: chunk.shape for file in self.manifest.files for chunk in file.chunks}
 
     @property
     def scalars(self) -> Mapping[str, Any]:
-        """Everything that is not a tensor."""
+        """Return everything that is not a tensor."""
         return self.manifest.scalars
 
     def read(self, wanted: Mapping[str, SlotIndex]) -> Mapping[str, Tensor]:
-        """Parts of some tensors, in new memory.
+        """Read parts of some tensors into new memory.
 
+        Args:
+            wanted: the index of the part, by name; an empty index is the whole tensor.
         Raises:
-            CheckpointError: a file is missing, cut short, or its bytes are not those that were written.
+            CheckpointError: a file is missing, cut short, or damaged.
         """
         reader = ManifestReader(self.files, self.name)
         types = {
@@ -72,7 +75,7 @@ class StoredCheckpoint:
         }
         parts = {name: _slot_of_part(name, self.shapes[name], index) for name, index in wanted.items()}
         tensors = {name: torch.empty(part.sizes, dtype=types[name]) for name, part in parts.items()}
-        with warnings.catch_warnings():  # "torch.distributed is disabled": it is not, each rank reads alone
+        with warnings.catch_warnings():  # DCP warns that torch.distributed is off; here each rank reads alone
             warnings.simplefilter("ignore", UserWarning)
             _load_pieces(tensors, [TensorPiece(part, tensors[name]) for name, part in parts.items()], reader)
         return tensors
@@ -80,7 +83,7 @@ class StoredCheckpoint:
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """What was read: whole tensors and scalars by name, as `TrainState.load` takes them."""
+    """The tensors and scalars of a checkpoint by name, as `TrainState.load` takes them."""
 
     name: str
     manifest: Manifest
@@ -88,18 +91,18 @@ class LoadedCheckpoint:
 
     @property
     def scalars(self) -> Mapping[str, Any]:
-        """Everything that is not a tensor."""
+        """Return everything that is not a tensor."""
         return self.manifest.scalars
 
 
 class ManifestReader(StorageReader):
-    """DCP's view of one checkpoint.
+    """The storage reader of DCP for one checkpoint.
 
     Args:
         files: the folder of the checkpoints.
         name: of the checkpoint in it.
     Raises:
-        CheckpointError: there is no whole checkpoint of this name.
+        CheckpointError: there is no complete checkpoint of this name.
     """
 
     def __init__(self, files: StorageFolder, name: str) -> None:
@@ -107,31 +110,31 @@ class ManifestReader(StorageReader):
         self.manifest = open_manifest(files, name)
 
     def reset(self, checkpoint_id: str | PathLike[str] | None = None) -> None:
-        """There is nothing to forget."""
+        """Do nothing: there is no state to reset."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The manifest in DCP's words."""
+        """Return the manifest as DCP's metadata."""
         tensors: dict[str, TensorStorageMetadata] = {}
-        places: dict[MetadataIndex, tuple[TensorFileRecord, str]] = {}
+        chunk_places: dict[MetadataIndex, tuple[TensorFileRecord, str]] = {}
         for file in self.manifest.files:
             for chunk, key in zip(file.chunks, chunk_keys(file.chunks), strict=True):
                 properties = TensorProperties(dtype=dtype_of_code(chunk.dtype))
                 whole = TensorStorageMetadata(properties, torch.Size(chunk.shape), [])
                 box = ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
                 tensors.setdefault(chunk.name, whole).chunks.append(box)
-                places[MetadataIndex(chunk.name, chunk.offsets)] = file, key
-        return Metadata(dict(tensors), storage_data=places, storage_meta=StorageMeta())
+                chunk_places[MetadataIndex(chunk.name, chunk.offsets)] = file, key
+        return Metadata(dict(tensors), storage_data=chunk_places, storage_meta=StorageMeta())
 
     def set_up_storage_reader(self, metadata: Metadata, *args: Any, **kwargs: Any) -> None:
-        """Take over where each chunk is."""
-        self._places: dict[MetadataIndex, tuple[TensorFileRecord, str]] = metadata.storage_data
+        """Store where each chunk is."""
+        self._chunk_places: dict[MetadataIndex, tuple[TensorFileRecord, str]] = metadata.storage_data
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """As it is."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """As they are."""
+        """Return the plans unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -139,11 +142,11 @@ class ManifestReader(StorageReader):
         by_file: dict[str, list[ReadItem]] = {}
         known = {file.name: file for file in self.manifest.files}
         for item in plan.items:
-            by_file.setdefault(self._places[item.storage_index][0].name, []).append(item)
+            by_file.setdefault(self._chunk_places[item.storage_index][0].name, []).append(item)
         for name, items in by_file.items():
             tensors = self._verified(known[name])
             for item in items:
-                _fill(item, tensors[self._places[item.storage_index][1]], planner)
+                _fill(item, tensors[self._chunk_places[item.storage_index][1]], planner)
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -153,27 +156,27 @@ class ManifestReader(StorageReader):
             data = bytearray(self.files.read(f"{self.name}/{file.name}"))
         except OSError as error:
             raise unusable_checkpoint_error(self.files, self.name, f"{file.name}: {error}") from error
-        found = recompute_checksum(data, file.checksum)
-        if found != file.checksum:
-            reason = f"{file.name} is damaged: its checksum is {found}, written was {file.checksum}"
+        checksum = recompute_checksum(data, file.checksum)
+        if checksum != file.checksum:
+            reason = f"{file.name} is damaged: its checksum is {checksum}, expected {file.checksum}"
             raise unusable_checkpoint_error(self.files, self.name, reason)
         try:
-            found_tensors = decode_tensors(data)
+            tensors = decode_tensors(data)
             for chunk, key in zip(file.chunks, chunk_keys(file.chunks), strict=True):
-                _check_tensor(chunk, found_tensors.get(key))
+                _check_tensor(chunk, tensors.get(key))
         except ValueError as error:
             raise unusable_checkpoint_error(self.files, self.name, f"{file.name}: {error}") from error
-        return found_tensors
+        return tensors
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | PathLike[str]) -> bool:
-        """Whether a name could be that of a checkpoint."""
+        """Return whether a name can be that of a checkpoint."""
         return bool(str(checkpoint_id))
 
 
-def _check_tensor(chunk: TensorChunk, found: Tensor | None) -> None:
-    """What the manifest says of a tensor must be what its file holds."""
-    if found is None or found.dtype != dtype_of_code(chunk.dtype) or tuple(found.shape) != chunk.sizes:
+def _check_tensor(chunk: TensorChunk, tensor: Tensor | None) -> None:
+    """Raise if a tensor differs from what the manifest says."""
+    if tensor is None or tensor.dtype != dtype_of_code(chunk.dtype) or tuple(tensor.shape) != chunk.sizes:
         raise ValueError(f"'{chunk.name[:80]}' is not what the manifest says")
 
 
@@ -185,12 +188,14 @@ def _fill(item: ReadItem, saved: Tensor, planner: LoadPlanner) -> None:
 
 
 def load_checkpoint(files: StorageFolder, name: str, prefix: str | tuple[str, ...] = "") -> LoadedCheckpoint:
-    """Read one checkpoint into new, whole tensors, on this rank alone.
+    """Read a checkpoint into new, whole tensors, on this rank alone.
 
     Args:
-        prefix: of the names of the tensors that are wanted, or several; "model/" leaves the moments out.
+        files: the folder of the checkpoints.
+        name: of the checkpoint.
+        prefix: of the names of the tensors to read, or several; "model/" leaves out the moments.
     Raises:
-        CheckpointError: missing, cut short, or its bytes are not those that were written.
+        CheckpointError: it is missing, cut short, or damaged.
     """
     stored = open_checkpoint(files, name)
     wanted = {name: () for name in stored.shapes if name.startswith(prefix)}
@@ -198,16 +203,16 @@ def load_checkpoint(files: StorageFolder, name: str, prefix: str | tuple[str, ..
 
 
 def open_checkpoint(files: StorageFolder, name: str) -> StoredCheckpoint:
-    """A checkpoint, to read parts of.
+    """Open a checkpoint to read parts of it.
 
     Raises:
-        CheckpointError: there is no whole checkpoint of this name.
+        CheckpointError: there is no complete checkpoint of this name.
     """
     return StoredCheckpoint(files, name, open_manifest(files, name))
 
 
 class _PieceLoadPlanner(DefaultLoadPlanner):
-    """Plans the reading of the boxes of one piece of each tensor.
+    """A planner that reads the boxes of one piece of each tensor.
 
     Args:
         pieces: with the tensors to fill.
@@ -223,7 +228,7 @@ class _PieceLoadPlanner(DefaultLoadPlanner):
         }
 
     def create_local_plan(self) -> LoadPlan:
-        """What of the saved chunks lies in the boxes."""
+        """Return the parts of the saved chunks that lie in the boxes."""
         assert self.metadata is not None
         known: dict[str, Any] = self.metadata.state_dict_metadata
         items = [
@@ -234,7 +239,7 @@ class _PieceLoadPlanner(DefaultLoadPlanner):
         return LoadPlan(items)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        """The tensor that takes a box."""
+        """Return the tensor that takes a box."""
         return self._filled[MetadataIndex(index.fqn, index.offset)]
 
 
@@ -251,5 +256,5 @@ def _load_pieces(tensors: dict[str, Tensor], pieces: Sequence[TensorPiece], read
     try:
         load_with(tensors, storage_reader=reader, planner=_PieceLoadPlanner(pieces), no_dist=True)
     except CheckpointException as error:  # a BaseException that carries what was raised
-        own = next((e for e, _ in error.failures.values() if isinstance(e, CheckpointError)), None)
-        raise own or unusable_checkpoint_error(reader.files, reader.name, str(error)) from error
+        original = next((e for e, _ in error.failures.values() if isinstance(e, CheckpointError)), None)
+        raise original or unusable_checkpoint_error(reader.files, reader.name, str(error)) from error

@@ -1,10 +1,13 @@
-"""One job at a time writes to a folder: a lock with the name of its owner, which a dead owner does not hold.
+"""The lock of a folder: one job at a time writes to it, and a dead owner does not hold it.
 
-On a file system the lock is the kernel's (flock), which ends with the process that holds it, and which NFS 4
-carries from host to host. A store without locks, and a host whose locks others do not see, is watched: an
-owner writes a new number every few seconds, so one whose number stands still is dead. Invariant: nobody is
-robbed whose process is known to live. What is *not* promised: two jobs that come to an object store in the
-same second may both see it empty; the one that finds the other's name there later says so.
+On a file system it is the kernel's lock (flock), which ends with its process, and which NFS 4 carries from
+host to host.
+A store without locks, and a host whose locks others do not see, is watched: an owner writes a new number
+every few seconds, so an owner whose number stands still is dead.
+
+Invariant: a process that is known to live never loses its lock.
+Not done here: two jobs that reach an object store in the same second can both see it empty; the one that
+later finds the name of the other reports it.
 """
 
 from __future__ import annotations
@@ -36,45 +39,48 @@ LogFunction = Callable[[str], object]
 
 
 class FolderLock:
-    """A folder that is this process's until `release`.
+    """A folder that belongs to this process until `release`.
 
     Args:
         files: the folder.
-        say: is told while another owner is watched.
+        log: called while another owner is watched.
+        watch_seconds: how long to watch an owner that cannot be checked.
+        heartbeat_seconds: time between two numbers.
     Raises:
-        CheckpointError: another process that lives has it, or the folder cannot be written.
+        CheckpointError: another live process owns it, or the folder cannot be written.
     """
 
     def __init__(
         self,
         files: StorageFolder,
-        say: LogFunction,
+        log: LogFunction,
         *,
         watch_seconds: float = _WATCH_SECONDS,
         heartbeat_seconds: float = _HEARTBEAT_SECONDS,
     ) -> None:
-        self._files, self._say, self._heartbeat_seconds = files, say, heartbeat_seconds
+        self._files, self._log, self._heartbeat_seconds = files, log, heartbeat_seconds
         self._record = {**_own_record(), "owner": secrets.token_hex(8)}
         self._beat = 0
         self._handle = self._acquire_kernel_lock()
         self._refuse_live_owner(watch_seconds)
-        with suppress(OSError) if self._handle is not None else nullcontext():  # no space for a name
+        # The kernel's lock holds without the record, for example on a full disk; other locks are the record.
+        with suppress(OSError) if self._handle is not None else nullcontext():
             self._write()
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._keep, name="run-folder-lock", daemon=True)
+        self._released = threading.Event()
+        self._thread = threading.Thread(target=self._write_heartbeats, name="run-folder-lock", daemon=True)
         self._thread.start()
 
     def release(self) -> None:
-        """Let others have the folder."""
-        self._over.set()
+        """Release the folder."""
+        self._released.set()
         self._thread.join()
-        with suppress(OSError):  # else the number stands still from here on, which says the same
+        with suppress(OSError):  # if it stays, its number stands still, which means the same
             self._files.remove(LOCK_FILE)
         if self._handle is not None:
             os.close(self._handle)
 
     def _acquire_kernel_lock(self) -> int | None:
-        """The open file that holds the kernel's lock; None: the folder has no such locks."""
+        """Return the open file that holds the kernel's lock; None: the folder has no such locks."""
         path = self._files.local_path(LOCK_FILE)
         if path is None:
             return None
@@ -83,7 +89,7 @@ class FolderLock:
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
             if (locked := self._locked(handle)) is None:
                 return None
-            if locked and _is_file(handle, path):  # its last owner has not removed it in between
+            if locked and _is_file(handle, path):  # otherwise its last owner has just removed it
                 return handle
             os.close(handle)
 
@@ -99,37 +105,38 @@ class FolderLock:
         return True
 
     def _refuse_live_owner(self, watch_seconds: float) -> None:
-        there = self._read()
-        if not there or (self._handle is not None and there.get("boot") == self._record["boot"]):
-            return  # nobody, or a process of this kernel that has lost its lock by its end
-        known = _is_visible_from_here(there, self._record)
+        record = self._read()
+        if not record or (self._handle is not None and record.get("boot") == self._record["boot"]):
+            return  # no owner, or one on this kernel that has ended, as its lock is free
+        is_visible = _is_visible_from_here(record, self._record)
         if (
-            known
-            and process_start_ticks(_int_or_zero(there.get("pid"))) == _int_or_zero(there.get("start")) != 0
+            is_visible
+            and process_start_ticks(_int_or_zero(record.get("pid"))) == _int_or_zero(record.get("start")) != 0
         ):
-            raise self._taken(there)
-        expires = time.monotonic() + (0 if known else watch_seconds)
-        if not known:
-            self._say(
-                f"watching for {watch_seconds:g} s whether {_describe_owner(there)} still writes to {self._files.url}"
+            raise self._taken(record)
+        expires = time.monotonic() + (0 if is_visible else watch_seconds)
+        if not is_visible:
+            self._log(
+                f"watching for {watch_seconds:g} s whether {_describe_owner(record)} still writes to"
+                f" {self._files.url}"
             )
         while time.monotonic() < expires:
             time.sleep(min(_POLL_SECONDS, watch_seconds))
-            if (now := self._read()) != there:
-                if not now:
-                    return  # it has left
-                raise self._taken(now)
+            if (new_record := self._read()) != record:
+                if not new_record:
+                    return  # it has released the folder
+                raise self._taken(new_record)
 
-    def _keep(self) -> None:
-        while not self._over.wait(self._heartbeat_seconds):
+    def _write_heartbeats(self) -> None:
+        while not self._released.wait(self._heartbeat_seconds):
             try:
                 other = {} if self._handle is not None else self._read()
                 if other.get("owner", self._record["owner"]) != self._record["owner"]:
-                    self._say(f"{self._taken(other)}")
+                    self._log(f"{self._taken(other)}")
                     return
                 self._write()
             except OSError:
-                continue  # a full disk says nothing of who lives; the next number may get through
+                continue  # a full disk does not end this owner; the next number may get through
 
     def _write(self) -> None:
         self._beat += 1
@@ -146,21 +153,21 @@ class FolderLock:
     def _read(self) -> Mapping[str, Any]:
         try:
             data = self._files.read(LOCK_FILE)
-            found = parse(data[:_MAX_RECORD_BYTES]) if data.strip() else {}
+            record = parse(data[:_MAX_RECORD_BYTES]) if data.strip() else {}
         except (OSError, ValueError):
             return {}
-        return found if isinstance(found, dict) else {}
+        return record if isinstance(record, dict) else {}
 
     def _taken(self, by: Mapping[str, Any]) -> CheckpointError:
         return CheckpointError(
             f"another job is writing to this folder: {_describe_owner(by)}",
             where=self._files.url,
-            next_step="wait for its end or stop it, or choose another run_dir or checkpoint.folder",
+            next_step="wait until it ends or stop it, or choose another run_dir or checkpoint.folder",
         )
 
 
 def _is_file(handle: int, path: Path) -> bool:
-    """Whether an open file is the one that has this name now."""
+    """Return whether an open file still has this name."""
     try:
         return os.path.samestat(os.fstat(handle), path.stat())
     except FileNotFoundError:
@@ -178,13 +185,13 @@ def _own_record() -> dict[str, Any]:
 
 
 def _is_visible_from_here(there: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
-    """Whether the processes of that owner can be seen from here."""
+    """Return whether the processes of an owner are visible here: same kernel, same process namespace."""
     return bool(here["boot"]) and all(there.get(key) == here[key] for key in ("boot", "processes"))
 
 
 def _describe_owner(owner: Mapping[str, Any]) -> str:
     if not owner:
-        return "a process that has not said its name"
+        return "an unknown process"
     return f"process {_int_or_zero(owner.get('pid'))} on {str(owner.get('host'))[:80]}"
 
 

@@ -1,8 +1,8 @@
-"""The weights of a model alone, out of a checkpoint, as one safetensors file.
+"""The weights of a model alone, read from a checkpoint and exported as one safetensors file.
 
 Invariant: a file that `export_weights` wrote loads with `safetensors.torch.load_file` and a strict
-`load_state_dict`: it has every name of the state dict, tied ones too. It carries a SHA-256 of all values, by
-which `paceline.checkpoint.pretrained` checks it. No processes are started, no user code is run.
+`load_state_dict`: it has every name of the state dict, tied ones included. It carries a SHA-256 of all
+values, which `pretrained` checks. No processes are started, and no user code runs.
 """
 
 from __future__ import annotations
@@ -35,10 +35,13 @@ WhichWeights = Literal["last", "average"]
 
 @dataclass(frozen=True)
 class ExportedWeights:
-    """What was written.
+    """The result of an export.
 
     Args:
-        checkpoint: name of the checkpoint that it comes from.
+        path: of the file.
+        checkpoint: name of the checkpoint that it was read from.
+        step: steps taken.
+        num_tensors: tensors in the file.
         num_values: numbers in all parameters and buffers, tied ones once.
     """
 
@@ -52,24 +55,25 @@ class ExportedWeights:
 def find_checkpoint(
     files: StorageFolder, warn: Callable[[str], None], name: str | None = None
 ) -> LoadedCheckpoint:
-    """The model's part of a checkpoint.
+    """Load the model's part of a checkpoint.
 
     Args:
-        name: which one; "best": by evaluation; None: the newest that is valid.
-        warn: is told which ones cannot be used and why.
+        files: the folder of the checkpoints.
+        warn: called with the reason for each checkpoint that cannot be used.
+        name: the checkpoint; "best": by evaluation; None: the newest valid one.
     Raises:
         CheckpointError: the named one is damaged, or there is no valid one.
     """
     if name is not None:
-        return load_checkpoint(files, CheckpointCatalog.look(files).named(name), _MODEL_PREFIXES)
-    shelf = CheckpointCatalog.look(files)
-    for error in shelf.broken.values():
+        return load_checkpoint(files, CheckpointCatalog.read(files).resolve_name(name), _MODEL_PREFIXES)
+    catalog = CheckpointCatalog.read(files)
+    for error in catalog.broken.values():
         warn(error.what)
-    for kept in reversed(shelf.whole):
+    for entry in reversed(catalog.whole):
         try:
-            return load_checkpoint(files, kept.name, _MODEL_PREFIXES)
+            return load_checkpoint(files, entry.name, _MODEL_PREFIXES)
         except CheckpointError as error:
-            warn(f"{error.what}; the one before it is used")
+            warn(f"{error.what}; trying the one before it")
     raise CheckpointError(
         "there is no valid checkpoint", where=files.url, next_step="name a run folder with a checkpoint in it"
     )
@@ -77,12 +81,13 @@ def find_checkpoint(
 
 @dataclass(frozen=True)
 class ModelWeightsSource:
-    """The model's part of a stored state, the average in place of what it is of; see `paceline.state.slot.TensorSource`.
+    """The model's part of a stored state; see `paceline.state.slot.TensorSource`.
 
     Args:
-        which: see `model_weights_of`.
+        stored: the checkpoint.
+        which: "last" reads the weights, "average" their average; None: the average, if there is one.
     Raises:
-        CheckpointError: an average is wanted, and there is none.
+        CheckpointError: the average is requested, and there is none.
     """
 
     stored: StoredCheckpoint
@@ -96,27 +101,29 @@ class ModelWeightsSource:
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Of the whole tensors, by name."""
+        """Return the shapes of the whole tensors, by name."""
         return {name: shape for name, shape in self.stored.shapes.items() if name.startswith(_MODEL_PREFIX)}
 
     def read(self, wanted: Mapping[str, SlotIndex]) -> Mapping[str, Tensor]:
-        """Parts of some tensors, in new memory."""
-        stored = {name: self._place(name) for name in wanted}
-        found = self.stored.read({stored[name]: index for name, index in wanted.items()})
-        return {name: found[stored[name]] for name in wanted}
+        """Read parts of some tensors into new memory."""
+        stored = {name: self._stored_name(name) for name in wanted}
+        tensors = self.stored.read({stored[name]: index for name, index in wanted.items()})
+        return {name: tensors[stored[name]] for name in wanted}
 
-    def _place(self, name: str) -> str:
+    def _stored_name(self, name: str) -> str:
         average = _AVERAGE_PREFIX + name.removeprefix(_MODEL_PREFIX)
         return average if self.which != "last" and average in self.stored.shapes else name
 
 
 def model_weights_of(found: LoadedCheckpoint, which: WhichWeights | None = None) -> dict[str, Tensor]:
-    """Parameters and persistent buffers, by name, tied ones once; the average in place of what it is of.
+    """Return parameters and persistent buffers by name, tied ones once, with averages in place of their
+    parameters.
 
     Args:
-        which: "last" leaves an average out; None: the average, if the checkpoint has one.
+        found: a checkpoint.
+        which: "last" ignores an average; None: the average, if the checkpoint has one.
     Raises:
-        CheckpointError: an average is wanted, and there is none.
+        CheckpointError: the average is requested, and there is none.
     """
     own = _without_prefix(_MODEL_PREFIX, found.tensors)
     average = _without_prefix(_AVERAGE_PREFIX, found.tensors)
@@ -129,13 +136,13 @@ def model_weights_of(found: LoadedCheckpoint, which: WhichWeights | None = None)
 
 def _no_average_error(name: str) -> CheckpointError:
     return CheckpointError(
-        f"the checkpoint {name} holds no average of the weights",
-        next_step="set average.decay in the recipe before training, or take the last weights",
+        f"the checkpoint {name} has no average of the weights",
+        next_step="set average.decay in the recipe before training, or use the last weights",
     )
 
 
 def with_tied_names(own: Mapping[str, Tensor], found: LoadedCheckpoint) -> dict[str, Tensor]:
-    """Weights under every name that the model's state dict has."""
+    """Return the weights under every name of the model's state dict."""
     tied: Mapping[str, str] = found.scalars["tied"]
     return {**own, **{name: own[first].clone() for name, first in tied.items()}}
 
@@ -148,9 +155,11 @@ def export_weights(found: LoadedCheckpoint, path: Path, which: WhichWeights | No
     """Write parameters and persistent buffers under the names of the model's state dict.
 
     Args:
-        which: see `model_weights_of`.
+        found: a checkpoint.
+        path: of the file; a file that is there is replaced at once, or stays if the write fails.
+        which: as for `model_weights_of`.
     Raises:
-        CheckpointError: the file cannot be written; one that was there before is untouched.
+        CheckpointError: the file cannot be written.
     """
     if path.suffix != ".safetensors":
         raise CheckpointError(
@@ -177,7 +186,7 @@ def export_weights(found: LoadedCheckpoint, path: Path, which: WhichWeights | No
 
 
 def _export_metadata(found: LoadedCheckpoint, named: Mapping[str, Tensor]) -> dict[str, str]:
-    """Where the weights come from; safetensors keeps texts only."""
+    """Return the origin of the weights as texts, which is all that safetensors keeps."""
     origin = found.manifest.origin
     return {
         "task": str(tomllib.loads(origin.recipe)["task"]),
@@ -195,7 +204,7 @@ def _export_metadata(found: LoadedCheckpoint, named: Mapping[str, Tensor]) -> di
 
 
 def _digest(values: Iterable[tuple[str, Any]]) -> str:
-    """SHA-256 over names, types, shapes and bytes."""
+    """Return the SHA-256 over names, dtypes, shapes and bytes."""
     digest = hashlib.sha256()
     for name, value in values:
         digest.update(f"{name} {value.dtype} {list(value.shape)}\n".encode())

@@ -1,23 +1,17 @@
-"""Weights and data that mean the same pieces of text by the same numbers, as far as both say it.
+"""First weights of a model: safetensors files of a folder, an HTTP server or an object store.
 
-What the bytes of weight files should be, where somebody says so.
+Values are copied block by block, so the model is in memory once: in addition there is one block of the file
+(`BLOCK_BYTES`; of a remote file a few copies), and a copy of a tensor that is not contiguous in the model.
+Nothing is unpickled, and no code of the folder runs.
 
-Invariant: who says it is one of these, the first that there is: the user (`#sha256=` behind the place), a
-file `SHA256SUMS` beside the weights, as `sha256sum *.safetensors > SHA256SUMS` writes it, and what Hugging
-Face's library has noted when it downloaded: a link to a blob that is named by its hash, or a note in
-`.cache`.
+The expected SHA-256 of a file is the first of: `#sha256=` after the place, a file `SHA256SUMS` next to the
+weights (as `sha256sum *.safetensors > SHA256SUMS` writes it), and what Hugging Face's library has recorded at
+the download: a link to a blob that is named by its hash, or a note in `.cache`. Vocabularies are compared if
+both are known.
 
-One safetensors file of a folder, read tensor by tensor: into a model, through a checksum, or both.
-
-Invariant: beside the model there is a block of the file in memory (`BLOCK_BYTES`; of a remote one a few
-copies); where a tensor of the model does not lie in one piece, that tensor once more.
-
-First weights of a model: safetensors files of a folder, an HTTP server or a store of objects.
-
-Invariant: values are taken over as they come, so that a model is in memory once. Nothing is unpickled, and no
-code of a folder is run. Names and shapes are compared before the first value, and so are checksums of local
-files: what does not fit leaves the model as it was. A remote file is read once, and compared on the way: then
-a model that got damaged bytes is spoilt.
+Invariant: names and shapes are compared before the first value is copied, and so are checksums of local
+files, so weights that do not fit leave the model unchanged. A remote file is read once and verified on the
+way: then a model that received damaged bytes is unusable.
 
 Source of the format of folders: Hugging Face's `save_pretrained`, one `model.safetensors`, or several files
 and a `model.safetensors.index.json` that names them.
@@ -46,22 +40,22 @@ from paceline.errors import CheckpointError
 from paceline.state.slot import first_tied_names
 
 VOCABULARY_KEY = "vocabulary"
-"""In the manifest of a checkpoint and in the header of an export: see `Task.vocabulary`."""
+"""Key of the vocabulary hash in a manifest and in the header of an export; see `Task.vocabulary`."""
 
 
-def require_same_vocabulary(own: str, theirs: str, place: str) -> None:
-    """Compare two hashes; an empty one says nothing.
+def require_same_vocabulary(data_vocabulary: str, weights_vocabulary: str, place: str) -> None:
+    """Compare two vocabulary hashes; an empty hash is unknown.
 
     Raises:
         CheckpointError: both are known, and differ.
     """
-    if own and theirs and own != theirs:
+    if data_vocabulary and weights_vocabulary and data_vocabulary != weights_vocabulary:
         raise CheckpointError(
-            "the task's tokenizer is not the one that these weights were trained with: the same numbers stand"
-            " for other pieces of text",
+            "the task's tokenizer is not the one that these weights were trained with: token ids mean"
+            " other text",
             where=place,
-            next_step="name the tokenizer.json of the weights (options.tokenizer of byte-gpt), or begin from"
-            " weights of this vocabulary",
+            next_step="use the tokenizer.json of the weights (options.tokenizer of byte-gpt), or start from"
+            " weights with this vocabulary",
         )
 
 
@@ -75,19 +69,21 @@ _MAX_SMALL_FILE_BYTES = 2**26
 
 @dataclass(frozen=True)
 class KnownChecksum:
-    """The SHA-256 of a file, in hexadecimal, and who says so."""
+    """The expected SHA-256 of a file, in hexadecimal, and where it was found."""
 
     sha256: str
     by: str
 
 
 def known_checksums(files: StorageFolder, names: Sequence[str], pin: str | None) -> dict[str, KnownChecksum]:
-    """Of those files of a folder of which somebody says it.
+    """Return the expected checksums of files in a folder, as far as they are known.
 
     Args:
-        pin: the user's.
+        files: the folder.
+        names: the files.
+        pin: the SHA-256 after the place, if there is one.
     Raises:
-        ValueError: what is said makes no sense, or is said of some files only.
+        ValueError: a checksum is not valid, or is given for some files only.
     """
     if pin is not None:
         return {names[0]: KnownChecksum(_check_pin(pin, names), "the user")}
@@ -100,10 +96,10 @@ def known_checksums(files: StorageFolder, names: Sequence[str], pin: str | None)
 
 
 def read_small_file(files: StorageFolder, name: str) -> bytes:
-    """All of a file that describes others.
+    """Return all bytes of a file that describes others.
 
     Raises:
-        ValueError: it is too long for one.
+        ValueError: it is too long for such a file.
     """
     ranges = files.ranges(name)
     try:
@@ -116,25 +112,25 @@ def read_small_file(files: StorageFolder, name: str) -> bytes:
 
 def _check_pin(pin: str, names: Sequence[str]) -> str:
     if not _HEX.fullmatch(pin.lower()):
-        raise ValueError(f"'{pin[:80]}' is no SHA-256 in hexadecimal")
+        raise ValueError(f"'{pin[:80]}' is not a SHA-256 in hexadecimal")
     if len(names) > 1:
         raise ValueError(
-            f"{CHECKSUM_PIN} is of one file, and these are {len(names)}: put a {CHECKSUMS_FILE} beside them"
+            f"{CHECKSUM_PIN} is for one file, but these are {len(names)}: put a {CHECKSUMS_FILE} next to them"
         )
     return pin.lower()
 
 
 def _parse_checksums(text: str, names: Sequence[str]) -> dict[str, KnownChecksum]:
     lines = [_LINE.fullmatch(line.rstrip("\r")) for line in text.split("\n")]
-    said = {line[2]: line[1].lower() for line in lines if line}
-    missing = [name for name in names if name not in said]
+    checksums = {line[2]: line[1].lower() for line in lines if line}
+    missing = [name for name in names if name not in checksums]
     if missing:
         raise ValueError(f"{CHECKSUMS_FILE} does not name {missing[0]}")
-    return {name: KnownChecksum(said[name], CHECKSUMS_FILE) for name in names}
+    return {name: KnownChecksum(checksums[name], CHECKSUMS_FILE) for name in names}
 
 
 def _downloaded_checksum(path: Path | None) -> str | None:
-    """What Hugging Face's library knows of a file: files in its large storage have their SHA-256 as tag."""
+    """Return the SHA-256 that Hugging Face's library has recorded: it is the tag of large files."""
     if path is None:
         return None
     if path.is_symlink() and _HEX.fullmatch(path.readlink().name):
@@ -146,22 +142,25 @@ def _downloaded_checksum(path: Path | None) -> str | None:
     return tags[0] if tags and _HEX.fullmatch(tags[0]) else None
 
 
-VALUES_KEY = "values_sha256"  # in the header of an own export: of names, types, shapes and bytes, by name
+VALUES_KEY = "values_sha256"  # in the header of an export: over names, dtypes, shapes and bytes, by name
 _LENGTH_BYTES = 8
-_MAX_HEADER_BYTES = 100_000_000  # as the safetensors library has it
+_MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 
 
 class WeightFile:
-    """An open file.
+    """An open safetensors file, read tensor by tensor: into a model, through a checksum, or both.
 
     Args:
-        checksum: of the whole file, if anybody knows it.
+        files: the folder.
+        name: of the file.
+        checksum: the expected one, if it is known.
 
     Attributes:
-        vocabulary: of the weights, if an export says it.
+        vocabulary: hash of the vocabulary, if the header has it.
+        checksum_source: where the expected checksum was found; None: it is unknown.
     Raises:
         OSError: it cannot be read.
-        ValueError: it is no safetensors file.
+        ValueError: it is not a safetensors file.
     """
 
     def __init__(self, files: StorageFolder, name: str, checksum: KnownChecksum | None) -> None:
@@ -172,62 +171,62 @@ class WeightFile:
             header = self._head[_LENGTH_BYTES:]
             self.entries = parse_entries(header, self._ranges.num_bytes - len(self._head))
             self._require_no_gaps()
-            said = parse_metadata(header)
-            self._checksum, self._values = checksum, said.get(VALUES_KEY)
-            self.vocabulary = said.get(VOCABULARY_KEY, "")
+            texts = parse_metadata(header)
+            self._checksum, self._values = checksum, texts.get(VALUES_KEY)
+            self.vocabulary = texts.get(VOCABULARY_KEY, "")
             stack.pop_all()
-        self.vouched = checksum.by if checksum else "the export" if self._values else None
+        self.checksum_source = checksum.by if checksum else "the export" if self._values else None
 
     def close(self) -> None:
-        """Nothing can be read any more."""
+        """Close the file."""
         self._ranges.close()
 
     def verify(self) -> None:
-        """Read it once, if that is cheap and there is something to compare with.
+        """Verify the file if it is local and its checksum is known.
 
         Raises:
-            ValueError: it is not what was written.
+            ValueError: it is damaged.
         """
-        if self._ranges.local and self.vouched:
+        if self._ranges.local and self.checksum_source:
             self._stream_tensors({}, check=True)
 
-    def fill(self, own: Mapping[str, Tensor]) -> None:
-        """Take over all values; what was not verified before is verified on the way.
+    def fill(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy all values into a model; a remote file is verified on the way.
 
         Args:
-            own: the tensors of the model, by name, of the shapes of the file.
+            tensors: of the model, by name, with the shapes of the file.
         Raises:
-            ValueError: it is not what was written; then the model is spoilt.
+            ValueError: the file is damaged; then the model is unusable.
         """
-        self._stream_tensors(own, check=not self._ranges.local)
+        self._stream_tensors(tensors, check=not self._ranges.local)
 
-    def _stream_tensors(self, own: Mapping[str, Tensor], *, check: bool) -> None:
+    def _stream_tensors(self, tensors: Mapping[str, Tensor], *, check: bool) -> None:
         whole = hashlib.sha256(self._head) if check and self._checksum else None
         values = hashlib.sha256() if check and self._values and not whole else None
         digest = whole or values
         for name, entry in self._in_order(by_name=values is not None):
             if values is not None:
                 values.update(f"{name} {entry.dtype} {list(entry.shape)}\n".encode())
-            target = _TensorTarget(own[name], entry) if name in own else None
+            target = _TensorTarget(tensors[name], entry) if name in tensors else None
             for block in self._ranges.blocks(len(self._head) + entry.begin, len(self._head) + entry.end):
                 if digest is not None:
                     digest.update(block)
                 if target is not None:
-                    target.take(block)
+                    target.copy_block(block)
             if target is not None:
                 target.finish()
         if digest is not None:
             self._compare(digest.hexdigest())
 
-    def _compare(self, found: str) -> None:
+    def _compare(self, digest: str) -> None:
         written = self._checksum.sha256 if self._checksum else self._values
-        if found != written:
-            by = f" (by {self.vouched})" if self._checksum else ""
-            said = f"SHA-256 {found[:12]}..., written was {str(written)[:12]}...{by}"
-            raise ValueError(f"{self.name.partition('?')[0]} is damaged: {said}")
+        if digest != written:
+            by = f" (by {self.checksum_source})" if self._checksum else ""
+            checksums = f"SHA-256 {digest[:12]}..., expected {str(written)[:12]}...{by}"
+            raise ValueError(f"{self.name.partition('?')[0]} is damaged: {checksums}")
 
     def _in_order(self, *, by_name: bool) -> list[tuple[str, HeaderEntry]]:
-        """By name as an export is hashed, else as they lie in the file."""
+        """Return the tensors by name, as an export is hashed, or in the order of the file."""
         if by_name:
             return sorted(self.entries.items())
         return sorted(self.entries.items(), key=lambda item: item[1].begin)
@@ -235,21 +234,21 @@ class WeightFile:
     def _read_head(self) -> bytes:
         length = int.from_bytes(b"".join(self._part(0, _LENGTH_BYTES)), "little")
         if length > min(_MAX_HEADER_BYTES, self._ranges.num_bytes - _LENGTH_BYTES):
-            raise ValueError(f"it is no safetensors file: a header of {length} bytes")
+            raise ValueError(f"it is not a safetensors file: a header of {length} bytes")
         return b"".join(self._part(0, _LENGTH_BYTES + length))
 
     def _part(self, begin: int, end: int) -> Iterator[bytes]:
         return map(bytes, self._ranges.blocks(begin, end))
 
     def _require_no_gaps(self) -> None:
-        """What no tensor covers would be in no checksum."""
+        """Check that tensors cover all bytes; a gap would be in no checksum."""
         end = 0
         for name, entry in self._in_order(by_name=False):
             if entry.begin != end:
-                raise ValueError(f"it is no safetensors file: a gap or an overlap before '{name[:80]}'")
+                raise ValueError(f"it is not a safetensors file: a gap or an overlap before '{name[:80]}'")
             end = entry.end
         if end != self._ranges.num_bytes - len(self._head):
-            raise ValueError("it is no safetensors file: bytes at its end belong to no tensor")
+            raise ValueError("it is not a safetensors file: bytes at its end belong to no tensor")
 
 
 @dataclass
@@ -258,7 +257,7 @@ class _TensorTarget:
 
     tensor: Tensor
     entry: HeaderEntry
-    taken: int = 0
+    num_filled: int = 0
 
     def __post_init__(self) -> None:
         self._flat = self._room().view(-1)
@@ -268,14 +267,14 @@ class _TensorTarget:
             return self.tensor
         return torch.empty(self.tensor.shape, dtype=self.tensor.dtype, device=self.tensor.device)
 
-    def take(self, block: memoryview) -> None:
-        """The values that follow."""
+    def copy_block(self, block: memoryview) -> None:
+        """Copy the values that follow."""
         values = torch.frombuffer(block, dtype=self.entry.dtype)
-        self._flat[self.taken : self.taken + len(values)].copy_(values)
-        self.taken += len(values)
+        self._flat[self.num_filled : self.num_filled + len(values)].copy_(values)
+        self.num_filled += len(values)
 
     def finish(self) -> None:
-        """All are there."""
+        """Copy a tensor that is not contiguous back into the model."""
         if not self.tensor.is_contiguous():
             self.tensor.copy_(self._flat.view(self.tensor.shape))
 
@@ -285,60 +284,63 @@ _WHOLE, _INDEX, _SUFFIX = "model.safetensors", "model.safetensors.index.json", "
 
 @dataclass(frozen=True)
 class LoadedWeights:
-    """What was taken over.
+    """The result of loading weights.
 
     Args:
-        unverified_files: names of files of which nobody says what their bytes should be.
+        num_tensors: tensors in the files.
+        unverified_files: names of files without a known checksum.
     """
 
     num_tensors: int
     unverified_files: tuple[str, ...]
 
     def warning(self, place: str) -> str | None:
-        """For the user; None if all files were checked."""
+        """Return a warning about files that were not verified, or None."""
         if not self.unverified_files:
             return None
         few = ", ".join(self.unverified_files[:3])
         return (
-            f"nobody says what the bytes of the first weights should be ({few} of {place}): damage would not"
-            f" be seen. `sha256sum *{_SUFFIX} > {CHECKSUMS_FILE}` beside them, or {CHECKSUM_PIN}... behind one, has them checked"
+            f"the first weights have no checksum ({few} of {place}), so damage would not be noticed."
+            f" Run `sha256sum *{_SUFFIX} > {CHECKSUMS_FILE}` next to them,"
+            f" or add {CHECKSUM_PIN}... to the place"
         )
 
 
 def load_weights(model: nn.Module, place: str | os.PathLike[str], *, vocabulary: str = "") -> LoadedWeights:
-    """Take over the values of files into a model, one block after the other.
+    """Copy the values of safetensors files into a model.
 
     Args:
-        model: its parameters and persistent buffers are overwritten; types are converted.
+        model: its parameters and persistent buffers are overwritten; dtypes are converted.
         place: a safetensors file, or a folder with `model.safetensors` or with the files that a
-            `model.safetensors.index.json` names: a path or a URL (`https://`, `s3://`, `file://` and what
-            else fsspec knows). A file may be followed by `#sha256=` and its SHA-256. Of tied tensors one name
-            is enough.
-        vocabulary: of the data, see `Task`; compared with that of the weights, if both are known.
+            `model.safetensors.index.json` names: a path or a URL (`https://`, `s3://`, `file://` or another
+            one of fsspec). A file can be followed by `#sha256=` and its SHA-256. One name of tied tensors is
+            enough.
+        vocabulary: of the data, see `Task`; compared with that of the weights if both are known.
     Raises:
-        CheckpointError: it cannot be read, is damaged, or its names, shapes or vocabulary are others.
+        CheckpointError: the files cannot be read, are damaged, or have other names, shapes or another
+            vocabulary.
     """
-    own = model.state_dict()
+    tensors = model.state_dict()
     with ExitStack() as stack:
         try:
             files = [stack.enter_context(closing(file)) for file in _open_files(os.fspath(place))]
             shapes = {name: [*entry.shape] for file in files for name, entry in file.entries.items()}
-            _require_same_tensors(own, shapes, place)
+            _require_same_tensors(tensors, shapes, place)
             require_same_vocabulary(vocabulary, _find_vocabulary(os.fspath(place), files), str(place))
             for file in files:
                 file.verify()
             with torch.no_grad():
-                for file in files:  # all is right: from here on the model changes
-                    file.fill(own)
+                for file in files:  # everything fits, so the model can change
+                    file.fill(tensors)
         except (OSError, ValueError) as error:
             raise _unreadable_error(place, str(error)) from error
         return LoadedWeights(
-            len(shapes), tuple(file.name.partition("?")[0] for file in files if not file.vouched)
+            len(shapes), tuple(file.name.partition("?")[0] for file in files if not file.checksum_source)
         )
 
 
 def _open_files(place: str) -> Sequence[WeightFile]:
-    """The files that belong together; ValueError if an index is none, or a checksum is."""
+    """Open the files that belong together; ValueError if an index or a checksum is not valid."""
     place, _, pin = place.partition(CHECKSUM_PIN)
     folder, name = _split_place(place)
     files = StorageFolder(folder)
@@ -354,7 +356,7 @@ def _open_files(place: str) -> Sequence[WeightFile]:
 
 
 def _split_place(place: str) -> tuple[str, str | None]:
-    """A folder, and the file in it; None: the folder is meant."""
+    """Return a folder and the file in it; None if the place is a folder."""
     if place.startswith("file://"):
         place = unquote(urlsplit(place).path)
     if "://" not in place:
@@ -384,40 +386,40 @@ def _list_weight_files(files: StorageFolder) -> list[str]:
     index = validate(_WEIGHT_INDEX, parse(read_small_file(files, _INDEX)), _INDEX)
     names = {*index.weight_map.values()}
     if not names or not all(name == Path(name).name for name in names):
-        raise ValueError(f"{_INDEX} names what is no file beside it")
+        raise ValueError(f"{_INDEX} names a file that is not next to it")
     return sorted(names)
 
 
 def _require_same_tensors(
-    own: Mapping[str, Tensor], given: Mapping[str, list[int]], place: str | os.PathLike[str]
+    tensors: Mapping[str, Tensor], shapes: Mapping[str, list[int]], place: str | os.PathLike[str]
 ) -> None:
-    first = first_tied_names(own)
-    filled = {first[name] for name in given if name in own}
-    wrong = [f"{name} is missing" for name in own if first[name] not in filled]
-    wrong += [f"{name} is not in the model" for name in given if name not in own]
-    wrong += [
-        f"{name} has the shape {shape}, the model's has {list(own[name].shape)}"
-        for name, shape in given.items()
-        if name in own and shape != list(own[name].shape)
+    first = first_tied_names(tensors)
+    filled = {first[name] for name in shapes if name in tensors}
+    differences = [f"{name} is missing" for name in tensors if first[name] not in filled]
+    differences += [f"{name} is not in the model" for name in shapes if name not in tensors]
+    differences += [
+        f"{name} has the shape {shape}, the model's has {list(tensors[name].shape)}"
+        for name, shape in shapes.items()
+        if name in tensors and shape != list(tensors[name].shape)
     ]
-    if wrong:
+    if differences:
         raise CheckpointError(
-            f"the weights are not those of this model: {len(wrong)} entries differ, the first: {wrong[0]}",
+            f"the weights do not fit this model: {len(differences)} entries differ, first {differences[0]}",
             where=str(place),
             next_step="give the task the options of the run that wrote them; an export holds its recipe",
         )
 
 
 def _find_vocabulary(place: str, files: Sequence[WeightFile]) -> str:
-    """Of the weights, by their own header or by a `tokenizer.json` in their folder; empty: nobody says."""
-    said = next((file.vocabulary for file in files if file.vocabulary), "")
+    """Return the vocabulary hash of a file's header, or of a `tokenizer.json` next to it; empty: unknown."""
+    vocabulary = next((file.vocabulary for file in files if file.vocabulary), "")
     folder, name = _split_place(place.partition(CHECKSUM_PIN)[0])
-    if said or (name and "://" in folder):  # of one file behind a URL, others may not be asked for
-        return said
-    beside = StorageFolder(folder)
-    if beside.size(TOKENIZER_FILE) is None:
+    if vocabulary or (name and "://" in folder):  # the server of a single file may have no other files
+        return vocabulary
+    weight_folder = StorageFolder(folder)
+    if weight_folder.size(TOKENIZER_FILE) is None:
         return ""
-    return vocabulary_of(read_small_file(beside, TOKENIZER_FILE).decode())
+    return vocabulary_of(read_small_file(weight_folder, TOKENIZER_FILE).decode())
 
 
 def _unreadable_error(place: str | os.PathLike[str], reason: str) -> CheckpointError:

@@ -1,8 +1,8 @@
-"""One rank's part of a checkpoint: its files of tensors, then its report. Phase one of publishing.
+"""Publishing a checkpoint in two phases, so that a folder holds a complete checkpoint or none.
 
-Phase two of a save, on the first rank: wait for the reports of all, write the manifest, tidy up.
-
-Make a folder of checkpoints a run's own, on a disk that may be full at that moment.
+Phase one, on every rank: write the files of its part, then a report that lists them. Phase two, on the first
+rank: wait for all reports, write the manifest, and remove checkpoints that are no longer kept. Both wait for
+space if the disk is full, and so does claiming a folder.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
-from typing import Any
+from typing import Any, TypeVar
 
 from paceline.checkpoint.catalog import CheckpointCatalog, unusable_checkpoint_error
 from paceline.checkpoint.manifest import (
@@ -31,20 +31,21 @@ from paceline.checkpoint.writers import PartWriter
 from paceline.errors import CheckpointError, DeadlineError, PacelineError
 
 _RETRY_SECONDS = 1.0
+_T = TypeVar("_T")
 
 
 def report_name(rank: int) -> str:
-    """The file that says that a rank's part is written."""
+    """Return the name of the file that a rank writes after the files of its part."""
     return f"rank-{rank:05d}.json"
 
 
 @dataclass(frozen=True)
 class FullDiskPatience:
-    """What to do when a disk is full.
+    """How long to wait for space on a full disk.
 
     Args:
-        seconds: how long to wait for space; 0: not at all.
-        warn: is told once that the run waits.
+        seconds: the longest wait; 0: none.
+        warn: called once when the wait begins.
     """
 
     seconds: float
@@ -60,12 +61,18 @@ def write_part(
     patience: FullDiskPatience,
     writer: PartWriter,
 ) -> None:
-    """Write and report; a full disk is tried again.
+    """Write and report a rank's part of a checkpoint; wait for space if the disk is full.
 
     Args:
-        staged: what the part consists of.
+        files: the folder of the checkpoints.
+        folder: name of the checkpoint.
+        rank: this rank.
+        staged: the files of the part.
+        scalars: this rank's values that are not tensors.
+        patience: with a full disk.
+        writer: writes the files.
     Raises:
-        CheckpointError: the disk refused; what was written of this checkpoint by this rank is removed.
+        CheckpointError: the write failed; this rank's files of the checkpoint are removed.
     """
 
     def write() -> None:
@@ -76,7 +83,7 @@ def write_part(
 
 
 def refused_write_error(place: str, error: OSError) -> CheckpointError:
-    """The disk or the remote store refused a write."""
+    """Return the error for a failed write to a disk or remote store."""
     return CheckpointError(
         f"cannot write a checkpoint: {error}; those saved before are untouched",
         where=place,
@@ -85,16 +92,24 @@ def refused_write_error(place: str, error: OSError) -> CheckpointError:
 
 
 def write_with_retries(
-    write: Callable[[], None],
+    write: Callable[[], _T],
     files: StorageFolder,
     names: Sequence[str],
     patience: FullDiskPatience,
     *,
     refuse: Callable[[str, OSError], PacelineError] = refused_write_error,
-) -> None:
-    """Write; while the disk is full and there is patience, remove the half files and try again."""
+) -> _T:
+    """Call `write` and return its result; while the disk is full and there is patience, try again.
+
+    Args:
+        write: writes files; called again from the start.
+        files: the folder.
+        names: files that a failed attempt can leave; they are removed.
+        patience: with a full disk.
+        refuse: returns the error to raise.
+    """
     expires = time.monotonic() + patience.seconds
-    told = False
+    warned = False
     while True:
         try:
             return write()
@@ -103,9 +118,9 @@ def write_with_retries(
                 files.remove(name)
             if not is_disk_full(error) or time.monotonic() >= expires:
                 raise refuse(files.place(names[0]) if names else files.url, error) from error
-        if not told:
+        if not warned:
             patience.warn(f"the disk of {files.url} is full: waiting up to {patience.seconds:g} s for space")
-            told = True
+            warned = True
         time.sleep(min(_RETRY_SECONDS, patience.seconds))
 
 
@@ -113,19 +128,19 @@ _POLL_SECONDS = 0.02
 
 
 class PartLostError(CheckpointError):
-    """A rank is lost whose part of the state nobody else has written: of this draft nothing can be made."""
+    """A rank was lost before it had written a part of the state that no other rank writes."""
 
 
 @dataclass(frozen=True)
 class RetentionCounts:
-    """How many checkpoints stay: the newest, and the best by evaluation loss."""
+    """The numbers of checkpoints to keep: the newest, and the best by evaluation loss."""
 
     newest: int
     best: int
 
 
 def publish(
-    shelf: CheckpointCatalog,
+    catalog: CheckpointCatalog,
     name: str,
     step: int,
     origin: CheckpointOrigin,
@@ -136,37 +151,43 @@ def publish(
     left: Callable[[], Collection[int]] = tuple,
     idle: Collection[int] = (),
 ) -> None:
-    """Turn the parts of all ranks into a checkpoint.
+    """Make the parts of all ranks a checkpoint.
 
     Args:
-        expires: when to stop waiting for the other ranks, on the monotonic clock.
-        ranks: that write parts; not all, where some were lost.
-        left: the ranks that are not lost now, as far as is known; empty: nobody is lost.
-        idle: of the ranks, those with nothing to write, which are not needed where they are lost.
+        catalog: of the folder.
+        name: of the checkpoint.
+        step: steps taken.
+        origin: of the run.
+        keep: how many checkpoints to keep.
+        expires: when to stop waiting for other ranks, on the monotonic clock.
+        patience: with a full disk.
+        ranks: ranks that write parts.
+        left: returns the ranks that are not lost, as far as is known; empty: none is lost.
+        idle: ranks with nothing to write, whose report is not needed if they are lost.
     Raises:
-        DeadlineError: a rank has not reported; names it.
-        PartLostError: a rank was lost before it had; nobody writes to the draft any more.
-        CheckpointError: the parts do not fill the state, or the disk refused.
+        DeadlineError: a rank has not reported in time; names it.
+        PartLostError: a rank was lost before it had reported.
+        CheckpointError: the parts do not fill the state, or the write failed.
     """
-    reports = {rank: _wait_for_report(shelf.files, name, rank, expires, left) for rank in ranks}
-    _require_reports(ranks, reports, idle, shelf.files.place(name))
-    parts = [_decode_report(report, shelf, name) for report in reports.values() if report is not None]
+    reports = {rank: _wait_for_report(catalog.files, name, rank, expires, left) for rank in ranks}
+    _require_reports(ranks, reports, idle, catalog.files.place(name))
+    parts = [_decode_report(report, catalog, name) for report in reports.values() if report is not None]
     files = tuple(file for written, _ in parts for file in written)
     if missing := missing_tensors(files):
         raise CheckpointError(
-            f"no rank holds all of {len(missing)} tensors of the state, the first is '{missing[0]}'",
-            where=shelf.files.place(name),
-            next_step="this is an error of the strategy's layout: report it",
+            f"internal error: {len(missing)} tensors of the state are not complete, such as '{missing[0]}'",
+            where=catalog.files.place(name),
+            next_step="please report it with the strategy",
         )
-    manifest = _manifest(shelf, step, origin, files, merge_scalars([scalars for _, scalars in parts]))
+    manifest = _manifest(catalog, step, origin, files, merge_scalars([scalars for _, scalars in parts]))
     write_with_retries(
-        lambda: shelf.publish(name, manifest), shelf.files, [f"{name}/{MANIFEST_FILE}"], patience
+        lambda: catalog.publish(name, manifest), catalog.files, [f"{name}/{MANIFEST_FILE}"], patience
     )
-    _tidy(shelf, keep, patience)
+    _remove_expired(catalog, keep, patience)
 
 
 def _manifest(
-    shelf: CheckpointCatalog,
+    catalog: CheckpointCatalog,
     step: int,
     origin: CheckpointOrigin,
     files: tuple[TensorFileRecord, ...],
@@ -174,18 +195,18 @@ def _manifest(
 ) -> Manifest:
     seal = hash_state(files, scalars)
     return Manifest(
-        step, shelf.next_serial, time.time_ns(), origin, files, scalars, seal, _finite_losses(shelf)
+        step, catalog.next_serial, time.time_ns(), origin, files, scalars, seal, _finite_losses(catalog)
     )
 
 
-def _finite_losses(shelf: CheckpointCatalog) -> dict[str, float]:
-    """The losses of evaluations, by step."""
-    return {str(step): loss for step, loss in shelf.losses.items() if isfinite(loss)}
+def _finite_losses(catalog: CheckpointCatalog) -> dict[str, float]:
+    """Return the evaluation losses that JSON can express, by step."""
+    return {str(step): loss for step, loss in catalog.losses.items() if isfinite(loss)}
 
 
-def _tidy(shelf: CheckpointCatalog, keep: RetentionCounts, patience: FullDiskPatience) -> None:
+def _remove_expired(catalog: CheckpointCatalog, keep: RetentionCounts, patience: FullDiskPatience) -> None:
     try:
-        shelf.tidy(keep.newest, keep.best)
+        catalog.remove_expired(keep.newest, keep.best)
     except OSError as error:
         patience.warn(f"old checkpoints cannot be removed: {error}")
 
@@ -193,36 +214,37 @@ def _tidy(shelf: CheckpointCatalog, keep: RetentionCounts, patience: FullDiskPat
 def _require_reports(
     ranks: Sequence[int], reports: Mapping[int, bytes | None], idle: Collection[int], place: str
 ) -> None:
-    """See that no rank is lost that had something to write."""
+    """Check that no rank was lost that had something to write."""
     lost = [rank for rank in ranks if reports[rank] is None and rank not in idle]
     if lost:
         raise PartLostError(
             f"rank {lost[0]} was lost before it had written its part of the checkpoint",
             where=place,
-            next_step="--resume RUN goes on from the checkpoint before it",
+            next_step="--resume RUN continues from the checkpoint before it",
         )
 
 
 def _decode_report(
-    report: bytes, shelf: CheckpointCatalog, name: str
+    report: bytes, catalog: CheckpointCatalog, name: str
 ) -> tuple[list[TensorFileRecord], Mapping[str, Any]]:
     try:
         return decode_part(report)
     except ValueError as error:
-        raise unusable_checkpoint_error(shelf.files, name, str(error)) from error
+        raise unusable_checkpoint_error(catalog.files, name, str(error)) from error
 
 
 def _wait_for_report(
     files: StorageFolder, name: str, rank: int, expires: float, left: Callable[[], Collection[int]]
 ) -> bytes | None:
-    """What a rank reports; None: it is lost, and has not."""
+    """Return the report of a rank; None: the rank is lost and has not reported."""
     pause = _POLL_SECONDS
     while True:
-        those = left()
+        # Asked before the read: a rank that reports and is lost afterwards counts.
+        left_ranks = left()
         try:
             return files.read(f"{name}/{report_name(rank)}")
         except FileNotFoundError:
-            if those and rank not in those:
+            if left_ranks and rank not in left_ranks:
                 return None
             if time.monotonic() >= expires:
                 raise DeadlineError(
@@ -235,11 +257,9 @@ def _wait_for_report(
 
 
 def claim_folder(files: StorageFolder, patience: FullDiskPatience) -> CheckpointCatalog:
-    """Look at a folder, and claim it; see `CheckpointCatalog.claim`.
+    """Read a folder and claim it for this run, see `CheckpointCatalog.claim`.
 
     Raises:
         CheckpointError: it cannot be read or written.
     """
-    found: list[CheckpointCatalog] = []
-    write_with_retries(lambda: found.append(CheckpointCatalog.look(files).claim()), files, [], patience)
-    return found[-1]
+    return write_with_retries(lambda: CheckpointCatalog.read(files).claim(), files, [], patience)

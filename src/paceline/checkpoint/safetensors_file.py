@@ -1,8 +1,8 @@
-"""One safetensors file: its header, and its tensors as views of its bytes.
+"""A safetensors file: its header, and its tensors as views of its bytes.
 
-The header also says where each tensor lies in its whole, the way torch.distributed.checkpoint's reader of
-Hugging Face checkpoints expects it. Written here because a file is streamed and hashed on the way, which
-safetensors' own writer cannot do.
+The header also says where each tensor lies in the whole tensor, as torch.distributed.checkpoint's reader of
+Hugging Face checkpoints expects it. The format is written here because a file is streamed and hashed on the
+way, which the safetensors library cannot do.
 
 Source: the safetensors format, https://github.com/huggingface/safetensors (8 bytes of length, JSON, data).
 """
@@ -51,9 +51,9 @@ class TensorChunk:
 
     Args:
         name: of the whole tensor.
-        dtype: "F32" and so on, as safetensors spells it.
+        dtype: code of safetensors, such as "F32".
         shape: of the whole tensor.
-        offsets: where the box begins in the whole.
+        offsets: where the box begins in the whole tensor.
         sizes: of the box.
     """
 
@@ -69,28 +69,30 @@ class TensorChunk:
 
 
 def dtype_code(dtype: torch.dtype) -> str | None:
-    """The format's word for a type; None if it has none."""
+    """Return the code of a dtype; None if the format has none."""
     return _DTYPE_CODES.get(dtype)
 
 
 def is_dtype_code(word: str) -> bool:
-    """Whether the format has such a word."""
+    """Return whether the format has such a code."""
     return word in _DTYPES_BY_CODE
 
 
 def dtype_of_code(code: str) -> torch.dtype:
-    """The type of a word; KeyError if it is none."""
+    """Return the dtype of a code; KeyError if there is none."""
     return _DTYPES_BY_CODE[code]
 
 
 def chunk_keys(chunks: Sequence[TensorChunk]) -> list[str]:
-    """What chunks are called in their file: by their tensor; boxes of one tensor also by their place."""
+    """Return the names of chunks in their file: that of the tensor, with offsets if a file has several boxes
+    of it.
+    """
     count = Counter(chunk.name for chunk in chunks)
     return [c.name if count[c.name] == 1 else f"{c.name} at {list(c.offsets)}" for c in chunks]
 
 
 def encode_header(chunks: Sequence[TensorChunk]) -> bytes:
-    """What stands before the data of the chunks, which follow each other without gaps."""
+    """Return the bytes in front of the data of the chunks, which follow each other without gaps."""
     keys = chunk_keys(chunks)
     offsets = {key: {"saved_offsets": c.offsets} for key, c in zip(keys, chunks, strict=True)}
     entries: dict[str, object] = {
@@ -109,7 +111,7 @@ def encode_header(chunks: Sequence[TensorChunk]) -> bytes:
 
 
 def decode_tensors(data: bytes | bytearray) -> dict[str, Tensor]:
-    """The tensors of a file, as read-only views of its bytes.
+    """Return the tensors of a file, as read-only views of its bytes.
 
     Raises:
         ValueError: this is no safetensors file.
@@ -135,7 +137,7 @@ def _decode(data: bytes | bytearray) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class HeaderEntry:
-    """A tensor as a header describes it; `begin` and `end` are bytes behind the header."""
+    """A tensor in a header; `begin` and `end` are bytes after the header."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]

@@ -1,7 +1,7 @@
-"""Saving on one rank: agree who writes what, copy, and go on training while the copy is written.
+"""Saving on one rank: agree on who writes what, copy the state, and train on while the copy is written.
 
-Invariant: one save at a time is under way, and what it writes is the state at the call of `save`. A failure
-in the background is raised by the next call on this rank; it is never lost.
+Invariant: one save at a time is in progress, and it writes the state at the call of `save`. An error in the
+background is raised by the next call on this rank; it is never lost.
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ _POLL_SECONDS = 0.05
 _SLACK_SECONDS = 5.0  # the background keeps the deadline itself, and its error says more
 
 ExchangeTexts = Callable[[Callable[[], str]], Sequence[str]]
-"""Gives a text of every rank, which is made once more where a rank is lost on the way, to all; collective."""
+"""Returns the texts of all ranks; collective. Makes this rank's text again if a rank is lost meanwhile."""
 
 
 @dataclass(frozen=True)
 class SaveSettings:
-    """How to save.
+    """The settings of all saves.
 
     Args:
-        rank: this process's, in the world.
-        background: whether training goes on while a save is written.
-        steady: between two rounds the rule changes parameters and moments only by steps of the optimizer, so
-            that they can be copied while the next step computes.
-        shared: ranks that hold the same part of the state hold the same values, so any of them may write it.
-        keep: what stays.
+        rank: this process's global rank.
+        background: train on while a save is written.
+        steady: between two rounds only the optimizer changes parameters and moments, so they can be copied
+            while the next step computes.
+        shared: ranks that hold the same part of the state hold the same values, so any of them can write it.
+        keep: how many checkpoints to keep.
         deadline_seconds: for one save.
         patience: with a full disk.
-        writer: who writes this rank's part.
-        left: see `publish`.
-        survives_lost_ranks: whether the job goes on without a rank that is lost now; then a draft that cannot become a
-            checkpoint is dropped.
+        writer: writes this rank's files.
+        left: returns the ranks that are not lost, see `publish`.
+        survives_lost_ranks: returns whether the job continues without a rank that is lost now; a draft that
+            cannot become a checkpoint is dropped then.
     """
 
     rank: int
@@ -71,43 +71,43 @@ class SaveSettings:
 
 
 class CheckpointSaver:
-    """Saves one state again and again.
+    """Saves one state repeatedly.
 
     Args:
-        state: what is saved; call `settle` before it is updated.
-        shelf: where to; claimed on rank 0, only looked at elsewhere.
-        origin: what the manifests say of the run.
-        saving: see there.
-        exchange: see there.
+        state: the state; call `settle` before it is updated.
+        catalog: of the folder; claimed on rank 0, only read on others.
+        origin: of the run, for the manifests.
+        saving: settings.
+        exchange: exchanges a text between the ranks.
     Attributes:
-        blocked_seconds: how long training has waited for saves so far.
-        dropped: the names of drafts of which nothing could be made, as far as this rank knows.
-    Wire: one exchange of the tables of contents for each save.
+        blocked_seconds: how long training has waited for saves.
+        dropped: names of drafts that were dropped, as far as this rank knows.
+    Wire: one exchange of the tables of chunks per save.
     """
 
     def __init__(
         self,
         state: TrainState,
-        shelf: CheckpointCatalog,
+        catalog: CheckpointCatalog,
         origin: CheckpointOrigin,
         saving: SaveSettings,
         exchange: ExchangeTexts,
     ) -> None:
-        self.shelf = shelf
+        self.catalog = catalog
         self._state, self._origin, self._saving, self._exchange = state, origin, saving, exchange
         self._staging = StagingBuffer(saving.writer.allocate)
         self.blocked_seconds, self.dropped = 0.0, set[str]()
         self._pool = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None
-        self._name = ""  # of the draft under way
+        self._name = ""  # of the draft in progress
         self._deadline_error = DeadlineError(
             f"a checkpoint was not written within {saving.deadline_seconds:g} s",
-            where=shelf.files.url,
+            where=catalog.files.url,
             next_step="raise checkpoint.deadline_seconds, or look at the disk",
         )
 
     def save(self) -> str:
-        """Begin to save the state as it is; collective. Returns the name of the checkpoint.
+        """Start to save the state as it is, and return the name of the checkpoint; collective.
 
         Raises:
             CheckpointError: this save, or the one before it, failed on this rank.
@@ -115,7 +115,7 @@ class CheckpointSaver:
         self.finish()
         with self._blocking():
             self._name, writers, written = self._agree()
-            self.dropped.discard(self._name)  # a name of which nothing is left may come again
+            self.dropped.discard(self._name)  # the name of a dropped draft can be used again
             self._stage(written)
             expires = time.monotonic() + self._saving.deadline_seconds
             self._writing = self._pool.submit(self._job(self._name, writers, expires))
@@ -125,17 +125,17 @@ class CheckpointSaver:
 
     @property
     def busy(self) -> bool:
-        """Whether a save is still being written on this rank."""
+        """Return whether a save is being written on this rank."""
         return self._writing is not None and not self._writing.done()
 
     def settle(self) -> None:
-        """Return when the state may change; whoever updates it calls this before."""
+        """Copy what is left, so that the state can change; call this before an update."""
         if not self._staging.settled:
             with self._blocking():
                 self._staging.settle()
 
     def finish(self) -> None:
-        """Wait until the save under way, if there is one, is written; on rank 0: until it is published.
+        """Wait until the save in progress, if any, is written; on rank 0 until it is published.
 
         Raises:
             CheckpointError, DeadlineError: it failed.
@@ -155,10 +155,10 @@ class CheckpointSaver:
                     self._drop(error)
 
     def _drop(self, error: PartLostError) -> None:
-        """Leave nothing of a draft that cannot become a checkpoint; those of before stay."""
+        """Remove a draft that cannot become a checkpoint; earlier checkpoints stay."""
         self.dropped.add(self._name)
-        self.shelf.files.remove(self._name)
-        self._saving.patience.warn(f"{error.what}: it is left out, and those before it stay")
+        self.catalog.files.remove(self._name)
+        self._saving.patience.warn(f"{error.what}; it is dropped, and earlier checkpoints stay")
 
     def wait_published(self, name: str) -> bool:
         """Wait until a checkpoint that this rank has helped to write can be loaded.
@@ -169,7 +169,7 @@ class CheckpointSaver:
             DeadlineError: it did not appear in time.
         """
         self.finish()
-        expires, files = time.monotonic() + self._saving.deadline_seconds, self.shelf.files
+        expires, files = time.monotonic() + self._saving.deadline_seconds, self.catalog.files
         while self._saving.rank and files.size(f"{name}/{MANIFEST_FILE}") is None:
             if files.size(f"{name}/{report_name(self._saving.rank)}") is None:
                 return False
@@ -179,24 +179,24 @@ class CheckpointSaver:
         return name not in self.dropped
 
     def score(self, step: int, loss: float) -> None:
-        """Tell the evaluation loss of a step; rank 0 remembers it for what is kept from the next save on."""
+        """Report the evaluation loss of a step; on rank 0 retention uses it from the next save on."""
         if self._saving.rank == 0:
             try:
-                self.shelf.score(step, loss)
-            except OSError as error:  # the next manifest holds it too
+                self.catalog.record_loss(step, loss)
+            except OSError as error:  # the next manifest also holds it
                 self._saving.patience.warn(f"the evaluation loss cannot be written: {error}")
 
     def tidy(self) -> None:
-        """Remove on rank 0 what need not be kept, with the losses that are known now."""
+        """Remove checkpoints that retention does not keep, on rank 0."""
         self.finish()
         if self._saving.rank == 0:
             try:
-                self.shelf.tidy(self._saving.keep.newest, self._saving.keep.best)
+                self.catalog.remove_expired(self._saving.keep.newest, self._saving.keep.best)
             except OSError as error:
                 self._saving.patience.warn(f"old checkpoints cannot be removed: {error}")
 
     def close(self) -> None:
-        """A write that is under way goes on, and the process ends after it: call `finish` before."""
+        """End the background thread; a write in progress continues, so call `finish` before."""
         writing, busy = self._writing, self.busy
         if writing is not None and busy:
             self._saving.writer.hurry()
@@ -206,20 +206,27 @@ class CheckpointSaver:
         self._pool.shutdown(wait=not busy, cancel_futures=True)
 
     def _agree(self) -> tuple[str, dict[int, bool], list[tuple[TensorChunk, TensorPiece]]]:
-        """The name of the checkpoint, by rank whether it has something to write, and what this one writes."""
-        name, found = self.shelf.unused_name(self._state.step), list[tuple[TensorChunk, TensorPiece]]()
+        """Agree on a plan; collective.
 
-        def own() -> str:
+        Returns:
+            The name of the checkpoint, by rank whether it writes anything, and what this rank writes.
+        """
+        name, pieces_by_chunk = (
+            self.catalog.unused_name(self._state.step),
+            list[tuple[TensorChunk, TensorPiece]](),
+        )
+
+        def make_table() -> str:
             pieces = [box for piece in self._state.pieces() for box in piece.boxes()]
-            found[:] = [(chunk_of_piece(piece), piece) for piece in pieces]
-            table = render_table(chunk for chunk, _ in found)
+            pieces_by_chunk[:] = [(chunk_of_piece(piece), piece) for piece in pieces]
+            table = render_table(chunk for chunk, _ in pieces_by_chunk)
             return json.dumps({"name": name, "rank": self._saving.rank, "table": table})
 
-        heard = [json.loads(text) for text in self._exchange(own)]
+        heard = [json.loads(text) for text in self._exchange(make_table)]
         plan = plan_writes([parse_table(told["table"]) for told in heard], self._saving.shared)
         by_rank = {int(told["rank"]): part for told, part in zip(heard, plan, strict=True)}
-        mine = by_rank[self._saving.rank]
-        written = [(chunk, piece) for chunk, piece in found if chunk in mine]
+        own_chunks = by_rank[self._saving.rank]
+        written = [(chunk, piece) for chunk, piece in pieces_by_chunk if chunk in own_chunks]
         return str(heard[0]["name"]), {rank: bool(part) for rank, part in by_rank.items()}, written
 
     @contextmanager
@@ -235,25 +242,25 @@ class CheckpointSaver:
         drafts = draft_files(self._saving.rank, [chunk for chunk, _ in written])
         self._saving.writer.begin(sum(draft.num_bytes for draft in drafts))
         if not self._saving.background:
-            self._staging.borrow(drafts, tensors)
+            self._staging.use_tensor_memory(drafts, tensors)
             return
         steady = optimizer_addresses(self._state.optimizer) if self._saving.steady else set()
         self._staging.begin(drafts, tensors, [t.data_ptr() in steady for t in tensors])
 
     def _job(self, name: str, writers: Mapping[int, bool], expires: float) -> Callable[[], None]:
-        """What the background does; scalars are taken now."""
+        """Return the function that the background runs; scalars are read now."""
         step, scalars, saving = self._state.step, self._state.scalars(), self._saving
 
         def run() -> None:
             self._staging.complete()
-            staged, files = self._staging.files, self.shelf.files
+            staged, files = self._staging.files, self.catalog.files
             require_unpublished(files, name)
             write_part(files, name, saving.rank, staged, scalars, saving.patience, saving.writer)
-            self._staging.give_back()
+            self._staging.release()
             if saving.rank == 0:
                 origin = replace(self._origin, world_size=len(writers))
                 idle = {rank for rank, writes in writers.items() if not writes}
-                told = (saving.patience, [*writers], saving.left, idle)
-                publish(self.shelf, name, step, origin, saving.keep, expires, *told)
+                ranks = (saving.patience, [*writers], saving.left, idle)
+                publish(self.catalog, name, step, origin, saving.keep, expires, *ranks)
 
         return run

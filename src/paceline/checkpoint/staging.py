@@ -1,10 +1,11 @@
-"""The copy of this rank's share: begun at once, finished behind the next forward and backward.
+"""The copy of this rank's part of the state: started at once, finished during the next forward and backward.
 
-Invariant: after `complete` or `settle` the buffer holds the state of the step at which `begin` was called.
-What only the optimizer changes is copied beside the training, and the optimizer waits for it; everything else
-(buffers, residuals, what lives on another device) is copied before `begin` returns.
+The buffer holds whole files with their headers, each from the start of a page, so that a disk can read them
+from there.
 
-In the buffer lie whole files, headers too, each from a page's beginning on: a disk can read them from there.
+Invariant: after `complete` or `settle` the buffer holds the state at the call of `begin`. What only the
+optimizer changes is copied while training computes, and the optimizer waits for it; everything else (buffers,
+residuals, tensors on another device) is copied before `begin` returns.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from paceline.checkpoint.write_plan import FileDraft
 _BLOCK_BYTES = 8 * 2**20
 
 AllocateBuffer = Callable[[int], np.ndarray]
-"""Makes memory of so many bytes, uint8."""
+"""Returns memory of the given number of bytes, uint8."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +33,9 @@ class StagedFile:
     """A file that can be written.
 
     Args:
-        draft: what it is called and holds.
+        draft: its name and tensors.
         content: its bytes, in order.
-        begin: where it begins in the buffer, if all of it lies there.
+        begin: its offset in the buffer, if all of it lies there.
     """
 
     draft: FileDraft
@@ -42,16 +43,16 @@ class StagedFile:
     begin: int = 0
 
     def blocks(self) -> Iterator[memoryview]:
-        """Its bytes, in blocks."""
+        """Yield its bytes in blocks."""
         for part in self.content:
             yield from (part.data[i : i + _BLOCK_BYTES] for i in range(0, part.nbytes, _BLOCK_BYTES))
 
 
 class StagingBuffer:
-    """A host buffer that is kept from save to save: touching new memory costs more than copying.
+    """A host buffer that is kept from save to save, because touching new memory costs more than copying.
 
     Args:
-        allocate: makes the buffer.
+        allocate: returns the buffer.
     """
 
     def __init__(
@@ -59,11 +60,11 @@ class StagingBuffer:
     ) -> None:
         self._allocate = allocate
         self._buffer = np.empty(0, dtype=np.uint8)
-        self._rest: Queue[tuple[np.ndarray, np.ndarray]] = Queue()
+        self._to_copy: Queue[tuple[np.ndarray, np.ndarray]] = Queue()
         self.files: list[StagedFile] = []
 
     def begin(self, drafts: Sequence[FileDraft], tensors: Sequence[Tensor], steady: Sequence[bool]) -> None:
-        """Copy what may change at any time; remember what is steady until the next update.
+        """Copy what can change at any time; remember the rest until `complete` or `settle`.
 
         Args:
             drafts: the files.
@@ -72,68 +73,70 @@ class StagingBuffer:
         """
         begins = _lay_out(drafts)
         if begins[-1] > self._buffer.nbytes:
-            self._buffer = np.empty(0, dtype=np.uint8)  # the old one is not needed beside the new one
+            self._buffer = np.empty(0, dtype=np.uint8)  # free the old one first: both would not fit
             self._buffer = self._allocate(begins[-1])
-        rest = iter(zip(tensors, steady, strict=True))
-        self.files = [self._stage(draft, begin, rest) for draft, begin in zip(drafts, begins, strict=False)]
-
-    def borrow(self, drafts: Sequence[FileDraft], tensors: Sequence[Tensor]) -> None:
-        """Take the memory of the tensors themselves: nobody changes them before all is written."""
-        rest = iter(tensors)
+        tensors_left = iter(zip(tensors, steady, strict=True))
         self.files = [
-            StagedFile(draft, [_header_of(draft), *(_on_host(next(rest)) for _ in draft.chunks)])
+            self._stage(draft, begin, tensors_left) for draft, begin in zip(drafts, begins, strict=False)
+        ]
+
+    def use_tensor_memory(self, drafts: Sequence[FileDraft], tensors: Sequence[Tensor]) -> None:
+        """Write from the tensors themselves, which do not change until all is written."""
+        tensors_left = iter(tensors)
+        self.files = [
+            StagedFile(draft, [_header_of(draft), *(_on_host(next(tensors_left)) for _ in draft.chunks)])
             for draft in drafts
         ]
 
     def complete(self) -> None:
-        """Copy the rest, beside the training; returns when nothing is left."""
-        self._copy(np.copyto)  # without Python's lock
-        self._rest.join()
+        """Copy the rest while training computes; returns when nothing is left."""
+        self._copy(np.copyto)  # releases the GIL
+        self._to_copy.join()
 
     @property
     def settled(self) -> bool:
-        """Whether nothing is left to copy."""
-        return not self._rest.unfinished_tasks
+        """Return whether nothing is left to copy."""
+        return not self._to_copy.unfinished_tasks
 
     def settle(self) -> None:
-        """The state is about to change: copy what is left, with all threads of this process."""
+        """Copy what is left with all threads of this process, because the state is about to change."""
         self._copy(lambda place, values: torch.from_numpy(place).copy_(torch.from_numpy(values)))
-        self._rest.join()
+        self._to_copy.join()
 
-    def give_back(self) -> None:
-        """The save is written; release borrowed memory."""
+    def release(self) -> None:
+        """Drop the files of a save that is written, with the memory of tensors."""
         self.files = []
 
-    def _stage(self, draft: FileDraft, begin: int, rest: Iterator[tuple[Tensor, bool]]) -> StagedFile:
-        header, place = _header_of(draft), begin
-        self._buffer[place : place + header.nbytes] = header
-        place += header.nbytes
+    def _stage(self, draft: FileDraft, begin: int, tensors_left: Iterator[tuple[Tensor, bool]]) -> StagedFile:
+        header, offset = _header_of(draft), begin
+        self._buffer[offset : offset + header.nbytes] = header
+        offset += header.nbytes
         for _ in draft.chunks:
-            tensor, is_steady = next(rest)
+            tensor, is_steady = next(tensors_left)
             values = _on_host(tensor)
             if is_steady and values.ctypes.data == tensor.data_ptr():
-                self._later(self._buffer[place : place + values.nbytes], values)
+                self._copy_later(self._buffer[offset : offset + values.nbytes], values)
             else:
-                self._buffer[place : place + values.nbytes] = values
-            place += values.nbytes
-        return StagedFile(draft, [self._buffer[begin:place]], begin)
+                self._buffer[offset : offset + values.nbytes] = values
+            offset += values.nbytes
+        return StagedFile(draft, [self._buffer[begin:offset]], begin)
 
-    def _later(self, place: np.ndarray, values: np.ndarray) -> None:
+    def _copy_later(self, target: np.ndarray, values: np.ndarray) -> None:
         for i in range(0, values.nbytes, _BLOCK_BYTES):
-            self._rest.put((place[i : i + _BLOCK_BYTES], values[i : i + _BLOCK_BYTES]))
+            self._to_copy.put((target[i : i + _BLOCK_BYTES], values[i : i + _BLOCK_BYTES]))
 
     def _copy(self, copy: Callable[[np.ndarray, np.ndarray], object]) -> None:
         with suppress(Empty):
             while True:
-                place, values = self._rest.get_nowait()
+                target, values = self._to_copy.get_nowait()
                 try:
-                    copy(place, values)
+                    copy(target, values)
                 finally:
-                    self._rest.task_done()
+                    self._to_copy.task_done()
 
 
 def _lay_out(drafts: Sequence[FileDraft]) -> list[int]:
-    """Where each file begins in the buffer, and where the last one ends."""
+    """Return the offset of each file in the buffer, and the end of the last one."""
     begins = [0]
     for draft in drafts:
         begins.append(begins[-1] + -(-draft.num_bytes // PAGE_BYTES) * PAGE_BYTES)
@@ -145,12 +148,12 @@ def _header_of(draft: FileDraft) -> np.ndarray:
 
 
 def _on_host(tensor: Tensor) -> np.ndarray:
-    """The values of a tensor, uint8 [num_bytes]; its own memory if that is contiguous and on the host."""
+    """Return the bytes of a tensor, uint8; a view of it if it is contiguous and on the host."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 def optimizer_addresses(optimizer: torch.optim.Optimizer) -> set[int]:
-    """Addresses of what only the optimizer's step changes: its parameters and their moments."""
+    """Return the addresses of what only the optimizer's step changes: its parameters and their moments."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     moments = [v for p in parameters for v in optimizer.state.get(p, {}).values() if torch.is_tensor(v)]
     return {t.data_ptr() for t in [*parameters, *moments]}

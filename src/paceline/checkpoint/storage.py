@@ -1,12 +1,12 @@
-"""Ranges of the bytes of one file: mapped, if it is on this machine, else by requests.
+"""Storage of checkpoints: the files of a folder on a local disk or in a remote store, and ranges of one file.
 
-Invariant: a range comes whole, in blocks of at most `BLOCK_BYTES`, or is an error. Beside what the caller
-holds there is one block in memory: pages of a mapped file are given back as soon as they are read.
-
-Files of one folder, on a local disk or a remote store, through fsspec.
+Local files are mapped, remote ones are read by requests through fsspec. A broken connection is tried again.
 
 Invariant: when `write` or `publish` returns, the bytes survive a power cut (local) or the store has confirmed
-them (remote); what `publish` writes is there in full or not at all. It does not know what the files mean.
+them (remote); what `publish` writes is there in full or not at all. A range arrives whole, in blocks of at
+most `BLOCK_BYTES`, or is an error; one block is in memory in addition to what the caller holds, because pages
+of a mapped file are released as soon as they are read.
+Not done here: the meaning of the files.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fsspec.implementations.local import LocalFileSystem
 from paceline.checkpoint.disk.direct_write import Writeback
 from paceline.errors import CheckpointError
 
-BLOCK_BYTES = 2**23  # a multiple of the size of every number
+BLOCK_BYTES = 2**23  # a multiple of the size of every dtype
 _MAX_TRIES = 4
 _FIRST_PAUSE_SECONDS = 0.2
 _STORE_ERRORS = {
@@ -38,17 +38,17 @@ _T = TypeVar("_T")
 
 
 class FileRanges(Protocol):
-    """`local`: reading twice costs little."""
+    """Ranges of one file. `local`: reading twice costs little."""
 
     @property
     def num_bytes(self) -> int: ...
     @property
     def local(self) -> bool: ...
     def blocks(self, begin: int, end: int) -> Iterator[memoryview]:
-        """The bytes from `begin` to `end`; a block is valid until the next one.
+        """Yield the bytes from `begin` to `end`; a block is valid until the next one.
 
         Raises:
-            OSError: it cannot be read, or is shorter.
+            OSError: the file cannot be read, or is shorter.
         """
         ...
 
@@ -56,7 +56,7 @@ class FileRanges(Protocol):
 
 
 class MappedFile:
-    """A file of this machine.
+    """A file on this machine.
 
     Raises:
         OSError: it cannot be read.
@@ -71,7 +71,6 @@ class MappedFile:
         self.num_bytes = len(self._map)
 
     def blocks(self, begin: int, end: int) -> Iterator[memoryview]:
-        """See `FileRanges`."""
         _require_complete(end <= self.num_bytes, end - self.num_bytes)
         for first in range(begin, end, BLOCK_BYTES):
             last = min(first + BLOCK_BYTES, end)
@@ -80,18 +79,18 @@ class MappedFile:
             self._map.madvise(mmap.MADV_DONTNEED, page, last - page)
 
     def close(self) -> None:
-        """The map ends with the last block that somebody holds."""
+        """Release the map; it ends with the last block that is still used."""
         del self._map
 
 
 class RemoteFile:
-    """A file of a remote store; a connection that breaks is tried again.
+    """A file of a remote store.
 
     Args:
         filesystem: of fsspec.
         path: as the file system names it.
     Raises:
-        OSError: it is not there, cannot be reached, or does not say how long it is.
+        OSError: it is not there, cannot be reached, or has no known length.
     """
 
     local = False
@@ -100,38 +99,37 @@ class RemoteFile:
         self._file = retry_connection(lambda: filesystem.open(path, "rb", cache_type="none"))
         if not isinstance(self._file.size, int):
             self._file.close()
-            raise OSError(f"the server does not say how long {path} is: download it first")
+            raise OSError(f"the server reports no length for {path}; download it first")
         self.num_bytes = self._file.size
 
     def blocks(self, begin: int, end: int) -> Iterator[memoryview]:
-        """See `FileRanges`."""
         for first in range(begin, end, BLOCK_BYTES):
             wanted = min(BLOCK_BYTES, end - first)
             yield memoryview(bytearray(retry_connection(lambda: self._read(first, wanted))))  # noqa: B023, called at once
 
     def close(self) -> None:
-        """End the connection."""
+        """Close the connection."""
         self._file.close()
 
-    def _read(self, first: int, wanted: int) -> bytes:
+    def _read(self, first: int, num_bytes: int) -> bytes:
         try:
             self._file.seek(first)
-            found = bytes(self._file.read(wanted))
-        except ValueError as error:  # fsspec's word for a server that knows whole files only
-            raise NoRangesError(f"it has no ranges of files ({error}): download it first") from error
-        _require_complete(len(found) == wanted, wanted - len(found))
-        return found
+            data = bytes(self._file.read(num_bytes))
+        except ValueError as error:  # raised by fsspec for a server without range requests
+            raise NoRangesError(f"no range requests on this server ({error}); download it first") from error
+        _require_complete(len(data) == num_bytes, num_bytes - len(data))
+        return data
 
 
 class NoRangesError(OSError):
-    """A server that would send all of a file each time."""
+    """A server without range requests, which would send the whole file each time."""
 
 
 def retry_connection(act: Callable[[], _T]) -> _T:
-    """What `act` returns, after some tries if a connection breaks.
+    """Return the result of `act`, called again a few times if a connection breaks.
 
     Raises:
-        OSError: it is not there, is not allowed, or the last try broke too.
+        OSError: the file is not there, is not allowed, or the last attempt broke too.
     """
     for pause in range(_MAX_TRIES):
         try:
@@ -147,13 +145,15 @@ def retry_connection(act: Callable[[], _T]) -> _T:
 
 
 def _connection_errors() -> tuple[type[Exception], ...]:
-    """What the libraries of stores that are in use raise."""
-    own = [getattr(sys.modules[room], name) for room, name in _STORE_ERRORS.items() if room in sys.modules]
-    return OSError, *own
+    """Return the errors that libraries of stores raise, as far as they are loaded."""
+    loaded = [
+        getattr(sys.modules[module], name) for module, name in _STORE_ERRORS.items() if module in sys.modules
+    ]
+    return OSError, *loaded
 
 
-def _require_complete(whole: bool, missing: int) -> None:
-    if not whole:
+def _require_complete(is_complete: bool, missing: int) -> None:
+    if not is_complete:
         raise OSError(f"it is cut short: {missing} bytes are missing")
 
 
@@ -162,7 +162,7 @@ _DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)
 
 
 def is_disk_full(error: OSError) -> bool:
-    """Does the error say that there is no space left?"""
+    """Return whether an error says that there is no space left."""
     return error.errno in _DISK_FULL_ERRORS
 
 
@@ -172,7 +172,7 @@ class StorageFolder:
     Args:
         url: a path, or an fsspec URL such as `s3://bucket/folder` or `memory://folder`.
     Raises:
-        CheckpointError: nothing installed can read such a URL.
+        CheckpointError: no installed library can read such a URL.
     """
 
     def __init__(self, url: str) -> None:
@@ -191,15 +191,15 @@ class StorageFolder:
         self._replace: Callable[[str, bytes], None] = _replace_local if local else self._put
 
     def place(self, name: str) -> str:
-        """Where a file is, as a user may name it."""
+        """Return the path or URL of a file, for messages."""
         return f"{self.url.rstrip('/')}/{name}"
 
     def local_path(self, name: str) -> Path | None:
-        """Where a file is on this machine; None in a remote store."""
+        """Return the path of a file on this machine; None in a remote store."""
         return Path(self._path(name)) if isinstance(self._fs, LocalFileSystem) else None
 
     def write(self, name: str, blocks: Iterable[Block]) -> None:
-        """Write a file; a half one may be left behind by a crash."""
+        """Write a file; a crash can leave a part of it."""
         path = self.make_room(name)
         with self._fs.open(path, "wb") as stream:
             writeback = self._accompany(stream)
@@ -209,26 +209,26 @@ class StorageFolder:
             writeback.finish()
 
     def make_room(self, name: str) -> str:
-        """Make the folder that a file lies in; returns the path of the file."""
+        """Make the parent folder of a file, and return the path of the file."""
         path = self._path(name)
         self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
         return path
 
     def publish(self, name: str, data: bytes) -> None:
-        """Write a small file at once: a reader sees the old one, or all of the new one."""
+        """Write a small file at once: a reader sees the old file or all of the new one."""
         path = self.make_room(name)
         self._replace(path, data)
 
     def read(self, name: str) -> bytes:
-        """All bytes of a file.
+        """Return all bytes of a file.
 
         Raises:
-            OSError: it is not there, or it is a pipe or a device, which might have no end.
+            OSError: it is not there, or it is a pipe or a device, which might never end.
         """
         return bytes(self._fs.cat_file(self._checked(self._path(name))))
 
     def ranges(self, name: str) -> FileRanges:
-        """A file, to read parts of.
+        """Open a file to read parts of it.
 
         Raises:
             OSError: it is not there, cannot be reached, or is no regular file.
@@ -238,28 +238,28 @@ class StorageFolder:
         return RemoteFile(self._fs, path) if place is None else MappedFile(place)
 
     def size(self, name: str) -> int | None:
-        """Bytes of a file; None if it is not there."""
+        """Return the size of a file; None if it is not there."""
         try:
             return int(self._fs.info(self._path(name))["size"])
         except FileNotFoundError:
             return None
 
     def names(self) -> list[str]:
-        """What is directly in the folder; empty if the folder is not there."""
+        """Return the names in the folder; empty if the folder is not there."""
         try:
-            found = self._fs.ls(self._root or "/", detail=False)
+            paths = self._fs.ls(self._root or "/", detail=False)
         except FileNotFoundError:
             return []
         except OSError as error:
             raise CheckpointError(
-                f"cannot read the folder of the checkpoints: {error}",
+                f"cannot read the checkpoint folder: {error}",
                 where=self.url,
-                next_step="check its rights, or name another run",
+                next_step="check its permissions, or name another run",
             ) from error
-        return sorted({str(path).rstrip("/").rpartition("/")[2] for path in found})
+        return sorted({str(path).rstrip("/").rpartition("/")[2] for path in paths})
 
     def remove(self, name: str) -> None:
-        """Remove a file, or a folder with all that is in it, if it is there."""
+        """Remove a file, or a folder with everything in it, if it is there."""
         try:
             self._fs.rm(self._path(name), recursive=True)
         except FileNotFoundError:
@@ -273,20 +273,21 @@ class StorageFolder:
 
 
 class _NoWriteback(Writeback):
-    """No write-back: a remote store uploads while a file is written, and confirms it on close."""
+    """No write-back: a remote store uploads during the write, and confirms it on close."""
 
     def count_written(self, num_bytes: int) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def finish(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
+        ...
 
 
 def _require_regular_file(path: str) -> str:
-    """The same path, if it is a file of this size and no other."""
+    """Return the path if it is a regular file."""
     mode = Path(path).stat().st_mode
     if not stat.S_ISREG(mode):
-        raise OSError(errno.EINVAL, f"it is no regular file ({stat.filemode(mode)[0]})", path)
+        raise OSError(errno.EINVAL, f"it is not a regular file ({stat.filemode(mode)[0]})", path)
     return path
 
 
@@ -301,6 +302,7 @@ def _replace_local(path: str, data: bytes) -> None:
         draft.replace(place)
     finally:
         draft.unlink(missing_ok=True)
+    # The rename survives a power cut only after the folder itself is synchronised.
     descriptor = os.open(place.parent, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,7 +1,8 @@
-"""JSON that others may have written or damaged, and its seal: every way in which it can be wrong is a ValueError.
+"""Strict parsing of JSON that others may have written or damaged, and the seal of sealed tables.
 
-Values are validated by strict pydantic models: no type is converted, and no unknown key is accepted. A model
-raises pydantic's errors; `validate` turns the first of them into a sentence that names the value.
+Every way in which a value can be wrong is a ValueError. Values are validated by strict pydantic models: no
+type is converted, and no unknown key is accepted. `validate` turns the first error of pydantic into a
+sentence that names the place of the value.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""Who writes what: every part of the state once, shared out among the ranks that hold it. Pure.
+"""The plan of a save: which rank writes which part of the state, and into which files; pure.
 
-Invariant: the plan is a function of the tables of all ranks, so every rank that sees the same tables makes
-the same plan, and no message is needed to agree on it.
+Every part is written once, by one of the ranks that hold it. The part of a rank is cut into several files if
+it is large, so that several threads can hash and write.
 
-The files of one rank's part of a checkpoint, before they are written. Pure.
-
-A large part is cut into several files, so that several threads can hash and write. Invariant: where it is cut
-follows from the tensors alone, so that equal states have equal files whoever writes them.
+Invariant: the plan is a function of the tables of all ranks, so every rank makes the same plan and no further
+message is needed. The cuts follow from the tensors alone, so equal states have equal files whichever rank
+writes them.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from paceline.state.slot import TensorPiece
 
 
 def chunk_of_piece(piece: TensorPiece) -> TensorChunk:
-    """What a piece that is a box is called in a file.
+    """Return the chunk in a file for a piece that is a box.
 
     Raises:
-        CheckpointError: safetensors has no word for its type.
+        CheckpointError: safetensors has no code for its dtype.
     """
     slot, code = piece.slot, dtype_code(piece.tensor.dtype)
     if code is None:
@@ -37,33 +36,33 @@ def chunk_of_piece(piece: TensorPiece) -> TensorChunk:
 
 
 def plan_writes(tables: Sequence[Iterable[TensorChunk]], shared: bool = True) -> list[frozenset[TensorChunk]]:
-    """By rank, the chunks that it writes; the largest go first, to whom has least to write.
+    """Return the chunks that each rank writes; the largest first, each by the rank with the least to write.
 
     Args:
-        tables: what every rank holds, by rank.
-        shared: ranks that hold the same chunk hold the same values; else the first of them writes it.
+        tables: the chunks that each rank holds.
+        shared: ranks that hold the same chunk hold the same values; otherwise the first of them writes it.
     """
     holders: dict[TensorChunk, list[int]] = {}
     for rank, table in enumerate(tables):
         for chunk in table:
-            if all(chunk.sizes) or not all(chunk.shape):  # an empty part of something is nothing
+            if all(chunk.sizes) or not all(chunk.shape):  # skip empty parts of tensors that are not empty
                 holders.setdefault(chunk, []).append(rank)
     load = [0] * len(tables)
-    found: list[set[TensorChunk]] = [set() for _ in tables]
+    chunks_by_rank: list[set[TensorChunk]] = [set() for _ in tables]
     for chunk in sorted(holders, key=lambda c: (-c.num_bytes, c.name, c.offsets)):
         writer = min(holders[chunk], key=lambda rank: (load[rank] * shared, rank))
         load[writer] += chunk.num_bytes
-        found[writer].add(chunk)
-    return [frozenset(chunks) for chunks in found]
+        chunks_by_rank[writer].add(chunk)
+    return [frozenset(chunks) for chunks in chunks_by_rank]
 
 
 def render_table(chunks: Iterable[TensorChunk]) -> list[list[object]]:
-    """A table as JSON values."""
+    """Return chunks as JSON values."""
     return [[c.name, c.dtype, c.shape, c.offsets, c.sizes] for c in chunks]
 
 
 def parse_table(values: Iterable[Sequence[object]]) -> list[TensorChunk]:
-    """The inverse of `render_table`."""
+    """Return the chunks of `render_table`."""
     return [
         TensorChunk(str(name), str(dtype), _int_tuple(shape), _int_tuple(offsets), _int_tuple(sizes))
         for name, dtype, shape, offsets, sizes in values
@@ -71,7 +70,9 @@ def parse_table(values: Iterable[Sequence[object]]) -> list[TensorChunk]:
 
 
 def merge_scalars(by_rank: Sequence[Mapping[str, object]]) -> dict[str, object]:
-    """One set of scalars: tables (numbers by parameter) are joined, for the rest the first rank speaks."""
+    """Merge the scalars of all ranks: tables (numbers by parameter) are joined, other values are those of the
+    first.
+    """
     merged: dict[str, object] = {}
     for scalars in by_rank:
         for key, value in scalars.items():
@@ -94,7 +95,8 @@ class FileDraft:
     """A file to be written.
 
     Args:
-        header: what stands before the tensors.
+        name: of the file.
+        header: bytes in front of the tensors.
         chunks: the tensors, in the order of their bytes.
     """
 
@@ -108,12 +110,12 @@ class FileDraft:
 
 
 def rank_file_name(rank: int, index: int, count: int) -> str:
-    """The file of a rank's tensors, or the index-th of several."""
+    """Return the file name of a rank's tensors; `index` of `count` files."""
     return f"rank-{rank:05d}" + (f".{index + 1}-of-{count}" if count > 1 else "") + ".safetensors"
 
 
 def draft_files(rank: int, chunks: Sequence[TensorChunk]) -> list[FileDraft]:
-    """Files of about equal size, in the order of the chunks; a tensor is not cut."""
+    """Divide chunks into files of about equal size, in their order; no tensor is cut."""
     total = sum(chunk.num_bytes for chunk in chunks)
     wanted = min(_MAX_FILES, max(1, total // _MIN_FILE_BYTES))
     groups: dict[int, list[TensorChunk]] = {}

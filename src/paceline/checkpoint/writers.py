@@ -1,6 +1,6 @@
-"""Who writes the files of a part: threads of the training, or a process beside it.
+"""Writers of a rank's files: threads of the training process, or a process with low priority.
 
-Invariant: the bytes and their checksums do not depend on it.
+Invariant: the bytes and their checksums do not depend on the writer.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from paceline.checkpoint.staging import StagedFile
 from paceline.checkpoint.storage import Block, StorageFolder
 from paceline.checkpoint.write_plan import FileDraft
 
-_MIN_PROCESS_BYTES = 64 * 2**20  # less is written before a process has begun
+_MIN_PROCESS_BYTES = 64 * 2**20  # less is written before a process has started
 
 
 class PartWriter(Protocol):
-    """Writes one save after the other."""
+    """The protocol of a writer of saves, one after the other."""
 
     def begin(self, num_bytes: int) -> None:
-        """A save of so many bytes begins; called by the training, before `allocate`."""
+        """Start a save of `num_bytes`; called by the training before `allocate`."""
 
     def allocate(self, num_bytes: int) -> np.ndarray:
-        """Memory for the files of a save, uint8; in place of what was made before."""
+        """Return memory for the files of a save, uint8; it replaces the memory returned before."""
 
     def write(
         self, files: StorageFolder, folder: str, staged: Sequence[StagedFile]
@@ -40,56 +40,52 @@ class PartWriter(Protocol):
         """Write files, and return when they are on the disk; called in the background.
 
         Raises:
-            OSError: the disk refused.
+            OSError: the write failed.
         """
 
     def hurry(self) -> None:
-        """The training waits for the save under way."""
+        """Write faster: the training is waiting for the save in progress."""
 
     def close(self) -> None:
-        """There will be no more saves."""
+        """End the writer; there are no more saves."""
 
 
 class ThreadWriter:
-    """Threads of this process.
+    """A writer that uses threads of this process.
 
     Args:
-        count: how many.
+        count: the number of threads.
     """
 
     def __init__(self, count: int) -> None:
         self._count = count
 
     def begin(self, num_bytes: int) -> None:
-        """See `PartWriter`; nothing to do."""
+        """Do nothing."""
 
     def allocate(self, num_bytes: int) -> np.ndarray:
-        """See `PartWriter`."""
         return np.empty(num_bytes, dtype=np.uint8)
 
     def write(
         self, files: StorageFolder, folder: str, staged: Sequence[StagedFile]
     ) -> tuple[TensorFileRecord, ...]:
-        """See `PartWriter`."""
         with ThreadPoolExecutor(self._count, "checkpoint-writer") as pool:
             return tuple(pool.map(partial(_write_file, files, folder), staged))
 
     def hurry(self) -> None:
-        """See `PartWriter`; they do already."""
+        """Do nothing: threads have full priority."""
 
     def close(self) -> None:
-        """See `PartWriter`; nothing to do."""
+        """Do nothing."""
 
 
 class ProcessWriter:
-    """A process of its own that takes of the processor what the training leaves, until the training waits.
-
-    A small save is written by a thread.
+    """A writer that uses a process with idle priority, until the training waits. A thread writes small saves.
 
     Args:
-        process: is closed with this.
-        seconds: after which a save that is not written hurries.
-        warn: is told if the process is lost; then the training writes.
+        process: closed with this writer.
+        seconds: time after which a save in progress gets full priority.
+        warn: called if the process is lost; the training process writes from then on.
     """
 
     def __init__(self, process: WriterProcess, seconds: float, warn: Callable[[str], None]) -> None:
@@ -98,17 +94,16 @@ class ProcessWriter:
         self._expires, self._ready, self._shared, self._closed = 0.0, False, False, False
 
     def begin(self, num_bytes: int) -> None:
-        """See `PartWriter`."""
         self._expires = time.monotonic() + self._seconds
         self._ready = num_bytes >= _MIN_PROCESS_BYTES
         if self._ready:
             try:
                 self._process.begin()
             except WriterLostError as error:
-                self._lost(error)
+                self._handle_lost_process(error)
 
     def allocate(self, num_bytes: int) -> np.ndarray:
-        """See `PartWriter`; other processes can see it where the process is to write it."""
+        """Return memory that is shared with the process if the process is to write it."""
         self._shared = self._ready
         if not self._ready:
             return self._thread.allocate(num_bytes)
@@ -117,45 +112,42 @@ class ProcessWriter:
     def write(
         self, files: StorageFolder, folder: str, staged: Sequence[StagedFile]
     ) -> tuple[TensorFileRecord, ...]:
-        """See `PartWriter`."""
         if self._ready and self._shared:
             try:
-                return self._write_beside(files, folder, staged)
+                return self._write_by_process(files, folder, staged)
             except WriterLostError as error:
                 if self._closed:
                     raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED), folder) from error
-                self._lost(error)
+                self._handle_lost_process(error)
         return self._thread.write(files, folder, staged)
 
     def hurry(self) -> None:
-        """See `PartWriter`."""
         self._process.hurry()
 
     def close(self) -> None:
-        """See `PartWriter`."""
         self._closed = True
         self._process.close()
 
-    def _write_beside(
+    def _write_by_process(
         self, files: StorageFolder, folder: str, staged: Sequence[StagedFile]
     ) -> tuple[TensorFileRecord, ...]:
-        places = []
+        ranges = []
         for file in staged:
             path = files.make_room(f"{folder}/{file.draft.name}")
-            places.append((path, file.begin, file.begin + file.draft.num_bytes))
+            ranges.append((path, file.begin, file.begin + file.draft.num_bytes))
         patience = max(0.0, self._expires - time.monotonic())
-        checksums = self._process.write(places, patience)
+        checksums = self._process.write(ranges, patience)
         return tuple(
             _file_record(file.draft, checksum) for file, checksum in zip(staged, checksums, strict=True)
         )
 
-    def _lost(self, error: WriterLostError) -> None:
+    def _handle_lost_process(self, error: WriterLostError) -> None:
         self._ready = False
-        self._warn(f"{error}; this save is written by the training, which it may slow down")
+        self._warn(f"{error}; the training process writes this save, which can slow training down")
 
 
 def _write_file(files: StorageFolder, folder: str, file: StagedFile) -> TensorFileRecord:
-    """Write a file, and take its checksum on the way."""
+    """Write a file and compute its checksum on the way."""
     checksum = FileChecksum()
 
     def hashed() -> Iterator[Block]:

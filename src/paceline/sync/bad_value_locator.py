@@ -1,7 +1,7 @@
-"""Find the rank and tensor of a bad value, from what each rank still holds of the step.
+"""The search for the rank and tensor of a bad value, in what each rank still holds of the step.
 
-Nothing is computed or sent until there is trouble: then gradients of this rank are still in place, and its
-losses were kept as they are, unread.
+Nothing is computed or sent until there is trouble: then the gradients of this rank are still in place, and
+its losses were kept without being read.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NEXT_STEP = "lower optimizer.lr, set optimizer.clip_norm, look at the samples o
 
 
 RecordedLoss = tuple[Tensor, Tensor | float]
-"""What is kept of a loss: the total, and the number of items."""
+"""A total loss and its number of items, both unread."""
 
 
 class LossRecorder:
@@ -37,34 +37,34 @@ class LossRecorder:
 
     def __init__(self, loss: LossFunction) -> None:
         self._loss = loss
-        self._heard: deque[RecordedLoss] = deque(maxlen=_MAX_MICRO_BATCHES)
+        self._losses: deque[RecordedLoss] = deque(maxlen=_MAX_MICRO_BATCHES)
 
     def __call__(self, model: Any, batch: Any) -> Loss:
-        """The loss itself."""
-        found = self._loss(model, batch)
-        if model.training and isinstance(found, Loss):
-            self._heard.append((found.total.detach(), found.count))
-        return found
+        """Return the loss of the inner function."""
+        loss = self._loss(model, batch)
+        if model.training and isinstance(loss, Loss):
+            self._losses.append((loss.total.detach(), loss.count))
+        return loss
 
     def take(self) -> list[RecordedLoss]:
-        """What was said since the last call."""
-        heard = [*self._heard]
-        self._heard.clear()
-        return heard
+        """Return the losses since the last call."""
+        recorded = [*self._losses]
+        self._losses.clear()
+        return recorded
 
 
 @dataclass(frozen=True)
 class RankEvidence:
-    """What one rank has of a step.
+    """What one rank knows about a step.
 
     Args:
-        rank: in the world.
-        loss: mean over its items; None where no loss was computed.
-        tensor: its gradient that is not finite, the one nearest the loss; if all are finite, the largest.
-        num_bad, num_values: values of that gradient that are not finite, and all of them; 0 where the
-            gradient was let go of, and only its norm is known.
-        num_tensors: how many gradients are not finite.
-        own: whether the gradients are this rank's; else they are sums over ranks.
+        rank: global rank.
+        loss: mean over its items; None: no loss was computed here.
+        tensor: its non-finite gradient that is nearest to the loss; if all are finite, the largest.
+        num_bad, num_values: non-finite values of that gradient, and all of its values; 0 if the gradient was
+            released and only its norm is known.
+        num_tensors: number of non-finite gradients.
+        own: the gradients are this rank's, and not sums over ranks.
     """
 
     rank: int
@@ -77,7 +77,7 @@ class RankEvidence:
 
     @property
     def loss_is_bad(self) -> bool:
-        """Whether its loss is not finite."""
+        """Return whether the loss is not finite."""
         return self.loss is not None and not math.isfinite(self.loss)
 
     def __str__(self) -> str:
@@ -86,12 +86,12 @@ class RankEvidence:
 
     @property
     def is_bad(self) -> bool:
-        """Whether a gradient is not finite."""
+        """Return whether a gradient is not finite."""
         return self.num_tensors > 0
 
     @property
     def gradient(self) -> str:
-        """What is known of the gradient that is not finite."""
+        """Describe the gradient that is not finite."""
         what = "gradient" if self.own else "sum over ranks of the gradient"
         more = f", and so are {self.num_tensors - 1} others" if self.num_tensors > 1 else ""
         how_many = self.num_bad or "some"
@@ -100,13 +100,14 @@ class RankEvidence:
 
 @dataclass(frozen=True)
 class BadValueLocator:
-    """Finds the rank and the tensor that a bad value came from.
+    """The search for the rank and tensor of a bad value.
 
     Args:
-        runner: this rank's parameters, with their own gradients still in place, or their norms where they
-            were let go of; where sums are taken in one order neither lasts, and the sums must do.
+        runner: this rank's parameters, with their gradients still in place, or their norms if they were
+            released; sums in one order keep neither, and then only the sums are known.
         loss_recorder: this rank's losses.
         group: the ranks that take a step together.
+        net: this rank's collectives.
     """
 
     runner: ModelRunner
@@ -115,44 +116,52 @@ class BadValueLocator:
     net: Net
 
     def non_finite(
-        self, what: str, step: int, heard: Sequence[RecordedLoss], sums: Gradients
+        self, what: str, step: int, losses: Sequence[RecordedLoss], sums: Gradients
     ) -> NumericError:
-        """The error for a sum that is not finite; collective.
+        """Return the error for a sum that is not finite; collective.
 
         Args:
-            heard: this rank's losses of the step.
+            what: what is not finite, for the message.
+            step: of the sum.
+            losses: this rank's losses of the step.
             sums: over ranks, as far as this rank has them.
         """
-        wrong = [one for one in self._gather_evidence(heard, sums) if one.is_bad or one.loss_is_bad]
-        if not wrong:
-            text = f"{what} in step {step}: what each rank has is finite, and the sum over ranks is not"
+        bad_evidence = [
+            evidence
+            for evidence in self._gather_evidence(losses, sums)
+            if evidence.is_bad or evidence.loss_is_bad
+        ]
+        if not bad_evidence:
+            text = f"{what} in step {step}: the values of each rank are finite, but their sum is not"
             return NumericError(text, where=f"step {step}", next_step=_NEXT_STEP)
-        named = max(wrong, key=lambda one: one.loss_is_bad)
+        named = max(bad_evidence, key=lambda evidence: evidence.loss_is_bad)
         if not named.loss_is_bad:
-            named = wrong[-1]  # of stages the last: nearest the loss, where backward begins
+            named = bad_evidence[-1]  # the last stage is nearest to the loss, where backward begins
             if not named.own:
                 text = f"{what} in step {step}: {named.gradient}"
                 return NumericError(text, where=f"step {step}", next_step=_NEXT_STEP)
-        others = ", ".join(str(one.rank) for one in wrong if one.own and one is not named)
+        others = ", ".join(
+            str(evidence.rank) for evidence in bad_evidence if evidence.own and evidence is not named
+        )
         text = f"{what} in step {step}: {named}" + (f"; it has reached rank {others}" if others else "")
         return NumericError(text, where=f"rank {named.rank}, step {step}", next_step=_NEXT_STEP)
 
-    def spike(self, what: str, step: int, heard: Sequence[RecordedLoss], sums: Gradients) -> NumericError:
-        """The error for a loss that stands out; collective."""
-        seen = self._gather_evidence(heard, sums)
-        worst = max(seen, key=lambda one: -math.inf if one.loss is None else one.loss)
+    def spike(self, what: str, step: int, losses: Sequence[RecordedLoss], sums: Gradients) -> NumericError:
+        """Return the error for a loss that stands out; collective."""
+        all_evidence = self._gather_evidence(losses, sums)
+        worst = max(all_evidence, key=lambda evidence: -math.inf if evidence.loss is None else evidence.loss)
         text = f"{what}: {worst}, and the largest gradient is that of '{worst.tensor}'"
         return NumericError(text, where=f"rank {worst.rank}, step {step}", next_step=_NEXT_STEP)
 
-    def _gather_evidence(self, heard: Sequence[RecordedLoss], sums: Gradients) -> list[RankEvidence]:
-        """What every rank of the group has, by rank. Wire: one ragged all_gather."""
-        own = json.dumps(asdict(self._collect_evidence(heard, sums)))
+    def _gather_evidence(self, losses: Sequence[RecordedLoss], sums: Gradients) -> list[RankEvidence]:
+        """Return the evidence of every rank of the group, by rank. Wire: one ragged all_gather."""
+        own = json.dumps(asdict(self._collect_evidence(losses, sums)))
         return [RankEvidence(**json.loads(text)) for text in all_gather_texts(own, self.group, self.net)]
 
-    def _collect_evidence(self, heard: Sequence[RecordedLoss], sums: Gradients) -> RankEvidence:
+    def _collect_evidence(self, losses: Sequence[RecordedLoss], sums: Gradients) -> RankEvidence:
         rank = self.group.ranks[self.group.rank]
-        count = sum(float(num_items) for _, num_items in heard)
-        loss = sum(float(total) for total, _ in heard) / count if count else None
+        count = sum(float(num_items) for _, num_items in losses)
+        loss = sum(float(total) for total, _ in losses) / count if count else None
         norms: dict[str, float] = {}
         bad: list[tuple[str, int, int]] = []
         grads = {slot: p.grad for slot, p in self.runner.sharded_model.computes.items()}
@@ -170,7 +179,7 @@ class BadValueLocator:
         return RankEvidence(rank, loss, max(norms, key=lambda name: norms[name], default=""), own=own)
 
     def _by_norms(self, rank: int, loss: float | None) -> RankEvidence:
-        """From the norms of gradients that were let go of."""
+        """Return the evidence from norms of gradients that were released."""
         order = [slot for slot in self.runner.sharded_model.computes if slot in self.runner.norms]
         norms = {slot: max(float(norm) for norm in self.runner.norms[slot]) for slot in order}
         bad = [s for s in order if not all(math.isfinite(float(norm)) for norm in self.runner.norms[s])]

@@ -260,8 +260,8 @@ class RateLowering(ExtraState):
             )
         self.times += 1
         self.judge_from_step = record.state.step + guard.detector.window
-        record = {"step": record.state.step, "multiplier": self.multiplier, "reason": error.what}
-        guard.note("lower-rate", record)
+        fields = {"step": record.state.step, "multiplier": self.multiplier, "reason": error.what}
+        guard.note("lower-rate", fields)
 
     def pieces(self) -> Sequence[TensorPiece]:
         counts = torch.tensor([self.times, self.judge_from_step])

@@ -1,15 +1,14 @@
 """PipeDream: a pipeline that is never flushed. Stages update as gradients reach them.
 
-What flows through it, and which weights a stage keeps for it, is a `PipeDreamFlow`: whole steps and a stash
-(`weight_stash`), or micro-batches and two buffers (`two_buffers`). Buffers such as running statistics move at
-the end of a step's forward, in the order of the steps.
+What flows through the pipeline, and which versions of the weights a stage keeps, is a `PipeDreamFlow` of
+`weight_stashing`: whole steps and stashed weights, or micro-batches and two buffers (`pipedream:2bw`).
+Buffers such as running statistics move at the end of a step's forward, in the order of the steps.
 
-Invariant: the backward of a step uses the version of the weights that its forward used, on every stage.
+Invariant: on every stage the backward of a step uses the version of the weights that its forward used.
 Between two rounds the pipeline is empty, every stage has made one update for every step, and buffers are
 equal on all ranks.
 Source: Narayanan et al. 2019, PipeDream, sections 3.2 and 3.3.
-
-Constructor of PipeDream.
+Refusals: `paceline.recipe.registry.sync_specs`, and `build_pipedream` for what depends on the model.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from paceline.sync.weight_stashing import TwoBufferFlow, UpdateVersions, WeightS
 
 
 class PipeDreamFlow(Protocol):
-    """What goes through a stage between two moments at which the pipeline is empty.
+    """The work that flows through a stage between two moments at which the pipeline is empty.
 
     Attributes:
         versions: of the updates of the last run.
@@ -50,21 +49,23 @@ class PipeDreamFlow(Protocol):
     def run(
         self, first: int, end: int, feed: TrainingFeed, update_step: UpdateStep
     ) -> tuple[LossSums, UpdateResult]:
-        """Fill the pipeline, keep it full, and run it empty; the stage makes an update for every step."""
+        """Fill the pipeline, keep it full, and run it empty; the stage makes one update per step."""
 
     def drop(self) -> None:
-        """Forget what is in flight."""
+        """Drop what is in flight."""
 
 
 class PipeDream:
-    """The rule of one pipeline.
+    """The rule of one pipeline without flushes.
 
     Args:
         runner: this rank's stage.
-        flow: what goes through it.
+        flow: what flows through it.
         world: all stages.
-        stop_requested: see `EveryStep`.
-    Wire: activations and their gradients between neighbours; one tally a round.
+        net: this rank's collectives.
+        phases: measures the seconds of each phase.
+        stop_requested: returns whether this rank was asked to stop.
+    Wire: activations and their gradients between neighbours; one tally per round.
     """
 
     def __init__(
@@ -83,11 +84,10 @@ class PipeDream:
 
     @property
     def versions(self) -> Sequence[UpdateVersions]:
-        """Of the updates of the last round."""
+        """Return the versions of the updates of the last round."""
         return self.flow.versions
 
     def rounds(self, feed: TrainingFeed, runner: ModelRunner, update_step: UpdateStep) -> Iterator[StepStats]:
-        """See `Rule`: a round ends where the feed wants a pause; then the pipeline runs empty."""
         state = update_step.state
         while state.step < feed.num_steps:
             self._phases.take()
@@ -95,37 +95,39 @@ class PipeDream:
             self._undo, buffers = _remember_stage(state, self._stage), runner.buffers.values()
             sums, update = self.flow.run(first, end, feed, update_step)
             change = runner.buffers.change_since(buffers)
-            own = self._tally(sums, update, runner, change)
-            agreement = own.agree(self._net, self._world, runner.sharded_model.device)
+            local_tally = self._tally(sums, update, runner, change)
+            agreement = local_tally.agree(self._net, self._world, runner.sharded_model.device)
             self._phases.begin("communication")
             tally = agreement.wait()
             self._phases.begin("optimizer")
             runner.buffers.reset(buffers)
-            runner.buffers.end_step(tally.buffers, 1.0)  # every stage moved its own
+            runner.buffers.end_step(tally.buffers, 1.0)  # a sum of one term: every stage moved its own
             state.step, self._undo = end, _no_undo
             stats = step_stats(range(first, end), feed.work, state, tally, update, self._phases, self._net)
-            stale = {
+            staleness = {
                 n: tally.metrics[n] / (end - first) for n in tally.metrics if n.startswith(_STALENESS_PREFIX)
             }
-            metrics = {n: x for n, x in stats.metrics.items() if n != _SQUARED_NORM} | stale
+            metrics = {n: x for n, x in stats.metrics.items() if n != _SQUARED_NORM} | staleness
             yield replace(stats, metrics=metrics, grad_norm=tally.metrics[_SQUARED_NORM] ** 0.5)
 
     def abort(self) -> None:
-        """Go back to where the pipeline was empty: stages have made different numbers of updates since."""
+        """Go back to the state at the start of the round, because stages have made different numbers of
+        updates since.
+        """
         self._undo()
         self.flow.drop()
         self._undo = _no_undo
 
     def _tally(self, sums: LossSums, update: UpdateResult, runner: ModelRunner, change: Tensor) -> StepTally:
         total, count, metrics = sums.read()
-        stale = dict.fromkeys((f"{_STALENESS_PREFIX}{s}" for s in range(self._stage.cut.num_stages)), 0.0)
+        staleness = dict.fromkeys((f"{_STALENESS_PREFIX}{s}" for s in range(self._stage.cut.num_stages)), 0.0)
         ages = sum(v.applied - v.forward for v in self.versions)
-        stale[f"{_STALENESS_PREFIX}{self._stage.cut.stage}"] = float(ages)
+        staleness[f"{_STALENESS_PREFIX}{self._stage.cut.stage}"] = float(ages)
         return StepTally(
             micro_batches=float(sums.micro_batches),
             total=total,
             count=count,
-            metrics={**metrics, **stale, _SQUARED_NORM: update.grad_norm**2},
+            metrics={**metrics, **staleness, _SQUARED_NORM: update.grad_norm**2},
             stops=float(self._stop_requested()),
             used=[0.0] * len(runner.sharded_model.slots),
             buffers=change,
@@ -134,25 +136,26 @@ class PipeDream:
 
 _STALENESS_PREFIX = "staleness of stage "
 _SQUARED_NORM = "squared norm"
-"""Of the last gradient; each stage knows that of its own part."""
+"""Squared norm of the last gradient; each stage adds that of its own part."""
 
 
 def _no_undo() -> None:
-    """There is no half round."""
+    """Do nothing: no round is in progress."""
 
 
 def _remember_stage(state: TrainState, stage: PipelineRunner) -> Callable[[], None]:
-    """Remember what this stage updates; the result puts it back."""
-    kept = {name: t.detach().clone() for name, t in state.tensors().items()}
+    """Copy what this stage updates, and return the function that restores it."""
+    copies = {name: t.detach().clone() for name, t in state.tensors().items()}
     step, updates, buffers = state.step, state.updates, stage.buffers.values()
 
     def undo() -> None:
         state.step, state.updates = step, updates
         with torch.no_grad():
             for name, t in state.tensors().items():
-                if name in kept:
-                    t.copy_(kept[name])
-        if not any(name.startswith("optimizer/") for name in kept):
+                if name in copies:
+                    t.copy_(copies[name])
+        # The optimizer creates its state in the first step, so there was none to copy.
+        if not any(name.startswith("optimizer/") for name in copies):
             state.optimizer.state.clear()
         stage.buffers.reset(buffers)
 
@@ -160,18 +163,22 @@ def _remember_stage(state: TrainState, stage: PipelineRunner) -> Callable[[], No
 
 
 def build_pipedream(context: SessionContext, layout: ModelLayout, state: TrainState) -> SyncRule:
-    """Stages update as gradients reach them."""
+    """Build the rule in which stages update as gradients reach them.
+
+    Raises:
+        StrategyError: the recipe or the model needs all stages at once.
+    """
     recipe, runner = context.recipe, layout.runner
-    alone = "each stage updates alone, and this needs all of them at once"
-    unfit = {
-        "optimizer.clip_norm": alone if recipe.optimizer.clip_norm is not None else "",
-        'precision.compute = "fp16"': alone if recipe.precision.compute == "fp16" else "",
-        "weights that two stages share": alone
+    needs_all_stages = "it needs all stages at once, but each stage updates alone"
+    unsupported = {
+        "optimizer.clip_norm": needs_all_stages if recipe.optimizer.clip_norm is not None else "",
+        'precision.compute = "fp16"': needs_all_stages if recipe.precision.compute == "fp16" else "",
+        "weights that two stages share": needs_all_stages
         if not isinstance(runner, PipelineRunner) or runner.cut.shared
         else "",
         "memory.recompute": _RECOMPUTE_REASON if recipe.memory.recomputes else "",
     }
-    reasons = [f"{name} ({why})" for name, why in unfit.items() if why]
+    reasons = [f"{name} ({reason})" for name, reason in unsupported.items() if reason]
     if reasons or not isinstance(runner, PipelineRunner):
         raise _unsupported_error(reasons)
     net, phases = context.net, context.phases
@@ -182,11 +189,11 @@ def build_pipedream(context: SessionContext, layout: ModelLayout, state: TrainSt
     )
 
 
-_RECOMPUTE_REASON = "it would compute again with the weights of today, not with those of the forward"
+_RECOMPUTE_REASON = "it would recompute with newer weights than those of the forward"
 
 
 def _unsupported_error(reasons: Sequence[str]) -> StrategyError:
     return StrategyError(
-        f"pipedream does not go with {'; '.join(reasons)}",
-        next_step="leave it out, or choose sync=every-step",
+        f"pipedream does not support {'; '.join(reasons)}",
+        next_step="remove it, or choose sync=every-step",
     )

@@ -1,10 +1,8 @@
-"""The exponential moving average of the weights, kept by slot: every rank averages what it updates.
+"""The exponential moving average of the weights, by slot: every rank averages what it updates.
 
 Invariant: after n updates the average is the same function of the first n parameters under every layout, to
-the bit where the parameters are; how a tensor is cut, and on which rank, has no part in it. Buffers are not
-averaged: an evaluation of the average uses them as they are.
-
-Put an average of the weights into a session, as the recipe says, under every strategy.
+the bit if the parameters are; the cut of a tensor and its rank do not matter. Buffers are not averaged: an
+evaluation of the average uses them as they are.
 """
 
 from __future__ import annotations
@@ -30,13 +28,13 @@ _COUNT_NAME = "count"
 
 
 class WeightAverage(ExtraState):
-    """The average of the parameters that this rank updates; a `ExtraState`, so that checkpoints hold it.
+    """The average of the parameters that this rank updates, as state of checkpoints.
 
     Args:
-        updates: what this rank updates, by slot; only read, but for `in_place`.
+        updates: what this rank updates, by slot; only `in_place` and `put` change them.
         decay: share of the average that stays at an update.
-        bring: brings what ranks compute with up to date when `updates` have changed; collective over a group.
-        keeps: false on a rank that only takes what another one updates (the worker of a server).
+        bring: updates what ranks compute with after `updates` have changed; collective over a group.
+        keeps: false on a rank that only receives what another one updates (the worker of a server).
     Source: Polyak and Juditsky 1992, Acceleration of Stochastic Approximation by Averaging; the decay rises
         as (1 + n) / (10 + n) in the first updates, as in TensorFlow's ExponentialMovingAverage.
     """
@@ -52,40 +50,40 @@ class WeightAverage(ExtraState):
         self._updates, self._decay, self._bring = updates, decay, bring
         self.values = {slot: _copy_widened(p) for slot, p in updates.items()} if keeps else {}
         self.count = torch.zeros(1, dtype=torch.int64)
-        self.settle: Callable[[], None] = lambda: None  # a save that is under way may still read them
+        self.settle: Callable[[], None] = lambda: None  # a save in progress can still read the parameters
 
     def accept(self, record: PendingUpdate) -> None:
-        """An observer of the update step: take in an update that was applied."""
+        """Average an update that was applied: an observer of the update step."""
         if record.update is not None and record.update.applied:
             self.follow(1)
 
     @torch.no_grad()
     def follow(self, num_updates: int) -> None:
-        """Take in the parameters as they are, as if each of these updates had led to them."""
+        """Average the present parameters as if each of `num_updates` updates had led to them."""
         keep = 1.0
         for _ in range(num_updates):
             n = int(self.count)
             keep *= min(self._decay, (1 + n) / (10 + n))
             self.count += 1
         for slot, value in self.values.items():
-            # kernels that fuse two operations would make the ends of a part differ from its middle
+            # Two operations, because fused kernels round the ends of a part differently from its middle.
             value.add_((self._updates[slot] - value).mul_(1.0 - keep))
 
     @contextmanager
     def in_place(self, world: RankGroup) -> Iterator[None]:
-        """Compute with the average inside of the block, with the parameters again after it; collective."""
-        kept = [p.detach().clone() for p in self._updates.values()]
+        """Compute with the average inside the block, and with the parameters after it; collective."""
+        copies = [p.detach().clone() for p in self._updates.values()]
         self.put(world)
         try:
             yield
         finally:
             with torch.no_grad():
-                for p, value in zip(self._updates.values(), kept, strict=True):
+                for p, value in zip(self._updates.values(), copies, strict=True):
                     p.copy_(value)
             self._bring(world)
 
     def put(self, world: RankGroup) -> None:
-        """Let the average take the place of the parameters; collective."""
+        """Overwrite the parameters with the average; collective."""
         self.settle()
         with torch.no_grad():
             for slot, value in self.values.items():
@@ -93,7 +91,6 @@ class WeightAverage(ExtraState):
         self._bring(world)
 
     def pieces(self) -> Sequence[TensorPiece]:
-        """See `ExtraState`."""
         if not self.values:
             return []
         count = TensorPiece(TensorSlot.whole(_COUNT_NAME, self.count), self.count)
@@ -104,12 +101,12 @@ class WeightAverage(ExtraState):
         return [count, *named]
 
     def wanted(self, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, SlotIndex]:
-        """This rank's parts."""
+        """Return this rank's parts."""
         parts = {f"{AVERAGE_PREFIX}{slot.name}": slot.index for slot in self.values} | {_COUNT_NAME: ()}
         return {name: index for name, index in parts.items() if name in shapes}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take this rank's parts; a checkpoint without an average begins one."""
+        """Load this rank's parts; without a saved average a new one starts at the parameters."""
         self.count.zero_()
         if _COUNT_NAME in tensors:
             self.count.copy_(tensors[_COUNT_NAME])
@@ -120,7 +117,7 @@ class WeightAverage(ExtraState):
 
 
 def _copy_widened(p: Tensor) -> Tensor:
-    """A copy with the digits that small steps need: not below float32."""
+    """Return a copy in float32 or wider, because small steps need the digits."""
     wide = torch.promote_types(p.dtype, torch.float32)
     return p.detach().to(wide, copy=True, memory_format=torch.preserve_format)
 
@@ -131,9 +128,10 @@ AVERAGE_KEY = "average"
 def build_average(
     context: SessionContext, layout: ModelLayout, state: TrainState, update_step: UpdateStep
 ) -> WeightAverage | None:
-    """An average that follows every update; None: the recipe asks for none.
+    """Build an average that follows every update; None: the recipe asks for none.
 
-    Replicas that train alone differ between two rounds: their average follows the rounds (`Session.rounds`).
+    Replicas that train alone differ between two rounds, so their average follows the rounds
+    (`Session.rounds`).
     """
     decay, strategy = context.recipe.average.decay, context.recipe.strategy
     if decay is None:
@@ -158,5 +156,5 @@ def build_average(
 
 
 def averages_after_rounds(context: SessionContext) -> bool:
-    """Whether replicas agree only where a round ends."""
+    """Return whether replicas agree only at the end of a round."""
     return context.recipe.strategy.sync_spec.agrees == "replica"

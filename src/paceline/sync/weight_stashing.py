@@ -1,20 +1,21 @@
-"""An update that a stage makes alone, from gradients that are some updates old.
+"""Weight stashing: the versions of its weights that a stage of PipeDream keeps, and updates from old
+gradients.
 
-What flows through a pipeline is a step, and the weights of its forward are stashed for its own backward.
+`WeightStashFlow` sends whole steps through the pipeline (1F1B). All micro-batches of a step go forward, later
+all of them backward, then the stage makes one update. Stage s of p is p-s-1 steps ahead with its forwards, so
+its gradient is as many updates old, and it stashes the weights of p-s steps.
 
-All its micro-batches go forward, later all of them backward, then the stage makes one update. Stage s of p is
-p-s-1 steps ahead with its forwards, so its gradient is as many updates old, and it keeps p-s versions.
-Source: Narayanan et al. 2019, PipeDream, sections 3.2 and 3.3 (1F1B, weight stashing).
+`TwoBufferFlow` sends micro-batches (2BW) and keeps two versions, however many stages there are. Gradients of
+a step are added over its micro-batches, then the stage makes one update. All stages run step t with the
+weights after t-1 updates,
+one less than there are: W(t+1) = W(t) - f(gradient at W(t-1)). An update writes the new version over the one
+that is no longer needed, so the parameters alternate between two buffers.
 
-What flows through a pipeline is a micro-batch, and a stage keeps two versions of its weights, however many
-stages there are.
-
-Gradients of a step are added up over its micro-batches, then the stage makes one update. All stages run step
-t with the weights that t-1 updates have made, one less than there are: W(t+1) = W(t) - f(gradient at W(t-1)).
-An update writes the new version over the one that nobody needs any more, so parameters change their memory in
-turn between two buffers. Invariant: no micro-batch is in flight through a version that is written to.
-Source: Narayanan et al. 2021, Memory-Efficient Pipeline-Parallel DNN Training, arXiv:2006.09503, section 3.1
-(double-buffered weight updates, 2BW).
+Invariant: a backward uses the weights of its forward; no micro-batch is in flight through a version that is
+written to.
+Source: Narayanan et al. 2019, PipeDream, sections 3.2 and 3.3 (1F1B, weight stashing); Narayanan et al. 2021,
+Memory-Efficient Pipeline-Parallel DNN Training, arXiv:2006.09503, section 3.1 (double-buffered weight
+updates, 2BW).
 """
 
 from __future__ import annotations
@@ -42,16 +43,17 @@ from paceline.sync.every_step import gradient_scale
 from paceline.sync.update import UpdateResult, UpdateStep
 
 StageWeights = Mapping[str, Tensor]
-"""What a forward uses in place of a stage's parameters, by their names in the stage."""
+"""Weights that a forward uses in place of a stage's parameters, by their names in the stage."""
 
 
 @dataclass(frozen=True)
 class UpdateVersions:
-    """What one update was made of, on one stage.
+    """The versions of the weights that one update of a stage used.
 
     Args:
+        step: of the update.
         forward, backward: updates in the weights that its forward and its backward used.
-        applied: updates that had been made when it was applied; less `forward` is its staleness.
+        applied: updates that had been made when it was applied; minus `forward` this is its staleness.
     """
 
     step: int
@@ -61,10 +63,11 @@ class UpdateVersions:
 
 
 class SentMessageRelease:
-    """Lets go of messages that neighbours have taken, while a pipeline is full.
+    """The release of messages that neighbours have received, while a pipeline is full.
 
-    What a stage sent before as many updates as there are stages, its neighbours have taken: they could not
-    have sent what this update was made of. So nobody waits here, and what is kept does not grow with a run.
+    What a stage sent at least as many updates ago as there are stages was received, or its neighbours could
+    not have sent what this update is made of. So nothing is waited for, and the messages kept do not grow
+    with a run.
     """
 
     def __init__(self, stage: PipelineRunner) -> None:
@@ -72,17 +75,17 @@ class SentMessageRelease:
         self._marks = deque[int]()
 
     def end_update(self) -> None:
-        """One more."""
+        """Record one more update, and release messages that are old enough."""
         self._marks.append(self._stage.num_sent)
         if len(self._marks) > self._stage.cut.num_stages:
             self._stage.wait_until_received(self._marks.popleft())
 
 
 class GradientSum:
-    """Gradients of a step, added up over its micro-batches.
+    """The sum of a step's gradients over its micro-batches.
 
     Args:
-        weights: those of its forwards.
+        weights: of its forwards.
     """
 
     def __init__(self, weights: StageWeights) -> None:
@@ -90,21 +93,24 @@ class GradientSum:
         self._total: dict[str, Tensor] = {}
 
     def add(self, grads: list[Tensor | None]) -> None:
-        """A micro-batch's, of the trained weights in their order; they are taken out of the list."""
+        """Add the gradients of a micro-batch, in the order of the trained weights; they are removed from the
+        list.
+        """
         for name in reversed(self._names):
             g = grads.pop()
             if g is not None:
                 self._total[name] = self._total[name] + g if name in self._total else g
 
     def of_stage(self, stage: PipelineRunner, scale: float) -> Gradients:
-        """By what the stage updates.
+        """Return the gradients of what this stage updates.
 
         Args:
-            scale: what losses were multiplied with.
+            stage: this rank's stage.
+            scale: the factor of the losses.
         """
         named = stage.executor.weights[0].parameters.items()
-        own = {p: self._total[name] for name, p in named if name in self._total}
-        grads = {slot: own.get(p) for slot, p in stage.sharded_model.updates.items()}
+        grads_by_parameter = {p: self._total[name] for name, p in named if name in self._total}
+        grads = {slot: grads_by_parameter.get(p) for slot, p in stage.sharded_model.updates.items()}
         flats = [g for g in grads.values() if g is not None]
         return Gradients(grads, flats, torch._foreach_norm(flats) if flats else [], scale)
 
@@ -112,21 +118,25 @@ class GradientSum:
 def update_stage(
     stage: PipelineRunner, update_step: UpdateStep, grads: GradientSum, scale: float, count: float
 ) -> UpdateResult:
-    """Divide by the items of the step, and update; the gradients are let go of.
+    """Divide by the items of the step, update, and release the gradients.
 
     Args:
-        count: of these items, over all micro-batches.
+        stage: this rank's stage.
+        update_step: applies the update.
+        grads: the sum over all micro-batches.
+        scale: the factor of the losses.
+        count: items of all micro-batches.
     """
-    none = torch.zeros(0, dtype=torch.float64)
-    counted = StepTally(0.0, 0.0, count, {}, 0.0, [0.0] * len(stage.sharded_model.slots), none)
-    update = update_step.apply(grads.of_stage(stage, scale), counted)
+    no_buffers = torch.zeros(0, dtype=torch.float64)
+    tally = StepTally(0.0, 0.0, count, {}, 0.0, [0.0] * len(stage.sharded_model.slots), no_buffers)
+    update = update_step.apply(grads.of_stage(stage, scale), tally)
     for p in stage.sharded_model.updates.values():
         p.grad = None
     return update
 
 
 def is_untouched(weights: StageWeights) -> bool:
-    """Whether nobody has written to them since they were made."""
+    """Return whether the weights were not written to since they were made."""
     return all(w._version == 0 for w in weights.values())
 
 
@@ -138,8 +148,8 @@ class StashedStep:
         version: updates in the weights of its forward.
         weights: these weights.
         micro_batches: what their backwards need.
-        count: items of the step; known on the last stage, and told with the gradients.
-        scale: of the loss.
+        count: items of the step; known on the last stage, and sent with the gradients.
+        scale: the factor of the losses.
     """
 
     version: int
@@ -150,10 +160,12 @@ class StashedStep:
 
 
 class WeightStashFlow:
-    """Steps on their way through one stage.
+    """The steps in flight through one stage, with stashed weights.
 
     Args:
-        stage: this rank's.
+        stage: this rank's stage.
+        net: this rank's collectives.
+        phases: measures the seconds of each phase.
         items_per_sample: as for `EveryStep`.
     """
 
@@ -166,7 +178,6 @@ class WeightStashFlow:
     def run(
         self, first: int, end: int, feed: TrainingFeed, update_step: UpdateStep
     ) -> tuple[LossSums, UpdateResult]:
-        """See `PipeDreamFlow`."""
         cut = self._stage.cut
         schedule = one_f_one_b(cut.num_stages, end - first)
         simulate_schedule(schedule, end - first)
@@ -187,36 +198,35 @@ class WeightStashFlow:
         return sums, update
 
     def drop(self) -> None:
-        """See `PipeDreamFlow`."""
         self._flying = {}
 
     def _forward(
         self, micro_batches: list[LoadedBatch], sums: LossSums, scale: float, version: int
     ) -> StashedStep:
-        """Run a step forward with the weights as they are now, and keep those."""
-        stage, own = self._stage, LossSums(self._stage.metric_names)
+        """Run a step forward with a copy of the present weights, and stash the copy."""
+        stage, step_sums = self._stage, LossSums(self._stage.metric_names)
         weights = {
             n: p.detach().clone().requires_grad_(p.requires_grad)
             for n, p in stage.executor.weights[0].parameters.items()
         }
         stage.begin_step()
-        flights = [
-            stage.executor.forward(PipelineAction("F", number), micro_batch, own, scale, weights)
+        in_flight = [
+            stage.executor.forward(PipelineAction("F", number), micro_batch, step_sums, scale, weights)
             for number, micro_batch in enumerate(micro_batches)
         ]
-        changes = stage.buffers.changes_of([one.micro_batch.shard for one in micro_batches])
-        stage.buffers.end_step(stage.buffers.sum_changes(changes), len(flights))
-        sums.extend(own)
-        return StashedStep(version, weights, flights, own.read()[1], scale)
+        changes = stage.buffers.changes_of([loaded.micro_batch.shard for loaded in micro_batches])
+        stage.buffers.end_step(stage.buffers.sum_changes(changes), len(in_flight))
+        sums.extend(step_sums)
+        return StashedStep(version, weights, in_flight, step_sums.read()[1], scale)
 
     def _backward(self, step: int, stashed_step: StashedStep, update_step: UpdateStep) -> UpdateResult:
         """Run a step backward with the weights of its forward, and update the stage."""
         stage, total, count = self._stage, GradientSum(stashed_step.weights), stashed_step.count
         for in_flight_batch in reversed(stashed_step.micro_batches):
-            grads, told = stage.executor.backward(
+            grads, received_count = stage.executor.backward(
                 in_flight_batch, stashed_step.weights, note=stashed_step.count
             )
-            count = stashed_step.count if stage.cut.is_last else told
+            count = stashed_step.count if stage.cut.is_last else received_count
             total.add(grads)
         used = stashed_step.version if is_untouched(stashed_step.weights) else -1
         self.versions.append(UpdateVersions(step, stashed_step.version, used, update_step.state.updates))
@@ -226,10 +236,11 @@ class WeightStashFlow:
 
 @dataclass(frozen=True)
 class WeightVersion:
-    """Weights of a stage.
+    """A version of the weights of a stage.
 
     Args:
-        updates: that have made them.
+        weights: by name.
+        updates: the number of updates that made them.
     """
 
     weights: StageWeights
@@ -237,38 +248,41 @@ class WeightVersion:
 
 
 class DoubleBufferedWeights:
-    """The weights of a stage, and those of one update before.
+    """The present weights of a stage, and those before the last update.
 
     Args:
-        parameters: by name; the trained ones change their memory with every update.
+        parameters: by name; trained ones change their memory with every update.
 
     Attributes:
-        held: by the first step that no update of theirs has seen, at most two.
+        versions_by_step: by the first step that uses none of their updates, at most two.
     """
 
     def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
         self._parameters = parameters
         self._spare: dict[str, Tensor] = {}
-        self.held: dict[int, WeightVersion] = {}
+        self.versions_by_step: dict[int, WeightVersion] = {}
 
     def begin(self, step: int, updates: int) -> None:
-        """No micro-batch is in flight: there is one version."""
-        self.held = {step: self._now(updates)}
+        """Start with one version; no micro-batch is in flight."""
+        self.versions_by_step = {step: self._present_version(updates)}
 
     def make_room(self) -> None:
-        """Before an update: the parameters move to the other buffer, with their values."""
+        """Move the parameters with their values to the other buffer, before an update."""
         for name, p in self._parameters.items():
             if p.requires_grad:
                 spare = self._spare.get(name)
                 other = p.data.clone() if spare is None else spare.copy_(p.data)
                 self._spare[name], p.data = p.data, other
 
-    def take_new(self, step: int, updates: int) -> None:
-        """After the update of the step before this one; the version before the last is no more."""
-        self.held = {max(self.held): self.held[max(self.held)], step: self._now(updates)}
+    def add_version(self, step: int, updates: int) -> None:
+        """Register the weights after the update of the step before `step`, and drop the oldest version."""
+        self.versions_by_step = {
+            max(self.versions_by_step): self.versions_by_step[max(self.versions_by_step)],
+            step: self._present_version(updates),
+        }
 
-    def _now(self, updates: int) -> WeightVersion:
-        """The memory of the parameters, as tensors of their own."""
+    def _present_version(self, updates: int) -> WeightVersion:
+        """Return the present parameters as leaf tensors that share their memory."""
         leaves = {n: p.data.requires_grad_(p.requires_grad) for n, p in self._parameters.items()}
         return WeightVersion(leaves, updates)
 
@@ -279,10 +293,11 @@ class InFlightStep:
 
     Args:
         version: of its forwards.
-        scale: of the loss.
-        sums: of its micro-batches.
-        shards: of those that have gone forward.
-        count: items of those that have gone backward through the last stage.
+        scale: the factor of the losses.
+        sums: loss sums of its micro-batches.
+        grads: sum of its gradients.
+        shards: of the micro-batches that have gone forward.
+        count: items of the micro-batches that have gone backward through the last stage.
     """
 
     version: WeightVersion
@@ -294,10 +309,12 @@ class InFlightStep:
 
 
 class TwoBufferFlow:
-    """Micro-batches on their way through one stage.
+    """The micro-batches in flight through one stage, with two versions of the weights.
 
     Args:
-        stage: this rank's.
+        stage: this rank's stage.
+        net: this rank's collectives.
+        phases: measures the seconds of each phase.
         items_per_sample: as for `EveryStep`.
     """
 
@@ -312,7 +329,6 @@ class TwoBufferFlow:
     def run(
         self, first: int, end: int, feed: TrainingFeed, update_step: UpdateStep
     ) -> tuple[LossSums, UpdateResult]:
-        """See `PipeDreamFlow`."""
         cut, state = self._stage.cut, update_step.state
         counts = [feed.work.num_micro_batches(step) for step in range(first, end)]
         steps = [step for step, n in enumerate(counts, first) for _ in range(n)]
@@ -332,14 +348,13 @@ class TwoBufferFlow:
                     continue
                 self._phases.begin("data")
                 loaded = next(stream)
-                self._forward(action, loaded, self._under_way(step, feed.work, state))
+                self._forward(action, loaded, self._step_in_flight(step, feed.work, state))
                 if number in lasts:
                     self._end_forward(self._steps[step], sums)
         self._stage.flush()
         return sums, update
 
     def drop(self) -> None:
-        """See `PipeDreamFlow`."""
         self._steps, self._flying = {}, {}
 
     def _begin(self, first: int, updates: int) -> SentMessageRelease:
@@ -347,11 +362,11 @@ class TwoBufferFlow:
         self.weights.begin(first, updates)
         return SentMessageRelease(self._stage)
 
-    def _under_way(self, step: int, work: MicroBatchWork, state: TrainState) -> InFlightStep:
-        """A step begins with its first forward: with the version of one update less than all before."""
+    def _step_in_flight(self, step: int, work: MicroBatchWork, state: TrainState) -> InFlightStep:
+        """Return a step in flight; its first forward starts it, with weights that are one update old."""
         if step not in self._steps:
             self._stage.begin_step()
-            version = self.weights.held[max(step - 1, min(self.weights.held))]
+            version = self.weights.versions_by_step[max(step - 1, min(self.weights.versions_by_step))]
             scale = gradient_scale(work, state, self._items_per_sample)
             sums = LossSums(self._stage.metric_names)
             self._steps[step] = InFlightStep(version, scale, sums, GradientSum(version.weights))
@@ -365,26 +380,30 @@ class TwoBufferFlow:
         step.shards.append(loaded.micro_batch.shard)
 
     def _end_forward(self, step: InFlightStep, sums: LossSums) -> None:
-        """All micro-batches of a step have gone forward."""
+        """Move the buffers after all micro-batches of a step have gone forward."""
         buffers = self._stage.buffers
         buffers.end_step(buffers.sum_changes(buffers.changes_of(step.shards)), len(step.shards))
         sums.extend(step.sums)
 
     def _backward(self, number: int, step: InFlightStep) -> None:
-        """With the weights of the forward; the last stage tells how many items there were so far."""
+        """Run a micro-batch backward with the weights of its forward; the last stage sends the number of
+        items so far.
+        """
         count = step.sums.read()[1] if self._stage.cut.is_last else 0.0
         in_flight_batch = self._flying.pop(number)
         grads, step.count = self._stage.executor.backward(in_flight_batch, step.version.weights, note=count)
         step.grads.add(grads)
 
     def _update(self, number: int, update_step: UpdateStep) -> UpdateResult:
-        """All micro-batches of a step have gone backward."""
+        """Update after all micro-batches of a step have gone backward."""
         step, state = self._steps.pop(number), update_step.state
-        used = [v for v in self.weights.held.values() if v is step.version and is_untouched(v.weights)]
+        used = [
+            v for v in self.weights.versions_by_step.values() if v is step.version and is_untouched(v.weights)
+        ]
         forward = step.version.updates
         self.versions.append(UpdateVersions(number, forward, used[0].updates if used else -1, state.updates))
         self._phases.begin("optimizer")
         self.weights.make_room()
         update = update_stage(self._stage, update_step, step.grads, step.scale, step.count)
-        self.weights.take_new(number + 1, state.updates)
+        self.weights.add_version(number + 1, state.updates)
         return update

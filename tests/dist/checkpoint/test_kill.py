@@ -40,7 +40,7 @@ def save_for_ever(folder: str) -> None:
     state = TrainState(unsharded_model(model), torch.optim.Adam(model.parameters(), lr=0.0))
     model(torch.zeros(300)).sum().backward()
     with saver(folder, state, newest=2, writer=writer) as one:
-        state.step = one.shelf.whole[-1].step if one.shelf.whole else 0
+        state.step = one.catalog.whole[-1].step if one.catalog.whole else 0
         while True:
             state.step += 1
             one.settle()
@@ -67,7 +67,7 @@ def test_killed_at_random_there_is_always_a_whole_one(tmp_path: Path) -> None:
         time.sleep(moments.uniform(0.0, 0.2))
         os.kill(process.pid or 0, signal.SIGKILL)
         process.join()
-        shelf = CheckpointCatalog.look(StorageFolder(str(tmp_path)))
+        shelf = CheckpointCatalog.read(StorageFolder(str(tmp_path)))
         newest = shelf.whole[-1]
         assert newest.step > last
         found = load_checkpoint(shelf.files, newest.name)
@@ -185,7 +185,7 @@ def losses(run: Path) -> dict[int, float]:
 
 def end(run: Path) -> dict[str, torch.Tensor]:
     files = StorageFolder(str(run / "checkpoints"))
-    newest = CheckpointCatalog.look(files).whole[-1]
+    newest = CheckpointCatalog.read(files).whole[-1]
     assert newest.step == STEPS
     return dict(load_checkpoint(files, newest.name).tensors)
 

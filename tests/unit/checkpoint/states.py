@@ -44,7 +44,7 @@ def change(state: TrainState, settle: Callable[[], None] = lambda: None) -> None
 @contextmanager
 def saver(url: object, state: TrainState, **changes: Any) -> Iterator[CheckpointSaver]:
     """A saver of a single rank; `newest`, `best`, `exchange` and the fields of `SaveSettings` may be given."""
-    shelf = CheckpointCatalog.look(StorageFolder(str(url))).claim()
+    shelf = CheckpointCatalog.read(StorageFolder(str(url))).claim()
     exchange = changes.pop("exchange", lambda text: [text])
     keep = RetentionCounts(changes.pop("newest", 2), changes.pop("best", 0))
     options = {
@@ -88,7 +88,7 @@ def holds(url: object, name: str, state: TrainState) -> bool:
 
 def whole(url: object) -> list[int]:
     """Steps of the checkpoints that can be loaded, oldest first."""
-    return [kept.step for kept in CheckpointCatalog.look(StorageFolder(str(url))).whole]
+    return [kept.step for kept in CheckpointCatalog.read(StorageFolder(str(url))).whole]
 
 
 def raising(error: BaseException) -> Callable[..., None]:

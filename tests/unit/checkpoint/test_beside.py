@@ -64,7 +64,7 @@ def test_its_checkpoints_are_those_of_threads(tmp_path: Path) -> None:
             one.finish()
             state.step += 1
     again = make_state()
-    for kept in one.shelf.whole:
+    for kept in one.catalog.whole:
         name = save(tmp_path / "threads", again, newest=9)
         change(again)
         again.step += 1
@@ -108,7 +108,7 @@ def test_a_process_that_is_killed_is_replaced(tmp_path: Path) -> None:
         name = one.save()
         one.finish()
         assert holds(tmp_path / "other", name, state)
-        assert len(told) == 1 and "has ended" in told[0] and "written by the training" in told[0]
+        assert len(told) == 1 and "has ended" in told[0] and "training process writes this save" in told[0]
 
 
 def test_a_process_that_is_stopped_is_replaced(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_a_full_disk_is_an_error_or_waited_for(tmp_path: Path, monkeypatch: pyte
         name = one.save()
         one.finish()
         state.step = 2
-        fill(one.shelf.files, 1)
+        fill(one.catalog.files, 1)
         one.save()
         with pytest.raises(CheckpointError, match="No space left on device") as caught:
             one.finish()
@@ -170,7 +170,7 @@ def test_a_full_disk_is_an_error_or_waited_for(tmp_path: Path, monkeypatch: pyte
         assert list((tmp_path / "step-00000002").iterdir()) == []
     assert holds(tmp_path, name, make_state(1)) and lost == []
     with beside(tmp_path, state, patience=FullDiskPatience(20.0, told.append)) as (one, _, lost):
-        fill(one.shelf.files, 2)
+        fill(one.catalog.files, 2)
         name = one.save()
         one.finish()
         assert holds(tmp_path, name, state)

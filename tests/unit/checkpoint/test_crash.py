@@ -62,7 +62,7 @@ def test_a_crash_leaves_a_whole_one_and_the_next_save_cleans_up(
         break_at(moment, Killed(), patch)
         with pytest.raises(Killed):
             save(tmp_path, new, newest=1)
-    left = CheckpointCatalog.look(StorageFolder(str(tmp_path))).whole
+    left = CheckpointCatalog.read(StorageFolder(str(tmp_path))).whole
     assert left and holds(tmp_path, left[-1].name, new if "tidy" in moment else old)
     last = make_state(3, seed=2)
     name = save(tmp_path, last, newest=1)

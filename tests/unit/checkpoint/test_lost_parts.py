@@ -35,5 +35,5 @@ def test_where_the_job_outlives_a_rank_its_part_is_not_needed_or_the_draft_is_dr
         second = one.save()
         assert one.wait_published(second)
         assert one.dropped == set()  # the name has come again
-    assert not CheckpointCatalog.look(StorageFolder(place)).broken and len(whole(place)) == 2 - needed
+    assert not CheckpointCatalog.read(StorageFolder(place)).broken and len(whole(place)) == 2 - needed
     assert holds(place, second, state)

@@ -81,7 +81,7 @@ def test_one_file_behind_a_signed_url_and_a_user_who_knows_its_hash(tmp_path: Pa
         wrong = "0" * 64
         with pytest.raises(CheckpointError, match=rf"model.safetensors is damaged: .*{wrong[:12]}"):
             load_weights(gpt2(2), f"{place}#sha256={wrong}")
-    with pytest.raises(CheckpointError, match="is no SHA-256"):
+    with pytest.raises(CheckpointError, match="is not a SHA-256"):
         load_weights(ours, f"{tmp_path / 'model.safetensors'}#sha256=beef")
 
 

@@ -65,7 +65,7 @@ def test_a_part_of_a_rank_that_is_lost_is_not_waited_for(left: tuple[int, ...], 
         error, text = (DeadlineError, "in time") if 1 in left else (CheckpointError, "was lost before it")
         with pytest.raises(error, match=f"rank 1 .*{text}"):
             one.finish()
-        assert not one.shelf.whole
+        assert not one.catalog.whole
 
 
 def test_nothing_is_overwritten_when_a_step_is_saved_again(place: str) -> None:
@@ -242,9 +242,9 @@ def test_an_error_in_the_background_is_raised_by_the_next_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with saver(tmp_path, make_state()) as one:
-        monkeypatch.setattr(one.shelf.files, "write", raising(OSError(5, "Input/output error")))
+        monkeypatch.setattr(one.catalog.files, "write", raising(OSError(5, "Input/output error")))
         one.save()
         with pytest.raises(CheckpointError, match="Input/output error") as caught:
             one.save()
         assert caught.value.next_step
-    assert CheckpointCatalog.look(StorageFolder(str(tmp_path))).whole == []
+    assert CheckpointCatalog.read(StorageFolder(str(tmp_path))).whole == []

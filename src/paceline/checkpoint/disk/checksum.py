@@ -1,9 +1,10 @@
-"""What vouches for the bytes of a file of a checkpoint: XXH3 of 128 bits.
+"""Checksums of checkpoint files: XXH3 with 128 bits.
 
-It finds damage, but for a chance of one in 2**128, in a tenth of the processor time of SHA-256. It is no seal
-against somebody who changes a file on purpose; nor was SHA-256, as he can write the manifest too.
+It finds damage, except with a probability of 2**-128, in a tenth of the CPU time of SHA-256. It does not
+protect against somebody who changes a file on purpose; neither would SHA-256, because the manifest could be
+changed as well.
 
-Source: XXH3 of the xxHash library, by its Python package.
+Source: XXH3 of the xxHash library, through its Python package.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class _HashFunction(Protocol):
 
 _CHECKSUM_KINDS: dict[str, tuple[Callable[[], _HashFunction], int]] = {
     CHECKSUM_KIND: (xxh3_128, 32),
-    "sha256": (hashlib.sha256, 64),  # of checkpoints before format 3; none is written
+    "sha256": (hashlib.sha256, 64),  # in checkpoints before format 3; no longer written
 }
 _CHECKSUM_PATTERN = re.compile(
     "|".join(f"{kind}:[0-9a-f]{{{length}}}" for kind, (_, length) in _CHECKSUM_KINDS.items()), re.ASCII
@@ -33,31 +34,31 @@ _CHECKSUM_PATTERN = re.compile(
 
 
 class FileChecksum:
-    """Of bytes that come block by block.
+    """The checksum of bytes that arrive in blocks.
 
     Args:
-        kind: one that is known.
+        kind: "xxh3-128" or "sha256".
     """
 
     def __init__(self, kind: str = CHECKSUM_KIND) -> None:
         self._kind, self._hash = kind, _CHECKSUM_KINDS[kind][0]()
 
     def update(self, block: bytes | bytearray | memoryview) -> None:
-        """Take the next bytes."""
+        """Add the next bytes."""
         self._hash.update(block)
 
     def text(self) -> str:
-        """The kind, a colon, and the value in hex, of what has come so far."""
+        """Return the kind, a colon, and the value in hexadecimal of the bytes so far."""
         return f"{self._kind}:{self._hash.hexdigest()}"
 
 
 def is_checksum(text: str) -> bool:
-    """Whether it is the text of one."""
+    """Return whether a text is a checksum of a known kind."""
     return _CHECKSUM_PATTERN.fullmatch(text) is not None
 
 
 def recompute_checksum(data: bytes | bytearray | memoryview, text: str) -> str:
-    """The checksum of data, of the kind of another one."""
-    found = FileChecksum(text.partition(":")[0])
-    found.update(data)
-    return found.text()
+    """Return the checksum of data, of the same kind as the checksum `text`."""
+    checksum = FileChecksum(text.partition(":")[0])
+    checksum.update(data)
+    return checksum.text()

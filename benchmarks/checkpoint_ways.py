@@ -157,7 +157,7 @@ class Way:
 @contextmanager
 def our_saver(job: Job, folder: Path, background: bool, keep: int = 1) -> Iterator[CheckpointSaver]:
     """Paceline's, for one rank; the job's updates wait for it, as a session's do."""
-    shelf = CheckpointCatalog.look(StorageFolder(str(folder))).claim()
+    shelf = CheckpointCatalog.read(StorageFolder(str(folder))).claim()
     writer: PartWriter = ThreadWriter(torch.get_num_threads())  # as `build_saver` chooses
     if background:
         writer = ProcessWriter(WriterProcess(dict(os.environ)), 60.0, print)

@@ -169,6 +169,7 @@ def _wait_before_updates(session: Session) -> None:
     step = session.update_step
     other_parts = {name: part for name, part in step.parts.items() if name != _WAIT_PART}
     step.parts = {_WAIT_PART: lambda record: session.wait_for_save(), **other_parts}
+    # The average is also updated outside of the update step, after rounds.
     if session.average is not None:
         session.average.settle = session.wait_for_save
 
@@ -249,7 +250,7 @@ def restore_checkpoint(
 
 def _resolve_name(files: StorageFolder, name: str) -> str:
     """Return the name behind "best" and "newest"; every rank reads the folder, as nothing is written now."""
-    return CheckpointCatalog.look(files).named(name)
+    return CheckpointCatalog.read(files).resolve_name(name)
 
 
 def _newest_first(
@@ -258,7 +259,7 @@ def _newest_first(
     """Return the names of complete checkpoints as rank 0 lists them; collective."""
     names: list[str] = []
     if session.is_first:
-        catalog = CheckpointCatalog.look(files)
+        catalog = CheckpointCatalog.read(files)
         names = [complete.name for complete in reversed(catalog.whole)]
         names = names[names.index(before) + 1 :] if before in names else names
         for error in catalog.broken.values():
@@ -374,6 +375,7 @@ class CheckpointSchedule:
         if not self._saver.busy:
             self._report_complete()
         step = self._session.state.step
+        # Every round, even if a save is due anyway: it counts the steps, on all ranks alike.
         by_time = self._clock.due(step - before)
         options = self._session.recipe.checkpoint
         as_best = is_best and options.keep_best > 0
@@ -403,13 +405,14 @@ class CheckpointSchedule:
         saver, session = self._saver_for_roll_back(request), self._session
         self._roll_backs += 1
         if self._name is not None:
+            # The newest checkpoint may still be on its way to the disk.
             saver.wait_published(self._name)
         self._report_complete()
         session.abort()
         wrong = session.state.step
         try:
             name = restore_checkpoint(
-                session, saver.shelf.files, None, self._warn, before=self._rolled_back_to
+                session, saver.catalog.files, None, self._warn, before=self._rolled_back_to
             )
         except CheckpointError as error:
             raise _no_roll_back_error(
@@ -442,7 +445,7 @@ class CheckpointSchedule:
         session, saver = self._session, self._saver
         if saver is None or session.state.step == 0:
             return {}
-        local = json.dumps(saver.shelf.losses if session.is_first else {})
+        local = json.dumps(saver.catalog.losses if session.is_first else {})
         saved = json.loads(share_with_all(session, local))
         scores = {int(step): float(score) for step, score in saved.items()}
         return {step: score for step, score in scores.items() if step <= session.state.step}
@@ -466,16 +469,16 @@ class CheckpointSchedule:
             self._save(self._saver)
         self._report_complete()
         self._saver.tidy()
-        return self._saver.shelf.files.place(self._name)
+        return self._saver.catalog.files.place(self._name)
 
     def best_checkpoint_path(self) -> str | None:
         """Return the place of the checkpoint of the best evaluation, if such are kept; collective."""
         session, saver = self._session, self._saver
         if saver is None or not session.recipe.checkpoint.keep_best:
             return None
-        catalog, name = saver.shelf, ""
+        catalog, name = saver.catalog, ""
         if session.is_first and any(complete.step in catalog.losses for complete in catalog.whole):
-            name = catalog.named(BEST)
+            name = catalog.resolve_name(BEST)
         name = share_with_all(session, name)
         return catalog.files.place(name) if name else None
 
@@ -484,7 +487,7 @@ class CheckpointSchedule:
         session, saver = self._session, self._saver
         name = None
         if saver is not None and session.is_first:
-            name = saver.shelf.newest_at_step(session.state.step)
+            name = saver.catalog.newest_at_step(session.state.step)
         return share_with_all(session, name or "") or None
 
     def _save(self, saver: CheckpointSaver) -> None:
@@ -503,7 +506,7 @@ class CheckpointSchedule:
         (step, name), self._unreported = self._unreported, None
         if name in self._saver.dropped:
             return
-        path = self._saver.shelf.files.place(name)
+        path = self._saver.catalog.files.place(name)
         for sink in self._sinks:
             sink.event("checkpoint", {"step": step, "path": path})
 

@@ -44,6 +44,7 @@ def prepare_folder(session: Session, resume: Path | None, name: str | None = Non
     chosen = ""
     if session.is_first:
         chosen = str(_claim(session, name) if resume is None else run_folder_of(resume))
+    # The name may contain a free number that only rank 0 has looked up.
     chosen = broadcast_text(chosen, session.mesh.world, session.net, session.runner.sharded_model.device)
     run_dir = Path(chosen)
     if session.is_first:
@@ -81,7 +82,7 @@ def _refuse_used(recipe: Recipe) -> None:
     if recipe.run_dir is None and recipe.checkpoint.folder is None:
         return
     files = checkpointing.checkpoint_files(recipe, Path(recipe.run_dir or ""))
-    existing = CheckpointCatalog.look(files).whole
+    existing = CheckpointCatalog.read(files).whole
     if existing:
         raise RecipeError(
             f"this folder has checkpoints of another run, the newest is {existing[-1].name}",

@@ -1,4 +1,10 @@
-"""What the constructors of a session's parts are given, and the parts that may be exchanged."""
+"""Arguments of the constructors of a session's parts: layouts, reductions, feeds, sync rules.
+
+Every constructor that a strategy word names is called with a `SessionContext` (or, for layouts, also with
+the `TaskMaterial`), so the builder of a session names no algorithm. A context is frozen; a switch of rules
+or a change of members makes a copy with other fields. This module builds collectives, since a route needs
+most of the fields.
+"""
 
 from __future__ import annotations
 
@@ -52,14 +58,14 @@ class Components:
     Args:
         work: deals micro-batches.
         whole, stage: forward and backward of a whole model, or of one stage.
-        reducer: sums gradients over ranks, once a step.
-        scatterer: sums them with every micro-batch.
-        collective: sees every collective that sums gradients.
-        norm: sees the norm of the whole gradient.
-        gather: sees what brings parameters up to date after an update.
-        update: sees the parts of the update step.
-        rule: the class of every-step; other rules have no constructor here.
-        schedule: of the learning rate.
+        reducer: reduces gradients over ranks, once a step.
+        scatterer: reduces them after every micro-batch.
+        collective: wraps every collective that sums gradients.
+        norm: wraps the norm of the whole gradient.
+        gather: wraps the function that gathers parameters after an update.
+        update: changes the parts of the update step.
+        rule: class in place of `EveryStep`; the other rules have no constructor here.
+        schedule: builds the learning-rate schedule.
     """
 
     work: Callable[..., LockstepWork] = LockstepWork
@@ -126,7 +132,7 @@ class SessionContext:
     workspace: Workspace = field(default_factory=Workspace)
 
     def single_replica_mesh(self) -> SessionContext:
-        """Of what the ranks of a replica do among themselves; there values travel as they are."""
+        """Return the context of the ranks of one replica, between which values are sent without a codec."""
         strategy = self.recipe.strategy.replace(codec="fp32")
         return replace(self, mesh=self.mesh.single_replica_mesh(), recipe=self.recipe.with_strategy(strategy))
 
@@ -136,12 +142,12 @@ class SessionContext:
 
     @property
     def shards(self) -> int:
-        """Micro-batches of a full batch, over all ranks."""
+        """Number of micro-batches of a full batch, over all ranks."""
         return num_micro_batches(self.recipe, self.cluster.world_size)
 
     @property
     def precision(self) -> MixedPrecision:
-        """Of forward and backward."""
+        """Number format of forward and backward."""
         recipe = self.recipe
         return MixedPrecision(
             recipe.precision.compute,
@@ -152,21 +158,21 @@ class SessionContext:
 
     @property
     def reports(self) -> bool:
-        """Whether this rank tells the sums of its micro-batches; its tensor peers compute the same."""
+        """Return whether this rank reports the sums of its micro-batches; its tensor peers have the same."""
         return self.mesh.coordinate("tensor") == 0
 
     @property
     def counts(self) -> bool:
-        """Whether its micro-batches count; its context peers run other positions of the same."""
+        """Return whether this rank counts its micro-batches; context peers run other positions of them."""
         return self.mesh.coordinate("context") == 0
 
     def collective(self, group: RankGroup) -> Collective:
-        """Sums over a group, by the recipe's route and codec; collective."""
+        """Build the collective that sums gradients over a group, with route and codec; collective."""
         path = self._path(group, is_coded=self.recipe.strategy.is_coded)
         return self.components.collective(path if self.recipe.is_ordered else self.comm_checks.watched(path))
 
     def exact_collective(self, group: RankGroup) -> Collective:
-        """The same path, on which values travel as they are; collective."""
+        """Build the collective of the recipe's route without a codec; collective."""
         return self._path(group, is_coded=False)
 
     def _path(self, group: RankGroup, *, is_coded: bool) -> Collective:
@@ -187,25 +193,25 @@ class SessionContext:
             link_profile=self.recipe.runtime.link_profile,
             route_forecasts=self.route_forecasts,
         )
-        if is_coded:  # a thread codes and sends, beside what others do in this group
+        if is_coded:  # a thread encodes and sends, concurrently with other collectives of this group
             group = replace(duplicate_group(group, "coded"), name=group.name)
-        found: Collective = self.recipe.strategy.route_spec.load()(group, site)
-        return found
+        collective: Collective = self.recipe.strategy.route_spec.load()(group, site)
+        return collective
 
     def _coded(self, path: AllToAllCollective) -> Collective:
-        found = build_coded_collective(path, self.recipe.strategy, self.recipe.seed)
-        self.close_callbacks.append(found.close)
-        return found
+        collective = build_coded_collective(path, self.recipe.strategy, self.recipe.seed)
+        self.close_callbacks.append(collective.close)
+        return collective
 
 
 @dataclass(frozen=True)
 class TaskMaterial:
-    """What a layout places.
+    """Task and model that a layout places on the ranks.
 
     Args:
-        model: whole, on its device, equal on every rank; large parameters may have a shape only.
-        metric_names: of the loss; learned when it runs.
-        seed: of what is made without the whole.
+        model: whole, on its device, equal on every rank; large parameters may be on the meta device.
+        metric_names: of the loss, learned when it runs.
+        seed: for parameters that are initialized by name, part by part.
     """
 
     task: Task
@@ -216,7 +222,7 @@ class TaskMaterial:
 
     @property
     def make(self) -> Callable[[TensorSlot], Tensor] | None:
-        """Makes a part of a parameter that has no memory; None: the task cannot."""
+        """Function that makes a part of a meta parameter; None if the task cannot initialize by name."""
         initialize = self.task.initialize
         if not isinstance(initialize, InitializeByName):
             return None

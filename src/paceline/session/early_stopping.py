@@ -56,6 +56,7 @@ class EvaluationScores:
         return bool(self._scores) and step == self._best_step()
 
     def _best_step(self) -> int:
+        # Of equal scores the first is the best: `min` returns the first one.
         return min(self._scores, key=lambda step: self._scores[step])
 
     def _since_best(self) -> int:

@@ -98,6 +98,7 @@ class RunSchedule:
     def rounds(self) -> Iterator[StepStats]:
         """Yield the stats of the session's rounds; roll back if a health check asks for it."""
         session = self._session
+        # A resumed run may have used up its patience before.
         if self._checkpoints.best.is_over():
             self.reason = self._patience()
         while not self.is_over():
@@ -107,6 +108,8 @@ class RunSchedule:
                     if self.is_over():
                         return
                 return
+            # The generator has ended with the request; the loop starts another one from the
+            # restored step.
             except RollBackRequest as request:
                 self._checkpoints.roll_back(request)
 
@@ -133,6 +136,7 @@ class RunSchedule:
         compiled = self._compile_cost.follow(stats.seconds) if self._compile_cost is not None else None
         if compiled is not None:
             self.send_event("compile", compiled)
+        # After the step, so that in the files the events of a round follow it.
         for name, record in session.events.take():
             self.send_event(name, record)
         for callback in session.callbacks:
@@ -192,6 +196,7 @@ class RunSchedule:
         session = self._session
         if self.reason or not self._may_be_stopped or not session.sum(float(bool(session.stop_reason))):
             return
+        # Texts are gathered only if the sum has shown that a rank has a reason.
         reasons = gather_from_all(session, lambda: session.stop_reason)
         self.reason = next(text for text in reasons if text)
         self.send_event("stop", {"step": session.state.step, "reason": self.reason})
@@ -253,6 +258,7 @@ class FitInProgress:
         self._last = stats
         self._ranks.step(stats)
         if self.schedule.after_round(stats, self._before):
+            # The time of evaluations and saves belongs to no round.
             self._ranks.begin()
         self._before = self._session.state.step
 
@@ -287,6 +293,8 @@ def fitting(session: Session, run_dir: Path | None, sinks: Sequence[Sink]) -> It
     """Return a context manager around a fit whose rounds the caller makes; see `fit`."""
     with ExitStack() as stack:
         for sink in sinks:
+            # Closed after the checkpoint schedule below, which sends its last events while it
+            # closes.
             stack.callback(sink.close)
         yield FitInProgress(
             session, run_dir, sinks, stack.enter_context(open_checkpoint_schedule(session, run_dir, sinks))

@@ -84,6 +84,8 @@ def connected(
         yield cluster, device
     finally:
         torch.set_num_threads(num_threads)
+    # Not in a `finally`: after an error the other ranks may be gone, and disconnecting would wait for
+    # them.
     cluster.disconnect()
 
 
@@ -137,6 +139,8 @@ def build_task_on_all_ranks(
         DeadlineError: a rank takes longer; the error names it.
     """
     seconds = recipe.runtime.setup_deadline_seconds
+    # A task may load or tokenize data for minutes, so it has the deadline of the setup and not that
+    # of a collective.
     cluster.enter_phase("building the task", seconds)
     built = build_task(recipe, task, base_dir)
     cluster.enter_phase("waiting for the other ranks to build the task", seconds)

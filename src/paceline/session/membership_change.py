@@ -115,6 +115,7 @@ def _with_overlap(
 def _rebuild(session: Session, cluster: Cluster) -> None:
     context = session.session_base.context
     max_shards, limit_key = max_sharers(context.recipe)
+    # The number of replicas follows from the members that are there now.
     open_ended = context.recipe.strategy.replace(replicas=None)
     strategy = resolve_strategy(
         open_ended, processes=cluster.world_size, shards=max_shards, limit_key=limit_key
@@ -132,6 +133,7 @@ def _rebuild(session: Session, cluster: Cluster) -> None:
     session.parts = build_rule_parts(session.session_base, session.task, session.state)
     for install in session.reinstall_hooks:
         install()
+    # Averages and the like were built anew with their parts, and get their old values back.
     for name, tensors in extra_states.items():
         keeper, source = session.state.extra_states[name], InMemorySource(tensors)
         keeper.load(source.read(keeper.wanted(source.shapes)))
@@ -162,6 +164,7 @@ def _catch_up(session: Session) -> None:
     steps = [member["step"] for member in members]
     if len(set(steps)) == 1:
         return
+    # Some ranks may have completed a step in which others saw the communication fail.
     source = steps.index(max(steps))
     state = session.state
     snapshot = StateSnapshot(state.step, state.tensors(), state.scalars()) if world.rank == source else None

@@ -57,6 +57,7 @@ def reduce_values(values: Sequence[Tensor], how: str) -> Tensor:
 def tensor_to_bytes(value: Tensor) -> bytes:
     """Serialize a tensor with its dtype and shape."""
     head = json.dumps([str(value.dtype).removeprefix("torch."), list(value.shape)]).encode()
+    # As bytes, because numpy has no bfloat16.
     data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return head + b"\n" + bytes(data.numpy().tobytes())
 
@@ -129,6 +130,7 @@ class LoopCoordinator:
         return next((LoopAction(*fields) for fields in map(json.loads, texts) if fields is not None), None)
 
     def _are_any_idle(self) -> bool:
+        # All ranks know the shares of all others, so this needs no communication.
         work, step, replicas = self._session.work, self._session.state.step, self._session.mesh.data.size
         if work.num_samples(step) >= work.shards:
             return False

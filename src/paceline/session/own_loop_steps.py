@@ -58,6 +58,8 @@ def sum_losses(losses: Sequence[Loss], part: str) -> Loss:
     """Add losses of one micro-batch over the same items; a metric holds the part that is updated."""
     total = torch.stack([loss.total.detach().reshape(()) for loss in losses]).sum()
     metrics = {name: value for loss in losses for name, value in loss.metrics.items()}
+    # Metrics are summed over ranks, so a hash that is equal on all of them comes back as a multiple
+    # of the number of updaters; see `require_same_part`.
     part_metrics = {_PART_METRIC: _hash_of_part(part), _UPDATERS_METRIC: 1.0} if part else {}
     return Loss(total, losses[0].count, {**metrics, **part_metrics})
 
@@ -145,6 +147,8 @@ class OwnLoopSteps:
                     self._rule.phases.begin("forward")
                     self._begin_micro_batch(first=i == 0)
                     seen, autocast = self._runner.sharded_model.seen, self._runner.precision.autocast()
+                    # The body of the user's loop runs inside of this block, between
+                    # two `next` calls.
                     with seen(self._loaded.batch) as batch, autocast:
                         yield batch
                     self._require_step()
@@ -244,6 +248,8 @@ class OwnLoopSteps:
         assert loaded is not None
         self._step_called, self._in_loop_body = False, True
         if first:
+            # Gradients stay in the parameters: without an open reducer the hooks pass nothing
+            # on.
             runner.sharded_model.model.train()
             runner.gradients.begin()
             runner.gradients.open(None)
@@ -388,6 +394,7 @@ class OwnLoop:
                 next_step='use "stop", "skip" or "roll-back", or let the recipe set [schedule]',
             )
         parts = self.session.update_step.parts
+        # The scheduler sets the rate, so the part that would set the recipe's rate is replaced.
         parts["rate"] = _read_rate
         scheduler: Any = make(self.optimizer)
         name = f"scheduler.{len(self.session.state.others)}"

@@ -67,6 +67,7 @@ def check_sequences(task: Task, runner: ModelRunner, net: Net, mesh: Mesh) -> No
     Wire: the traffic of the layout for training on one sample and for two forwards, and a few numbers.
     """
     batch = collate_samples(task, [task.data[0]], runner.sharded_model.device)
+    # The run must draw the same random numbers and start from the same buffers as without the check.
     with torch.random.fork_rng(), restore_buffers(runner.sharded_model.model):
         _raise_on_all_ranks(_compare_buffers(runner, batch), net, mesh.world)
         whole = _probe(task, runner, TrialBatch(batch, is_whole=True), [])
@@ -214,6 +215,7 @@ def check_tensor_plan(context: SessionContext, task: Task, model: nn.Module) -> 
         if e.word in _PARTITIONING_WORDS
     ]
     with torch.no_grad(), torch.random.fork_rng(), restore_buffers(model):
+        # In evaluation, because dropout draws other masks for a part than for the whole.
         calls = _record_calls(task, model.eval(), modules_to_compare(entries), context.device)
         errors = {name: _split_error(context, model, name, entries, call) for name, call in calls.items()}
     _require_close(context, errors, rounding_tolerance([*model.parameters()]))

@@ -24,6 +24,7 @@ _SMALLEST_NORMAL = 2.0**-126
 
 def numerics_fingerprint() -> dict[str, str]:
     """Return by name what the arithmetic of this process depends on, besides the recipe."""
+    # Half of the smallest normal number: zero if this process flushes denormal numbers.
     denormal = torch.tensor([_SMALLEST_NORMAL]) * 0.5
     return {
         "torch": torch.__version__,

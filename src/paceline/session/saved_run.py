@@ -93,6 +93,8 @@ def _predict_blocks(session: Session, samples: SampleSource, blocks: Sequence[ra
     sends = session.mesh.coordinate("tensor") == 0  # its tensor peers have the same
     packed = _serialize(local[0].start, rows) if rows and sends else b""
     gathered = all_gather_bytes(packed, session.mesh.world, session.net)
+    # Replicas have contiguous blocks, so the first sample of each share restores the order of the
+    # source.
     shares = sorted((_deserialize(data) for data in gathered if data), key=lambda share: share[0])
     predictions = list(chain.from_iterable(rows for _, rows in shares))
     num_samples = sum(map(len, blocks))
@@ -354,6 +356,7 @@ def _inference_recipe(
     return Recipe(
         steps=1,
         strategy=layout,
+        # This session never trains, but its batch must have a sample for every rank.
         batch=BatchRecipe(size=max(recipe.batch.size, num_ranks(layout))),
         precision=PrecisionRecipe.model_validate({"compute": precision}),
         evaluate=EvaluateRecipe(

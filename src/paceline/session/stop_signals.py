@@ -71,7 +71,11 @@ def stop_on_signals(stop: StopRequest) -> Iterator[StopRequest]:
         target=_read_signals, args=(read_end, stop, over), name="signals", daemon=True
     )
     before = {number: signal.signal(number, lambda *_: stop.leave_setup()) for number in SIGNALS}
+    # The C handler writes to the pipe at once; a Python handler would wait until the main thread
+    # leaves C code.
     woken = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    # A forked child inherits the wakeup file descriptor, and its signals would be written to the same
+    # pipe.
     os.register_at_fork(after_in_child=lambda: None if over.is_set() else _detach_signals_in_child())
     listener.start()
     try:
@@ -96,6 +100,8 @@ def _read_signals(read_end: int, stop: StopRequest, over: threading.Event) -> No
     while numbers := os.read(read_end, 16):
         for number in numbers:
             if number in SIGNALS and not stop.request(time.monotonic()):
+                # The main thread may be inside of a collective, where no exception
+                # reaches it.
                 os._exit(INTERRUPTED_EXIT_CODE)
             if number in SIGNALS and stop.setting_up:
                 _end_setup(stop, over)
@@ -130,6 +136,7 @@ def stop_on_notice(source: str | None, stop: StopRequest) -> Iterator[None]:
                 return
 
     watcher = threading.Thread(target=watch, name="notice", daemon=True)
+    # A notice that is there already must not wait for the first interval.
     stop.requested = stop.requested or has_notice()
     watcher.start()
     try:

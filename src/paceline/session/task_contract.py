@@ -54,6 +54,7 @@ def check_loss(task: Task, runner: ModelRunner, net: Net, world: RankGroup) -> N
     Wire: a forward of three samples, and one ragged all_gather of some bytes.
     """
     num_probed = min(_MAX_PROBED_SAMPLES, len(task.data))
+    # A sample may have no items, for example only padding.
     for index in range(num_probed):
         with torch.random.fork_rng(), restore_buffers(runner.sharded_model.model):
             once, twice = _call_twice(task, runner, index, net, world)
@@ -220,6 +221,7 @@ def require_equal_shapes(model: nn.Module, net: Net, group: RankGroup) -> None:
     hashes = all_gather_texts(blake2b(text.encode(), digest_size=16).hexdigest(), group, net)
     if len(set(hashes)) == 1:
         return
+    # All names and shapes are sent only to name the difference.
     models = [json.loads(model) for model in all_gather_texts(text, group, net)]
     first = models[0]
     rank = next(rank for rank, model in enumerate(models) if list(model.items()) != list(first.items()))

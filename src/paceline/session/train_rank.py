@@ -143,6 +143,8 @@ class _RunInProgress:
         """Write the report page, print the summary, and return the result with its model; collective."""
         session = self.session
         session.cluster.enter_phase(LEAVING, session.recipe.runtime.setup_deadline_seconds)
+        # From here on the model has the averaged weights, which the report and the returned model
+        # show.
         average = session.average
         if average is not None:
             repeat_until_agreed(session, lambda: average.put(session.mesh.world))
@@ -180,6 +182,7 @@ def _begin_run(
     ):
         folder = run_folder.prepare_folder(session, resumed_run, name or _function_name(task))
         checkpoint = None if source is None else run_folder.restore_run(session, source, warn)
+        # There is a state to save now, so from here on a signal waits for the end of a step.
         stop.setting_up = False
         cluster.enter_phase(session.launcher_phase)
         yield _RunInProgress(session, folder, build_sinks(session, folder, console, checkpoint), console)

@@ -162,12 +162,15 @@ def _measure(
     error, sent, used = 0.0, 0.0, 0.0
     for repeat in range(_REPEATS + 1):
         x.copy_(parts[group.rank])
+        # Ranks start together, so that a time does not include waiting for a late rank.
         net.barrier(group)
         before, processor, began = net.ledger.total().sent_bytes, time.process_time(), time.perf_counter()
         path.all_reduce(x, str(n)).wait()
         spent = [time.perf_counter() - began, time.process_time() - processor]
         sent = net.ledger.total().sent_bytes - before
         slowest = float(net.all_reduce(torch.tensor([spent[0]], dtype=torch.float64), group, "max").wait())
+        # The first repeat warms up connections and buffers; its result is compared with the exact
+        # sum.
         if repeat == 0:
             error = float((x.double() - exact_sum).norm() / exact_sum.norm())
         else:

@@ -337,6 +337,8 @@ def _product_runner(product: MatrixProduct, device: torch.device) -> Callable[[M
 
     def run(precision: MixedPrecision) -> None:
         with precision.autocast():
+            # Gradients are part of it: backward has two products of the same size for each
+            # one of forward.
             y = F.linear(x, weight)
         torch.autograd.grad(y.float().sum(), [x, weight])
         if device.type == "cuda":

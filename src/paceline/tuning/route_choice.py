@@ -74,6 +74,8 @@ def build_auto_route(group: RankGroup, site: RouteContext) -> Collective:
 
 def _forecast(found: RouteCandidates, group: RankGroup, site: RouteContext) -> tuple[RouteForecast, str]:
     """Return the times of each route, and their source; collective."""
+    # After a switch of rules the group is built again; ranks that joined since then have no
+    # measurement.
     known = site.route_forecasts.get(group.ranks)
     if _all_ranks_have(known is not None, group, site) and known is not None:
         return known, "measured before"

@@ -56,6 +56,7 @@ def measure_stage_modules(
     samples = -(-recipe.batch.size // shards)
     runs = _runs(recipe, task, samples, device)
     world = cluster.world_size
+    # Each module is measured by one rank only, so that large models take a fraction of the time.
     local = {k: run() for k, run in enumerate(runs) if k % world == cluster.global_rank}
     group = Mesh.build(cluster, {"replica": world}).world
     texts = all_gather_texts(json.dumps(local), group, Net(recipe.runtime.deadline_seconds))
@@ -119,6 +120,7 @@ def _time_module(
         began = time.perf_counter()
         with precision.autocast():
             outputs = [t for t in as_tuple(run(twin, x)) if t.requires_grad]
+        # A module may return only tensors without gradients, such as indices.
         if outputs:
             torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
         if device.type == "cuda":
@@ -262,6 +264,7 @@ def _within_budget(
     """Return the partition that the first rank chooses, with its planned bytes, on all ranks; collective."""
     group = Mesh.build(cluster, {"replica": cluster.world_size}).world
     local: dict[str, Any] = {}
+    # Planning takes seconds, and its result is small: the other ranks receive it.
     if group.rank == 0:
         try:
             cut = cut_within_budget(recipe, task, processes, in_nanoseconds(seconds), sizes, chunks)

@@ -9,16 +9,14 @@ import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from paceline.errors import StrategyError, TaskError
 from paceline.optim.user_optimizer import member_optimizers
-
-if TYPE_CHECKING:
-    from paceline.parallel.sharded_model import ShardedModel
+from paceline.state.slot import ModelShard
 
 
 def require_one_gradient(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -82,7 +80,7 @@ _STEPS = 3
 _SHAPES = ((4, 6), (6, 2), (4,))
 
 
-def rebind_parameters(optimizer: torch.optim.Optimizer, sharded_model: ShardedModel) -> None:
+def rebind_parameters(optimizer: torch.optim.Optimizer, sharded_model: ModelShard) -> None:
     """Let an optimizer without state, made over a whole model, update this rank's parts only."""
     parts: Mapping[str, nn.Parameter] = {slot.name: p for slot, p in sharded_model.updates.items()}
     own = {p: parts.get(slot.name) for slot, p in sharded_model.computes.items()}
@@ -97,7 +95,7 @@ def rebind_parameters(optimizer: torch.optim.Optimizer, sharded_model: ShardedMo
         del optimizer.state[p]
 
 
-def require_layout_support(optimizer: torch.optim.Optimizer, sharded_model: ShardedModel) -> None:
+def require_layout_support(optimizer: torch.optim.Optimizer, sharded_model: ModelShard) -> None:
     """Refuse an optimizer that looks at more than what a rank updates.
 
     Raises:

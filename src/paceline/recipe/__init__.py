@@ -1,7 +1,7 @@
-"""Recipes: what to run and how to distribute it, as typed values; without torch, so that commands start at once.
+"""Recipes: what to run and how to distribute it, as typed values without torch, so that commands start fast.
 
-`load_recipe(path)` and `Recipe(...)` return the same frozen object; `support` returns whether its strategy runs
-on a number of processes. Nothing here starts processes, trains or reads the environment.
+`load_recipe(path)` and `Recipe(...)` return the same frozen object; `support` returns whether its strategy
+runs on a number of processes. Nothing here starts processes, trains or reads the environment.
 """
 
 from paceline.recipe.recipe import Recipe, max_sharers, num_micro_batches, to_toml

@@ -1,7 +1,7 @@
 """What keys of the recipe need from other tables, or exclude: the needs that take more than a line.
 
-Each constant is the list of `FieldNeed`s of one field or of several; the field carries it in its annotation. A
-need that is decided inside one table, in one expression, stands at the field itself.
+Each constant is the list of `FieldNeed`s of one field or of several; the field carries it in its
+annotation. A need that is decided inside one table, in one expression, stands at the field itself.
 
 Invariant: a need is stated once. Errors of a recipe, reasons of `support`, warnings of a session and the
 reference page are all made from it. Pure, and without imports of the tables, which import this module.
@@ -43,7 +43,8 @@ class SessionFacts(NamedTuple):
     num_tensor_ranks: int
 
 
-# ---------------------------------------------------------------------- evaluation, health, the outer optimizer
+# ---------------------------------------------------------------------- evaluation, health, the outer
+# optimizer
 
 BEST_VALUE_NEEDS = (
     FieldNeed(
@@ -364,8 +365,8 @@ REPRODUCIBLE_NEEDS = (
     _reproducible_need(
         "strategy",
         lambda recipe: not recipe.strategy.balances_by_speed,
-        "expected balance=even with reproducible, found balance={t.strategy.balance}: the tree of additions is"
-        " assigned to ranks once, for equal shares",
+        "expected balance=even with reproducible, found balance={t.strategy.balance}: the tree of additions"
+        " is assigned to ranks once, for equal shares",
     ),
     _reproducible_need(
         "strategy",

@@ -1,10 +1,10 @@
 """What a run is: task, data order, optimizer, numerics and strategy, as frozen values without torch.
 
-Invariant: a Recipe that exists is complete and consistent, so nothing that reads one checks it again; a key that
-the rest of the recipe would ignore is an error. `to_toml` writes all values that a run uses, and `load_recipe`
-reads the text back as an equal Recipe. What depends on the machine (device, world size) is decided later, except
-for `num_micro_batches`: a number that the recipe names, and every number of a reproducible run, does not depend
-on the number of processes, and one that is left out follows from them.
+Invariant: a Recipe that exists is complete and consistent, so nothing that reads one checks it again; a key
+that the rest of the recipe would ignore is an error. `to_toml` writes all values that a run uses, and
+`load_recipe` reads the text back as an equal Recipe. What depends on the machine (device, world size) is
+decided later, except for `num_micro_batches`: a number that the recipe names, and every number of a
+reproducible run, does not depend on the number of processes, and one that is left out follows from them.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class Recipe(RecipeTable):
     init_from: str | None = Field(
         default=None,
         min_length=1,
-        description="first weights: a safetensors file or a folder of them, or a URL; left out: random, by the seed",
+        description="first weights: a safetensors file, a folder of them or a URL; left out: random by seed",
     )
     batch: BatchRecipe = Field(default_factory=BatchRecipe, description="the global batch")
     optimizer: OptimizerRecipe = Field(default_factory=OptimizerRecipe, description="the update rule")

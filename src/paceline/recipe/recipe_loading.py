@@ -1,7 +1,7 @@
 """Loading of a recipe: a TOML file, a strategy in place of the file's, and `KEY=VALUE` overrides.
 
-The value of an override is TOML; a bare word that is not TOML is a string. A text that looks like another kind of
-value and is not (`True`, `.5`, an open bracket) is an error, never silently a string.
+The value of an override is TOML; a bare word that is not TOML is a string. A text that looks like another
+kind of value and is not (`True`, `.5`, an open bracket) is an error, never silently a string.
 
 Invariant: what is wrong is a RecipeError that names the key, its place (file and line, or the override), what
 was expected and what was found; everything that can be found at once is in one message.
@@ -265,7 +265,7 @@ def _syntax_error(message: str, text: str, name: str) -> RecipeError:
     return RecipeError(
         f"not TOML: {problem}" + (f", in: {shown}" if shown else ""),
         where=f"{name}, line {line}",
-        next_step='put text in quotes (task = "digits"), write true and false in lower case, and each key once',
+        next_step='put text in quotes (task = "digits"), write true and false in lower case, each key once',
     )
 
 

@@ -1,6 +1,7 @@
 """The reference of all recipe keys: a commented TOML file, and a JSON schema for editors.
 
-Invariant: both are read from the models. The TOML file is one that `load_recipe` reads back as an equal recipe.
+Invariant: both are read from the models. The TOML file is one that `load_recipe` reads back as an equal
+recipe.
 """
 
 from __future__ import annotations

@@ -162,7 +162,9 @@ class Strategy(RecipeTable):
 
     @property
     def degrees(self) -> dict[str, int]:
-        """Return the size of each mesh axis. Servers do not train; they are further ranks of the replica axis."""
+        """Return the size of each mesh axis. Servers do not train; they are further ranks of the replica
+        axis.
+        """
         return {
             "replica": (self.replicas or 1) + self.servers,
             "shard": self.shard,
@@ -295,7 +297,7 @@ class Strategy(RecipeTable):
 
     @property
     def codec_alternatives(self) -> list[Self]:
-        """Return this strategy with each codec that it may choose, uncoded values first; else itself alone."""
+        """Return this strategy with each codec that it may choose, plain values first; else itself alone."""
         choices = codec_choices(self.codec)
         return [self.replace(codec=codec) for codec in choices] if choices else [self]
 

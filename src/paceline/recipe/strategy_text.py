@@ -1,11 +1,11 @@
 """The text of a strategy: presets, terms, and the phases of a run whose sync rule changes.
 
 Three forms mean the same: terms such as `replicas=2 sync=every-step`, a preset with terms that change it
-(`ddp codec=int8`), and a TOML table. In `sync`, commas separate the phases of a run, and `@` stands before the
-step at which a phase ends: `every-step@1000,diloco:50`. A phase can also end with an event: with
-`every-step@straggler,backup:1` it ends when a rank is reported as slow, and with `auto:every-step,diloco:8` when
-measurements have chosen one of the listed rules. Once the event has happened the step is known, and the text
-is rewritten with it (`resolve_phases`), so a resumed run switches at the same step.
+(`ddp codec=int8`), and a TOML table. In `sync`, commas separate the phases of a run, and `@` stands before
+the step at which a phase ends: `every-step@1000,diloco:50`. A phase can also end with an event: with
+`every-step@straggler,backup:1` it ends when a rank is reported as slow, and with `auto:every-step,diloco:8`
+when measurements have chosen one of the listed rules. Once the event has happened the step is known, and
+the text is rewritten with it (`resolve_phases`), so a resumed run switches at the same step.
 
 This module and `recipe.registry` are the only ones that split the text of words or compare their names
 (tests/unit/recipe/test_words_are_compared_in_the_registry.py). The check functions are pydantic validators:
@@ -42,7 +42,9 @@ from paceline.recipe.validation import expected_message, value_error
 
 
 class StrategyPreset(NamedTuple):
-    """A strategy under a name that users already know; its degrees are the smallest, and meant to be changed."""
+    """A strategy under a name that users already know; its degrees are the smallest, and meant to be
+    changed.
+    """
 
     terms: str
     summary: str
@@ -242,7 +244,9 @@ def count_returns(asked: str, resolved: str) -> int:
 
 
 def is_resolved_from(asked: str, resolved: str) -> bool:
-    """Return whether phases are those of a recipe, with events replaced by the steps at which they happened."""
+    """Return whether phases are those of a recipe, with events replaced by the steps at which they
+    happened.
+    """
     wanted, known = phases_of(asked), phases_of(resolved)
     if (choices := choices_of(asked)) and resolved != asked:
         rules = [phase.rule for phase in known]
@@ -267,7 +271,9 @@ def check_word(text: str, kind: type[WordSpec]) -> str:
 
 
 def check_sync(text: str) -> str:
-    """Check the rules of a run: one, several with the steps between them, or `auto` with rules to choose from."""
+    """Check the rules of a run: one, several with the steps between them, or `auto` with rules to choose
+    from.
+    """
     specs = [phase.word.spec for phase in phases_of(text)]
     is_valid = not any(spec.chooses for spec in specs)
     if choices := choices_of(text):
@@ -329,7 +335,8 @@ def check_cut(text: str) -> str:
     return text
 
 
-# ---------------------------------------------------------------------- terms that are not words of the registry
+# ---------------------------------------------------------------------- terms that are not words of the
+# registry
 
 
 class StageLengths(NamedTuple):

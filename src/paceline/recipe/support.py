@@ -1,12 +1,12 @@
 """Which strategies run on a number of processes, why others do not, and the nearest strategy that does.
 
 `support` is asked before any process starts. It collects the reasons of all rules: words that are not
-implemented, needs of fields (`recipe.constraints`), refusals of words (`recipe.registry`), combinations, and the
-numbers of ranks and shards. On top of it are the searches for the nearest supported strategy, for the layout of
-an evaluation, and the tables that `paceline strategies` prints.
+implemented, needs of fields (`recipe.constraints`), refusals of words (`recipe.registry`), combinations,
+and the numbers of ranks and shards. On top of it are the searches for the nearest supported strategy, for
+the layout of an evaluation, and the tables that `paceline strategies` prints.
 
-Invariant: pure functions over one list of rules, so the reasons of a refusal are all its reasons. A word that is
-not implemented is refused, never replaced by a similar one.
+Invariant: pure functions over one list of rules, so the reasons of a refusal are all its reasons. A word
+that is not implemented is refused, never replaced by a similar one.
 """
 
 from __future__ import annotations
@@ -335,7 +335,8 @@ def resolve_strategy(
     raise StrategyError(
         answer.reason,
         where=f'strategy "{strategy}" on {processes} processes',
-        next_step=f'the nearest supported strategy is "{answer.nearest}" on {num_ranks(answer.nearest)} processes',
+        next_step=f'the nearest supported strategy is "{answer.nearest}"'
+        f" on {num_ranks(answer.nearest)} processes",
     )
 
 
@@ -350,7 +351,7 @@ _INFERENCE_FIELDS = ("tensor", "context", "cut")
 
 
 def inference_strategy(strategy: Strategy) -> Strategy:
-    """Return the part of a strategy that matters without training: how weights are split, and replicas of that.
+    """Return the part of a strategy that matters without training: how weights are split, and replicas.
 
     Stages in threads of one process, and shards of optimizer state and gradients, split no weights.
     """

@@ -1,7 +1,7 @@
-"""The tables of a recipe, except `[strategy]`: batch, optimizer, schedule, checkpoint, health, log and others.
+"""The tables of a recipe, except `[strategy]`: batch, optimizer, schedule, checkpoints and others.
 
-Each field states its bounds, its meaning and what it needs; `recipe.validation` makes errors, warnings and the
-reference page of them. Needs that concern several tables are in `recipe.constraints`.
+Each field states its bounds, its meaning and what it needs; `recipe.validation` makes errors, warnings and
+the reference page of them. Needs that concern several tables are in `recipe.constraints`.
 
 Invariant: plain values without torch. A key whose value would have no effect is an error.
 """
@@ -77,8 +77,8 @@ class BatchRecipe(RecipeTable):
         FieldNeed(
             lambda table: table.shards is None,
             keys=("shards",),
-            reason="expected one of both, found accumulation = {t.accumulation} and shards = {t.shards}: shards"
-            " are those of all ranks together",
+            reason="expected one of both, found accumulation = {t.accumulation} and shards = {t.shards}:"
+            " shards are those of all ranks together",
             is_conflict=True,
         ),
     ] = Field(default=None, ge=1, description="micro-batches of each rank, in place of shards")

@@ -31,7 +31,9 @@ from paceline.recipe.toml_text import KeyPath, closest_word, dotted_key, shown_v
 
 
 class ExpectedText(NamedTuple):
-    """A marker in `Annotated` with the description of the accepted values, where the type alone is not enough."""
+    """A marker in `Annotated` with the description of the accepted values, where the type alone is not
+    enough.
+    """
 
     text: str
 
@@ -290,9 +292,9 @@ Recipe, or the `SessionFacts` of a session that is about to start."""
 class FieldNeed:
     """A marker in `Annotated`: what must hold for the value of a field to have an effect, or to be possible.
 
-    Needs of scope "table" and "recipe" are errors of the constructor. Those of scope "strategy" are reasons of
-    `support` (a strategy has to be parsed before the nearest supported one can be named), and those of scope
-    "session" are warnings when a session starts, because only the task and the processes decide them.
+    Needs of scope "table" and "recipe" are errors of the constructor. Those of scope "strategy" are reasons
+    of `support` (a strategy has to be parsed before the nearest supported one can be named), and those of
+    scope "session" are warnings when a session starts, because only the task and the processes decide them.
 
     Args:
         met: whether the need is met, given the object of its scope.
@@ -301,7 +303,8 @@ class FieldNeed:
         keys: the other keys that decide, dotted from the scope on.
         scope: see `NeedScope`.
         when: the values that have this need; None: all but the default.
-        reason: the whole message, in place of "expected only {only}, {found}": text with `{t}`, or a function.
+        reason: the whole message, in place of "expected only {only}, {found}": text with `{t}`, or a
+            function.
         change_first: the key to change, where that is another one than the field's.
         is_conflict: the value contradicts other keys. An override that causes it does not remove the key, as
             it does for one that only loses its effect.
@@ -345,7 +348,7 @@ class FieldNeed:
 
 @cache
 def list_needs(model: type[BaseModel]) -> tuple[tuple[str, FieldNeed], ...]:
-    """Return every need of a model and of its tables, each with its dotted key, in the order of the fields."""
+    """Return the needs of a model and of its tables with their dotted keys, in the order of the fields."""
     needs: list[tuple[str, FieldNeed]] = []
     for name, field in model.model_fields.items():
         needs += [(name, marker) for marker in field.metadata if isinstance(marker, FieldNeed)]

@@ -1,1 +1,4 @@
-"""The training state as named tensors: slots and their boxes, and the keys of random numbers."""
+"""Training state: slots that name parts of tensors, optimizer state, and keys of random numbers.
+
+This package imports errors only, so that every package above can use it; `state.keys` is free of torch.
+"""

@@ -1,21 +1,17 @@
-"""Where an optimizer's tensors lie: moments are cut as their parameter is.
+"""The state of an optimizer, as pieces with slots and JSON values, and back.
 
-What an optimizer keeps of one parameter, as tensors and JSON values: also in lists and tables.
+Everything in `state_dict()` is saved, or refused with an error that names it. A moment is split as its
+parameter is; its slot follows from the parameter's. An entry that is a tensor of the parameter's shape, a
+number or a string stands under its own key. Lists, tuples, deques and dicts become a JSON value that
+describes the container, and their tensors get names of their own: `KEY%0`, `KEY%1`. Names are `NAME/KEY`,
+by the parameter; entries under keys that are no parameter have an empty NAME.
 
-A tensor of the parameter's shape, a number or a word stands under its own key. Anything else is a JSON value
-that says how it is put together, and its tensors have names of their own: `KEY%0`, `KEY%1`.
-Invariant: `rebuild_entries` of what `flatten_entries` gave is equal to what was taken apart, with the same types.
+Param groups hold state too: schedule-free optimizers and Prodigy keep values there. Only values that steps
+have changed are saved, so a run that is resumed with other options (betas, weight decay) trains with those.
 
-What an optimizer's groups remember: the values that its steps have changed there.
-
-Schedule-free optimizers, Prodigy and rules of the user's own keep state in `param_groups`. What the recipe
-gave (betas, weight decay) is not state: a run that is resumed with another value trains with that.
-Invariant: `restore` of `changed` gives an optimizer that was built alike the groups of the saved one.
-
-What an optimizer keeps, as pieces and JSON values: all of its `state_dict()`, or a refusal that says what.
-
-Names are `NAME/KEY`, by the parameter; what it keeps under keys that are no parameter has an empty NAME.
-Not here: its groups (`groups`), and attributes of the object, which are in no `state_dict()` either.
+Invariant: `rebuild_entries` of what `flatten_entries` returned is equal to the original, with the same
+types, and `restore` of `changed` gives a new optimizer the groups of the saved one. Attributes of the
+optimizer object are not saved; they are in no `state_dict()` either.
 """
 
 from __future__ import annotations
@@ -25,22 +21,19 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from paceline.errors import CheckpointError
-from paceline.state.slot import SlotIndex, TensorPiece, TensorSlot, index_of_span
-
-if TYPE_CHECKING:
-    from paceline.parallel.sharded_model import ShardedModel
+from paceline.state.slot import ModelShard, SlotIndex, TensorPiece, TensorSlot, index_of_span
 
 
 def moment_slot(name: str, value: Tensor, of: TensorSlot) -> TensorSlot:
-    """The place of a moment of the part `of`: that part, on each dimension on which it is as long.
+    """Return the slot of a moment: it is split as the parameter's slot `of` along dimensions of equal length.
 
-    One that is whole still has the axes of the part: ranks that hold nothing of it have to be told.
+    A moment that is whole still gets the axes of `of`: ranks that hold nothing of it have to receive it.
     """
     if value.dim() != len(of.shape) or not value.dim():
         return whole_moment(name, value, of)
@@ -51,12 +44,14 @@ def moment_slot(name: str, value: Tensor, of: TensorSlot) -> TensorSlot:
 
 
 def whole_moment(name: str, value: Tensor, of: TensorSlot) -> TensorSlot:
-    """The place of a tensor that is whole, whatever its shape."""
+    """Return the slot of a moment that is whole on each rank, whatever its shape."""
     return replace(TensorSlot.whole(name, value), axes=of.axes)
 
 
 def moment_part(shape: tuple[int, ...], of: TensorSlot) -> SlotIndex:
-    """The part of a whole moment; what has fewer dimensions is whole on every rank."""
+    """Return the index of a slot's part in a whole moment; one with fewer dimensions is whole on every
+    rank.
+    """
     if len(shape) != len(of.shape) or not shape:
         return ()
     sizes = zip(shape, of.shape, of.part, strict=True)
@@ -64,13 +59,15 @@ def moment_part(shape: tuple[int, ...], of: TensorSlot) -> SlotIndex:
 
 
 def broadcasts_to(shape: tuple[int, ...], of: tuple[int, ...]) -> bool:
-    """Moments have the parameter's shape, or one that broadcasts to it (factored moments, counters)."""
+    """Return whether a moment broadcasts to its parameter, as factored moments and counters do."""
     pairs = zip(reversed(shape), reversed(of), strict=False)
     return len(shape) <= len(of) and all(n in (1, whole) for n, whole in pairs)
 
 
 def splits_with_slot(shape: tuple[int, ...], of: TensorSlot) -> bool:
-    """Whether each rank can keep its own part of such a moment: no value is of several parts at a time."""
+    """Return whether ranks can hold parts of a moment: no value of it belongs to the parts of several
+    ranks.
+    """
     if of.is_whole or all(n == 1 for n in shape):
         return broadcasts_to(shape, of.sizes)
     if len(shape) != len(of.shape):
@@ -82,11 +79,13 @@ def splits_with_slot(shape: tuple[int, ...], of: TensorSlot) -> bool:
 
 
 def place_with_parameter(value: Any, p: nn.Parameter, group: Mapping[str, Any]) -> Any:
-    """Moments live with their parameter; so do counters of fused optimizers, the others stay on the host."""
+    """Return a moment on the device of its parameter; counters stay on the host, except for fused
+    optimizers.
+    """
     if not isinstance(value, Tensor):
         return value
     with_parameter = value.dim() > 0 or group.get("fused") or group.get("capturable")
-    if value.shape == p.shape:  # its values must lie as those of the parameter do
+    if value.shape == p.shape:  # kernels expect the memory layout of the parameter
         return torch.empty_like(p, dtype=value.dtype).copy_(value).detach()
     return value.to(p.device, copy=True) if with_parameter else value.clone()
 
@@ -99,18 +98,19 @@ NamedTensors = dict[str, Tensor]
 
 
 class UnsavableEntryError(Exception):
-    """Carries the key, and the type of what is there."""
+    """An internal error with the key of an entry that cannot be saved, and its type."""
 
 
 def flatten_entries(
     entries: Mapping[Any, Any], suits: Callable[[Tensor], bool]
 ) -> tuple[NamedTensors, dict[str, Any]]:
-    """Tensors and JSON values by name; neither is copied.
+    """Return the tensors and the JSON values of a parameter's entries by name; neither is copied.
 
     Args:
-        suits: whether a tensor is cut as its parameter is; any other gets a name with a number.
+        entries: what the optimizer keeps for one parameter.
+        suits: whether a tensor is split as its parameter; any other tensor gets a numbered name.
     Raises:
-        CannotBeSaved: a key is no word, or something is no tensor, number, word, list or table.
+        UnsavableEntryError: a key is no string, or a value is no tensor, number, string, list or dict.
     """
     tensors: NamedTensors = {}
     values: dict[str, Any] = {}
@@ -128,11 +128,11 @@ def flatten_entries(
 
 
 def rebuild_entries(names: Mapping[str, Any], place: Callable[[Any], Any]) -> dict[str, Any]:
-    """The inverse of `flatten_entries`.
+    """Return the entries from which `flatten_entries` made these tensors and values.
 
     Args:
-        names: tensors and JSON values.
-        place: makes of a tensor what the optimizer shall hold.
+        names: tensors and JSON values by name.
+        place: copies a tensor to where the optimizer holds it.
     """
     return {
         _unquoted(name): _rebuild(value, names, place) if isinstance(value, Mapping) else place(value)
@@ -142,25 +142,25 @@ def rebuild_entries(names: Mapping[str, Any], place: Callable[[Any], Any]) -> di
 
 
 def is_nested_name(name: str) -> bool:
-    """Whether this is a tensor inside something, or one of a shape of its own."""
+    """Return whether this is the numbered name of a tensor in a container, or of one with its own shape."""
     return "%" in name.replace("%25", "").replace("%2F", "")
 
 
 def nested_tensor_names(shape: Any) -> Iterator[str]:
-    """The names of the tensors that a JSON value speaks of."""
+    """Yield the names of the tensors to which the description of a container refers."""
     if not isinstance(shape, Mapping):
         return
     if "tensor" in shape:
         yield str(shape["tensor"])
     rows: list[Any] = [*shape.get("list", []), *shape.get("tuple", [])]
     rows += shape["deque"][1] if "deque" in shape else []
-    rows += [one for _, one in shape.get("table", [])]
-    for one in rows:
-        yield from nested_tensor_names(one)
+    rows += [item for _, item in shape.get("table", [])]
+    for item in rows:
+        yield from nested_tensor_names(item)
 
 
 def _describe_container(value: Any, key: str, tensors: NamedTensors) -> dict[str, Any]:
-    """How a container is put together; its tensors are added to the others."""
+    """Return the description of a container; add its tensors to `tensors`."""
     if isinstance(value, Tensor):
         name = f"{key}%{sum(other.startswith(f'{key}%') for other in tensors)}"
         tensors[name] = value
@@ -196,7 +196,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _quoted(key: str) -> str:
-    """Without the characters that names are made of."""
+    """Escape the characters that separate names."""
     return key.replace("%", "%25").replace("/", "%2F")
 
 
@@ -205,46 +205,44 @@ def _unquoted(name: str) -> str:
 
 
 _SET_ELSEWHERE = ("params", "param_names", "lr", "initial_lr")  # by the layout, and by the schedule
-_GROUP_PLAIN = (bool, int, float, str, type(None))
-_COMPARED = (*_GROUP_PLAIN, list, tuple, dict)
+_COMPARED = (*_PLAIN, list, tuple, dict)
 _IN_PLACE = (torch.Tensor, list, dict)
 
 
 class ParamGroupState:
-    """The groups of one optimizer, and what was in them when it was new.
+    """The state in the param groups of an optimizer: the values that differ from those of a new one.
 
     Args:
-        optimizer: before its first step.
+        optimizer: before its first step; its options are copied.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._given = [_copy_options(_state_options(group)) for group in optimizer.param_groups]
+        self._initial = [_copy_options(_state_options(group)) for group in optimizer.param_groups]
 
     def changed(self) -> list[dict[str, Any]]:
-        """By group, the values that are others now, or new; each is a JSON value.
+        """Return for each group the values that have changed or are new, as JSON values.
 
         Raises:
-            CheckpointError: one is a tensor or an object, which nobody could save.
+            CheckpointError: a value is a tensor or an object.
         """
-        found = []
-        for group, given in zip(self._optimizer.param_groups, self._given, strict=True):
-            own = _state_options(group)
-            found.append(
-                {key: own[key] for key in own if key not in given or not _same(own[key], given[key])}
-            )
-        for key, value in (entry for values in found for entry in values.items()):
-            if not (isinstance(value, _GROUP_PLAIN) or _is_plain_tuple(value)):
+        changes = []
+        for group, initial in zip(self._optimizer.param_groups, self._initial, strict=True):
+            options = _state_options(group)
+            is_changed = {k: k not in initial or not _same(v, initial[k]) for k, v in options.items()}
+            changes.append({key: value for key, value in options.items() if is_changed[key]})
+        for key, value in (entry for values in changes for entry in values.items()):
+            if not (isinstance(value, _PLAIN) or _is_plain_tuple(value)):
                 raise _cannot_be_saved(self._optimizer, key, value)
-        return found
+        return changes
 
     def restore(self, saved: Sequence[Mapping[str, Any]]) -> None:
-        """Take over what `changed` gave; all else is as it was when the optimizer was new."""
-        groups = zip(self._optimizer.param_groups, self._given, saved, strict=True)
-        for group, given, values in groups:
-            for key in _state_options(group).keys() - given.keys():
+        """Load what `changed` returned; all other values become those of a new optimizer."""
+        groups = zip(self._optimizer.param_groups, self._initial, saved, strict=True)
+        for group, initial, values in groups:
+            for key in _state_options(group).keys() - initial.keys():
                 del group[key]
-            group.update(_copy_options(given) | {key: _as_tuple(value) for key, value in values.items()})
+            group.update(_copy_options(initial) | {key: _as_tuple(value) for key, value in values.items()})
 
 
 def _state_options(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -252,17 +250,17 @@ def _state_options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_plain_tuple(value: Any) -> bool:
-    """Such as the betas that a scheduler moves."""
-    return type(value) is tuple and all(isinstance(one, _GROUP_PLAIN) for one in value)
+    """Return whether a value is a tuple of JSON values, such as betas that a scheduler changes."""
+    return type(value) is tuple and all(isinstance(one, _PLAIN) for one in value)
 
 
 def _as_tuple(value: Any) -> Any:
-    """JSON has lists in the place of tuples; no list is saved."""
+    """Convert lists back to tuples, which JSON does not have; lists are never saved."""
     return tuple(value) if isinstance(value, list) else value
 
 
 def _copy_options(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Containers and tensors may be changed in place."""
+    """Copy options; containers and tensors can change in place, so they are copied deeply."""
     return {k: copy.deepcopy(v) if isinstance(v, _IN_PLACE) else v for k, v in values.items()}
 
 
@@ -274,8 +272,8 @@ def _same(a: Any, b: Any) -> bool:
 
 def _cannot_be_saved(optimizer: torch.optim.Optimizer, key: str, value: Any) -> CheckpointError:
     return CheckpointError(
-        f"{type(optimizer).__name__} keeps {type(value).__name__} in group[{key!r}], and of a group only"
-        " numbers and strings are saved, and tuples of them",
+        f"{type(optimizer).__name__} keeps {type(value).__name__} in group[{key!r}], but only numbers,"
+        " strings and tuples of these can be saved from a param group",
         next_step="keep tensors in self.state[parameter], which is saved, and numbers in the group",
     )
 
@@ -286,162 +284,161 @@ _WHOLE = "choose a strategy in which every rank updates all parameters: leave ou
 
 
 class OptimizerState:
-    """The state of one optimizer.
+    """The per-parameter state of an optimizer.
 
     Args:
-        optimizer: over what a rank updates.
-        sharded_model: of that rank.
+        optimizer: over the parameters that the rank updates.
+        sharded_model: the rank's part of the model.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, sharded_model: ShardedModel) -> None:
-        self._optimizer, self._holding = optimizer, sharded_model
+    def __init__(self, optimizer: torch.optim.Optimizer, sharded_model: ModelShard) -> None:
+        self._optimizer, self._sharded_model = optimizer, sharded_model
         self._kind = type(optimizer).__name__
 
     def optimized(self) -> list[tuple[TensorSlot, nn.Parameter]]:
-        """What it updates, in the order of its groups."""
-        slots = {p: slot for slot, p in self._holding.updates.items()}
-        named = self._holding.model.named_parameters()
+        """Return the parameters that it updates with their slots, in the order of its groups."""
+        slots = {p: slot for slot, p in self._sharded_model.updates.items()}
+        named = self._sharded_model.model.named_parameters()
         slots = {p: TensorSlot.whole(name, p) for name, p in named if p not in slots} | slots
         return [(slots[p], p) for group in self._optimizer.param_groups for p in group["params"]]
 
     def pieces(self) -> list[TensorPiece]:
-        """Its tensors: `optimizer/NAME/KEY`; not copied.
+        """Return its tensors as `optimizer/NAME/KEY`; not copied.
 
         Raises:
-            CheckpointError: it keeps what nobody could save.
+            CheckpointError: it keeps something that cannot be saved.
         """
-        found = []
+        pieces = []
         for slot, tensors, _ in self._kept():
             for key, value in tensors.items():
                 place = whole_moment if is_nested_name(key) or not slot.name else moment_slot
-                found.append(TensorPiece(place(f"optimizer/{slot.name}/{key}", value, slot), value))
-        return found
+                pieces.append(TensorPiece(place(f"optimizer/{slot.name}/{key}", value, slot), value))
+        return pieces
 
     def values(self) -> dict[str, Any]:
-        """All that is no tensor: `NAME/KEY`, JSON values."""
+        """Return everything that is no tensor as JSON values by `NAME/KEY`."""
         return {f"{slot.name}/{key}": value for slot, _, kept in self._kept() for key, value in kept.items()}
 
     def _kept(self) -> Iterator[tuple[TensorSlot, dict[str, Tensor], dict[str, Any]]]:
-        """By parameter, tensors and JSON values."""
-        self._refuse_the_rest()
+        """Yield for each parameter its slot, its tensors and its JSON values."""
+        self._refuse_unsaved_state()
         optimized = self.optimized()
         for slot, p in optimized:
-            tensors, values = self._apart(slot, self._optimizer.state.get(p, {}))
+            tensors, values = self._flatten(slot, self._optimizer.state.get(p, {}))
             if not slot.is_whole and any(map(is_nested_name, tensors)):
                 name = next(filter(is_nested_name, tensors))
                 raise CheckpointError(
                     f"{self._kind} keeps '{name.partition('%')[0]}' of '{slot.name}' in a shape of its own,"
-                    " and this rank updates a part of that tensor",
+                    " but this rank updates only a part of that tensor",
                     next_step=_WHOLE,
                 )
             yield slot, tensors, values
-        own = {id(p) for _, p in optimized}
-        yield TensorSlot("", (), ()), *self._beside(own)
+        parameter_ids = {id(p) for _, p in optimized}
+        yield TensorSlot("", (), ()), *self._shared_entries(parameter_ids)
 
-    def _apart(self, slot: TensorSlot, entries: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def _flatten(self, slot: TensorSlot, entries: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
         try:
             return flatten_entries(entries, lambda value: splits_with_slot(tuple(value.shape), slot))
         except UnsavableEntryError as error:
             key, kind = error.args
             raise CheckpointError(
-                f"{self._kind} keeps '{key}'{f' of {slot.name!r}' if slot.name else ''} {kind}, and only"
-                " tensors, numbers and words can be saved, and lists and tables of them",
+                f"{self._kind} keeps '{key}'{f' of {slot.name!r}' if slot.name else ''} {kind}, but only"
+                " tensors, numbers, strings, lists and dicts can be saved",
                 next_step=_OTHER,
             ) from error
 
-    def _beside(self, own: set[int]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """What it keeps under keys that are none of its parameters."""
-        beside = {key: value for key, value in self._optimizer.state.items() if id(key) not in own}
-        if any(isinstance(key, Tensor) for key in beside):
+    def _shared_entries(self, parameter_ids: set[int]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return the entries under keys that are no parameter."""
+        state = self._optimizer.state
+        shared = {key: value for key, value in state.items() if id(key) not in parameter_ids}
+        if any(isinstance(key, Tensor) for key in shared):
             raise CheckpointError(
                 f"{self._kind} keeps state of a tensor that is in none of its groups", next_step=_OTHER
             )
-        if beside and self._is_shared_out():
+        model = self._sharded_model
+        is_divided = model.updates_partially or len(model.updates) < len(model.slots)
+        if shared and is_divided:
             raise CheckpointError(
-                f"{self._kind} keeps {next(iter(beside))!r} of all parameters together,"
-                " and ranks update some each",
+                f"{self._kind} keeps {next(iter(shared))!r} for all parameters together, but each rank"
+                " updates only some of them",
                 next_step=_WHOLE,
             )
-        tensors, values = self._apart(TensorSlot("", (), ()), beside)
-        return tensors, values
+        return self._flatten(TensorSlot("", (), ()), shared)
 
-    def _is_shared_out(self) -> bool:
-        return self._holding.updates_partially or len(self._holding.updates) < len(self._holding.slots)
-
-    def _refuse_the_rest(self) -> None:
-        """What its `state_dict()` has beside state and groups, and what a second optimizer inside it has."""
-        kept = type(self._optimizer).state_dict is not torch.optim.Optimizer.state_dict
-        beside: set[str] = set()
-        if kept or self._optimizer._optimizer_state_dict_post_hooks:
-            beside = self._optimizer.state_dict().keys() - _TABLES
-        inside = [
+    def _refuse_unsaved_state(self) -> None:
+        """Refuse other entries of `state_dict()`, and an inner optimizer with a state of its own."""
+        is_custom = type(self._optimizer).state_dict is not torch.optim.Optimizer.state_dict
+        extra_keys: set[str] = set()
+        if is_custom or self._optimizer._optimizer_state_dict_post_hooks:
+            extra_keys = self._optimizer.state_dict().keys() - _TABLES
+        inner = [
             name
             for name, value in vars(self._optimizer).items()
             if isinstance(value, torch.optim.Optimizer) and value.state is not self._optimizer.state
         ]
-        if beside or inside:
-            what = (
-                f"{sorted(beside)[0]!r} in its state_dict()" if beside else f"an optimizer in '{inside[0]}'"
+        if extra_keys or inner:
+            place = (
+                f"{min(extra_keys)!r} in its state_dict()" if extra_keys else f"an optimizer in '{inner[0]}'"
             )
             raise CheckpointError(
-                f"{self._kind} keeps {what}, beside state and groups, which are what is saved",
+                f"{self._kind} keeps {place}, but only its state and its param groups are saved",
                 next_step=_OTHER,
             )
 
     def mismatches(self, shapes: Mapping[str, tuple[int, ...]], values: Mapping[str, Any]) -> list[str]:
-        """Names of what a saved state has and this optimizer cannot take."""
-        known = {slot.name: slot.shape for slot in self._holding.slots}
+        """Return the names of a saved state that this optimizer cannot load."""
+        known = {slot.name: slot.shape for slot in self._sharded_model.slots}
         known |= {slot.name: slot.shape for slot, _ in self.optimized()} | {"": ()}
         wrong = []
         for full, shape in shapes.items():
             name, key = _split(full)
-            free = is_nested_name(key) or not name
+            has_any_shape = is_nested_name(key) or not name
             if full.startswith("optimizer/") and (
-                name not in known or not (free or broadcasts_to(shape, known[name]))
+                name not in known or not (has_any_shape or broadcasts_to(shape, known[name]))
             ):
                 wrong.append(full)
         for full, value in values.items():
             name = full.rpartition("/")[0]
-            inside = (f"optimizer/{name}/{key}" for key in nested_tensor_names(value))
-            if name not in known or any(one not in shapes for one in inside):
+            nested = (f"optimizer/{name}/{key}" for key in nested_tensor_names(value))
+            if name not in known or any(tensor not in shapes for tensor in nested):
                 wrong.append(f"optimizer/{full}")
         return wrong
 
     def wanted(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, SlotIndex]]:
-        """The tensors of what this rank updates, and which part of each."""
-        own = {slot.name: slot for slot, _ in self.optimized()} | {"": None}
+        """Yield the names of the tensors that this rank needs, and the index of its part in each."""
+        slots = {slot.name: slot for slot, _ in self.optimized()} | {"": None}
         for full, shape in shapes.items():
             name, key = _split(full)
-            if full.startswith("optimizer/") and name in own:
-                slot = own[name]
+            if full.startswith("optimizer/") and name in slots:
+                slot = slots[name]
                 yield full, () if slot is None or is_nested_name(key) else moment_part(shape, slot)
 
     def take(self, tensors: MutableMapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """Give the optimizer a saved state; what it has is forgotten.
+        """Load a saved state in place of the current one.
 
         Args:
-            tensors: by full name; those that are taken are gone, others are left alone.
-            values: as `values` gave them.
+            tensors: by full name; those of the optimizer are removed, so that their memory can be freed.
+            values: as `values` returned them.
         """
-        given: dict[str, Any] = {f"optimizer/{name}": value for name, value in values.items()}
-        given |= {full: tensors.pop(full) for full in [*tensors] if full.startswith("optimizer/")}
-        found: dict[str, dict[str, Any]] = {}
-        for full in [*given]:
+        entries: dict[str, Any] = {f"optimizer/{name}": value for name, value in values.items()}
+        entries |= {full: tensors.pop(full) for full in [*tensors] if full.startswith("optimizer/")}
+        by_name: dict[str, dict[str, Any]] = {}
+        for full in [*entries]:
             name, key = _split(full)
-            found.setdefault(name, {})[key] = given.pop(full)
+            by_name.setdefault(name, {})[key] = entries.pop(full)
         self._optimizer.state.clear()
         slots = {p: slot for slot, p in self.optimized()}
         for group in self._optimizer.param_groups:
             for p in group["params"]:
-                if slots[p].name in found:
+                if slots[p].name in by_name:
                     place = partial(place_with_parameter, p=p, group=group)
-                    self._optimizer.state[p] = rebuild_entries(found.pop(slots[p].name), place)
-        beside: dict[Any, Any] = rebuild_entries(found.get("", {}), _clone_tensor)
-        self._optimizer.state.update(beside)
+                    self._optimizer.state[p] = rebuild_entries(by_name.pop(slots[p].name), place)
+        shared: dict[Any, Any] = rebuild_entries(by_name.get("", {}), _clone_tensor)
+        self._optimizer.state.update(shared)
 
 
 def _split(full: str) -> tuple[str, str]:
-    """NAME and KEY of a full name."""
+    """Split a full name into NAME and KEY."""
     name, _, key = full.removeprefix("optimizer/").rpartition("/")
     return name, key
 

@@ -1,15 +1,16 @@
-"""Training state: what must be in a checkpoint, and nothing else.
+"""Training state: what a checkpoint contains, and nothing else.
 
-Invariant: a run that is stopped, saved, loaded and continued computes what the run without a stop does.
-If it is not here, it is not state: the order of samples, dropout and the learning rate are functions of
-`step` and `updates`.
+Invariant: a run that is stopped, saved, loaded and continued computes the same as the run without a stop.
+What
+is not here is not state: the order of samples, dropout masks and the learning rate are functions of `step`
+and `updates`. Writing and reading files is the task of `checkpoint`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from paceline.state.optimizer_state import OptimizerState, ParamGroupState
 from paceline.state.slot import (
     ExtraState,
     InMemorySource,
+    ModelShard,
     SlotIndex,
     TensorPiece,
     TensorSlot,
@@ -28,23 +30,21 @@ from paceline.state.slot import (
 )
 from paceline.state.stateful import Stateful, convert_updates, state_from_json, state_to_json
 
-if TYPE_CHECKING:
-    from paceline.parallel.sharded_model import ShardedModel
-
 _SMALLEST_SCALE = 2.0**-24
 
 
 class MisfitError(CheckpointError):
-    """A state of another model or optimizer."""
+    """A saved state that belongs to another model or optimizer."""
 
 
 @dataclass
 class LossScale:
-    """Dynamic scale of the fp16 loss; 1 and constant for the other precisions.
+    """Dynamic scale of the fp16 loss; constant 1 for other precisions.
 
     Args:
-        value: what the loss is multiplied with before backward.
-        growth_steps: number of updates without an overflow before the scale doubles; 0: constant.
+        value: the factor of the loss before backward.
+        growth_steps: updates without an overflow before the scale doubles; 0: constant.
+        clean_steps: updates since the last overflow or doubling.
     Source: Micikevicius et al. 2018, Mixed Precision Training, arXiv:1710.03740, section 3.2.
     """
 
@@ -58,7 +58,7 @@ class LossScale:
 
     @property
     def can_decrease(self) -> bool:
-        """Whether a lower scale may cure an overflow."""
+        """Return whether a lower scale may avoid an overflow."""
         return self.dynamic and self.value > _SMALLEST_SCALE
 
     def update(self, overflow: bool) -> None:
@@ -77,18 +77,20 @@ class TrainState:
     """The state of one rank.
 
     Args:
-        sharded_model: parameters and persistent buffers of the model, as far as this rank holds them.
-        optimizer: over what the rank updates; its tensors, and what it has changed in its groups, are state.
+        sharded_model: parameters and persistent buffers of the model that this rank holds.
+        optimizer: over the parameters that the rank updates; its tensors are state, and so are the values
+            that its steps change in its groups.
         scale: of the loss.
         step: number of steps taken, the position in the data.
         updates: number of updates applied, the position in the schedule (skipped steps do not count).
-        extra_states: other holders of tensors, by the first part of the tensors' names.
-        others: holders of other values, equal on all ranks: callbacks, schedulers; by name.
-        alone: the optimizer is this replica's own: others have learned something else.
-        updates_per_step: of the rule; a state of another rule goes on at the same place of the schedule.
+        extra_states: other state with tensors, by the first part of the tensors' names.
+        others: other state without tensors, equal on all ranks (callbacks, schedulers), by name.
+        alone: the optimizer state differs between replicas, as under local rules.
+        updates_per_step: of the sync rule; a state of another rule continues at the same place of the
+            schedule.
     """
 
-    sharded_model: ShardedModel
+    sharded_model: ModelShard
     optimizer: torch.optim.Optimizer
     scale: LossScale = field(default_factory=LossScale)
     step: int = 0
@@ -105,47 +107,50 @@ class TrainState:
 
     @property
     def model(self) -> nn.Module:
-        """The modules; what this rank does not hold is on `meta`."""
+        """Return the modules; what this rank does not hold is on `meta`."""
         return self.sharded_model.model
 
-    def keep(self, name: str, one: Stateful) -> None:
-        """Save the state of one more; it takes over what a state that was loaded holds under its name."""
-        self.others[name] = one
+    def keep(self, name: str, stateful: Stateful) -> None:
+        """Save the state of an object from now on, and load what a loaded state has under its name."""
+        self.others[name] = stateful
         if name in self._unclaimed:
-            one.load_state_dict(state_from_json(self._unclaimed.pop(name)))
+            stateful.load_state_dict(state_from_json(self._unclaimed.pop(name)))
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every tensor by logical name: `model/NAME`, `optimizer/NAME/KEY`. This rank's part, not copied."""
+        """Return this rank's part of every tensor, by logical name: `model/NAME`, `optimizer/NAME/KEY`."""
         return {piece.slot.name: piece.tensor for piece in self.pieces()}
 
     def pieces(self) -> list[TensorPiece]:
-        """Every tensor with its place in the whole. Not copied."""
-        found = [self._model_piece(name, value) for name, value in self._model_tensors().items()]
-        found += self.optimizer_pieces()
-        for word, keeper in self.extra_states.items():
-            found += [piece.under(word) for piece in keeper.pieces()]
-        return found
+        """Return every tensor of this rank with its slot; not copied."""
+        pieces = [self._model_piece(name, value) for name, value in self._model_tensors().items()]
+        pieces += self.optimizer_pieces()
+        for prefix, state in self.extra_states.items():
+            pieces += [piece.under(prefix) for piece in state.pieces()]
+        return pieces
 
     def nonpersistent_buffers(self) -> list[TensorPiece]:
-        """Buffers that no state has, such as tables of rotary positions: a whole model needs those too."""
-        saved, found = self._named(), list[TensorPiece]()
+        """Return the buffers that no checkpoint has, such as tables of rotary positions.
+
+        They are needed to move a whole model to another rank.
+        """
+        saved, pieces = self._named(), list[TensorPiece]()
         for name, value in self.model.named_buffers(remove_duplicate=False):
             if name not in saved and not value.is_meta:
                 slot = TensorSlot.whole(f"model/{name}", value)
-                found.append(TensorPiece(replace(slot, axes=self.sharded_model.buffer_axes), value))
-        return found
+                pieces.append(TensorPiece(replace(slot, axes=self.sharded_model.buffer_axes), value))
+        return pieces
 
     def replicated_pieces(self) -> list[TensorPiece]:
-        """Those that have the same bits on all ranks that hold them."""
-        own = {piece.slot.name for piece in self.optimizer_pieces()} if self.alone else set[str]()
-        return [p for p in self.pieces() if "replica" not in p.slot.axes and p.slot.name not in own]
+        """Return the pieces that have the same bits on all ranks that hold them."""
+        of_replica = {piece.slot.name for piece in self.optimizer_pieces()} if self.alone else set[str]()
+        return [p for p in self.pieces() if "replica" not in p.slot.axes and p.slot.name not in of_replica]
 
     def optimizer_pieces(self) -> list[TensorPiece]:
-        """The optimizer's tensors: `optimizer/NAME/KEY`."""
+        """Return the optimizer's tensors: `optimizer/NAME/KEY`."""
         return self.kept.pieces()
 
     def scalars(self) -> dict[str, Any]:
-        """Everything that is not a tensor, as JSON values."""
+        """Return everything that is not a tensor, as JSON values; the keys are those of checkpoints."""
         return {
             "step": self.step,
             "updates": self.updates,
@@ -154,64 +159,70 @@ class TrainState:
             "optimizer": self.kept.values(),
             "optimizer_kind": type(self.optimizer).__name__,
             "groups": self.groups.changed(),
-            "others": {name: state_to_json(name, one.state_dict()) for name, one in self.others.items()},
+            "others": {name: state_to_json(name, other.state_dict()) for name, other in self.others.items()},
             "tied": {name: first for name, first in first_tied_names(self._named()).items() if name != first},
         }
 
     def load(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
-        """Take over whole tensors, or nothing, see `read_from`; the inverse of `pieces` and `scalars`."""
+        """Load whole tensors, or change nothing; see `read_from`. The inverse of `pieces` and `scalars`."""
         self.read_from(InMemorySource(tensors), scalars)()
 
     def read_from(self, source: TensorSource, scalars: Mapping[str, Any]) -> Callable[[], None]:
-        """Read what this rank holds of a state; nothing changes before the result is called.
+        """Read this rank's part of a saved state, and return the function that loads it.
 
+        Nothing changes before that function is called, so ranks can first agree that all have read theirs.
+
+        Args:
+            source: the whole tensors.
+            scalars: as `scalars` returned them.
         Raises:
-            MisfitError: a name, a shape or the kind of optimizer does not fit.
-            CheckpointError: what is read is missing or damaged.
+            MisfitError: a name, a shape or the class of the optimizer differs.
+            CheckpointError: something is missing or damaged.
         """
         self._check(source.shapes, scalars)
         pieces = {f"model/{n}": self._model_piece(n, value) for n, value in self._model_tensors().items()}
-        kept = self._kept_by_keepers(source.shapes)
-        own = {name: piece.slot.index for name, piece in pieces.items()}
-        values = dict(source.read(own | dict(self.kept.wanted(source.shapes)) | kept))
+        extra = self._wanted_by_extra_states(source.shapes)
+        local = {name: piece.slot.index for name, piece in pieces.items()}
+        values = dict(source.read(local | dict(self.kept.wanted(source.shapes)) | extra))
 
-        def take_over() -> None:  # what has found its place is let go of
+        def take_over() -> None:
+            # Values are removed as soon as they are copied: a state takes as much memory as the model.
             with torch.no_grad():
                 for name, piece in pieces.items():
                     piece.tensor.copy_(values.pop(name))
-            same = scalars["optimizer_kind"] == type(self.optimizer).__name__
-            self.kept.take(values, scalars["optimizer"] if same else {})
+            is_same_kind = scalars["optimizer_kind"] == type(self.optimizer).__name__
+            self.kept.take(values, scalars["optimizer"] if is_same_kind else {})
             self.groups.restore(scalars["groups"])
             self.step, self.updates = int(scalars["step"]), convert_updates(scalars, self.updates_per_step)
             self.scale = replace(self.scale, **scalars["scale"])
             self._unclaimed = dict(scalars.get("others", {}))
-            for name, one in self.others.items():
-                self.keep(name, one)
-            for word, keeper in self.extra_states.items():
-                keeper.load(strip_prefix({name: values[name] for name in kept}, f"{word}/"))
+            for name, other in self.others.items():
+                self.keep(name, other)
+            for prefix, state in self.extra_states.items():
+                state.load(strip_prefix({name: values[name] for name in extra}, f"{prefix}/"))
 
         return take_over
 
-    def _kept_by_keepers(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, SlotIndex]:
-        """Of what was saved by keepers, what those of this rank go on from."""
-        found: dict[str, SlotIndex] = {}
-        for word, keeper in self.extra_states.items():
-            wanted = keeper.wanted(strip_prefix(shapes, f"{word}/"))
-            found |= {f"{word}/{name}": index for name, index in wanted.items()}
-        return found
+    def _wanted_by_extra_states(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, SlotIndex]:
+        indices: dict[str, SlotIndex] = {}
+        for prefix, state in self.extra_states.items():
+            wanted = state.wanted(strip_prefix(shapes, f"{prefix}/"))
+            indices |= {f"{prefix}/{name}": index for name, index in wanted.items()}
+        return indices
 
     def _check(self, shapes: Mapping[str, tuple[int, ...]], scalars: Mapping[str, Any]) -> None:
-        """Compare names, shapes and the kind of optimizer."""
-        own = {f"model/{name}": shape for name, shape in self._shapes().items()}
-        given = {name: shape for name, shape in shapes.items() if name.startswith("model/")}
-        wrong = sorted(name for name in own.keys() | given.keys() if own.get(name) != given.get(name))
+        """Compare names, shapes and the class of the optimizer with those of a saved state."""
+        expected = {f"model/{name}": shape for name, shape in self._shapes().items()}
+        saved = {name: shape for name, shape in shapes.items() if name.startswith("model/")}
+        names = expected.keys() | saved.keys()
+        wrong = sorted(name for name in names if expected.get(name) != saved.get(name))
         wrong += self.kept.mismatches(shapes, scalars["optimizer"])
         if len(scalars["groups"]) != len(self.optimizer.param_groups):
             wrong.append("the groups of the optimizer")
         kind = type(self.optimizer).__name__
-        has_learned = any(name.startswith("optimizer/") for name in shapes)
-        has_learned |= any(value is not None for value in scalars["optimizer"].values())
-        if has_learned and scalars["optimizer_kind"] != kind:
+        has_state = any(name.startswith("optimizer/") for name in shapes)
+        has_state |= any(value is not None for value in scalars["optimizer"].values())
+        if has_state and scalars["optimizer_kind"] != kind:
             wrong.append(f"{scalars['optimizer_kind']} saved it, the optimizer is {kind}")
         if wrong:
             raise MisfitError(
@@ -220,40 +231,45 @@ class TrainState:
             )
 
     def _model_piece(self, name: str, value: Tensor) -> TensorPiece:
-        """A parameter or a buffer, and its place; of one that is gathered for its use only, the own part."""
-        held = self.sharded_model.held.get(name)
-        if held is None:
+        """Return a parameter or buffer with its slot; of a sharded parameter the part that this rank
+        updates.
+        """
+        placement = self.sharded_model.held.get(name)
+        if placement is None:
             slot = TensorSlot.whole(f"model/{name}", value)
             return TensorPiece(replace(slot, axes=self.sharded_model.buffer_axes), value)
-        if held.kept:
-            return TensorPiece(held.computes, value).under("model")
-        part = held.updates
-        if part is None:  # others hold all of it
-            empty = replace(held.computes, part=tuple((0, 0) for _ in held.computes.shape))
+        if placement.kept:
+            return TensorPiece(placement.computes, value).under("model")
+        part = placement.updates
+        if part is None:  # all of it is on other ranks of the shard axis
+            empty = replace(placement.computes, part=tuple((0, 0) for _ in placement.computes.shape))
             return TensorPiece(empty.on("shard"), value.new_empty(empty.sizes)).under("model")
         return TensorPiece(part, self.sharded_model.updates[part].detach()).under("model")
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of every tensor of the model, whole, also of what other ranks hold; tied ones once."""
+        """Return the shapes of all tensors of the whole model, also of those on other ranks; tied ones
+        once.
+        """
         named = self._named()
         first = first_tied_names(named)
         shapes = {name: tuple(value.shape) for name, value in named.items() if first[name] == name}
         return shapes | {slot.name: slot.shape for slot in self.sharded_model.slots}
 
     def _model_tensors(self) -> dict[str, Tensor]:
-        """Parameters and persistent buffers that this rank holds; tied tensors once, by their first name."""
+        """Return this rank's parameters and persistent buffers; tied tensors once, by their first name."""
         named = self._named()
         first = first_tied_names(named)
         return {n: value for n, value in named.items() if first[n] == n and not value.is_meta}
 
     def _named(self) -> dict[str, Tensor]:
-        """Parameters and persistent buffers by every name that they have."""
-        with torch._C.DisableTorchFunctionSubclass():  # what has no memory now gives its name and shape
-            found = dict(self.model.state_dict())
-        for name, value in found.items():
+        """Return parameters and persistent buffers by all of their names."""
+        # A sharded parameter without memory must not be gathered here: only its name and shape are needed.
+        with torch._C.DisableTorchFunctionSubclass():
+            tensors = dict(self.model.state_dict())
+        for name, value in tensors.items():
             if not isinstance(value, Tensor):
                 raise CheckpointError(
                     f"the model's '{name}' is {type(value).__name__}, and only tensors can be saved",
                     next_step="return a tensor from get_extra_state, or register a buffer instead",
                 )
-        return found
+        return tensors

@@ -108,8 +108,8 @@ _DGC_NEEDS_GRADIENTS = StrategyRefusal(
     lambda s: s.is_set("sync") or s.ranks_per_replica > 1,
 )
 _DGC_NEEDS_EQUAL_SHARES = StrategyRefusal(
-    "dgc clips on each rank to the part of the norm that belongs to an equal share of the batch: leave out the"
-    " norm behind the momentum, or balance=speed",
+    "dgc clips on each rank to the part of the norm that belongs to an equal share of the batch: leave out"
+    " the norm behind the momentum, or balance=speed",
     lambda s: s.balances_by_speed and any(one.clip_norm is not None for one in s.codec_alternatives),
 )
 _AUTO_CODEC_REFUSAL = StrategyRefusal(

@@ -1,4 +1,6 @@
-"""The layouts of a model over ranks and the schedules of pipelines, and the classes of their specifications."""
+"""The layouts of a model over ranks and the schedules of pipelines, and the classes of their
+specifications.
+"""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ _COSTS = "paceline.comm.routes.route_by_size"
 ROUTE_SPECS = (
     RouteSpec(
         word="auto",
-        summary="shared memory within a host, else the fastest for the size of a buffer on the measured links",
+        summary="shared memory within a host, else the fastest for a buffer on the measured links",
         build="paceline.tuning.route_choice:build_auto_route",
         chooses=True,
         is_default=True,

@@ -253,8 +253,8 @@ _SWITCH_REFUSALS = (
         lambda s: any(not spec.sums for spec in s.sync_specs[:-1]) or not _can_be_last(s.sync_specs[-1]),
     ),
     StrategyRefusal(
-        "replicas of several ranks cannot be followed until they keep up, nor can a rule be chosen for them by"
-        " measuring: name a step in place of @straggler or auto",
+        "replicas of several ranks cannot be followed until they keep up, nor can a rule be chosen for them"
+        " by measuring: name a step in place of @straggler or auto",
         lambda s: s.ranks_per_replica > 1 and s.switches_on_event and _trains_independently(s.sync_specs),
     ),
     StrategyRefusal(

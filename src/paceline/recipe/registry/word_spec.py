@@ -1,9 +1,10 @@
 """The base of all word specifications, and the one function that parses a word of a strategy.
 
-A strategy string such as `sync=diloco:16 codec=topk:0.01+int4` is made of words with arguments. Each word has a
-specification (`WordSpec`), without torch and before anything is built: from it follow parsing, support,
-refusals, checkpointing, closed forms, and the function that builds the object. A word is specified in one line
-of `registry/*_specs.py`, or by an installed package, as an entry point of the group `paceline.CHOICE`.
+A strategy string such as `sync=diloco:16 codec=topk:0.01+int4` is made of words with arguments. Each word
+has a specification (`WordSpec`), without torch and before anything is built: from it follow parsing,
+support, refusals, checkpointing, closed forms, and the function that builds the object. A word is specified
+in one line of `registry/*_specs.py`, or by an installed package, as an entry point of the group
+`paceline.CHOICE`.
 
 Invariant: `parse_word` is the only code that splits a word from its argument. Everything else gets a
 `ParsedWord` and reads attributes of its specification, so no other module compares names.

@@ -180,14 +180,14 @@ class GrpcClient:
                 thread.join()
 
     def _greet(self, seconds: float) -> None:
-        ours = self._nonces[0]
-        answer = self._channel.unary_unary(method_path(MEET_METHOD))(
-            encode_hello(self._rank, ours), timeout=seconds
+        client_nonce = self._nonces[0]
+        reply = self._channel.unary_unary(method_path(MEET_METHOD))(
+            encode_hello(self._rank, client_nonce), timeout=seconds
         )
-        answer, proof = answer[:NONCE_BYTES], answer[NONCE_BYTES:]
-        self._nonces = ours, answer
-        known = len(answer) == CHALLENGE_BYTES and verify_proof(
-            proof, self._token, SERVER_ROLE, self._rank, ours, answer
+        server_nonce, proof = reply[:NONCE_BYTES], reply[NONCE_BYTES:]
+        self._nonces = client_nonce, server_nonce
+        known = len(reply) == CHALLENGE_BYTES and verify_proof(
+            proof, self._token, SERVER_ROLE, self._rank, client_nonce, server_nonce
         )
         # Join even if the proof was wrong: the server then learns, too, that this rank has another key.
         self._call(JOIN_METHOD, _START, seconds)

@@ -226,24 +226,24 @@ class MessageCollective:
         self._thread.close()
 
     def _submit(
-        self, op: str, x: Tensor, n: int, route: Callable[[RouteMessenger], Tensor], source: int = 0
+        self, op: str, x: Tensor, n: int, run: Callable[[RouteMessenger], Tensor], source: int = 0
     ) -> Handle:
         if self.group.size == 1 or x.numel() == 0:
             return Handle.ready(x)
         sent = self._route.cost(op, self.group.size, self.group.rank, n, source)
         # The closed form is recorded at the launch, and compared with the ledger when nothing is in flight.
         self._expect(sent.num_values * x.element_size())
-        return self._thread.submit(op, self._with_messenger(route))
+        return self._thread.submit(op, self._with_messenger(run))
 
     def _expect(self, num_bytes: int) -> None:
         self.net.ledger.expect("send", self.group.name, num_bytes)
 
-    def _with_messenger(self, route: Callable[[RouteMessenger], Tensor]) -> Callable[[], Tensor]:
+    def _with_messenger(self, run: Callable[[RouteMessenger], Tensor]) -> Callable[[], Tensor]:
         group = self.group
         messenger = RouteMessenger(
             self.net, group, next(self._calls), range(group.size), group.rank, self._workspace
         )
-        return lambda: route(messenger)
+        return lambda: run(messenger)
 
 
 def build_message_route(

@@ -192,9 +192,9 @@ def alone(length: int = 6) -> tuple[SequencePart, ContextParallelMode]:
         (lambda x: F.scaled_dot_product_attention(x, x, x, attn_mask=torch.ones(3, 3)), "a mask of shape"),
         (lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.1), "dropout_p=0.1"),
         (lambda x: F.scaled_dot_product_attention(x, x[:, :, :2], x[:, :, :2]), r"\[3, 2, 2\]"),
-        (lambda x: MULTI_HEAD(x[0], x[0], x[0]), "asked for its weights"),
-        (torch.rand_like, "rand_like draws by position"),
-        (lambda x: F.dropout(x[0, 0, 0]), "has to find this rank's 3 positions"),
+        (lambda x: MULTI_HEAD(x[0], x[0], x[0]), "should return attention weights"),
+        (torch.rand_like, "rand_like draws a number for each position"),
+        (lambda x: F.dropout(x[0, 0, 0]), "cannot find this rank's 3 positions"),
         (lambda x: positions(x, 3), r"dimension 3 of a tensor of shape \(2, 2, 3, 4\)"),
     ],
 )

@@ -68,7 +68,7 @@ def test_what_no_rank_holds_is_an_error_and_not_zeros() -> None:
         rows = TensorSlot("w", (4,), ((2 * group.rank, 2 * group.rank + 2),), frozenset({"shard"}))
         piece = TensorPiece(rows, torch.full((2,), float(group.rank)))
         whole = gather_whole([piece], group, Net(30.0))["w"].tolist()
-        with pytest.raises(CommunicationError, match="of 'w', 2 of 4 values are on no rank"):
+        with pytest.raises(CommunicationError, match="2 of 4 values of 'w' are on no rank"):
             gather_whole([piece] if group.rank == 0 else [], group, Net(30.0))
         return whole
 

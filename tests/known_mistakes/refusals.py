@@ -125,7 +125,7 @@ REFUSALS: Mapping[str, Refused] = {
             "nn.Dropout(0.1)",
             "paceline.models.KeyedDropout(0.1)",
         ),
-        "draws from PyTorch's own generator",
+        "draws from PyTorch's global generator",
         lambda: task(model=model(nn.Dropout(0.1))),
         lambda: task(model=model(KeyedDropout(0.1))),
         LANES,

@@ -85,7 +85,7 @@ def test_a_sum_over_ranks_that_hold_other_pieces_is_an_error() -> None:
             return found and replace(found, sums=("tensor", *found.sums))
 
         TensorTransform.cut = summed_too
-        with pytest.raises(StrategyError, match="is to be summed over tensor, replica, shard"):
+        with pytest.raises(StrategyError, match="should be summed over tensor, replica, shard"):
             build_test_session(cluster, recipe("replicas=1 tensor=2"), build)
         return "refused"
 

@@ -133,7 +133,7 @@ def test_tuples_of_any_dtype_travel_and_the_loss_says_what_goes_in(num_stages: i
     "stages, of, words",
     [
         (without_dropout, loss, "in training"),
-        (tuples, penalised, "looks at the model's parameters"),
+        (tuples, penalised, "uses the model's parameters"),
         (tuples, twice, "calls the model twice"),
         (lambda chain: [nn.Identity(), *tuples(chain)], loss, "Identity"),
     ],
@@ -163,7 +163,7 @@ class Odd(nn.Module):
 @pytest.mark.parametrize(
     "stages, words",
     [
-        (None, "nothing says which chain"),
+        (None, "is not nn.Sequential"),
         (lambda m: [m.a, m.b], "another result"),
         (lambda m: [m.a], "leaves out"),
     ],
@@ -196,7 +196,7 @@ def test_a_chain_that_is_not_the_model_is_refused(stages: Any, words: str) -> No
         ),
         ({"logits": object()}, torch.ones(2), "value logits is object of the model and Tensor"),
         (torch.ones(2), torch.ones(3), "value 0 is float32 [2] of the model and float32 [3]"),
-        (torch.ones(2), torch.ones(2, dtype=torch.float64), "float64 [2] of the chain"),
+        (torch.ones(2), torch.ones(2, dtype=torch.float64), "float64 [2] in the chain"),
         (
             (torch.ones(1), torch.ones(2)),
             (torch.ones(1), torch.full((2,), 1.5)),

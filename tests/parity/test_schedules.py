@@ -138,9 +138,9 @@ def test_what_does_not_fit_is_refused_with_what_does(tmp_path: Path) -> None:
 
     write_schedule_csv(simulate_schedule(zero_bubble(2, 4), 4), tmp_path / "few.csv")
     for few, many in run_ranks(said, 2):
-        assert "one of 2 stages and 4 micro-batches, and a rank has 5" in few
+        assert "for 2 stages and 4 micro-batches, but a rank has 5" in few
         assert "--stages 2 --micro 5 --csv FILE" in few
-        assert "the model is a chain of 6 modules with parameters" in many
+        assert "the model's chain has only 6 modules with parameters" in many
     shuffled = [[PipelineAction("F", k) for k in range(3)] + [PipelineAction("B", k) for k in (1, 0, 2)]] * 2
     write_schedule_csv(simulate_schedule(type(zero_bubble(2, 2))(shuffled), 3), tmp_path / "own.csv")
     recipe = deep(
@@ -150,7 +150,7 @@ def test_what_does_not_fit_is_refused_with_what_does(tmp_path: Path) -> None:
     )
     from paceline.parallel.pipeline.strategy_schedule import build_checked_table
 
-    with pytest.raises(StrategyError, match="neither from the first"):
+    with pytest.raises(StrategyError, match="neither in ascending nor in descending order"):
         build_checked_table(recipe, 3)
     assert build_checked_table(recipe.replace(reproducible=False), 3).num_stages == 2
 

@@ -147,7 +147,7 @@ def test_stages_of_blocks_that_are_cut_by_positions() -> None:
     for right, wrong, refused in run_ranks(found, 4):
         assert right == ["", ""]
         assert wrong != ""
-        assert "'blocks.0' by positions, and the chain of stages runs it in parts" in refused
+        assert "'blocks.0' by positions, but the pipeline runs it in parts" in refused
 
 
 def test_a_plan_that_ships_leaves_out_what_a_model_has_not() -> None:

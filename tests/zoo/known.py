@@ -40,14 +40,14 @@ KNOWN: tuple[Known, ...] = ()
 
 OTHER_BITS: tuple[Known, ...] = ()  # reproducible, and within rounding, but not to the bit
 
-_DRAWS = "draws from PyTorch's own generator"
+_DRAWS = "draws from PyTorch's global generator"
 REFUSED: tuple[tuple[str, tuple[str, ...], str], ...] = (  # kinds, ways, words of the refusal
     ("*-dropout", THREADS, _DRAWS),
     ("dropout-module", THREADS, _DRAWS),
     ("loss-closes-over-the-model", (*PIPELINES, "stage-threads-*"), "the loss never called the model"),
     ("layer-reused", ("same-bits-pipeline-*",), "3 modules on several stages share"),
-    ("loss-closes-over-a-part", (*PIPELINES, "stage-threads-*"), "of a model from around it"),
-    ("loss-closes-over-*", LANES, "of a model from around it"),
+    ("loss-closes-over-a-part", (*PIPELINES, "stage-threads-*"), "of a model outside of its arguments"),
+    ("loss-closes-over-*", LANES, "of a model outside of its arguments"),
     ("half-weights", ("same-bits-zero*",), "depends on where it is cut"),
     ("mixed-types", ("same-bits-zero*",), "depends on where it is cut"),
     ("channels-last-fused", ("same-bits-*",), "a fused optimizer rounds depending on how a tensor is partitioned"),

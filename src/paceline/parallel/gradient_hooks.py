@@ -99,9 +99,8 @@ class GradientHooks:
     def _on_gradient(self, slot: TensorSlot, p: Tensor) -> None:
         if p.grad is None:
             raise TaskError(
-                # Backward completes gradients in the reverse order of the model, so all ranks hand on in
-                # that order.
-                " ranks before the update",
+                f"a hook has removed the gradient of '{slot.name}', which must be summed over micro-batches"
+                " and ranks before the update",
                 next_step="use Task(optimizer=...) instead of a hook that steps during backward",
             )
         if slot not in self._added_once:

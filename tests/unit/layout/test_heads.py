@@ -87,5 +87,5 @@ def test_what_cannot_be_cut_by_heads_is_named() -> None:
     with pytest.raises(TaskError, match="finds no queries, keys and values among its linear layers: up"):
         cut_heads("a", nn.ModuleDict({"up": nn.Linear(2, 2)}), 2)
     attention.attn_dropout = nn.Dropout(0.1)
-    with pytest.raises(TaskError, match=r"'a.attn_dropout' drops weights of attention with probability 0.1"):
+    with pytest.raises(TaskError, match=r"'a.attn_dropout' drops attention weights with probability 0.1"):
         cut_heads("a", attention, 2)

@@ -87,7 +87,7 @@ def test_a_batch_is_divided_in_all_its_containers() -> None:
     found = slice_batch({"x": x, "more": (x.view(4, 1), [None, 3])}, range(1, 3), 4)
     assert found["x"].tolist() == [1.0, 2.0] and found["more"][0].tolist() == [[1.0], [2.0]]
     assert found["more"][1] == [None, 3]
-    for wrong, says in (({"x": x[:3]}, r"\[3\] is no 4 samples"), ([x, "names"], "has str in it")):
+    for wrong, says in (({"x": x[:3]}, r"\[3\] does not have 4 samples"), ([x, "names"], "contains str")):
         with pytest.raises(TaskError, match=says):
             slice_batch(wrong, range(1), 4)
 
@@ -124,10 +124,10 @@ def hooked() -> nn.Module:
 @pytest.mark.parametrize(
     "middle, loss, says",
     [
-        (Mixes(), None, "another for two samples one by one"),
+        (Mixes(), None, "differs between two samples together and one by one"),
         (nn.BatchNorm1d(8), None, "changes the buffer 'running_mean'|changes the buffer '1.running_mean'"),
-        (nn.Dropout(0.5), None, "another for two samples one by one"),
-        (nn.Identity(), of_the_batch, "the loss is another"),
+        (nn.Dropout(0.5), None, "differs between two samples together and one by one"),
+        (nn.Identity(), of_the_batch, "the loss differs between two samples"),
     ],
     ids=["mixes", "batch norm", "own generator", "loss"],
 )

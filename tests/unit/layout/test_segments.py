@@ -70,7 +70,7 @@ def test_an_argument_that_was_written_to_before_backward_is_an_error() -> None:
     x = torch.randn(4, WIDTH)
     loss = lean(x).sum()
     x.zero_()
-    with pytest.raises(RuntimeError, match="written to before backward"):
+    with pytest.raises(RuntimeError, match="changed in place before backward"):
         loss.backward()
 
 

@@ -29,7 +29,7 @@ def test_stages_are_about_equal(weights: list[int], parts: int, right: list[tupl
 
 
 def test_more_stages_than_modules_are_refused() -> None:
-    with pytest.raises(StrategyError, match="chain of 2 modules"):
+    with pytest.raises(StrategyError, match="chain has only 2 modules"):
         partition_evenly([3, 0, 3], 3)
 
 

@@ -34,14 +34,14 @@ def test_of_patterns_that_fit_the_same_the_last_one_counts() -> None:
 @pytest.mark.parametrize(
     ("plan", "says"),
     [
-        ({"blocks.*.attend": "heads"}, "fits no module of GPT; the nearest is 'blocks.*.attention'"),
+        ({"blocks.*.attend": "heads"}, "matches no module of GPT; the nearest is 'blocks.*.attention'"),
         ({"feed_forward.expnd": "column"}, "the nearest is 'feed_forward.expand'"),
-        ({"blocks.*.attention": "head"}, "is none of .*; did you mean 'heads'"),
-        ({"expand": "column"}, "'blocks.0.feed_forward.project' is not cut, and stands behind "
+        ({"blocks.*.attention": "head"}, "must be one of .*; did you mean 'heads'"),
+        ({"expand": "column"}, "'blocks.0.feed_forward.project' is not split but follows "
          "'blocks.0.feed_forward.expand'"),
-        ({"feed_forward.project": "row"}, "no column stands before it"),
-        ({"expand": "column", "feed_forward.project": "column"}, "no row takes its part"),
-        ({"norm": "column"}, "calls 'norm' column, and it is a LayerNorm"),
+        ({"feed_forward.project": "row"}, "there is no column before it"),
+        ({"expand": "column", "feed_forward.project": "column"}, "there is no row after it"),
+        ({"norm": "column"}, "says column for 'norm', which is a LayerNorm"),
     ],
 )  # fmt: skip
 def test_a_plan_that_does_not_fit_is_refused(plan: dict[str, str], says: str) -> None:
@@ -51,11 +51,11 @@ def test_a_plan_that_does_not_fit_is_refused(plan: dict[str, str], says: str) ->
 
 def test_layers_of_a_sequential_are_taken_in_turn() -> None:
     model = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 4), nn.Linear(4, 2))
-    with pytest.raises(TaskError, match="'2' is not cut, and stands behind '0'"):
+    with pytest.raises(TaskError, match="'2' is not split but follows '0'"):
         resolve_tensor_plan({"0": "column", "3": "row"}, model)
     assert len(resolve_tensor_plan({"0": "column", "2": "row"}, model)) == 2
 
 
 def test_no_plan_is_an_error_of_the_strategy() -> None:
-    with pytest.raises(StrategyError, match="nothing says which of GPT's"):
+    with pytest.raises(StrategyError, match="there is no plan for GPT"):
         resolve_tensor_plan({}, gpt())

@@ -126,7 +126,7 @@ def test_halves_of_backwards_fill_the_bubble_and_store_no_more(p: int, m: int) -
                 [PipelineAction("F", 0), PipelineAction("W", 0), PipelineAction("B", 0)],
                 [PipelineAction("F", 0), PipelineAction("B", 0)],
             ],
-            "before those of what came in",
+            "before those of the inputs",
         ),
         (
             [

@@ -34,7 +34,7 @@ class Gathered(NativeCollective):
 
 
 def gathered(group, site):
-    return site.coded(Gathered(site.net, group))
+    return site.apply_codec(Gathered(site.net, group))
 '''
 CODEC = '''
 """Two bytes a value."""
@@ -98,7 +98,8 @@ def noted(context, layout, state):
                     notes.write(f"{state.step} ")
             return super().step(work, stream, placed, update_step)
 
-    return build_every_step_rule(replace(context, components=replace(context.components, rule=Noted)), layout, state)
+    components = replace(context.components, rule=Noted)
+    return build_every_step_rule(replace(context, components=components), layout, state)
 '''
 LAYOUT = '''
 """ZeRO-1 by whole tensors: each is updated by one rank, in turn."""

@@ -223,10 +223,10 @@ def test_a_rank_that_is_started_anew_meets_the_others_and_its_earlier_life_does_
             store.set("began anew", "1")
         store.wait_for_keys(["died"], 60.0)
         candidate = MemberCandidate(rank, "", store, cpu, 9.0, "late")
-        place = form_first_membership(
+        membership = form_first_membership(
             candidate, InitialRendezvous(2, 1, "the job", SetupDeadline(60.0))
-        ).place
-        return place, store.check(["began anew"])
+        )
+        return membership.prefix, store.check(["began anew"])
 
     (first, _), (second, after) = run_ranks(come, 2)
     assert first == second and after
@@ -242,4 +242,4 @@ def test_a_port_that_accepts_but_does_not_answer_ends_at_the_deadline() -> None:
             replace(cluster, global_rank=1, world_size=2, port=port, store_fd=None).connect("cpu", 0.3)
         return caught.value.what
 
-    assert "accepts connections but does not answer" in run_ranks(knock, 1)[0]
+    assert "accepts connections but does not respond" in run_ranks(knock, 1)[0]

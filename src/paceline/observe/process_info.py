@@ -15,7 +15,8 @@ def process_start_ticks(pid: int) -> int:
     Process ids are reused, so only the id and the start together identify a process.
     """
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        fields = text.rpartition(")")[2].split()  # the name of the command may have spaces
     except OSError:
         return 0
     # Z is a zombie and X a process that is about to vanish: neither runs any more.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 from unittest.mock import patch
 
@@ -27,9 +28,11 @@ def breaks() -> dict[str, tuple[Any, str, Any]]:
     from paceline.comm.reduction import gradient_norm
     from paceline.data import sample_reader, work
     from paceline.models.dropout import KeyedDropout
-    from paceline.optim import build_optimizer, lr_schedule
+    from paceline.optim import lr_schedule
 
     take_key, read = KeyedDropout.take_key, sample_reader.key
+    # The package exports a function of the same name as the module.
+    build_optimizer = import_module("paceline.optim.build_optimizer")
     decays = build_optimizer.is_decayed
     return {
         "rows of the norm": (gradient_norm, "row_squares", scaled(gradient_norm.row_squares, 1 + 1e-9)),
@@ -41,7 +44,7 @@ def breaks() -> dict[str, tuple[Any, str, Any]]:
         "cosine": (lr_schedule, "cosine", scaled(lr_schedule.cosine, 0.999)),
         "dealing": (
             work,
-            "split",
+            "split_evenly",
             lambda n, parts, part: range(
                 n * part // parts, max(n * part // parts, n * (part + 1) // parts - (part == 1))
             ),
@@ -49,7 +52,7 @@ def breaks() -> dict[str, tuple[Any, str, Any]]:
         "key of a micro-batch": (work, "key", lambda *words: 17),
         "key of dropout": (KeyedDropout, "take_key", lambda self, key: take_key(self, key + 1)),
         "key of the loader": (sample_reader, "key", lambda *words: read(*words) + 1),
-        "which decay": (build_optimizer, "decays", lambda p, on: not decays(p, on)),
+        "which decay": (build_optimizer, "is_decayed", lambda p, on: not decays(p, on)),
         "optimizer": (
             build_optimizer,
             "adamw",

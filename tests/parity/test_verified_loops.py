@@ -131,7 +131,7 @@ REFUSED = {
     parts: "the whole batch of a rank",
     short: "the loop ended",
 }
-REFUSED |= {stepless: "without step"}
+REFUSED |= {stepless: "without calling step"}
 
 
 def check(

@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 from paceline.models.dropout import KeyedDropout
 
-_SIDE = 8  # pixels; the images of scikit-learn's digits
+_SIDE = 8  # pixels, as in the digits of scikit-learn
 
 
 class ConvNet(nn.Module):
     """Three 3 x 3 convolutions with BatchNorm, one pooling, dropout, and a linear head.
 
     Args:
-        channels: of the first convolution; the others have twice as many.
+        channels: output channels of the first convolution; the others have twice as many.
         num_classes: width of the result.
         dropout: probability of dropping a value before the head.
     """
@@ -34,7 +34,7 @@ class ConvNet(nn.Module):
         self.head = nn.Linear(2 * channels * (_SIDE // 2) ** 2, num_classes)
 
     def chain(self) -> list[nn.Module]:
-        """The modules whose composition this is."""
+        """Return the modules whose composition is this model."""
         image = nn.Unflatten(1, (1, _SIDE, _SIDE))
         return [image, *self.features, nn.Flatten(1), self.dropout, self.head]
 

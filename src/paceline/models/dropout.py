@@ -1,11 +1,10 @@
 """Dropout whose mask is a pure function of the micro-batch's key and the module's name.
 
-Invariant: with the same micro-batch key, name, shape and kind of device a mask has the same bits, whoever
-draws it and however often: another rank, a clone on another thread, a recomputed forward. No generator is
-shared, so nothing depends on what was drawn before.
+Invariant: with the same micro-batch key, name, shape and kind of device a mask has the same bits on every
+rank, in a clone on another thread and in a recomputed forward. No generator is shared, so nothing depends on
+earlier draws.
 
-The price: a module that is called twice in one forward draws the same mask twice. Give every place a
-`KeyedDropout` of its own.
+A module that is called twice in one forward draws the same mask twice: use one `KeyedDropout` per call.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from paceline.state.keys import key
 
 
 class PositionSpans(Protocol):
-    """How many positions there are in the present micro-batch, and which of them are here."""
+    """The positions of a micro-batch: their number, and the span that this rank has."""
 
     length: int
 
     def own(self) -> tuple[int, int]:
-        """First position, and the one after the last."""
+        """Return the first position of this rank, and the one after the last."""
 
 
 class KeyedDropout(nn.Module):
@@ -53,19 +52,19 @@ class KeyedDropout(nn.Module):
         self._samples: tuple[range, int] | None = None
 
     def take_part(self, span: tuple[int, int], width: int) -> None:
-        """See a span of the features only; the mask is that part of the mask of all `width` features."""
+        """Use a span of the features: the mask is that part of the mask of all `width` features."""
         self._part, self._width = span, width
 
     def take_positions(self, positions: PositionSpans) -> None:
-        """See a part of the positions only, dimension 1; the mask is that part of the mask of all of them."""
+        """Use a part of the positions, dimension 1: the mask is that part of the mask of all positions."""
         self._positions = positions
 
     def take_samples(self, own: range, num_samples: int) -> None:
-        """See some samples of a micro-batch, dimension 0; the mask is that part of the mask of all."""
+        """Use some samples of a micro-batch, dimension 0: the mask is that part of the mask of all."""
         self._samples = None if len(own) == num_samples else (own, num_samples)
 
     def take_all(self) -> None:
-        """See everything again."""
+        """Use all features, positions and samples again."""
         self._part = self._positions = self._samples = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -76,9 +75,8 @@ class KeyedDropout(nn.Module):
 
     def take_key(self, micro_batch_key: int) -> None:
         """Draw the masks of this micro-batch from now on."""
-        self.__dict__["micro_batch_key"] = (
-            micro_batch_key  # `Module.__setattr__` costs microseconds, in every micro-batch
-        )
+        # `Module.__setattr__` costs microseconds in every micro-batch.
+        self.__dict__["micro_batch_key"] = micro_batch_key
 
     def extra_repr(self) -> str:
         return f"p={self.p}"
@@ -91,39 +89,40 @@ def keep_mask(module: KeyedDropout, x: Tensor) -> Tensor:
     Raises:
         TaskError: no micro-batch key was set, so the mask would not be reproducible.
     """
-    if has_torch_function_unary(x):  # x may be a part of a sequence
-        found: Tensor = handle_torch_function(keep_mask, (x,), module, x)
-        return found
+    # Under context=N, x is a part of a sequence, and its subclass draws the mask of its positions.
+    if has_torch_function_unary(x):
+        mask: Tensor = handle_torch_function(keep_mask, (x,), module, x)
+        return mask
     if module._samples is not None:
         return _mask_of_own_samples(module, x, *module._samples)
     return mask_of_own_positions(module, draw_mask(module, shape_of_all_positions(module, x), x.device))
 
 
 def shape_of_all_positions(module: KeyedDropout, x: Tensor) -> tuple[int, ...]:
-    """The shape of x with the positions of all that share them."""
+    """Return the shape of x with the positions of all ranks of the sequence."""
     return tuple(x.shape) if module._positions is None else (len(x), module._positions.length, *x.shape[2:])
 
 
 def mask_of_own_positions(module: KeyedDropout, mask: Tensor) -> Tensor:
-    """Of a mask of `shape_of_all_positions` what is here."""
+    """Return the part of a mask of `shape_of_all_positions` that belongs to this rank."""
     return mask if module._positions is None else mask[:, slice(*module._positions.own())]
 
 
 def _mask_of_own_samples(module: KeyedDropout, x: Tensor, own: range, num_samples: int) -> Tensor:
-    """The mask of some samples; each has as many rows of x as the others."""
+    """Return the mask of some samples; all samples have the same number of rows in x."""
     rows = len(x) // len(own)
     if rows * len(own) != len(x):
         raise TaskError(
-            f"dropout {module.name!r} sees {len(x)} rows of {len(own)} samples, and which belong to which is"
-            " not known",
-            next_step="let samples be its first dimension, or leave out rechunk",
+            f"dropout {module.name!r} gets {len(x)} rows for {len(own)} samples, so it cannot tell which rows"
+            " belong to which sample",
+            next_step="make samples the first dimension of its input, or leave out rechunk",
         )
     mask = draw_mask(module, (rows * num_samples, *shape_of_all_positions(module, x)[1:]), x.device)
     return mask_of_own_positions(module, mask[rows * own.start : rows * own.stop])
 
 
 def draw_mask(module: KeyedDropout, shape: Sequence[int], device: torch.device) -> Tensor:
-    """The mask of values of some shape, bool; of features that are here."""
+    """Draw a mask of the given shape, bool, for the features of this rank."""
     if module.micro_batch_key is None:
         raise TaskError(
             f"KeyedDropout {module.name!r} has no micro-batch key",
@@ -132,12 +131,13 @@ def draw_mask(module: KeyedDropout, shape: Sequence[int], device: torch.device) 
     generator = torch.Generator(device).manual_seed(key(module.micro_batch_key, "dropout", module.name))
     if module._part is None:
         return torch.rand(tuple(shape), generator=generator, device=device) >= module.p
+    # The whole mask is drawn, so that every tensor rank has the bits of one process.
     whole = torch.rand(*shape[:-1], module._width, generator=generator, device=device)
     return whole[..., slice(*module._part)] >= module.p
 
 
 def name_dropouts(model: nn.Module) -> tuple[KeyedDropout, ...]:
-    """Tell every `KeyedDropout` its name in the whole model; return them in order.
+    """Set the name of every `KeyedDropout` in the whole model, and return them in order.
 
     Call it on the whole model before that is cut, wrapped or compiled: these names are part of the keys.
     """

@@ -26,7 +26,7 @@ from paceline.models.positions import positions
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The shape of a GPT.
+    """The configuration of a GPT.
 
     Args:
         vocab: number of different tokens.
@@ -58,7 +58,7 @@ class GPTConfig:
 
 
 class RotaryEmbedding(nn.Module):
-    """Turn each pair of features by an angle that grows with the position.
+    """Rotary positions: each pair of features is rotated by an angle that grows with the position.
 
     Source: Su et al. 2021, RoFormer, arXiv:2104.09864, section 3.2.2; pairs are (i, i + D/2).
     """
@@ -134,7 +134,7 @@ class GPTBlock(nn.Module):
 
 
 class GPT(nn.Module):
-    """Predict every next token of a sequence from those before it.
+    """A GPT language model: predicts every next token of a sequence from those before it.
 
     Source: Radford et al. 2019, Language Models are Unsupervised Multitask Learners (pre-norm GPT);
     Press & Wolf 2017, arXiv:1608.05859 (tied output layer).
@@ -150,7 +150,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(GPTBlock(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width, bias=config.bias)
         self.head = nn.Linear(config.width, config.vocab, bias=False)
-        self.head.weight = self.embed.weight
+        self.head.weight = self.embed.weight  # tied
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         """Map tokens, int64 [B, T] with T <= context, to logits of the next ones, [B, T, V]."""
@@ -163,7 +163,7 @@ class GPT(nn.Module):
 def embed_tokens(
     tokens_BT: Tensor, embed: nn.Embedding, learned: nn.Embedding | None, dropout: nn.Module
 ) -> Tensor:
-    """Token embeddings [B, T, W], with learned positions where the model has them."""
+    """Return token embeddings [B, T, W], with learned positions if the model has them."""
     x_BTW = embed(tokens_BT)
     if learned is not None:
         x_BTW = x_BTW + learned.weight[positions(tokens_BT, 1)]
@@ -171,7 +171,7 @@ def embed_tokens(
 
 
 class GPTEmbedding(nn.Module):
-    """What a GPT does before its first block; shares the GPT's modules."""
+    """The embedding of a GPT, as the first module of its chain; shares the modules of the GPT."""
 
     def __init__(self, gpt: GPT) -> None:
         super().__init__()
@@ -183,9 +183,9 @@ class GPTEmbedding(nn.Module):
 
 
 def gpt_chain(model: nn.Module) -> list[nn.Module]:
-    """The modules whose composition a GPT is: embedding, blocks, norm and output layer."""
+    """Return the modules whose composition is a GPT: embedding, blocks, norm with output layer."""
     if not isinstance(model, GPT):
-        raise TaskError(f"{type(model).__name__} is no GPT", next_step="name the model's own chain")
+        raise TaskError(f"{type(model).__name__} is not a GPT", next_step="pass a chain for this model")
     return [GPTEmbedding(model), *model.blocks, nn.Sequential(model.norm, model.head)]
 
 
@@ -196,11 +196,11 @@ GPT_TENSOR_PLAN: Mapping[str, str] = {
     "blocks.*.feed_forward.project": "row",
     "head": "vocabulary",
 }
-"""How a GPT is cut under `tensor=N`."""
+"""The tensor plan of a GPT (`tensor=N`)."""
 
 
 def gpt_rule(model: nn.Module) -> InitRule:
-    """How the weights of a GPT are set: normal of deviation 0.02, branches scaled by 1 / sqrt(2 layers).
+    """Return the initialisation of a GPT: normal, deviation 0.02, residual branches / sqrt(2 layers).
 
     Source: Radford et al. 2019, section 2.3.
     """
@@ -217,4 +217,4 @@ def gpt_rule(model: nn.Module) -> InitRule:
 
 
 initialize_gpt = InitializeByName(gpt_rule)
-"""Sets the weights of a GPT by name."""
+"""The initialisation of a GPT by parameter names."""

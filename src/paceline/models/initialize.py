@@ -1,8 +1,8 @@
 """Initial weights that are keyed by (seed, parameter name, block of rows), never drawn from a stream.
 
-Invariant: the value of a parameter depends on the seed, its name, its shape and its dtype only, so that
-adding a layer, splitting the model or changing the device leaves all other weights as they are; and some rows
-of it can be made without the others.
+Invariant: the values of a parameter depend only on the seed, its name, its shape and its dtype. So adding a
+layer, splitting the model or changing the device leaves all other weights as they are, and some rows of a
+parameter can be made without the others.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ _SMALL_VALUES = 2**12
 
 @dataclass(frozen=True)
 class InitializeByName:
-    """Lets a rule set every parameter, each block of its rows with a generator of its own.
+    """An initialiser that applies a rule to every parameter, with one generator per block of rows.
 
     Args:
-        make_rule: from a model, of which it may look at modules and names, the rule. It works on CPU tensors,
-            so that every device starts from the same bits, and on some rows of a parameter as on all of it.
+        make_rule: returns the rule for a model, from its modules and names. The rule gets CPU tensors, so
+            that every device starts from the same bits, and must treat some rows of a parameter as all.
     """
 
     make_rule: Callable[[nn.Module], InitRule]
 
     @torch.no_grad()
     def __call__(self, model: nn.Module, seed: int) -> None:
-        """Set all parameters; one without memory gets it. A tied parameter is set under its first name."""
+        """Set all parameters, and allocate those on `meta`; tied ones are set under their first name."""
         rule = self.make_rule(model)
         made: dict[int, nn.Parameter] = {}
         for name, p in list(model.named_parameters()):
@@ -54,7 +54,7 @@ class InitializeByName:
 
     @torch.no_grad()
     def part(self, model: nn.Module, seed: int, name: str, part: SlotIndex) -> Tensor:
-        """Some values of one parameter, [sizes of the part], on the CPU; only their rows are made."""
+        """Return a part of one parameter, [sizes of the part], on the CPU; only its rows are made."""
         p = model.get_parameter(name)
         rule = self.make_rule(model)
         if not part:
@@ -65,23 +65,23 @@ class InitializeByName:
 
 
 def initialize_by_name(model: nn.Module, seed: int, rule: InitRule) -> None:
-    """Let a rule set every parameter; see `InitializeByName`."""
+    """Set every parameter by a rule, as `InitializeByName`."""
     InitializeByName(lambda _: rule)(model, seed)
 
 
 def _make_rows(rule: InitRule, seed: int, name: str, p: Tensor, start: int, stop: int) -> Tensor:
-    """Rows of a parameter, as the rule makes them block by block; a scalar is one row."""
+    """Return rows of a parameter, made block by block; a scalar is one row."""
     height = max(1, _BLOCK_VALUES // max(1, p.numel() // max(1, len(p)))) if p.dim() else 1
     if p.numel() <= _BLOCK_VALUES:
         whole = _make_block(rule, key(seed, "initialize", name), name, p, slice(None))
         return whole[start:stop] if p.dim() else whole
-    found = torch.empty(stop - start, *p.shape[1:], dtype=p.dtype)
+    made = torch.empty(stop - start, *p.shape[1:], dtype=p.dtype)
     for block in range(start // height, -(-stop // height)):
         first, last = block * height, min((block + 1) * height, len(p))
         values = _make_block(rule, key(seed, "initialize", name, block), name, p, slice(first, last))
         a, b = max(start, first), min(stop, last)
-        found[a - start : b - start] = values[a - first : b - first]
-    return found
+        made[a - start : b - start] = values[a - first : b - first]
+    return made
 
 
 def _make_block(rule: InitRule, seed: int, name: str, p: Tensor, rows: slice) -> Tensor:
@@ -90,30 +90,31 @@ def _make_block(rule: InitRule, seed: int, name: str, p: Tensor, rows: slice) ->
         values = (p.detach()[rows] if p.dim() else p.detach()).cpu().clone()
         rule(name, values, generator)
         return values
+    # NaN shows which values the rule does not set; the constructor's are lost on `meta`.
     values = torch.full((p[rows] if p.dim() else p).shape, torch.nan, dtype=p.dtype)
     rule(name, values, generator)
     if bool(torch.isnan(values).any()):
         raise TaskError(
-            f"the model was built without memory, and '{name}' is left as its constructor made it",
-            next_step="let the rule set it, or build the model as usual",
+            f"the initialisation rule does not set '{name}', and the model was built without memory",
+            next_step="set it in the rule, or build the model with memory",
         )
     return values
 
 
 @contextmanager
 def without_memory() -> Iterator[None]:
-    """Large parameters of modules that are built inside have a shape and no memory (device `meta`).
+    """Build large parameters on the `meta` device within the block, with a shape and no memory.
 
-    A rank then makes only those that it holds. Buffers and small parameters (up to 4,096 values) are as
-    usual. The task needs an `initialize` that can make parts: `InitializeByName`.
+    A rank then allocates only the parameters that it holds. Buffers and small parameters (up to 4,096 values)
+    are built as usual. The task needs an `initialize` that can make parts: `InitializeByName`.
     """
 
-    def let_go(module: nn.Module, name: str, p: Any) -> Any:
+    def to_meta(module: nn.Module, name: str, p: Any) -> Any:
         if isinstance(p, nn.Parameter) and not p.is_meta and p.numel() > _SMALL_VALUES:
             return nn.Parameter(p.detach().to("meta"), p.requires_grad)
         return None
 
-    hook = register_module_parameter_registration_hook(let_go)
+    hook = register_module_parameter_registration_hook(to_meta)
     try:
         yield
     finally:
@@ -121,7 +122,7 @@ def without_memory() -> Iterator[None]:
 
 
 def replace_parameters(model: nn.Module, made: dict[int, nn.Parameter]) -> None:
-    """Put other parameters in the place of some, by `id`, wherever modules use them."""
+    """Replace parameters, by `id`, in all modules that use them."""
     for module in model.modules():
         for name, p in module._parameters.items():
             if p is not None and id(p) in made:

@@ -41,7 +41,7 @@ class MLP(nn.Module):
         self.layers = nn.Sequential(*layers[:-2])
 
     def chain(self) -> list[nn.Module]:
-        """The modules whose composition this is."""
+        """Return the modules whose composition is this model."""
         return list(self.layers)
 
     def forward(self, x: Tensor) -> Tensor:  # (B, num_inputs) -> (B, num_outputs)

@@ -1,7 +1,7 @@
-"""Which positions of a sequence a model sees: all of them, or, under `context=N`, those of one rank.
+"""The positions of a sequence that a model gets: all of them, or under `context=N` those of one rank.
 
-A model asks where it needs to know; what runs it on a part answers in its place, for the duration of the
-forward (`paceline.parallel.context`). Nothing is set, so nothing stays.
+A model calls `positions` where it needs them. Under `context=N` its inputs are tensors of a subclass that
+overrides the function (`paceline.parallel.context`), so there is no state to set and to reset.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 
 def positions(x: Tensor, dim: int) -> Tensor | slice:
-    """The places in the whole sequence of what lies along a dimension, as an index into a table by position.
+    """Return the positions in the whole sequence along a dimension, as an index into a table by position.
 
     Args:
         x: any tensor of the forward.
@@ -20,6 +20,6 @@ def positions(x: Tensor, dim: int) -> Tensor | slice:
         The first `x.size(dim)`; on a rank that runs a part of the sequence an int64 [x.size(dim)].
     """
     if has_torch_function_unary(x):
-        found: Tensor | slice = handle_torch_function(positions, (x,), x, dim)
-        return found
+        local: Tensor | slice = handle_torch_function(positions, (x,), x, dim)
+        return local
     return slice(0, x.size(dim))

@@ -1,4 +1,4 @@
-"""Tensor plans of models that others have written, by `model.config.model_type` as Transformers spells it."""
+"""Tensor plans of models of Hugging Face Transformers, by `model.config.model_type`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TENSOR_PLANS: Mapping[str, Mapping[str, str]] = {
 
 
 def tensor_plan_of(model: nn.Module) -> Mapping[str, str]:
-    """The plan that ships for a model; empty if there is none."""
+    """Return the shipped tensor plan of a model; empty if there is none."""
     kind = getattr(getattr(model, "config", None), "model_type", "")
     plan = TENSOR_PLANS.get(kind, {})
     return {

@@ -1,6 +1,6 @@
 """Sample tokens from a causal language model, one after another.
 
-Minimal on purpose: each token costs a forward over the whole context. There is no cache of keys and values.
+Each token costs a forward over the whole context: there is no cache of keys and values.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def generate(
         prompt: int64 [P] with P >= 1, on the model's device.
         num_tokens: how many to add.
         context: the longest sequence that the model takes; older tokens are forgotten.
-        generator: on the CPU; the only source of chance, so equal generators give equal text.
+        generator: on the CPU; the only source of randomness, so equal generators give equal text.
         temperature: divides the logits; 0 always takes the likeliest token.
         top_p: sample among the likeliest tokens that together have this probability.
     Returns:

@@ -1,9 +1,8 @@
-"""The buckets of a rank, laid out as a run lays them out, without memory; closed forms are made of them.
+"""Gradient buckets of a rank, laid out as in a run, on tensors without memory; pure.
 
-A bucket holds whole tensors, and its rows are as wide as the widest one, so sums over all tensors do not say
-what is allocated.
-
-What a rank reduces: which gradients, over how many ranks, on which paths. Pure.
+A bucket holds whole tensors, and its rows are as wide as the widest of them, so the number of values does not
+say what is allocated. `GradientReduction` says which gradients a rank reduces, over how many ranks and on
+which paths; `zero_memory` computes bytes from it.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ _DTYPES_BY_BYTES = {
 
 
 class BucketPath(NamedTuple):
-    """What buckets have in common that take memory in turn.
+    """The path of buckets that use the same temporary memory one after another.
 
     Args:
-        number: of their reduction, in the order of a run.
-        item_bytes: of one value.
-        axes: over which they are summed.
-        meets: whether ranks of one replica put their parts together first.
+        number: number of their reduction, in the order of a run.
+        item_bytes: bytes of one value.
+        axes: mesh axes over which they are summed.
+        meets: ranks of a replica sum their parts first (tied stages, tensor shards).
     """
 
     number: int
@@ -49,7 +48,7 @@ class BucketPath(NamedTuple):
 
 
 class BucketBytes(NamedTuple):
-    """Bytes of all rows of one bucket, and of one of them."""
+    """The bytes of all rows of a bucket, and of one row."""
 
     whole: int
     row: int
@@ -57,12 +56,12 @@ class BucketBytes(NamedTuple):
 
 
 class BucketLayout(NamedTuple):
-    """One reduction.
+    """The buckets of one reduction.
 
     Args:
-        members: what it sums, in the model's order.
-        buffers: its buckets, in the order of their launch.
-        axes, meets: see `BucketPath`.
+        members: tensors that it sums, in the order of the model.
+        buffers: buckets in the order of their launch.
+        axes, meets: as in `BucketPath`.
     """
 
     members: Sequence[TensorPlacement]
@@ -79,29 +78,30 @@ def plan_reductions(
     often: bool,
     multiple: int = 1,
 ) -> list[BucketLayout]:
-    """All of a rank.
+    """Return all reductions of a rank, in the order of a run.
 
     Args:
-        held: in the model's order; `item_bytes` by name, of one value.
+        held: tensors of the rank, in the order of the model.
+        item_bytes: bytes of one value, by name.
         often: gradients leave with every micro-batch.
-        multiple: see `PartBuffer`.
+        multiple: factor of the width of rows, as in `PartBuffer`.
     """
-    together = dict[tuple[tuple[str, ...], tuple[int, ...], tuple[str, ...], int], list[TensorPlacement]]()
+    groups = dict[tuple[tuple[str, ...], tuple[int, ...], tuple[str, ...], int], list[TensorPlacement]]()
     for one in held:
         alike = one.sums, one.holders, tuple(sorted(one.computes.axes)), one.chunk if often else 0
-        together.setdefault(alike, []).append(one)
-    found, most = [], recipe.runtime.bucket_bytes
-    for (axes, holders, *_), members in sorted(together.items()):
+        groups.setdefault(alike, []).append(one)
+    layouts, bucket_bytes = [], recipe.runtime.bucket_bytes
+    for (axes, holders, *_), members in sorted(groups.items()):
         meets = bool(holders) or "tensor" in axes
         buffers = _plan_part_buffers(
-            members, item_bytes, most, in_turn=often and not meets, multiple=multiple
+            members, item_bytes, bucket_bytes, in_turn=often and not meets, multiple=multiple
         )
-        found.append(BucketLayout(members, buffers, axes, meets))
-    return found
+        layouts.append(BucketLayout(members, buffers, axes, meets))
+    return layouts
 
 
 def planned_bucket_bytes(reductions: Sequence[BucketLayout]) -> list[BucketBytes]:
-    """Of all buckets."""
+    """Return the bytes of all buckets."""
     return [
         BucketBytes(
             one.flat.nbytes,
@@ -116,10 +116,10 @@ def planned_bucket_bytes(reductions: Sequence[BucketLayout]) -> list[BucketBytes
 def gather_buckets(
     held: Sequence[TensorPlacement], item_bytes: Mapping[str, int], most_bytes: int
 ) -> list[PartBuffer]:
-    """Parameters that come together after an update, in their order.
+    """Return the buckets through which parameters are gathered after an update, in order.
 
     Args:
-        most_bytes: see `bucket_bytes_of`.
+        most_bytes: upper limit of a bucket, as in `bucket_bytes_of`.
     """
     return _plan_part_buffers(held, item_bytes, most_bytes, in_turn=True)
 
@@ -141,7 +141,7 @@ def _plan_part_buffers(
 
 
 def meta_tensors(held: Iterable[TensorPlacement], item_bytes: Mapping[str, int]) -> dict[TensorSlot, Tensor]:
-    """What a rank computes with, by slot: shapes alone."""
+    """Return meta tensors like those with which a rank computes, by slot."""
     slots = [one.computes for one in held]
     return {
         slot: torch.empty(slot.sizes, dtype=_DTYPES_BY_BYTES[item_bytes[slot.name]], device="meta")
@@ -172,17 +172,18 @@ def receive_memory_of(recipe: Recipe, trained: Iterable[Tensor]) -> ReceiveMemor
 
 @dataclass(frozen=True)
 class GradientReduction:
-    """The gradients of a rank.
+    """The reduction of the gradients of a rank.
 
     Args:
         recipe: its strategy has its replicas filled in.
-        held: what the rank holds, in the model's order; `item_bytes` by name, of one value.
-        sizes: of that.
-        shards: micro-batches of a step, over all ranks.
+        held: tensors of the rank, in the order of the model.
+        item_bytes: bytes of one value, by name.
+        sizes: bytes of `held`.
+        shards: micro-batches of a step over all ranks.
         common: sums are made in memory that all ranks share.
         receives: who allocates the receive memory of reduce_scatters.
-        completes: names of tensors, in the order in which a backward completes their gradients.
-        blocks: names of what is gathered at a time, where ranks gather in backward.
+        completes: names of tensors in the order in which a backward completes their gradients.
+        blocks: names of the parameters that are gathered together in backward; empty: none are.
     """
 
     recipe: Recipe
@@ -197,73 +198,73 @@ class GradientReduction:
 
     @property
     def sharers(self) -> int:
-        """Ranks that run samples of a step of their own, and sum it."""
+        """Return the number of ranks that sum the gradients of different samples of a step."""
         strategy = self.recipe.strategy
         copies = strategy.degrees["replica"] if strategy.sync_spec.agrees == "world" else 1
         return strategy.shard * copies
 
     @property
     def runners(self) -> int:
-        """Ranks among which the micro-batches of a step are divided, whoever sums what they find."""
+        """Return the number of ranks among which the micro-batches of a step are divided."""
         strategy = self.recipe.strategy
         return strategy.shard * (strategy.replicas or 1)
 
     @property
     def has_other_ranks(self) -> bool:
-        """Whether any other rank adds to these gradients."""
+        """Return whether gradients of other ranks are added."""
         return self.sharers * self.recipe.strategy.context > 1
 
     @property
     def leaves_often(self) -> bool:
-        """Whether gradients leave with every micro-batch."""
+        """Return whether gradients leave with every micro-batch (ZeRO 2 and 3)."""
         frees_gradients = any(one.frees_gradients for one in self.held)
         return frees_gradients and self.has_other_ranks and not self.recipe.is_ordered
 
     @property
     def most_micro_batches(self) -> int:
-        """Of a step, on the rank that has most."""
+        """Return the micro-batches of a step on the rank that has most."""
         return max(len(split_evenly(self.shards, self.runners, rank)) for rank in range(self.runners))
 
     @property
     def is_even(self) -> bool:
-        """Whether all ranks run as many micro-batches."""
+        """Return whether all ranks run the same number of micro-batches."""
         return self.shards % self.runners == 0
 
     @cached_property
     def reductions(self) -> list[BucketLayout]:
-        """In the order of a run."""
+        """Return all reductions in the order of a run."""
         recipe, often = self.recipe, self.leaves_often
         multiple = self.sharers // recipe.strategy.shard if recipe.is_ordered else 1
         return plan_reductions(recipe, self.held, self.item_bytes, often=often, multiple=multiple)
 
     @property
     def often(self) -> list[BucketLayout]:
-        """Those that leave with every micro-batch; others meet inside a replica first, once a step."""
+        """Return the reductions that run with every micro-batch; others are summed in a replica first."""
         return [one for one in self.reductions if self.leaves_often and not one.meets]
 
     @property
     def scattered_once_per_step(self) -> list[PartBuffer]:
-        """Buckets that are scattered once a step, by messages of values as they are, a few at a time."""
+        """Return the buckets that are scattered once a step, a few at a time (ZeRO 1 between hosts)."""
         strategy = self.recipe.strategy
-        waits = self.recipe.batch.sync_batchnorm or self.recipe.is_ordered
-        is_apart = strategy.shard > 1 and not (self.common or self.leaves_often)
-        return [x for one in self.reductions for x in one.buffers] if is_apart and not waits else []
+        at_end = self.recipe.batch.sync_batchnorm or self.recipe.is_ordered
+        sends = strategy.shard > 1 and not (self.common or self.leaves_often)
+        return [x for one in self.reductions for x in one.buffers] if sends and not at_end else []
 
     @property
     def by_block(self) -> tuple[list[int], int]:
-        """Bytes of each block, and of what lies in none."""
+        """Return the bytes of each gathered block, and of all other parameters."""
         sizes = {one.computes.name: slot_bytes(one.computes, self.item_bytes) for one in self.held}
         blocks = [sum(sizes[name] for name in block) for block in self.blocks]
         return blocks, sum(sizes.values()) - sum(blocks)
 
     @property
     def behind(self) -> int:
-        """See `unconfirmed_bytes`; where ranks gather in backward."""
+        """Return how many bytes of scatters can be unconfirmed, where ranks gather in backward."""
         return unconfirmed_bytes(*self.by_block)
 
     @property
     def passing(self) -> float:
-        """Of the bytes of a scatter, how many it takes from memory that does not stay."""
+        """Return the bytes of temporary memory of a scatter, per byte of its bucket."""
         if self.common:
             return 0.0
         if self.receives == "route":
@@ -273,15 +274,15 @@ class GradientReduction:
 
     @property
     def allocates_own_row(self) -> bool:
-        """Whether a sum of scattered rows has memory of its own once it is there."""
+        """Return whether the route allocates the result of a reduce_scatter."""
         return bool(self.passing) and self.receives == "route"
 
     @property
     def keeps(self) -> bool:
-        """Whether the rank keeps in memory what it computes with."""
+        """Return whether whole parameters stay in memory (not with ZeRO 3)."""
         return all(one.kept for one in self.held)
 
     @cached_property
     def buckets(self) -> list[BucketBytes]:
-        """Of all reductions."""
+        """Return the bytes of the buckets of all reductions."""
         return planned_bucket_bytes(self.reductions)

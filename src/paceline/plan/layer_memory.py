@@ -1,7 +1,7 @@
-"""The layers of a model as a plan tells of them: its blocks, and beside them whatever lies in none.
+"""Memory by layer: the blocks of a model, and the modules outside of blocks; pure.
 
-M = sum of M_i: parameters, gradients, moments and what a micro-batch keeps are sums over layers; the peak is
-none, since activations go while gradients come (`paceline.plan.step_peak`).
+Parameters, gradients, moments and kept activations of a rank are sums over its layers. The peak is no such
+sum, since activations are freed while gradients grow (`step_peak`).
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from paceline.state.slot import trained_parameters
 from paceline.task import Task
 
 OUTSIDE_LAYERS = "(rest)"
-"""What lies in no layer: parameters of the model itself, and what it does between them."""
+"""Name of the rest: parameters of the model itself, and operations between layers."""
 
 
 def model_layers(task: Task, model: nn.Module) -> dict[int, tuple[str, nn.Module]]:
-    """By number, name and module, none inside another; blocks have the numbers that `memory.recompute` names.
+    """Return name and module of each layer by number; blocks have the numbers of `memory.recompute`.
 
     Args:
-        model: the task's, or a copy of it that was cut.
+        model: the model of the task, or a copy of it that was cut.
     """
     names = {module: name for name, module in model.named_modules()}
     blocks = outermost_blocks(model, task.blocks)
@@ -50,10 +50,10 @@ def _layers_outside_blocks(
 def parameters_by_block(
     model: nn.Module, blocks: Iterable[nn.Module], held: Iterable[str]
 ) -> list[list[str]]:
-    """What is gathered at a time under ZeRO 3: names of what lies in each block, in turn.
+    """Return the names of the parameters in each block, which ZeRO 3 gathers together.
 
     Args:
-        held: names of what a rank computes with.
+        held: names of the tensors with which a rank computes.
     """
     names = {id(p): slot.name for slot, p in trained_parameters(model).items()}
     found, left = list[list[str]](), {*held}
@@ -71,14 +71,14 @@ def layer_memories(
     item_bytes: Mapping[str, int],
     kept: float,
 ) -> list[LayerMemory]:
-    """Of one rank, in the order of their numbers; those of which it has nothing are left out.
+    """Return the memory of the layers of a rank in ascending order, without those of which it has nothing.
 
     Args:
-        names: by number.
-        held: by name of a tensor, what the rank has of it.
-        footprints: of its chunks.
-        item_bytes: by name, of one value.
-        kept: bytes of the optimizer's state for each byte of what is updated.
+        names: names of the layers by number.
+        held: placement of each tensor on the rank, by name.
+        footprints: footprints of the chunks of the rank.
+        item_bytes: bytes of one value, by name.
+        kept: bytes of the optimizer's state per byte of a parameter.
     """
     activations = dict.fromkeys([*names.values(), OUTSIDE_LAYERS], 0)
     for chunk in footprints:

@@ -1,4 +1,4 @@
-"""Whether a job fits into `memory.budget`, and which one near it does."""
+"""The check of a job against `memory.budget`, and the nearest layout that fits."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ _PIPELINE_WORDS: Mapping[str, Callable[[Strategy, Strategy], bool]] = {
     "schedule": lambda now, other: other.pipeline > 1,
     "stages": lambda now, other: other.pipeline == now.pipeline,
 }
-"""Words of a pipeline that another layout keeps, and when."""
+"""Words of a pipeline, and whether another layout can keep them."""
 
 
 @dataclass(frozen=True)
 class BudgetVerdict:
-    """What a job needs, and whether it may start.
+    """The plan of a job, and whether it can start.
 
     Args:
-        plan: with what was chosen.
-        choice: of what is computed again; None: the recipe says it, or has no budget.
-        refusal: why it does not fit into its budget, and the nearest that does; None: it fits, or has none.
+        plan: plan with the chosen recomputation.
+        choice: chosen recomputation; None: the recipe names it, or there is no budget.
+        refusal: error with the nearest layout that fits; None: the job fits, or has no budget.
     """
 
     plan: MemoryPlan
@@ -44,12 +44,13 @@ class BudgetVerdict:
 def check_budget(
     recipe: Recipe, task: Task, processes: int, *, nodes: int = 1, device: torch.device | None = None
 ) -> BudgetVerdict:
-    """Plan a job, choose what it computes again, and compare with its budget.
+    """Plan a job, choose its recomputation, and compare the peak with its budget.
 
     Args:
-        device: where blocks are measured.
+        recipe, task, processes, nodes: as in `plan_memory`.
+        device: device on which blocks are measured; None: the CPU.
     Raises:
-        StrategyError, TaskError: see `plan_memory`.
+        StrategyError, TaskError: as in `plan_memory`.
     """
     if not recipe.memory.chooses:
         plan = plan_memory(recipe, task, processes, nodes=nodes)
@@ -86,7 +87,7 @@ def _next_step(found: MemoryPlan, budget: int) -> str:
 
 
 def nearest_that_fits(plan: MemoryPlan, task: Task, nodes: int = 1) -> MemoryPlan:
-    """The plan of what changes least and fits; if nothing does, of what needs least."""
+    """Return the plan of the nearest layout that fits; if none does, of the one that needs least."""
     budget, least = plan.recipe.memory.budget or 0, plan
     for recipe in _candidates(plan):
         with suppress(StrategyError, TaskError):  # this model cannot be laid out so
@@ -98,7 +99,7 @@ def nearest_that_fits(plan: MemoryPlan, task: Task, nodes: int = 1) -> MemoryPla
 
 
 def _candidates(plan: MemoryPlan) -> Iterator[Recipe]:
-    """Recipes that compute the same, those that change least first; each also with recomputation."""
+    """Yield recipes with the same result, the nearest first, each without and with recomputation."""
     recipe, now = plan.recipe, plan.recipe.strategy
     most, limit_key = max_sharers(recipe)
     answers = [
@@ -113,7 +114,7 @@ def _candidates(plan: MemoryPlan) -> Iterator[Recipe]:
 
 
 def _with_layout(now: Strategy, other: Strategy) -> Strategy:
-    """The same strategy with the layout of another."""
+    """Return the strategy with the layout of another."""
     fields = ("replicas", "shard", "zero", "tensor", "context", "pipeline")
     gone = [name for name, holds in _PIPELINE_WORDS.items() if not holds(now, other)]
     back = {name: Strategy.model_fields[name].default for name in gone}

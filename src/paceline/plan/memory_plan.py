@@ -1,7 +1,4 @@
-"""Bytes of one rank by kind, and what a plan of all ranks says.
-
-A plan in words and as a table. Pure.
-"""
+"""A memory plan: bytes of every rank by kind and moment of a run, as values, tables and JSON; pure."""
 
 from __future__ import annotations
 
@@ -15,17 +12,17 @@ from paceline.report.number_format import format_bytes
 
 @dataclass(frozen=True)
 class MemoryByKind:
-    """Bytes by kind, at one moment.
+    """The bytes of a rank by kind, at one moment.
 
     Args:
-        parameters: what stays of them, and buffers of the model.
-        gathered: whole parameters of which the rank keeps a part.
-        gradients: of parameters, and the sums that the update reads.
-        moments: of the optimizer, and the average of the weights.
-        activations: what forward keeps for backward, and what both take for themselves; in an update what it
-            takes for itself.
-        wire: buffers through which gradients are summed.
-        snapshot: the copy from which a checkpoint is written in the background.
+        parameters: parameters that stay, and buffers of the model.
+        gathered: whole parameters of which the rank keeps a part (ZeRO 3).
+        gradients: gradients, and the sums that the update reads.
+        moments: state of the optimizer, and the average of the weights.
+        activations: tensors that forward keeps for backward, and temporary tensors of forward, backward and
+            update.
+        wire: communication buffers.
+        snapshot: copy from which a checkpoint is written in the background.
     """
 
     parameters: int = 0
@@ -43,12 +40,12 @@ class MemoryByKind:
 
 @dataclass(frozen=True)
 class LayerMemory:
-    """Bytes of one layer on one rank.
+    """The bytes of one layer on one rank.
 
     Args:
-        layer: its name in the model.
-        parameters, gradients, moments: that stay from step to step; gradients from the end of a backward.
-        activations: that a micro-batch keeps from its forward to its backward.
+        layer: name of the layer in the model.
+        parameters, gradients, moments: bytes that stay from step to step; gradients after a backward.
+        activations: bytes that a micro-batch keeps from its forward to its backward.
     """
 
     layer: str
@@ -64,13 +61,13 @@ class LayerMemory:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """One rank.
+    """The memory of one rank.
 
     Args:
-        rank: its number.
-        stage: of a pipeline.
-        moments: what it has at each moment of a run.
-        layers: what it has of each of them.
+        rank: global rank.
+        stage: stage of the pipeline; 0 without one.
+        moments: bytes at each moment of a run, by the name of the moment.
+        layers: bytes of each layer.
     """
 
     rank: int
@@ -80,7 +77,7 @@ class RankMemory:
 
     @property
     def when(self) -> str:
-        """The moment of its peak."""
+        """Return the name of the moment with most bytes."""
         return max(self.moments, key=lambda name: self.moments[name].total)
 
     @property
@@ -90,12 +87,12 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """A job.
+    """The memory of a job.
 
     Args:
-        recipe: with the strategy that is planned, its replicas filled in.
-        processes: in the job.
-        ranks: of the first replica; those of the others are alike.
+        recipe: its strategy has its replicas filled in.
+        processes: number of processes of the job.
+        ranks: ranks of the first replica; those of other replicas are alike.
     """
 
     recipe: Recipe
@@ -104,16 +101,16 @@ class MemoryPlan:
 
     @property
     def largest(self) -> RankMemory:
-        """The rank with most."""
+        """Return the rank with the largest peak."""
         return max(self.ranks, key=lambda one: one.peak.total)
 
     @property
     def peak(self) -> int:
-        """The most bytes of any rank."""
+        """Return the largest peak of any rank, in bytes."""
         return self.largest.peak.total
 
     def record(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Return the plan as JSON values."""
         ranks = [
             {
                 "rank": one.rank,
@@ -140,7 +137,7 @@ _HEAD = ("rank", "stage", *(one.name for one in fields(MemoryByKind)), "peak", "
 
 
 def describe_peak(plan: MemoryPlan) -> str:
-    """Which rank needs most, when, and for what."""
+    """Describe which rank needs most, at which moment, and for what."""
     largest = plan.largest
     kinds = sorted(asdict(largest.peak).items(), key=lambda kind: -kind[1])
     told = ", ".join(f"{name} {format_bytes(size)}" for name, size in kinds[:3] if size)
@@ -152,7 +149,7 @@ def _with_article(when: str) -> str:
 
 
 def render_rank_table(plan: MemoryPlan) -> Iterator[str]:
-    """A row for each rank: bytes by kind at the moment of its peak; what no rank has is left out."""
+    """Yield a table with a row for each rank: bytes by kind at its peak, without kinds that no rank has."""
     rows = [_HEAD, *(_rank_row(one) for one in plan.ranks)]
     columns = [c for c in zip(*rows, strict=True) if any(cell != "0 B" for cell in c[1:])]
     if all(one.stage == 0 for one in plan.ranks):
@@ -166,7 +163,7 @@ def _rank_row(one: RankMemory) -> tuple[str, ...]:
 
 
 def render_layer_table(plan: MemoryPlan) -> Iterator[str]:
-    """A row for each layer of each rank: what stays of it, and what a micro-batch keeps."""
+    """Yield a table with a row for each layer of each rank."""
     kinds = [one.name for one in fields(LayerMemory)][1:]
     rows = [("rank", "layer", *kinds)]
     for one in plan.ranks:
@@ -183,7 +180,7 @@ def _align_columns(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
 
 
 def describe_imbalance(plan: MemoryPlan) -> str:
-    """How far the ranks are apart, where it is more than a tenth; else empty."""
+    """Describe the imbalance of the ranks if the largest is more than 10 % above the mean; else empty."""
     peaks = [one.peak.total for one in plan.ranks]
     mean = sum(peaks) / len(peaks)
     if max(peaks) <= 1.1 * mean:

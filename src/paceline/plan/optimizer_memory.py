@@ -1,4 +1,8 @@
-"""What an optimizer keeps and takes, from two updates of small tensors."""
+"""Memory of an optimizer, measured in two updates of small tensors.
+
+The first update creates the state, the second shows the temporary tensors of an update. Both scale with the
+size of the parameters.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +25,13 @@ _NUM_TENSORS = 4
 
 @dataclass(frozen=True)
 class UpdateMemory:
-    """Bytes for each byte of a parameter.
+    """The bytes of an optimizer per byte of a parameter.
 
     Args:
-        kept: of the optimizer's state.
-        taken: for itself, while it updates a tensor.
-        left: of that, while it updates the next one.
-        at_once: it takes that for all tensors at a time, not for one after another.
+        kept: bytes of the state.
+        taken: temporary bytes while a tensor is updated.
+        left: temporary bytes that still exist while the next tensor is updated.
+        at_once: the optimizer works on all tensors together, not on one after another.
     """
 
     kept: float
@@ -36,22 +40,22 @@ class UpdateMemory:
     at_once: bool
 
     def takes(self, sizes: Sequence[int]) -> int:
-        """Bytes that an update takes for itself.
+        """Return the temporary bytes of an update.
 
         Args:
-            sizes: of what is updated; the two largest may follow each other.
+            sizes: bytes of the updated tensors; the two largest can be neighbours.
         """
         if self.at_once:
             return int(self.taken * sum(sizes))
-        now, before, *_ = [*sorted(sizes, reverse=True), 0, 0]
-        return int(self.taken * now + self.left * before)
+        largest, second, *_ = [*sorted(sizes, reverse=True), 0, 0]
+        return int(self.taken * largest + self.left * second)
 
 
 def measure_update(recipe: Recipe, task: Task, model: nn.Module, fake: FakeTensorMode) -> UpdateMemory:
-    """Of the optimizer of a run.
+    """Measure the optimizer of a run.
 
     Args:
-        model: made of fake tensors, in the mode `fake`.
+        model: model of fake tensors of the mode `fake`.
     """
     made = None
     if task.optimizer is not None:
@@ -64,7 +68,7 @@ def measure_update(recipe: Recipe, task: Task, model: nn.Module, fake: FakeTenso
 
 
 def _measure_few(recipe: Recipe, made: torch.optim.Optimizer | None, count: int) -> tuple[float, float]:
-    """Of an update of so many tensors, what the optimizer keeps for each byte, and takes in bytes of one."""
+    """Return kept bytes per byte and temporary bytes per byte of one tensor, for `count` tensors."""
     parameters = [nn.Parameter(torch.zeros(_SIDE, _SIDE)) for _ in range(count)]
     if made is None:
         small = nn.ParameterList(parameters)

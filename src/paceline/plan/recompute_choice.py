@@ -1,25 +1,16 @@
-"""Seconds that each block of a model takes to be computed again, measured on this machine.
+"""`memory.budget`: the recomputation that keeps it in the least extra time.
 
-A copy of a block runs forward on inputs of the shapes that it has in the model. Blocks that are alike are
-measured once, so that their times are equal.
+1. Each block of the model is measured: a forward of a copy, on inputs of the shapes that it has in the model.
+   Blocks that are alike are measured once, so that their times are equal.
+2. Two plans, one without recomputation and one of all blocks, give the memory as a function of the chosen
+   blocks: at each moment of a step, the memory without recomputation minus the activations that the
+   recomputed blocks do not keep then. While a block itself runs, its own choice counts.
+3. Block by block, each choice is extended by both possibilities. Choices that cannot fit any more, or take
+   longer than one that fits, are dropped. With many blocks only the choices that need least memory among
+   those of about equal time are kept.
 
-What the memory of a job is, as a function of the blocks that are computed again.
-
-It is the largest of some sums, one for each moment of a step: what there would be without recomputation, less
-what each block that is computed again does not keep then. Two plans give them all, one without and one with
-every block computed again. While a block itself is at work, it is as in the plan that does with it the same.
-
-Which blocks to compute again so that the memory keeps a budget in the least extra time. Pure.
-
-Block by block there are two ways on from each choice so far. What cannot keep the budget any more, or takes
-longer than a choice that keeps it, is left out; so the answer for few blocks is that of trying everything.
-For many blocks only the choices that need least memory among those of about a time are gone on with.
-
-`memory.budget` chooses what to compute again: what keeps it in the least extra time.
-
-Candidates are the blocks of a model, each by itself, and as a last resort segments of them. Invariant: what
-is chosen is planned once more as it will run, and keeps the budget in that plan; if it does not, by bytes
-that two blocks have in common, a little less memory is asked for.
+Segments of blocks are the last resort. Invariant: the result is planned once more as it will run, and fits in
+that plan; if it does not, because blocks share memory, the search is repeated with a smaller budget.
 """
 
 from __future__ import annotations
@@ -62,11 +53,11 @@ def measure_block_seconds(
     precision: MixedPrecision,
     device: torch.device,
 ) -> dict[int, float]:
-    """By block, the forwards of one micro-batch.
+    """Return the seconds of each block's forwards in one micro-batch.
 
     Args:
-        blocks: by number; they are not changed, and may have no memory.
-        entries: calls of layers in a micro-batch; those of others are passed by.
+        blocks: blocks by number; not changed; can be on the meta device.
+        entries: calls of layers in a micro-batch; calls of other layers are ignored.
     """
     known: dict[Hashable, float] = {}
     found = dict.fromkeys(blocks, 0.0)
@@ -81,7 +72,7 @@ def measure_block_seconds(
 
 
 def _kind_of_call(block: nn.Module, entry: LayerCall) -> Hashable:
-    """What two blocks have in common that take the same time."""
+    """Return a key that is equal for calls that take the same time."""
     modules = tuple((name, str(type(m)), m.extra_repr()) for name, m in block.named_modules())
     shapes = tuple((name, tuple(p.shape), p.dtype) for name, p in block.named_parameters())
     return modules, shapes, tuple(map(str, tree_leaves(entry.arguments)))
@@ -90,7 +81,7 @@ def _kind_of_call(block: nn.Module, entry: LayerCall) -> Hashable:
 def _measure_forward(
     block: nn.Module, entry: LayerCall, precision: MixedPrecision, device: torch.device
 ) -> float:
-    """The shortest of some forwards of a copy, after one that is not counted."""
+    """Return the shortest of some forwards of a copy, after one for warm-up."""
     twin, times = allocate_copy(block).to(device), []
     for _ in range(_REPEATS + 1):
         set_micro_batch_key(twin, 0)
@@ -113,17 +104,17 @@ def _is_shape(value: Any) -> bool:
 
 
 SavedByCall = Sequence[Sequence[tuple[int, int]]]
-"""By chunk and call of a layer, its block (-1: none), and the bytes that it keeps less until its backward."""
+"""By chunk and call of a layer: its block (-1: none), and the bytes saved by recomputation until backward."""
 
 
 @dataclass(frozen=True)
 class MomentBytes:
-    """Bytes at one moment.
+    """The bytes at one moment as a function of the recomputed blocks.
 
     Args:
-        num_bytes: if nothing is computed again.
-        saved: by block, less if it is.
-        only: (block, whether it is computed again); the moment is there only then. None: always.
+        num_bytes: bytes without recomputation.
+        saved: bytes that recomputation of each block saves.
+        only: (block, whether it is recomputed): the moment exists only for this choice; None: always.
     """
 
     num_bytes: int
@@ -132,10 +123,10 @@ class MomentBytes:
 
 
 def peak_of_choice(sums: Sequence[MomentBytes], again: Sequence[bool]) -> int:
-    """The memory of a job.
+    """Return the peak of a job in bytes.
 
     Args:
-        again: by block, whether it is computed again.
+        again: whether each block is recomputed.
     """
     there = [one for one in sums if one.only is None or again[one.only[0]] == one.only[1]]
     return max(one.num_bytes - sum(s for s, a in zip(one.saved, again, strict=True) if a) for one in there)
@@ -144,11 +135,11 @@ def peak_of_choice(sums: Sequence[MomentBytes], again: Sequence[bool]) -> int:
 def moments_by_stage(
     plain: MemoryPlanner, lean: MemoryPlanner, num_blocks: int
 ) -> dict[int, list[MomentBytes]]:
-    """By stage of a pipeline, the moments of its ranks.
+    """Return the moments of the ranks of each pipeline stage.
 
     Args:
-        plain, lean: of one recipe, without recomputation and with that of every block.
-        num_blocks: of the model.
+        plain, lean: planners of one recipe, without recomputation and with that of every block.
+        num_blocks: blocks of the model.
     """
     found: dict[int, dict[tuple[tuple[int, ...], tuple[int, bool] | None], int]] = {}
     for (place, work, walks), (_, less, others) in zip(plain.walks(), lean.walks(), strict=True):
@@ -168,20 +159,20 @@ def moments_by_stage(
 
 
 _SAME_AS_PLAIN = (-1, True)
-"""Between blocks a job is as in the plan without recomputation."""
+"""Mark of moments between blocks in the lean plan, which the plain plan already has."""
 
 
 def _saved_by_call(
     plain: MicroBatchFootprint, lean: MicroBatchFootprint, num_blocks: int
 ) -> list[tuple[int, int]]:
-    """By call of a layer, its block, and what it keeps less; (-1, 0) if it is none."""
+    """Return for each call of a layer its block and the bytes that recomputation saves; (-1, 0): no block."""
     calls = [entry.layer if entry.layer < num_blocks else -1 for entry in plain.entries]
     kept, less = (iter(_kept_by_call(one, calls)) for one in (plain, lean))
     return [(-1, 0) if block < 0 else (block, next(kept) - next(less)) for block in calls]
 
 
 def _kept_by_call(footprint: MicroBatchFootprint, calls: Sequence[int]) -> list[int]:
-    """By call of a block, bytes that have come from its begin to that of the next."""
+    """Return for each call of a block the bytes allocated until the next call."""
     lives = [entry.live for entry, block in zip(footprint.entries, calls, strict=True) if block >= 0]
     return [after - before for before, after in pairwise([*lives, footprint.kept])]
 
@@ -198,25 +189,25 @@ def _moment_bytes(instant: MemoryInstant, saved: SavedByCall, num_blocks: int, a
 
 
 def _kept_by_other_calls(instant: MemoryInstant, saved: SavedByCall, call: int) -> Iterator[tuple[int, int]]:
-    """Of every call whose activations are there, other than of the one that is at work."""
+    """Yield (block, bytes) of all calls whose activations are kept, except the one that runs."""
     yield from saved[instant.chunk][:call]
     for number, calls in zip(instant.in_flight, saved, strict=True):
         yield from ((block, number * size) for block, size in calls)
 
 
 _MOST_CHOICES = 4096
-"""Choices that are gone on with, whatever they are: as many as there are of 12 blocks."""
+"""Number of choices that are always kept: as many as 12 blocks have."""
 _CHOICES_PER_TIME = 16
 _NUM_TIMES = 500
 
 
 class _PartialChoices(NamedTuple):
-    """C choices for the first blocks.
+    """A set of C choices for the first blocks.
 
     Args:
-        seconds: more than without recomputation, float64 [C].
-        again: which blocks, bool [C, L].
-        use: bytes by moment, float64 [C, M]; -inf where that moment is not there.
+        seconds: extra time, float64 [C].
+        again: recomputed blocks, bool [C, L].
+        use: bytes at each moment, float64 [C, M]; -inf if the moment does not exist.
     """
 
     seconds: Tensor
@@ -228,13 +219,13 @@ class _PartialChoices(NamedTuple):
 
 
 def fewest_seconds(seconds: Sequence[float], sums: Sequence[MomentBytes], budget: int) -> list[int] | None:
-    """Numbers of blocks, ascending; None: no choice keeps the budget.
+    """Return the blocks to recompute, ascending, with the least extra time; None: no choice fits.
 
     Args:
-        seconds: of each block, to compute it again.
-        sums: the memory; see `most_bytes`.
+        seconds: extra time of each block.
+        sums: moments of the job.
         budget: bytes.
-    Exactness: up to 12 blocks the least time of all choices, and of those least memory;
+    Exactness: up to 12 blocks the least time of all choices, and least memory among those;
         tests/unit/plan/test_recompute_choice.py.
     """
     kept, again = (_bytes_by_block(sums, len(seconds), way) for way in (False, True))
@@ -258,7 +249,7 @@ def fewest_seconds(seconds: Sequence[float], sums: Sequence[MomentBytes], budget
 
 
 def _bytes_by_block(sums: Sequence[MomentBytes], num_blocks: int, again: bool) -> Tensor:
-    """By block, and by moment, what it adds there if it is computed again, or not, [L + 1, M]."""
+    """Return the bytes that each block adds at each moment, recomputed or not, [L + 1, M]."""
     found = torch.zeros(num_blocks + 1, len(sums), dtype=torch.float64)
     for moment, one in enumerate(sums):
         if again:
@@ -273,7 +264,7 @@ def _suffix_sums(uses: Tensor) -> Tensor:
 
 
 def _best_choice(choices: _PartialChoices, use: Tensor) -> tuple[float, float, list[int]] | None:
-    """Seconds, bytes and blocks of the first in this order; None: there are no choices."""
+    """Return (seconds, bytes, blocks) of the smallest choice in this order; None: there are no choices."""
     if not len(choices.seconds):
         return None
     peaks = use.max(1).values
@@ -295,7 +286,7 @@ def _extended(
 
 
 def _thinned(choices: _PartialChoices, rest: Tensor) -> _PartialChoices:
-    """Of those of about a time, the ones that need least as they are."""
+    """Keep the choices that need least memory among those of about equal time."""
     if len(choices.seconds) <= _MOST_CHOICES:
         return choices
     by_bytes = choices.where((choices.use + rest).max(1).values.argsort(stable=True))
@@ -311,12 +302,12 @@ _TRIALS = 8
 
 @dataclass(frozen=True)
 class RecomputeChoice:
-    """What is computed again, and why.
+    """A choice of recomputation.
 
     Args:
-        plan: of the job with that.
-        without: its peak bytes without recomputation.
-        seconds: by block, of its forwards of a micro-batch; nothing if none had to be measured.
+        plan: plan of the job with it.
+        without: peak bytes without recomputation.
+        seconds: seconds of the forwards of each block in a micro-batch; empty: none was measured.
     """
 
     plan: MemoryPlan
@@ -337,14 +328,14 @@ class RecomputeChoice:
 
     @property
     def more_seconds(self) -> float:
-        """What a micro-batch takes longer: segments run twice more, but for their last blocks."""
+        """Return the extra seconds of a micro-batch; segments run two more forwards."""
         word = self.recompute
         if word in ("blocks", "segments"):
             return (2 if word == "segments" else 1) * sum(self.seconds.values())
         return sum(self.seconds[int(n)] for n in word.split(",")) if word != "none" else 0.0
 
     def record(self) -> dict[str, Any]:
-        """As it stands in the run folder."""
+        """Return the record for the run folder."""
         return {
             "recompute": self.recompute,
             "peak_bytes": self.plan.peak,
@@ -356,30 +347,30 @@ class RecomputeChoice:
 
     def __str__(self) -> str:
         if self.recompute == "none":
-            return f"recompute: none, as {_describe_need(self.without, self.budget)}"
+            return f"recompute: none ({_describe_need(self.without, self.budget)})"
         word = self.recompute
         named = f"blocks {word} of {len(self.seconds)}" if word[0].isdecimal() else word
         return (
-            f"recompute: {named}, as {_describe_need(self.without, self.budget)};"
-            f" with that it needs {format_bytes(self.plan.peak)}, and a micro-batch takes"
-            f' {1e3 * self.more_seconds:.3g} ms more; memory.recompute = "{word}" names it'
+            f"recompute: {named} ({_describe_need(self.without, self.budget)}, or"
+            f" {format_bytes(self.plan.peak)} with recomputation; {1e3 * self.more_seconds:.3g} ms more per"
+            f' micro-batch; set memory.recompute = "{word}" to fix it)'
         )
 
 
 def _describe_need(peak: int, budget: int) -> str:
-    return f"the largest rank needs {format_bytes(peak)}, and memory.budget is {format_bytes(budget)}"
+    return f"memory.budget is {format_bytes(budget)}, and the largest rank needs {format_bytes(peak)}"
 
 
 def choose_recompute(
     recipe: Recipe, task: Task, processes: int, *, nodes: int = 1, device: torch.device | None = None
 ) -> RecomputeChoice:
-    """What keeps `memory.budget` in the least time; what needs least, if nothing does.
+    """Choose the recomputation that keeps `memory.budget` in the least time; if none does, the smallest.
 
     Args:
-        recipe: `memory.chooses`.
-        device: on which blocks are measured; the processor if None.
+        recipe: with `memory.recompute = "auto"` and a budget.
+        device: device on which blocks are measured; None: the CPU.
     Raises:
-        StrategyError, TaskError: see `plan_memory`.
+        StrategyError, TaskError: as in `plan_memory`.
     """
     task, recipe = prepare_data(task, recipe), resolve_layout(recipe, processes, nodes)
     plain = make_planners(_with_recompute(recipe, "none"), task, processes, nodes)
@@ -413,7 +404,7 @@ def _candidate_words(
     numbered: str,
     found: Sequence[MemoryPlan],
 ) -> Iterator[str]:
-    """What to try, one after another, until a plan keeps the budget; `found` has those that did not."""
+    """Yield candidates until a plan fits; `found` has the plans of those that did not."""
     aim, tried = budget, {""}
     for _ in range(_TRIALS):
         word = _choose_blocks(stages, seconds, aim)
@@ -433,7 +424,7 @@ def _candidate_words(
 def _choose_blocks(
     stages: Sequence[Sequence[MomentBytes]], seconds: Mapping[int, float], budget: int
 ) -> str | None:
-    """Numbers of blocks; each stage has its own."""
+    """Choose the blocks of each stage separately; None: a stage does not fit."""
     found: list[int] = []
     for sums in stages:
         binding = [one for one in sums if one.num_bytes - sum(min(0, s) for s in one.saved) > budget]
@@ -461,7 +452,7 @@ def _is_moment_of_block(one: MomentBytes, block: int) -> bool:
 
 
 def _restricted_to_stage(one: MomentBytes, own: Sequence[int]) -> MomentBytes:
-    """A sum that knows the blocks of its stage alone."""
+    """Return a moment with the blocks of its stage only."""
     only = None if one.only is None else (own.index(one.only[0]), one.only[1])
     return MomentBytes(one.num_bytes, tuple(one.saved[k] for k in own), only)
 
@@ -469,7 +460,7 @@ def _restricted_to_stage(one: MomentBytes, own: Sequence[int]) -> MomentBytes:
 def _moments_of_stages(
     plain: Iterable[MemoryPlanner], lean: Iterable[MemoryPlanner], num_blocks: int
 ) -> list[list[MomentBytes]]:
-    """By stage, the moments of all its ranks in all number formats."""
+    """Return the moments of each stage, of all its ranks in all number formats."""
     found: dict[int, list[MomentBytes]] = {}
     for one, other in zip(plain, lean, strict=True):
         for stage, sums in moments_by_stage(one, other, num_blocks).items():

@@ -1,9 +1,8 @@
-"""Ranks that are not there, for what is sent straight through a process group: shapes and no values.
+"""Simulated ranks: what every rank of a job holds and runs, without its processes and memory.
 
-What every rank of a job would hold, and the model that it would run, without a process or its memory.
-
-The cuts are those of a run: each word of a layout is asked what it leaves to a rank, with a mesh that has no
-process groups. Only what a cut does to modules is done, on fake tensors, with collectives that send nothing.
+Partitions are made as in a run: each layout word of the strategy places tensors on a mesh without process
+groups. What a partition changes in modules is done on fake tensors, with collectives that send nothing and
+return tensors of the right shape.
 """
 
 from __future__ import annotations
@@ -40,28 +39,28 @@ from paceline.task import Task
 
 @dataclass(frozen=True)
 class FinishedCall:
-    """A call that is over.
+    """A completed call of a process group.
 
     Args:
-        tensors: it keeps them, as one of Gloo does.
+        tensors: tensors that the call keeps alive, as a call of Gloo does.
     """
 
     tensors: tuple[Tensor, ...]
 
     def wait(self, timeout: timedelta) -> None:
-        """Nothing is under way."""
+        """Return at once."""
 
     def is_completed(self) -> bool:
-        """It is over."""
+        """Return True."""
         return True
 
 
 @dataclass
 class SimulatedGroup:
-    """Takes the place of a process group, and of what holds it.
+    """A process group without processes, and its own lease.
 
     Args:
-        largest: bytes of the largest call so far, of what is sent and what comes.
+        largest: bytes sent and received in the largest call so far.
     """
 
     largest: int = 0
@@ -73,35 +72,35 @@ class SimulatedGroup:
     def alltoall_base(
         self, out: Tensor, source: Tensor, coming: Sequence[int], sizes: Sequence[int]
     ) -> FinishedCall:
-        """What comes is in `out`, as it was."""
+        """Leave `out` as it is, and record the size of the call."""
         self.largest = max(self.largest, out.nbytes + source.nbytes)
         return FinishedCall((out, source))
 
 
 @dataclass(frozen=True)
 class SimulatedGroups:
-    """Makes such groups; see `paceline.job.membership.GroupLease`.
+    """A `GroupLease` of simulated groups.
 
     Args:
-        made: so far.
+        made: groups so far.
     """
 
     made: list[SimulatedGroup] = field(default_factory=list)
 
     def make(self, name: str, ranks: tuple[int, ...]) -> SimulatedGroup:
-        """A group of any ranks."""
+        """Make a group."""
         self.made.append(SimulatedGroup())
         return self.made[-1]
 
     @property
     def largest(self) -> int:
-        """See `SimulatedGroup`; of any of them."""
+        """Return the bytes of the largest call of any group."""
         return max((one.largest for one in self.made), default=0)
 
 
 CPU = torch.device("cpu")
 _AXES_OF_WHOLE_MODULES = ("replica", "pipeline", "shard")
-"""Axes whose ranks run modules as they are: some of them, or with parts gathered."""
+"""Axes whose ranks run unchanged modules: all or some of them, or with gathered parameters."""
 
 
 @dataclass(frozen=True)
@@ -110,9 +109,9 @@ class SimulatedRank:
 
     Args:
         global_rank: its number in the job.
-        coordinates: by axis.
-        held: by name, what it holds of trained tensors.
-        stage: of a pipeline; None: there is none.
+        coordinates: coordinate on each mesh axis.
+        held: placement of the trained tensors that the rank holds, by name.
+        stage: stage of the pipeline; None: there is none.
     """
 
     global_rank: int
@@ -125,7 +124,7 @@ class SimulatedRank:
 
 
 class SimulatedCollective:
-    """A collective of ranks that are not there: what comes back has the right shape."""
+    """A collective without other ranks, whose results have the right shapes."""
 
     feedback = None
 
@@ -158,7 +157,7 @@ class SimulatedCollective:
         return Handle.ready(x)
 
     def abort(self) -> None:
-        """Nothing was launched."""
+        """Do nothing: no call is in flight."""
 
 
 @dataclass(frozen=True)

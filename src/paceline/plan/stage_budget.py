@@ -1,8 +1,7 @@
-"""`stages=time` with `memory.budget`: the fastest cut of a pipeline whose every stage keeps the budget.
+"""`stages=time` with `memory.budget`: the fastest cut of a pipeline whose stages all fit into the budget.
 
-The fastest cut is planned; a stage that needs too much must not be these parts of the chain, and the fastest
-of the cuts that are left is next. Invariant: what is returned was planned as it will run, and keeps the
-budget.
+The fastest cut is planned. If a stage does not fit, cuts with the same stage are excluded, and the fastest of
+the remaining cuts is next. Invariant: the returned cut was planned as it will run, and fits.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from paceline.report.number_format import format_bytes
 from paceline.task import Task
 
 _EXACT_CHAIN_LENGTH = 12
-"""Modules of a chain up to which nothing is concluded from one part of it to another."""
+"""Longest chain in which a part that does not fit excludes no other part that contains it."""
 
 
 class BudgetedCut(NamedTuple):
-    """A cut, and what it needs.
+    """A cut of a chain and the memory of its stages.
 
     Args:
         places: modules of each chunk of the model.
@@ -37,12 +36,12 @@ class BudgetedCut(NamedTuple):
 
 
 class _PartLimit(NamedTuple):
-    """What a part of the chain has to be, or must not be.
+    """A condition on one part of the chain.
 
     Args:
-        part: its number.
-        place: modules.
-        holds: whether it has to be that (of a longer chain: contain it).
+        part: number of the part.
+        place: range of modules.
+        holds: the part must be this range (in a longer chain: contain it); otherwise it must not.
     """
 
     part: int
@@ -57,18 +56,18 @@ def best_fitting_cut(
     fits: Callable[[Sequence[range]], Sequence[bool]],
     chunks: int = 1,
 ) -> list[range]:
-    """The cut whose heaviest part is lightest among those whose every stage fits; nothing if there is none.
+    """Return the cut with the lightest heaviest part among those whose stages all fit; empty: none fits.
 
-    Cuts come in their order, the best first. Where a stage does not fit, it must not have these parts
-    together: the cuts that are left are those without the first of them, those with the first and without
-    the second, and so on; the best of each comes back in the order.
+    Cuts are tried in order, the best first. If a stage does not fit, its parts must not occur together: the
+    remaining cuts are those without the first part, those with the first and without the second, and so on,
+    and the best of each set joins the order.
 
     Args:
-        weights, sizes: see `partition_evenly`.
-        fits: of a cut, which of its stages do; it depends on the parts of a stage alone.
-        chunks: parts of each stage; stage s of p has parts s, s + p and so on.
-    Exactness: up to 12 modules that of trying every cut, tests/unit/layout/test_stages.py. Of a longer chain
-        parts are left out that contain those which do not fit as the same stage.
+        weights, sizes: as in `partition_evenly`.
+        fits: returns for a cut which of its stages fit; depends only on the parts of a stage.
+        chunks: parts of each stage; stage s of p has the parts s, s + p and so on.
+    Exactness: up to 12 modules as good as trying every cut, tests/unit/layout/test_stages.py. In a longer
+        chain parts that contain a part which does not fit are also excluded.
     Source: Murty 1968, An Algorithm for Ranking all the Assignments in Order of Increasing Cost (branching).
     """
     search = _CutSearch(weights, sizes, num_stages, chunks)
@@ -88,10 +87,7 @@ def best_fitting_cut(
 
 
 class _CutSearch:
-    """Cuts that may still be the one, the best first.
-
-    Args: see `best_fitting_cut`.
-    """
+    """A queue of cuts that can still be chosen, the best first; arguments as in `best_fitting_cut`."""
 
     def __init__(self, weights: Sequence[int], sizes: Sequence[int], num_stages: int, chunks: int) -> None:
         self._weights, self._sizes, self._num_stages, self._chunks = weights, sizes, num_stages, chunks
@@ -101,7 +97,7 @@ class _CutSearch:
         self.too_large: list[tuple[int, Sequence[range]]] = []
 
     def wait(self, limits: list[_PartLimit]) -> None:
-        """The best cut within these limits waits for its turn, if there is one."""
+        """Add the best cut within these limits to the queue, if there is one."""
 
         def allowed(part: int, place: range) -> bool:
             return all(self._covers(place, one.place) == one.holds for one in limits if one.part == part)
@@ -111,23 +107,23 @@ class _CutSearch:
             heappush(self.waiting, (_cut_cost(self._weights, places), next(self._numbers), places, limits))
 
     def known(self, own: Sequence[Sequence[range]]) -> tuple[int, Sequence[range]] | None:
-        """A stage of a cut that is known not to fit, with the parts that are too large."""
-        found = (
+        """Return a stage of a cut that is known not to fit, with the parts that are too large."""
+        matches = (
             (stage, parts)
             for stage, parts in self.too_large
             if all(self._covers(place, other) for place, other in zip(own[stage], parts, strict=True))
         )
-        return next(found, None)
+        return next(matches, None)
 
     def split(self, limits: list[_PartLimit], stage: int, parts: Sequence[range]) -> None:
-        """The cuts within these limits whose stage has not all of these parts wait for their turn."""
-        of = [_PartLimit(stage + k * self._num_stages, place, True) for k, place in enumerate(parts)]
-        for number, one in enumerate(of):
-            self.wait([*limits, *of[:number], one._replace(holds=False)])
+        """Add the cuts within these limits whose stage does not have all of these parts."""
+        wanted = [_PartLimit(stage + k * self._num_stages, place, True) for k, place in enumerate(parts)]
+        for number, limit in enumerate(wanted):
+            self.wait([*limits, *wanted[:number], limit._replace(holds=False)])
 
 
 def _cut_cost(weights: Sequence[int], places: Sequence[range]) -> tuple[int, int]:
-    """By which cuts are ordered, see `partition_evenly`."""
+    """Return the key by which cuts are ordered: the heaviest part, then the sum of squares."""
     sums = [sum(weights[i] for i in place) for place in places]
     return max(sums), sum(one**2 for one in sums)
 
@@ -139,16 +135,16 @@ def _contains(place: range, other: range) -> bool:
 def cut_within_budget(
     recipe: Recipe, task: Task, processes: int, weights: Sequence[int], sizes: Sequence[int], chunks: int = 1
 ) -> BudgetedCut:
-    """The fastest cut that keeps the budget as it is; if none does, with every block computed again.
+    """Return the fastest cut that fits into the budget; if none does, the fastest with full recomputation.
 
     Args:
         recipe: its strategy has its replicas filled in.
-        weights: times of the links.
+        weights: times of the modules.
         sizes: numbers of their parameters.
-        chunks: of the model, on each stage.
+        chunks: chunks of each stage.
     Raises:
-        StrategyError: no cut keeps it; says which needs least.
-        TaskError: see `plan_memory`.
+        StrategyError: no cut fits; names the one that needs least.
+        TaskError: as in `plan_memory`.
     """
     tried: list[MemoryPlan] = []
     for way in _recompute_variants(recipe):
@@ -159,8 +155,8 @@ def cut_within_budget(
     least, budget_bytes = min(tried, key=lambda plan: plan.peak), recipe.memory.budget or 0
     raise StrategyError(
         f"no cut of {len(weights)} modules into {_describe_stages(recipe, chunks)} keeps memory.budget ="
-        f" {format_bytes(budget_bytes)}; of those that were tried stages={least.recipe.strategy.stages} needs"
-        f" least: {describe_peak(least)}",
+        f" {format_bytes(budget_bytes)}; stages={least.recipe.strategy.stages} needs least of all that were"
+        f" tried: {describe_peak(least)}",
         where=f'strategy "{recipe.strategy}" on {processes} processes',
         next_step="take more stages, shards of the state (shard=2 zero=1), or smaller micro-batches"
         " (batch.shards)",
@@ -173,25 +169,25 @@ def _describe_stages(recipe: Recipe, chunks: int) -> str:
 
 
 def _recompute_variants(recipe: Recipe) -> Iterator[Recipe]:
-    """As the recipe says; where that is left open, without recomputation and then with all of it."""
+    """Yield the recipe; if it leaves recomputation open, without any and then with that of all blocks."""
     memory = recipe.memory
     for how in ("none", "blocks") if memory.chooses else (memory.recompute,):
         yield recipe.replace(memory=memory.replace(recompute=how))
 
 
 class _StageBudget:
-    """Asks the plan of a cut which of its stages keep the budget.
+    """The check of cuts against the budget, by a plan of each.
 
     Args:
-        recipe: with what is computed again.
-        tried: is given every plan.
+        recipe: with the recomputation of the run.
+        tried: list to which every plan is appended.
     """
 
     def __init__(self, recipe: Recipe, task: Task, processes: int, tried: list[MemoryPlan]) -> None:
         self._recipe, self._task, self._processes, self._tried = recipe, task, processes, tried
 
     def peaks(self, places: Sequence[range]) -> list[int]:
-        """By stage, the most bytes of a rank in the steps; how the model is built is no matter of the cut."""
+        """Return the peak of each stage in the steps, without the building of the model."""
         stages = ",".join(str(len(place)) for place in places)
         recipe = self._recipe.replace(strategy=self._recipe.strategy.replace(stages=stages))
         plan = plan_memory(recipe, self._task, self._processes)
@@ -203,7 +199,7 @@ class _StageBudget:
         return found
 
     def fits(self, places: Sequence[range]) -> list[bool]:
-        """By stage."""
+        """Return which stages fit."""
         try:
             return [size <= (self._recipe.memory.budget or 0) for size in self.peaks(places)]
         except TaskError:

@@ -1,21 +1,12 @@
-"""Closed forms: bytes that a rank holds from step to step, from what it computes with and updates. Pure.
+"""Memory of gradient sums and parameter gathers on one rank, for plain replicas and ZeRO 1 to 3; pure.
+
+The bytes follow the buffers that a run allocates: buckets for gradients that are summed over ranks, sums of
+the rank's own parts, and a row for each rank that shares the state. Scatters that run with every micro-batch
+are simulated with the reducer of a run, on tensors without memory: a scatter is complete only when its rank
+waits for it, and all ranks run alike, so the result is an upper bound. If ranks run different numbers of
+micro-batches, a closed form says how many scatters can be unconfirmed (`comm.reduction.ScatterPacer`).
 
 Source: Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 5 (what each stage leaves on a rank).
-
-What gradients take that leave with every micro-batch: the scatters of a run, on tensors without memory.
-
-No scatter is there before its rank waits for it, and all ranks run the same, so what is found is the most.
-Where ranks run different numbers of micro-batches they know less of each other, and a closed form says what
-may be under way (`paceline.comm.reduction.ScatterPacer`).
-
-How the gradients of a rank come to be sums, in bytes: what its reductions allocate. Pure.
-
-P: bytes of what a rank computes with, U: of what it updates, S: ranks of its shard group. They follow what is
-really made: buckets for all gradients that are summed over ranks, sums of the own parts, a row for each of
-the ranks that share the state.
-Source: Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 5 (what each stage leaves on a rank).
-
-What a rank takes to gather parameters of which it holds, or updates, parts. Pure.
 """
 
 from __future__ import annotations
@@ -61,10 +52,10 @@ FP32_BYTES = 4
 
 
 def waiting_partial_sums(shards: Sequence[int]) -> list[int]:
-    """How many sums wait for others after each of these shards, in a tree of additions over all.
+    """Return the number of partial sums that wait after each shard, in the tree of additions over all shards.
 
     Args:
-        shards: that follow each other, in the order in which they come.
+        shards: consecutive shards, in the order in which they are run.
     """
     carry = TreeAccumulator(covering_nodes(range(min(shards), max(shards) + 1)) if shards else [])
     found = []
@@ -75,46 +66,45 @@ def waiting_partial_sums(shards: Sequence[int]) -> list[int]:
 
 
 def model_state_bytes(num_values: int) -> dict[str, int]:
-    """Bytes of a model's state anywhere: its weights in fp16, and all that mixed-precision Adam keeps of it.
+    """Return the bytes of a model's state: fp16 weights alone, and all state of mixed-precision Adam.
 
-    That is 2 for the weight that is computed with, 2 for its gradient, and 4 each for the master weight and
-    two moments; or 4 each for weight, gradient and two moments, as here.
+    Adam keeps 2 bytes for the weight, 2 for its gradient, and 4 each for the master weight and two moments;
+    in Paceline 4 each for weight, gradient and two moments, which is the same.
     Source: Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 3.1.
     """
     return {"fp16 weights": 2 * num_values, "Adam": (2 + 2 + 3 * FP32_BYTES) * num_values}
 
 
 def gathered_bytes(blocks: Sequence[int], rest: int, shard: int) -> int:
-    """Bytes of whole parameters under ZeRO 3, where each block is gathered for its use.
+    """Return the bytes of whole parameters under ZeRO 3, whose blocks are gathered on use.
 
-    There are the parameters of a block and of the one before, and what Gloo has not let go of; rows through
-    which all blocks come stay (`max(blocks)`). What lies in no block comes before.
+    Two blocks exist at a time, the present and the previous one, each with the memory that Gloo frees late.
 
     Args:
-        blocks: bytes of each.
-        rest: of what lies in no block, and is there for a whole run.
-        shard: ranks that gather.
+        blocks: bytes of each block.
+        rest: bytes of parameters in no block, which are gathered once for the whole run.
+        shard: number of ranks that gather.
     """
     return int(rest + (2 + 2 * gloo_copies(shard)) * max(blocks, default=0))
 
 
 def gloo_copies(shard: int) -> float:
-    """Times the bytes of all that Gloo takes for itself: two ranks send each other rows as they lie."""
+    """Return the memory of Gloo's all_gather per byte of its result; two ranks need none."""
     return 0 if shard <= 2 else 1 + 1 / shard
 
 
-_ROUNDS = 2  # of micro-batches, after which all have found what memory stays
+_ROUNDS = 2  # micro-batches after which all permanent buffers exist
 
 
 class ScatterMemory(NamedTuple):
-    """Bytes.
+    """The bytes of the scatters of a rank.
 
     Args:
-        stay: from step to step.
-        under_way: beside them, while micro-batches run: for the first and for later ones, bytes by those of
-            the gradients that are complete, ascending.
-        learning: the same at the end of the first backward, where all gradients leave at a time.
-        gathered: that stay beside them, for parameters that come after an update.
+        stay: bytes that stay from step to step.
+        under_way: temporary bytes of scatters in flight, for the first and later micro-batches: pairs (bytes
+            of complete gradients, bytes in flight), ascending.
+        learning: temporary bytes at the end of the first backward, when all gradients leave together.
+        gathered: further bytes that stay, for gathers of parameters after an update.
     """
 
     stay: int
@@ -123,200 +113,206 @@ class ScatterMemory(NamedTuple):
     gathered: int
 
 
-def scatter_memory(of: GradientReduction) -> ScatterMemory:
-    """What the scatters of a rank take, if it has any, and the gathers after an update by Gloo."""
-    group, memory = RankGroup("shard", tuple(range(of.recipe.strategy.shard)), 0), Workspace()
-    path = _SimulatedScatterPath(of, group)
-    if not of.leaves_often:
-        for _ in _receive_buffers(of, memory):
+def scatter_memory(reduction: GradientReduction) -> ScatterMemory:
+    """Return the memory of the scatters of a rank, and of gathers after an update over Gloo."""
+    group, memory = RankGroup("shard", tuple(range(reduction.recipe.strategy.shard)), 0), Workspace()
+    path = _SimulatedScatterPath(reduction, group)
+    if not reduction.leaves_often:
+        for _ in _receive_buffers(reduction, memory):
             continue
         stay = memory.num_bytes
-        for _ in _gather_buffers(of, memory):
+        for _ in _gather_buffers(reduction, memory):
             continue
-        return ScatterMemory(stay, [_once_per_step(of)], 0, memory.num_bytes - stay)
-    rank = _SimulatedScatterRank(of, path, memory)
+        return ScatterMemory(stay, [_once_per_step(reduction)], 0, memory.num_bytes - stay)
+    rank = _SimulatedScatterRank(reduction, path, memory)
     under_way = rank.run()
-    stays = [*rank.blocks, *path.came]
-    come = [*_gather_buffers(of, memory)]
+    stays = [*rank.blocks, *path.received]
+    come = [*_gather_buffers(reduction, memory)]
     most = max((found for one in under_way for _, found in one), default=0)
-    if of.blocks and not of.is_even:
-        most = _most_behind_bytes(of)
-    if not (of.blocks and of.is_even):  # backends, or other chunks of a stage, keep it longer
+    if reduction.blocks and not reduction.is_even:
+        most = _most_behind_bytes(reduction)
+    # Backends, and other chunks of a stage, can keep a scatter longer than the simulation does.
+    if not (reduction.blocks and reduction.is_even):
         under_way = [[(0, most)]]
-    learning = _first_backward_bytes(of) if of.blocks else most
+    learning = _first_backward_bytes(reduction) if reduction.blocks else most
     stay, gathered = _storage_bytes(stays), _storage_bytes([*stays, *come]) - _storage_bytes(stays)
-    return ScatterMemory(stay + sum(path.lies.values()), under_way, learning, gathered)
+    return ScatterMemory(stay + sum(path.shared_bytes.values()), under_way, learning, gathered)
 
 
 class _SimulatedScatterPath(SimulatedCollective):
-    """Scatters of one rank; what they bring is there once somebody waits.
+    """The reduce_scatters of a simulated rank; each is complete when it is waited for.
 
     Attributes:
-        lies: bytes that lie in memory that ranks share, by key.
-        came: memory that stays, in which others' values come.
+        shared_bytes: bytes in memory that ranks share, by key.
+        received: receive buffers that stay.
     """
 
-    def __init__(self, of: GradientReduction, group: RankGroup) -> None:
+    def __init__(self, reduction: GradientReduction, group: RankGroup) -> None:
         super().__init__(group, Net(1.0))
-        self._of, self.lies, self.came = of, dict[str, int](), list[Tensor]()
+        self._reduction, self.shared_bytes, self.received = reduction, dict[str, int](), list[Tensor]()
 
     def reduce_scatter(self, x: Tensor, key: str, arriving: ReceiveBuffer = None) -> Handle:
-        """See `Collective`."""
-        if self._of.common:
-            self.lies[key] = max(x.nbytes, self.lies.get(key, 0))
-        elif self._of.receives == "caller" and arriving is not None and not self._of.blocks:
-            self.came.append(arriving())
+        if self._reduction.common:
+            self.shared_bytes[key] = max(x.nbytes, self.shared_bytes.get(key, 0))
+        elif self._reduction.receives == "caller" and arriving is not None and not self._reduction.blocks:
+            self.received.append(arriving())
         return Handle(lambda deadline_seconds, exposed: x[self.group.rank])
 
 
 class _SimulatedScatterRank:
-    """A rank that runs micro-batches, all ranks with it.
+    """A rank that scatters the gradients of simulated micro-batches; all ranks run alike.
 
     Args:
-        of: what it scatters; `path`, `memory`: see `ScatterPaths`.
+        reduction: gradients of the rank.
+        path, memory: as in `ScatterPaths`.
     """
 
-    def __init__(self, of: GradientReduction, path: _SimulatedScatterPath, memory: Workspace) -> None:
-        self._of, self._pace = of, ScatterPacer(of.behind) if of.blocks else None
-        self._home = {name: number for number, block in enumerate(of.blocks) for name in block}
+    def __init__(self, reduction: GradientReduction, path: _SimulatedScatterPath, memory: Workspace) -> None:
+        self._reduction, self._pacer = reduction, ScatterPacer(reduction.behind) if reduction.blocks else None
+        self._home = {name: number for number, block in enumerate(reduction.blocks) for name in block}
         self._rows: dict[ScatterReducer, int] = {}
         self._by_name: dict[str, tuple[ScatterReducer, TensorSlot]] = {}
         ways = ScatterPaths(
-            path, SimulatedCollective(path.group, path.net), path.group, path.net, self._pace, memory
+            path, SimulatedCollective(path.group, path.net), path.group, path.net, self._pacer, memory
         )
-        for number, laid in enumerate(of.often):
-            tensors = meta_tensors(laid.members, of.item_bytes)
+        for number, laid in enumerate(reduction.often):
+            tensors = meta_tensors(laid.members, reduction.item_bytes)
             parts = {one.computes: one.parts for one in laid.members}
-            most, name = of.recipe.runtime.bucket_bytes, scatter_buffer_prefix(number)
+            most, name = reduction.recipe.runtime.bucket_bytes, scatter_buffer_prefix(number)
             one = ScatterReducer(tensors, parts, ways, most, name=name)
             self._rows[one] = max(x.rows[0].nbytes for x in laid.buffers)  # of what a scatter brings
             self._by_name |= {slot.name: (one, slot) for slot in tensors}
 
     @property
     def blocks(self) -> list[Tensor]:
-        """Memory of buckets that stays."""
+        """Return the memory of buckets that stays."""
         return [x for one in self._rows for x in one.blocks.kept]
 
     def run(self) -> list[list[tuple[int, int]]]:
-        """By micro-batch, after each gradient, bytes of those and what is under way in memory that goes."""
-        found = []
-        for _ in range(min(_ROUNDS, self._of.most_micro_batches) if self._rows else 0):
-            done, one = 0, [(0, self._now())]
-            for num_bytes in self._ready():
+        """Return for each micro-batch pairs (bytes of complete gradients, temporary bytes of scatters)."""
+        micro_batches = []
+        for _ in range(min(_ROUNDS, self._reduction.most_micro_batches) if self._rows else 0):
+            done, samples = 0, [(0, self._temporary_bytes())]
+            for num_bytes in self._complete_gradients():
                 done += num_bytes
-                one.append((done, self._now()))
-            found.append(one)
-        return found
+                samples.append((done, self._temporary_bytes()))
+            micro_batches.append(samples)
+        return micro_batches
 
-    def _now(self) -> int:
-        found = 0
-        for one in self._rows:
-            found += one.blocks.temporary_bytes
-            found += (
-                int(self._of.passing * one.launches.num_bytes) + self._of.allocates_own_row * self._rows[one]
-            )
-        return found
+    def _temporary_bytes(self) -> int:
+        total = 0
+        for reducer, row_bytes in self._rows.items():
+            total += reducer.blocks.temporary_bytes
+            total += int(self._reduction.passing * reducer.launches.num_bytes)
+            total += self._reduction.allocates_own_row * row_bytes
+        return total
 
-    def _ready(self) -> Iterator[int]:
-        """Bytes of each gradient of a micro-batch once it is handed on; blocks are gathered before theirs."""
+    def _complete_gradients(self) -> Iterator[int]:
+        """Pass the gradients of a micro-batch to their reducers, and yield the bytes of each.
+
+        A block is gathered before its first gradient, which exchanges the progress of scatters.
+        """
         order = _completion_order(
-            [name for name in self._of.completes if name in self._by_name], [*self._by_name]
+            [name for name in self._reduction.completes if name in self._by_name], [*self._by_name]
         )
-        told, brought = self._tell(), set[int]()
+        sent, gathered = self._send_progress(), set[int]()
         for name in order:
             block = self._home.get(name)
-            if block is not None and block not in brought:
-                brought.add(block)
-                told = self._hear(told if len(brought) > 1 else self._tell())
-            one, slot = self._by_name[name]
-            one.ready(slot, None)
-            yield slot_bytes(slot, self._of.item_bytes)
-        self._hear(self._tell())
+            if block is not None and block not in gathered:
+                gathered.add(block)
+                sent = self._receive_progress(sent if len(gathered) > 1 else self._send_progress())
+            reducer, slot = self._by_name[name]
+            reducer.ready(slot, None)
+            yield slot_bytes(slot, self._reduction.item_bytes)
+        self._receive_progress(self._send_progress())
 
-    def _tell(self) -> list[float]:
-        return [] if self._pace is None else self._pace.launch_counts()
+    def _send_progress(self) -> list[float]:
+        return [] if self._pacer is None else self._pacer.launch_counts()
 
-    def _hear(self, told: list[float]) -> list[float]:
-        """Of all, which is what this rank has told; returns what it tells then."""
-        if self._pace is not None:
-            self._pace.update_counts(told, is_idle=False)
-        return self._tell()
+    def _receive_progress(self, counts: list[float]) -> list[float]:
+        """Take the progress of all ranks, which equals that of this one; return what it sends next."""
+        if self._pacer is not None:
+            self._pacer.update_counts(counts, is_idle=False)
+        return self._send_progress()
 
 
 def _completion_order(completes: list[str], names: list[str]) -> list[str]:
-    """As they are handed on: those that are complete at once; then the rest, the last first."""
+    """Return the order of handing on: tensors that are complete once, then tied ones, the last first."""
     times = Counter(completes)
     once = [name for name in completes if times[name] == 1]
     return once + [name for name in reversed(names) if times[name] != 1]
 
 
-def _receive_buffers(of: GradientReduction, memory: Workspace) -> Iterator[Tensor]:
-    """Memory in which others' rows come, where buckets are scattered once a step."""
-    for number, one in enumerate(of.scattered_once_per_step):
+def _receive_buffers(reduction: GradientReduction, memory: Workspace) -> Iterator[Tensor]:
+    """Yield the receive buffers of buckets that are scattered once a step."""
+    for number, one in enumerate(reduction.scattered_once_per_step):
         (num_rows, width), dtype = one.rows.shape, one.rows.dtype
         for turn in range(min(MAX_IN_FLIGHT, number + 1)):
             yield memory.take(transfer_buffer_name(turn), (num_rows - 1, width), dtype, one.rows.device)
 
 
-def _once_per_step(of: GradientReduction) -> list[tuple[int, int]]:
-    """These scatters where their path takes memory for itself; see `ScatterMemory.under_way`."""
-    buckets = of.scattered_once_per_step if of.receives == "route" else []
+def _once_per_step(reduction: GradientReduction) -> list[tuple[int, int]]:
+    """Return `ScatterMemory.under_way` of buckets that are scattered once a step."""
+    buckets = reduction.scattered_once_per_step if reduction.receives == "route" else []
     sizes, done, found = [one.flat.nbytes + one.rows[0].nbytes for one in buckets], 0, [(0, 0)]
-    for number, bucket in enumerate(buckets):  # none leaves before those before it are complete
-        done += sum(slot_bytes(slot, of.item_bytes) for slot in bucket.slots)
+    for number, bucket in enumerate(buckets):  # buckets leave in order
+        done += sum(slot_bytes(slot, reduction.item_bytes) for slot in bucket.slots)
         found.append((done, sum(sizes[max(0, number + 1 - MAX_IN_FLIGHT) : number + 1])))
-    return found if len(of.reductions) == 1 else [(0, 0), (1, sum(sorted(sizes)[-MAX_IN_FLIGHT:]))]
+    return found if len(reduction.reductions) == 1 else [(0, 0), (1, sum(sorted(sizes)[-MAX_IN_FLIGHT:]))]
 
 
-def _gather_buffers(of: GradientReduction, memory: Workspace) -> Iterator[Tensor]:
-    """Memory through which parameters come, by turns."""
-    shapes = gather_buckets(of.held, of.item_bytes, of.recipe.runtime.bucket_bytes)
+def _gather_buffers(reduction: GradientReduction, memory: Workspace) -> Iterator[Tensor]:
+    """Yield the buffers through which parameters are gathered, in turn."""
+    shapes = gather_buckets(reduction.held, reduction.item_bytes, reduction.recipe.runtime.bucket_bytes)
     for number, one in enumerate(shapes):
         flat, name = one.flat, transfer_buffer_name(number % MAX_IN_FLIGHT)
         yield memory.take(name, flat.shape, flat.dtype, flat.device)
 
 
-def _most_behind_bytes(of: GradientReduction) -> int:
-    """Of buckets that may be on their way, one that is being filled in, and what arrives for each."""
-    return _first_backward_bytes(of) + sum(_largest_run_bytes(of, laid) for laid in of.often)
+def _most_behind_bytes(reduction: GradientReduction) -> int:
+    """Return the bytes of all unconfirmed buckets, of one that is filled, and of what they receive."""
+    return _first_backward_bytes(reduction) + sum(
+        _largest_run_bytes(reduction, laid) for laid in reduction.often
+    )
 
 
-def _first_backward_bytes(of: GradientReduction) -> int:
-    """As many buckets may be on their way as at any time; they have taken the place of the gradients."""
-    arriving = int(of.passing * sum(_largest_run_bytes(of, one) for one in of.often))
-    rows = of.allocates_own_row * sum(max(x.rows[0].nbytes for x in one.buffers) for one in of.often)
-    return arriving + rows + sum(max(x.flat.nbytes for x in one.buffers) for one in of.often)
+def _first_backward_bytes(reduction: GradientReduction) -> int:
+    """Return the bytes of scatters at the end of the first backward, in place of the gradients."""
+    arriving = int(reduction.passing * sum(_largest_run_bytes(reduction, one) for one in reduction.often))
+    rows = reduction.allocates_own_row * sum(
+        max(x.rows[0].nbytes for x in one.buffers) for one in reduction.often
+    )
+    return arriving + rows + sum(max(x.flat.nbytes for x in one.buffers) for one in reduction.often)
 
 
-def _largest_run_bytes(of: GradientReduction, laid: BucketLayout) -> int:
-    """Bytes of as many buckets as may be on their way."""
+def _largest_run_bytes(reduction: GradientReduction, laid: BucketLayout) -> int:
+    """Return the most bytes of consecutive buckets that can be unconfirmed."""
     sizes = [one.flat.nbytes for one in laid.buffers]
-    most = min(max_unconfirmed_buckets(sizes, of.behind), len(sizes))
+    most = min(max_unconfirmed_buckets(sizes, reduction.behind), len(sizes))
     return max(sum((sizes + sizes)[first : first + most]) for first in range(len(sizes)))
 
 
 def _storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Of their memory, which several may lie in."""
+    """Return the bytes of the storages of tensors, each counted once."""
     memory = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
     return sum(memory.values())
 
 
 @dataclass(frozen=True)
 class GradientSumMemory:
-    """How a rank's gradients come to be sums, in bytes.
+    """The bytes of gradients and their sums on a rank.
 
     Args:
-        buckets: that stay from step to step.
-        own: sums of the own parts, where they are no part of a bucket.
-        moved: by byte of a gradient that is complete in the last backward of a step, bytes of what moves it.
-        leaves: a gradient is let go of as soon as it was handed on, with every micro-batch.
-        at_end: gradients are handed on behind a backward, as nobody waits for them meanwhile.
-        waiting: where sums have one order, how many sums of gradients wait for others after each micro-batch.
-        stays: between steps, gradients that are neither buckets nor own sums.
-        under_way: while micro-batches run, what scatters take that may be under way: for the first and for
-            later ones, bytes by those of the gradients that are complete, ascending.
-        learns: the first backward of a run lets go of gradients at its end.
-        learning: what scatters take then.
+        buckets: bytes of buckets, which stay from step to step.
+        own: bytes of the sums of the rank's own parts, if they are not in a bucket.
+        moved: temporary bytes of the reduction per byte of a gradient, in the last backward of a step.
+        leaves: gradients are freed with every micro-batch, as soon as they are handed on.
+        at_end: gradients are handed on only after a backward.
+        waiting: partial sums that wait after each micro-batch, for sums in one order.
+        stays: bytes of gradients between steps that are neither buckets nor own sums.
+        under_way: as `ScatterMemory.under_way`.
+        learns: the first backward of a run frees gradients only at its end.
+        learning: as `ScatterMemory.learning`.
     """
 
     buckets: int = 0
@@ -331,32 +327,37 @@ class GradientSumMemory:
     learning: int = 0
 
     def on_the_way(self, micro_batch: int, done: int) -> int:
-        """What scatters take in the backward of a micro-batch, with so many bytes of gradients complete."""
+        """Return the temporary bytes of scatters with `done` bytes of gradients complete."""
         if not self.under_way:
             return 0
         by_done = self.under_way[min(micro_batch, len(self.under_way) - 1)]
         return next((found for least, found in reversed(by_done) if least <= done), 0)
 
 
-def gradient_sum_memory(of: GradientReduction) -> GradientSumMemory:
-    """What the reduction of a rank takes."""
-    strategy, sizes = of.recipe.strategy, of.sizes
-    if of.recipe.is_ordered:
-        return _ordered_sums(of)
-    if not of.has_other_ranks:
+def gradient_sum_memory(reduction: GradientReduction) -> GradientSumMemory:
+    """Return the memory of the gradient reduction of a rank."""
+    strategy, sizes = reduction.recipe.strategy, reduction.sizes
+    if reduction.recipe.is_ordered:
+        return _ordered_sums(reduction)
+    if not reduction.has_other_ranks:
         return GradientSumMemory(sizes.shared, stays=sizes.computes)
-    if of.leaves_often:
-        return _scattered_sums(of)
-    buckets = _whole_bytes(of.buckets) + sizes.shared
+    if reduction.leaves_often:
+        return _scattered_sums(reduction)
+    buckets = _whole_bytes(reduction.buckets) + sizes.shared
     if strategy.shard == 1:
         return GradientSumMemory(buckets)
-    alone = of.sharers == strategy.shard  # else the own row is summed over replicas, in a buffer of its own
-    at_once = not (of.common or of.scattered_once_per_step)
-    own = _row_bytes(of.buckets) if at_once or (of.common and not alone) else 0
-    before, waiting = [[(0, 0)]] * (of.most_micro_batches - 1), [1] * (of.most_micro_batches - 1) + [0]
-    found = scatter_memory(of)
+    alone = (
+        reduction.sharers == strategy.shard
+    )  # else the own row is summed over replicas, in a buffer of its own
+    at_once = not (reduction.common or reduction.scattered_once_per_step)
+    own = _row_bytes(reduction.buckets) if at_once or (reduction.common and not alone) else 0
+    before, waiting = (
+        [[(0, 0)]] * (reduction.most_micro_batches - 1),
+        [1] * (reduction.most_micro_batches - 1) + [0],
+    )
+    found = scatter_memory(reduction)
     return GradientSumMemory(
-        buckets + found.stay + _slice_bytes(of),
+        buckets + found.stay + _slice_bytes(reduction),
         own,
         moved=int(at_once),
         waiting=waiting,
@@ -364,37 +365,37 @@ def gradient_sum_memory(of: GradientReduction) -> GradientSumMemory:
     )
 
 
-def _ordered_sums(of: GradientReduction) -> GradientSumMemory:
-    """Where sums have one order; see `gradient_sum_memory`."""
-    strategy, sizes, sharers = of.recipe.strategy, of.sizes, of.sharers
-    blocks = [split_evenly(of.shards, of.runners, rank) for rank in range(of.runners)]
+def _ordered_sums(reduction: GradientReduction) -> GradientSumMemory:
+    """Return the memory of sums in one order (`reproducible`)."""
+    strategy, sizes, sharers = reduction.recipe.strategy, reduction.sizes, reduction.sharers
+    blocks = [split_evenly(reduction.shards, reduction.runners, rank) for rank in range(reduction.runners)]
     found = [waiting_partial_sums(shards) for block in blocks for shards in _shards_by_stage(strategy, block)]
     waiting = max(found, key=lambda one: (max(one), sum(one)))
     if sharers == 1:
         return GradientSumMemory(sizes.shared, at_end=True, waiting=waiting, stays=sizes.computes)
     nodes = max(len(covering_nodes(block)) for block in blocks)
-    buckets = nodes * _whole_bytes(of.buckets) + sizes.shared
-    moved, own = _ordered_wire_bytes(of, nodes)
+    buckets = nodes * _whole_bytes(reduction.buckets) + sizes.shared
+    moved, own = _ordered_wire_bytes(reduction, nodes)
     apart = strategy.shard > 1  # else a gradient has its sum, and lets go of it before the next backward
     sums = GradientSumMemory(buckets, moved=moved, leaves=True, waiting=[*waiting[:-1], 0])
     return replace(sums, own=own) if apart else replace(sums, stays=own)
 
 
-def _ordered_wire_bytes(of: GradientReduction, nodes: int) -> tuple[int, int]:
-    """Of sums in one order: how often a gradient is under way, as sent and as it comes; bytes of the sums.
+def _ordered_wire_bytes(reduction: GradientReduction, nodes: int) -> tuple[int, int]:
+    """Return copies of a gradient in flight, as sent and as received, and bytes of the sums.
 
-    In memory that ranks share, and where one addition is left, buckets become the sums. One node of one
-    replica is sent from where it lies.
+    In memory that ranks share, and where one addition is left, buckets become the sums. A single node of the
+    tree is sent without a copy.
     """
-    shard = of.recipe.strategy.shard
-    if of.common or (of.sharers == 2 and shard == 1 == nodes):
+    shard = reduction.recipe.strategy.shard
+    if reduction.common or (reduction.sharers == 2 and shard == 1 == nodes):
         return 0, 0
-    as_it_lies = nodes == 1 and not 1 < shard < of.sharers
-    return nodes * (2 - as_it_lies), _row_bytes(of.buckets)
+    as_it_lies = nodes == 1 and not 1 < shard < reduction.sharers
+    return nodes * (2 - as_it_lies), _row_bytes(reduction.buckets)
 
 
 def _shards_by_stage(strategy: Strategy, block: range) -> list[list[int]]:
-    """Shards in the order in which backwards of the first chunk of each stage end; of one: as they are."""
+    """Return for each stage the shards in the order in which their backwards end in its first chunk."""
     if strategy.pipeline == 1:
         return [[*block]]
     rows = make_schedule(strategy)(strategy.pipeline, len(block)).orders
@@ -402,28 +403,32 @@ def _shards_by_stage(strategy: Strategy, block: range) -> list[list[int]]:
     return [[block[a.micro_batch] for a in row if a.chunk == 0 and a.ends(halves)] for row in rows]
 
 
-def _scattered_sums(of: GradientReduction) -> GradientSumMemory:
-    """Where gradients leave with every micro-batch; see `gradient_sum_memory`."""
-    met = _whole_bytes(one for one in of.buckets if one.way.meets)
-    found = scatter_memory(of)
-    buckets = found.stay + met + of.sizes.shared + _slice_bytes(of)
+def _scattered_sums(reduction: GradientReduction) -> GradientSumMemory:
+    """Return the memory of gradients that leave with every micro-batch (ZeRO 2 and 3)."""
+    met = _whole_bytes(one for one in reduction.buckets if one.way.meets)
+    found = scatter_memory(reduction)
+    buckets = found.stay + met + reduction.sizes.shared + _slice_bytes(reduction)
     return GradientSumMemory(
-        buckets, _row_bytes(of.buckets), leaves=True, under_way=found.under_way, learning=found.learning
+        buckets,
+        _row_bytes(reduction.buckets),
+        leaves=True,
+        under_way=found.under_way,
+        learning=found.learning,
     )
 
 
-def _slice_bytes(of: GradientReduction) -> int:
-    """What a rank adds up at a time in memory that ranks share: one for each path of scatters, and type."""
-    if not of.common:
+def _slice_bytes(reduction: GradientReduction) -> int:
+    """Return the bytes of slices that are added at a time in shared memory, one per path and dtype."""
+    if not reduction.common:
         return 0
-    paths = {(_scatter_path(of, one.way), one.way.item_bytes) for one in of.buckets}
+    paths = {(_scatter_path(reduction, one.way), one.way.item_bytes) for one in reduction.buckets}
     return sum(CHUNK_VALUES * item_bytes for _, item_bytes in paths)
 
 
-def _scatter_path(of: GradientReduction, way: BucketPath) -> object:
-    """What leaves with every micro-batch has its own, by reduction."""
+def _scatter_path(reduction: GradientReduction, way: BucketPath) -> object:
+    """Return an identifier of the path; reductions with every micro-batch have one each."""
     inside = {"shard", "pipeline", "tensor"}
-    return way.number if of.leaves_often and not way.meets else frozenset(way.axes) - inside
+    return way.number if reduction.leaves_often and not way.meets else frozenset(way.axes) - inside
 
 
 def _whole_bytes(buckets: Iterable[BucketBytes]) -> int:
@@ -435,17 +440,17 @@ def _row_bytes(buckets: Iterable[BucketBytes]) -> int:
 
 
 _READ_AT_ONCE_BYTES = 2**24
-"""Bytes of parameters that ranks of one host read at a time after an update (ZeRO 1 and 2)."""
+"""Bytes of parameters that ranks of one host read together after an update (ZeRO 1 and 2)."""
 
 
 class GatherMemory(NamedTuple):
-    """Bytes.
+    """The bytes of parameter gathers on a rank.
 
     Args:
-        stay: through which parameters come.
-        while_computing: of parameters, while the rank computes with them (ZeRO 3).
-        beginning: of those and what they come through, before it does.
-        arriving: what Gloo takes for itself after an update (ZeRO 1 and 2).
+        stay: bytes of buffers, which stay from step to step.
+        while_computing: bytes of gathered parameters while the rank computes (ZeRO 3).
+        beginning: bytes of parameters outside blocks and their gather, before the first step (ZeRO 3).
+        arriving: bytes that Gloo allocates in gathers after an update (ZeRO 1 and 2).
     """
 
     stay: int = 0
@@ -454,32 +459,36 @@ class GatherMemory(NamedTuple):
     arriving: int = 0
 
 
-def gather_memory(of: GradientReduction) -> GatherMemory:
-    """What one rank takes; parameters that lie once on a host are never gathered."""
-    if of.recipe.strategy.shard == 1:
+def gather_memory(reduction: GradientReduction) -> GatherMemory:
+    """Return the memory of gathers on a rank; parameters that a host shares are never gathered."""
+    if reduction.recipe.strategy.shard == 1:
         return GatherMemory()
-    if of.keeps:
-        return GatherMemory(_shared_part_bytes(of)) if of.common else _gathers_after_update(of)
-    return GatherMemory() if of.common else _gathers_on_use(of)
+    if reduction.keeps:
+        return (
+            GatherMemory(_shared_part_bytes(reduction))
+            if reduction.common
+            else _gathers_after_update(reduction)
+        )
+    return GatherMemory() if reduction.common else _gathers_on_use(reduction)
 
 
-def _shared_part_bytes(of: GradientReduction) -> int:
-    """In memory that ranks share, the own parts, which the others read."""
-    shapes = gather_buckets(of.held, of.item_bytes, _READ_AT_ONCE_BYTES)
+def _shared_part_bytes(reduction: GradientReduction) -> int:
+    """Return the bytes of the rank's own parts in shared memory, which other ranks read."""
+    shapes = gather_buckets(reduction.held, reduction.item_bytes, _READ_AT_ONCE_BYTES)
     by_width = sorted(shapes, key=lambda one: one.rows.shape[1])
     return sum({one.rows.dtype: one.rows[0].nbytes for one in by_width}.values())
 
 
-def _gathers_after_update(of: GradientReduction) -> GatherMemory:
-    shapes = gather_buckets(of.held, of.item_bytes, of.recipe.runtime.bucket_bytes)
+def _gathers_after_update(reduction: GradientReduction) -> GatherMemory:
+    shapes = gather_buckets(reduction.held, reduction.item_bytes, reduction.recipe.runtime.bucket_bytes)
     sizes = [one.flat.nbytes for one in shapes]
     together = max((sum(sizes[k : k + MAX_IN_FLIGHT]) for k in range(len(sizes))), default=0)
-    arriving = gloo_copies(of.recipe.strategy.shard) * together
-    return GatherMemory(scatter_memory(of).gathered, arriving=int(arriving))
+    arriving = gloo_copies(reduction.recipe.strategy.shard) * together
+    return GatherMemory(scatter_memory(reduction).gathered, arriving=int(arriving))
 
 
-def _gathers_on_use(of: GradientReduction) -> GatherMemory:
-    blocks, rest = of.by_block
-    shard = of.recipe.strategy.shard
+def _gathers_on_use(reduction: GradientReduction) -> GatherMemory:
+    blocks, rest = reduction.by_block
+    shard = reduction.recipe.strategy.shard
     computing, beginning = gathered_bytes(blocks, rest, shard), int((2 + gloo_copies(shard)) * rest)
     return GatherMemory(max(blocks, default=0), computing, beginning)

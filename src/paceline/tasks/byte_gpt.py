@@ -1,9 +1,7 @@
-"""What a language model has to beat: a unigram, a trigram and `lzma`, in bits per byte of one text.
+"""The task `byte-gpt`: a small GPT on text, measured in bits per byte against simple baselines.
 
-Invariant: every baseline codes all bytes of the same held-out text, with what it counted in the training
-text alone; `lzma` is given the held-out text only, as a compressor is. Work is a few sorts and look-ups.
-
-The task `byte-gpt`: a small GPT on real text, measured in bits per byte against simple baselines.
+The baselines are a unigram model, a trigram model and `lzma`. Invariant: each codes all bytes of the same
+held-out text; the models count in the training text only, and `lzma` gets the held-out text only.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ _NUM_BYTES = 256
 
 @dataclass(frozen=True)
 class TextBaselines:
-    """Bits per byte of the held-out text."""
+    """The bits per byte of the held-out text under each baseline."""
 
     unigram: float
     trigram: float
@@ -182,7 +180,7 @@ def next_token_loss(model: nn.Module, batch: Tensor | TokenPair) -> Loss:
 
 
 def next_tokens(model: nn.Module, tokens_BT: Tensor) -> Tensor:
-    """The likeliest token behind each of a window [B, context + 1] but its last, int64 [B, context]."""
+    """Return the likeliest next token at each position of windows [B, context + 1], int64 [B, context]."""
     found: Tensor = model(inputs_and_targets(tokens_BT)[0]).argmax(-1)
     return found
 
@@ -193,7 +191,7 @@ def inputs_and_targets(tokens_BT: Tensor) -> TokenPair:
 
 
 def next_token_sequence(tokens_BT: Tensor, part: PositionSlicer) -> TokenPair:
-    """Some positions, with the token after each; see `Task.sequence`."""
+    """Return a slice of positions of a batch with their next tokens; a `Task.sequence`."""
     tokens, following = inputs_and_targets(tokens_BT)
     return part(tokens, 1), part(following, 1)
 

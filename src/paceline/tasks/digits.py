@@ -116,7 +116,7 @@ def cross_entropy(model: nn.Module, batch: Sequence[Tensor]) -> Loss:
 
 
 def classify(model: nn.Module, batch: Any) -> Tensor:
-    """The class of each image of a batch (images, classes) or of images alone, int64 [N]."""
+    """Return the class of each image of a batch (images, classes), or of images alone, int64 [N]."""
     found: Tensor = model(batch if isinstance(batch, Tensor) else batch[0])
     return found.argmax(1)
 

@@ -16,19 +16,19 @@ _BIN = "_auc"
 
 
 def perplexity(sums: Mapping[str, float]) -> dict[str, float]:
-    """exp of the mean loss; `Task.derive`."""
+    """Return the perplexity, exp of the mean loss; a `Task.derive`."""
     count = sums["count"]
     return {"perplexity": math.exp(min(sums["loss"] / count, 700.0)) if count else math.nan}
 
 
 def f1_sums(predicted: Tensor, actual: Tensor) -> dict[str, Tensor]:
-    """True and false positives, and false negatives; bool [N] each."""
+    """Count true positives, false positives and false negatives of bool [N] predictions."""
     yes, right = predicted.bool(), actual.bool()
     return {"_tp": (yes & right).sum(), "_fp": (yes & ~right).sum(), "_fn": (~yes & right).sum()}
 
 
 def f1(sums: Mapping[str, float]) -> dict[str, float]:
-    """Precision, recall and their harmonic mean, from `f1_sums`; `Task.derive`."""
+    """Return precision, recall and their harmonic mean, from `f1_sums`; a `Task.derive`."""
     tp, fp, fn = sums["_tp"], sums["_fp"], sums["_fn"]
     return {
         "precision": _share(tp, tp + fp),
@@ -38,16 +38,16 @@ def f1(sums: Mapping[str, float]) -> dict[str, float]:
 
 
 def auc_sums(scores: Tensor, actual: Tensor, bins: int = 64) -> dict[str, Tensor]:
-    """How many positives and negatives have a score in each of equal bins of [0, 1].
+    """Count positives and negatives with a score in each of equal bins of [0, 1].
 
     Args:
         scores: float [N], between 0 and 1.
         actual: bool [N].
     """
-    place = (scores.detach().float() * bins).long().clamp(0, bins - 1)
-    right = actual.bool()
-    ups = torch.bincount(place[right], minlength=bins)
-    downs = torch.bincount(place[~right], minlength=bins)
+    bin_index = (scores.detach().float() * bins).long().clamp(0, bins - 1)
+    positive = actual.bool()
+    ups = torch.bincount(bin_index[positive], minlength=bins)
+    downs = torch.bincount(bin_index[~positive], minlength=bins)
     return {
         name: counts[i]
         for i in range(bins)
@@ -56,7 +56,7 @@ def auc_sums(scores: Tensor, actual: Tensor, bins: int = 64) -> dict[str, Tensor
 
 
 def auc(sums: Mapping[str, float]) -> dict[str, float]:
-    """The area under the ROC curve, from `auc_sums`; ties within a bin count half. `Task.derive`."""
+    """Return the area under the ROC curve, from `auc_sums`; ties in a bin count half; a `Task.derive`."""
     bins = sum(name.startswith(f"{_BIN}+") for name in sums)
     ups = [sums[f"{_BIN}+{i:03d}"] for i in range(bins)]
     downs = [sums[f"{_BIN}-{i:03d}"] for i in range(bins)]

@@ -30,7 +30,7 @@ class SumOptions(RecipeTable):
 
 
 def build(**options: Any) -> Task:
-    """Build the task; see `SumOptions`. Samples do not depend on the seed of the run."""
+    """Build the task from `SumOptions`; samples do not depend on the seed of the run."""
     chosen = read_options(SumOptions, options)
     return Task(
         model=MLP(chosen.inputs, chosen.hidden, 1, activation=chosen.activation),

@@ -37,19 +37,19 @@ SHIPPED: Mapping[str, str] = {
 def load_task(
     spec: str, options: Mapping[str, Any], seed: int, base_dir: str | Path, cache_dir: str | Path
 ) -> Task:
-    """Build the task that the recipe names.
+    """Build the task that a recipe names.
 
     Args:
         spec: a shipped name, "file.py:function" or "package.module:function".
-        options: keyword arguments of the function. It may also ask, by a parameter of that name, for
-            `seed`, `base_dir` and `cache_dir`.
+        options: keyword arguments of the function. Parameters named `seed`, `base_dir` and `cache_dir` are
+            also filled in.
         seed: the seed of the run.
-        base_dir: what relative paths and modules are relative to: the folder of the recipe.
-        cache_dir: where a task may keep what it prepares, such as tokenised text.
+        base_dir: folder of the recipe, to which paths and modules are relative.
+        cache_dir: folder for prepared data, such as tokenised text.
     Returns:
-        The task; a tuple (model, data, loss) is made one.
+        The task; a returned tuple (model, data, loss) is converted.
     Raises:
-        TaskError: nothing is found there, the options do not fit, or something else was returned.
+        TaskError: there is no such function, the options do not fit, or it returned no task.
     """
     build = find_build(spec, Path(base_dir).resolve())
     return run_build(build, spec, options, seed, base_dir, cache_dir)
@@ -63,14 +63,14 @@ def run_build(
     base_dir: str | Path,
     cache_dir: str | Path,
 ) -> Task:
-    """Call a build function under the run's own random state, and check what it returned; see `load_task`.
+    """Call a build function with seeded generators, and check its result; arguments as in `load_task`.
 
-    What it draws with torch, `random` or `numpy.random` follows from the seed, so it is equal on every rank.
+    Random numbers of torch, `random` and `numpy.random` follow from the seed, so all ranks draw the same.
     """
-    given = {"seed": seed, "base_dir": Path(base_dir).resolve(), "cache_dir": Path(cache_dir)}
-    arguments = fit_arguments(build, spec, options, given)
+    run_values = {"seed": seed, "base_dir": Path(base_dir).resolve(), "cache_dir": Path(cache_dir)}
+    arguments = fit_arguments(build, spec, options, run_values)
     with seeded_generators(key(seed, "build"), np.random.MT19937()):
-        torch.manual_seed(key(seed, "build"))  # those of other devices too
+        torch.manual_seed(key(seed, "build"))  # also seeds the generators of other devices
         made = build(**arguments)
     return check_task(made, spec)
 
@@ -78,15 +78,15 @@ def run_build(
 def load_samples(
     spec: str, options: Mapping[str, Any], seed: int, base_dir: str | Path, cache_dir: str | Path
 ) -> Any:
-    """Samples of a function that is named as a task is; for arguments and errors see `load_task`.
+    """Load samples from a function; arguments and errors as in `load_task`.
 
     Returns:
         Samples, or several sets of them by name.
     """
     folder = Path(base_dir).resolve()
     build = find_build(spec, folder, makes="samples")
-    given = {"seed": seed, "base_dir": folder, "cache_dir": Path(cache_dir)}
-    arguments = fit_arguments(build, spec, options, given)
+    run_values = {"seed": seed, "base_dir": folder, "cache_dir": Path(cache_dir)}
+    arguments = fit_arguments(build, spec, options, run_values)
     with seeded_generators(key(seed, "samples"), np.random.MT19937()):
         made = build(**arguments)
     for name, source in held_out_sets(made).items():
@@ -117,9 +117,9 @@ def find_build(spec: str, base_dir: Path, makes: str = "Task") -> BuildFunction:
 
 
 def fit_arguments(
-    build: BuildFunction, spec: str, options: Mapping[str, Any], given: Mapping[str, Any]
+    build: BuildFunction, spec: str, options: Mapping[str, Any], run_values: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Match options, and what the run can give, with the parameters of `build`."""
+    """Match options and the values of the run with the parameters of `build`."""
     parameters = inspect.signature(build).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     names = [n for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
@@ -130,7 +130,7 @@ def fit_arguments(
                 where=f"options.{option}, task = {spec!r}",
                 next_step=f"it takes: {', '.join(names) or 'no options'}",
             )
-    arguments = {name: given[name] for name in names if name in given} | dict(options)
+    arguments = {name: run_values[name] for name in names if name in run_values} | dict(options)
     for name in names:
         if name not in arguments and parameters[name].default is inspect.Parameter.empty:
             raise TaskError(
@@ -142,7 +142,7 @@ def fit_arguments(
 
 
 def check_task(made: Any, spec: str) -> Task:
-    """Take what a build function returned: a Task, or (model, data, loss)."""
+    """Convert the result of a build function, a Task or (model, data, loss), to a task."""
     if isinstance(made, Task):
         task = made
     elif isinstance(made, tuple) and len(made) == 3:
@@ -168,7 +168,7 @@ def _load_file(path: Path) -> ModuleType:
         raise TaskError(
             f"there is no file {path}",
             where="task",
-            next_step="the path of a task is relative to the folder of the recipe",
+            next_step="give the path of the task relative to the folder of the recipe",
         )
     name = f"{path.stem}_{key('task file', str(path)):016x}"
     if name in sys.modules:
@@ -202,7 +202,7 @@ def _load_module(name: str, base_dir: Path) -> ModuleType:
 
 
 def _search_in(folder: Path) -> None:
-    """Let modules beside the task be imported, as `python file.py` does."""
+    """Allow imports of modules next to the task, as `python file.py` does."""
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 

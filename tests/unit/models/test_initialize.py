@@ -138,12 +138,12 @@ def test_what_a_rule_leaves_unset_has_no_value_to_fall_back_on() -> None:
     """With memory the constructor's stays; without it nothing is there, which is an error and not noise."""
     forgetful = InitializeByName(lambda model: lambda name, values, generator: None)
     model = light(100, 100)
-    with pytest.raises(TaskError, match="'p' is left as its constructor made it"):
+    with pytest.raises(TaskError, match="does not set 'p', and the model was built without memory"):
         forgetful.part(model, 1, "p", (slice(0, 10), slice(0, 100)))
-    with pytest.raises(TaskError, match="'p' is left as its constructor made it"):
+    with pytest.raises(TaskError, match="does not set 'p', and the model was built without memory"):
         forgetful(model, 1)
     half = InitializeByName(lambda model: lambda name, values, generator: values[:, :50].zero_())
-    with pytest.raises(TaskError, match="'p' is left"):
+    with pytest.raises(TaskError, match="does not set 'p'"):
         half.part(model, 1, "p", (slice(0, 10), slice(0, 50)))
     eager = nn.Linear(100, 100)
     kept = eager.weight.detach().clone()

@@ -89,7 +89,8 @@ def test_what_mixes_features_between_a_column_and_its_row_is_refused(strategy: s
     num_ranks = 4 if "pipeline" in strategy else 2
     for found in run_ranks(all_of_them, num_ranks, strategy, True):
         for between in WRONG:
-            assert "partitioned by its tensor plan, '1' computes other values than whole" in str(found[between])
+            text = str(found[between])
+            assert "partitioned by its tensor plan, '1' computes other values than whole" in text
         assert len(found["each"]) == 3
 
 

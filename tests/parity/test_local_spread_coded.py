@@ -165,7 +165,7 @@ def gradients(cluster: Cluster, spread: str) -> list[tuple[float, float]]:
         until(session, SWITCH)
         before = session.snapshot().copied()
         then = build_test_session(cluster, digits(f"{strategy} sync=local:3"))
-        then.take_over(before)
+        then.restore_shared(before)
         found.append(handed(before.tensors(), then.snapshot().tensors()))
         until(then, SWITCH + 3)
         assert not any(name.startswith("residual/") for name in then.snapshot().tensors())  # it was paid

@@ -91,7 +91,10 @@ def test_the_rule_is_chosen_once_alike_on_all_ranks_and_is_the_run_that_was_aske
         assert rank["off"] == [0.0, 0.0]
         assert sync["exchange_seconds"] > 0.1 and sync["step_seconds"]["every-step"] > 0.1
         (line,) = rank["lines"]
-        assert line == f"sync: diloco:4 ({sync['reason']}). Set sync=RULE in the strategy to choose another rule."
+        assert (
+            line
+            == f"sync: diloco:4 ({sync['reason']}). Set sync=RULE in the strategy to choose another rule."
+        )
 
 
 def goes_asynchronous(cluster: Cluster) -> dict[str, Any]:
@@ -120,7 +123,7 @@ def stays(cluster: Cluster) -> list[Any]:
         losses = [stats.loss for stats in session.rounds()]
         names = [name for name, _ in session.events.take() if name in ("sync", "switch")]
         again = session_of(cluster, sync, [])
-        again.take_over(session.snapshot())
+        again.restore_shared(session.snapshot())
         found += [(losses, names, type(again.rule).__name__)]
     return found
 

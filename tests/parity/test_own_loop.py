@@ -25,7 +25,7 @@ from paceline.testing.parity import build_test_session
 STRATEGIES = ("replicas=2", "replicas=1 shard=2 zero=1")
 REFUSED = {
     "replicas=1 pipeline=2": "the layout runs forward and backward",
-    "replicas=1 shard=2 zero=3": "only while a run needs them",
+    "replicas=1 shard=2 zero=3": "freed between uses",
     "replicas=2 sync=local:2": "the rule deals out micro-batches",
 }
 
@@ -181,7 +181,7 @@ def test_what_a_loop_forgets_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyP
         with pytest.raises(TaskError, match="step\\(\\) was called without backward"):
             loop.step()
         for batch in loop.batches():
-            with pytest.raises(TaskError, match="comes in several micro-batches"):
+            with pytest.raises(TaskError, match="but it has several micro-batches"):
                 loop.backward(loss_of(loop.model, batch))
                 loop.step("0")
             break

@@ -94,7 +94,7 @@ def test_when_no_checkpoint_is_left_it_ends_with_the_cause(tmp_path: Path) -> No
 
 def test_without_a_run_folder_there_is_nothing_to_go_back_to() -> None:
     session = build_test_session(Cluster.single(), recipe(non_finite="roll-back"), bad)
-    with pytest.raises(NumericError, match=f"step {BAD_STEP}.*there is no run folder"):
+    with pytest.raises(NumericError, match=f"step {BAD_STEP}.*without a run folder"):
         fit(session)
 
 

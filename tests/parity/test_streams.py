@@ -88,7 +88,7 @@ def gone_on(cluster: Cluster, name: str) -> dict[str, Tensor]:
         if stats.step == 2:
             break
     second = build_test_session(cluster, recipe_of(), BUILDS[name])
-    second.take_over(first.snapshot())
+    second.restore_shared(first.snapshot())
     return ends(second)
 
 

@@ -127,7 +127,7 @@ def gradients(cluster: Cluster) -> list[tuple[float, float]]:
             until(session, SWITCH)
             before = session.snapshot().copied()
             then = build_test_session(cluster, digits(second))
-            then.take_over(before)
+            then.restore_shared(before)
             found.append(handed(before.tensors(), then.snapshot().tensors()))
             session.close()
             then.close()

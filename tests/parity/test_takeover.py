@@ -93,7 +93,7 @@ def server_takes_over(cluster: Cluster) -> dict[str, Any]:
     assert taken.late is not None
     forgotten = StateSnapshot(taken.late.step, taken.late.whole, {**taken.late.numbers, "others": {}})
     again = build_test_session(cluster, waiting("server"))
-    again.take_over(forgotten)
+    again.restore_shared(forgotten)
     rules = [again.strategy.sync]
     resumed = goes_on(again, taken.late)
     rules.append(again.strategy.sync)

@@ -61,9 +61,11 @@ def there_and_back(cluster: Cluster, folder: Path) -> dict[str, Any]:
             kept = copy.deepcopy(session.snapshot())
     assert back is not None and kept is not None
     plain = build_test_session(cluster, digits("replicas=3", steps=STEPS))
-    plain.take_over(StateSnapshot(back.step, back.whole, {**back.numbers, "others": {}}))
+    plain.restore_shared(StateSnapshot(back.step, back.whole, {**back.numbers, "others": {}}))
     alone = {stats.step: stats.loss for stats, _ in zip(plain.rounds(), range(4), strict=False)}
-    names = [name for name, _ in session.events.take() if name in ("straggler", "recovered", "switch", "gain")]
+    names = [
+        name for name, _ in session.events.take() if name in ("straggler", "recovered", "switch", "gain")
+    ]
     ended = whole_trajectory([*losses.values()], session)
     script(1)
     again = build_test_session(cluster, waiting("server").replace(steps=STEPS))

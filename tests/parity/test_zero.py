@@ -166,7 +166,7 @@ def taking_over(cluster: Cluster) -> tuple[list[str], list[float]]:
     )
     list(first.rounds())
     snapshot = first.snapshot()
-    second.take_over(snapshot)
+    second.restore_shared(snapshot)
     return sorted(snapshot.tensors()), [stats.loss for stats in second.rounds()]
 
 

@@ -9,7 +9,7 @@ step, the result equals that of `train` bit for bit.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 from zlib import crc32
 
@@ -100,6 +100,23 @@ def refuse_own_loop(session: Session) -> None:
         )
 
 
+@dataclass
+class _MicroBatchProgress:
+    """Progress of the loop's body in the present micro-batch.
+
+    Args:
+        loaded: the micro-batch with its samples.
+        is_last: no other micro-batch of this step follows on this rank.
+        step_called: the body has called `step` for it.
+        in_loop_body: the body runs, or has run last; false between steps.
+    """
+
+    loaded: LoadedBatch | None = None
+    is_last: bool = False
+    step_called: bool = False
+    in_loop_body: bool = False
+
+
 class OwnLoopSteps:
     """Steps of a user's own loop on one rank.
 
@@ -128,8 +145,7 @@ class OwnLoopSteps:
         self._sums: list[tuple[str, LossSums]] = []
         self._losses: list[Loss] = []
         self._updates: list[tuple[str, StepTally, UpdateResult]] = []
-        self._loaded: LoadedBatch | None = None
-        self._is_last = self._step_called = self._in_loop_body = False
+        self._progress = _MicroBatchProgress()
         self.updated: tuple[str, ...] = ()
 
     def batches(self) -> Iterator[Any]:
@@ -142,14 +158,14 @@ class OwnLoopSteps:
                 count = session.work.num_micro_batches(step)
                 for i in range(count):
                     self._rule.phases.begin("data")
-                    self._loaded = next(stream)
-                    self._is_last = i == count - 1
+                    self._progress.loaded = next(stream)
+                    self._progress.is_last = i == count - 1
                     self._rule.phases.begin("forward")
                     self._begin_micro_batch(first=i == 0)
                     seen, autocast = self._runner.sharded_model.seen, self._runner.precision.autocast()
                     # The body of the user's loop runs inside of this block, between
                     # two `next` calls.
-                    with seen(self._loaded.batch) as batch, autocast:
+                    with seen(self._progress.loaded.batch) as batch, autocast:
                         yield batch
                     self._require_step()
                 if not count:
@@ -159,7 +175,7 @@ class OwnLoopSteps:
     def backward(self, loss: Loss) -> None:
         """Add the gradients of a loss to those of the next update."""
         checked, session = check_loss(loss), self._session
-        if self._loaded is None or self._loaded.micro_batch.step != session.state.step:
+        if self._progress.loaded is None or self._progress.loaded.micro_batch.step != session.state.step:
             raise TaskError(
                 "backward() was called after the end of its step, which evaluate() ends",
                 next_step="call evaluate() after the last update",
@@ -195,26 +211,26 @@ class OwnLoopSteps:
             names = self._names.setdefault(part, MetricNames())
             self._sums.append((part, LossSums(names, counts=self._runner.counts)))
         self._sums[-1][1].add(sum_losses(self._losses, part))
-        self._losses, self._step_called = [], True
+        self._losses, self._progress.step_called = [], True
         self._runner.buffers.end_micro_batch()
-        if not self._is_last:
+        if not self._progress.is_last:
             return None
         self._ranks.announce(LoopAction("update", part, self._names[part].names or ()))
         return self._update(part)
 
     def reduce(self, value: Tensor | float, how: str) -> Tensor:
-        if self._in_loop_body:
+        if self._progress.in_loop_body:
             self._require_whole_batch("loop.reduce inside the loop needs")
-        return self._ranks.reduce(value, how, announces=self._in_loop_body)
+        return self._ranks.reduce(value, how, announces=self._progress.in_loop_body)
 
     def end_round(self) -> None:
         """Complete the step, if an update was made in it; called before the next batch and at the end."""
         if not self._updates:
             return
-        if self._in_loop_body:
+        if self._progress.in_loop_body:
             self._ranks.announce(None)
             self._runner.buffers.abort_step()  # a forward after the last update must not change statistics
-        self._in_loop_body = False
+        self._progress.in_loop_body = False
         session, state = self._session, self._session.state
         _, tally, update = self._updates[-1]
         steps, phases = range(state.step, state.step + 1), self._rule.phases
@@ -240,13 +256,13 @@ class OwnLoopSteps:
 
     def _require_step(self) -> None:
         """Raise a TaskError if the loop continues without a call of `step` for this batch."""
-        if not self._step_called:
+        if not self._progress.step_called:
             raise TaskError("the loop took the next batch without step()", next_step=_LOOP_ADVICE)
 
     def _begin_micro_batch(self, *, first: bool) -> None:
-        runner, loaded = self._runner, self._loaded
+        runner, loaded = self._runner, self._progress.loaded
         assert loaded is not None
-        self._step_called, self._in_loop_body = False, True
+        self._progress.step_called, self._progress.in_loop_body = False, True
         if first:
             # Gradients stay in the parameters: without an open reducer the hooks pass nothing
             # on.
@@ -282,7 +298,7 @@ class OwnLoopSteps:
 
     def _follow_others(self) -> None:
         """Make the updates of a step in which this rank has no samples; collective."""
-        self._is_last = True
+        self._progress.is_last = True
         while (action := self._ranks.receive_update()) is not None:
             names = MetricNames(action.metrics)
             self._sums = [(action.name, LossSums(names, counts=self._runner.counts))]

@@ -129,7 +129,7 @@ def test_a_session_measures_once_chooses_alike_and_says_why(tmp_path: Path) -> N
             )
         ordered = chosen(group, site_of(cluster, group, net, said, told, is_ordered=True))
         kinds = [type(path).__name__ for path in (first, again, by_file)]
-        for close in site.closers:
+        for close in site.close_callbacks:
             close()
         return told, said, total, kinds, refused, isinstance(ordered, NativeCollective)
 

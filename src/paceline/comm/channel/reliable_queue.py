@@ -362,7 +362,9 @@ class ReliableQueues:
         for peer in [*self._peers.values()]:
             if peer.last_contact_at + self.grace_seconds <= now:
                 self._mark_lost(
-                    peer_gone_error(peer.rank, f"it is out of reach for {now - peer.last_contact_at:.0f} s")
+                    peer_gone_error(
+                        peer.rank, f"it has been unreachable for {now - peer.last_contact_at:.0f} s"
+                    )
                 )
             elif peer.expires_at <= now:
                 self._mark_lost(peer_not_reading_error(peer.rank))

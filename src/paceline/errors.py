@@ -47,7 +47,7 @@ class RecipeError(PacelineError):
 
 
 class StrategyError(RecipeError):
-    """The strategy cannot be parsed, or is not supported; names the closest one that is."""
+    """The strategy cannot be parsed, or is not supported; names the nearest one that is."""
 
 
 class TaskError(PacelineError):

@@ -191,7 +191,7 @@ def processes_for(recipe: Recipe, processes: int | None, nodes: int) -> int:
     Args:
         processes: as the user asked for on each node; None: as many as the strategy needs.
     Raises:
-        StrategyError: the strategy does not fit that many processes; names the closest one that does.
+        StrategyError: the strategy does not fit that many processes; names the nearest one that does.
     """
     from paceline.recipe.recipe import max_sharers
     from paceline.recipe.support import num_ranks, support
@@ -210,7 +210,7 @@ def processes_for(recipe: Recipe, processes: int | None, nodes: int) -> int:
     if not answer.ok:
         raise StrategyError(
             f"the strategy '{strategy}' on {world_size} processes is not supported: {answer.reason}",
-            next_step=f'use the closest one that is supported: --strategy "{answer.nearest}"',
+            next_step=f'use the nearest supported strategy: --strategy "{answer.nearest}"',
         )
     return world_size // nodes
 

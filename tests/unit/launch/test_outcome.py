@@ -42,7 +42,7 @@ def test_without_failures_there_is_nothing_to_say() -> None:
 
 
 def test_a_lost_connection_points_at_the_silent_rank_or_at_the_other_nodes() -> None:
-    assert "look at rank 1, which did not answer" in summarize_failures([LOST, ENDED]).report
+    assert "look at rank 1, which did not respond" in summarize_failures([LOST, ENDED]).report
     assert "look at the other nodes" in summarize_failures([LOST], nodes=2).report
     assert "next:" not in summarize_failures([LOST]).report
 

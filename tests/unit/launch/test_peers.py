@@ -38,12 +38,12 @@ def test_all_others_are_asked_once_and_only_when_there_are_several_nodes(
     assert [node.rank for node in read_node_list(tmp_path)] == [0, 1]
     with NodeLivenessProbe(2, 1, tmp_path, ("127.0.0.1", 9)) as peers:
         assert peers.lost() == ()
-        peers.ask()
-        peers.ask()
+        peers.start_query()
+        peers.start_query()
         assert [line.partition(" (")[0] for line in peers.lost()] == ["node 0"]
     assert waits == [module._LINGER_SECONDS], "who has seen a failure stays, so that others may ask"
     with NodeLivenessProbe(1, 0, tmp_path, ("", 0)) as alone:
-        alone.ask()
+        alone.start_query()
         assert alone.port == 0 and alone.lost() == ()
 
 

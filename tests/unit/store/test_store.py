@@ -86,15 +86,15 @@ def test_half_a_message_is_none_yet(cut: int) -> None:
 def test_who_waits_is_answered_when_the_last_key_is_there() -> None:
     with members(0, 1) as (_, (first, second)), ThreadPoolExecutor(1) as other:
         waiting = other.submit(first.wait, ["a", "b"], LONG)
-        second.ask(SET, b"a", b"1")
-        second.ask(SET, b"b", b"2")
+        second.request(SET, b"a", b"1")
+        second.request(SET, b"b", b"2")
         assert waiting.result() == [b"1", b"2"]
 
 
 def test_at_the_deadline_the_missing_keys_are_named() -> None:
     with members(0) as (_, (one,)):
-        one.ask(SET, b"a", b"1")
-        with pytest.raises(KeyTimeoutError, match="no b, c in") as caught:
+        one.request(SET, b"a", b"1")
+        with pytest.raises(KeyTimeoutError, match="b, c did not appear in") as caught:
             one.wait(["a", "b", "c"], 0.05)
         assert caught.value.keys == ("b", "c")
 
@@ -112,7 +112,7 @@ def test_nobody_waits_for_a_member_that_is_gone(how: str) -> None:
         elif how == "says nonsense":
             line.sendall(bytes(64))
         else:
-            server.lose(3)
+            server.mark_lost(3)
         with pytest.raises(MemberLostError, match="rank 3 is gone") as caught:
             waiting.result()
         assert caught.value.members == (3,) and one.lost() == {3}
@@ -127,10 +127,10 @@ def test_a_store_that_is_gone_or_silent_is_an_error(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(store_client, "_ANSWER_SECONDS", 0.05)
     with near:
         one = StoreClient(far)
-        with pytest.raises(CommunicationError, match="the store of the job is gone: it does not answer"):
-            one.ask(COUNT)
+        with pytest.raises(CommunicationError, match="the store of the job is gone: the server does not respond"):
+            one.request(COUNT)
     with pytest.raises(CommunicationError, match="the store of the job is gone"):
-        one.ask(COUNT)
+        one.request(COUNT)
     one.close()
 
 
@@ -145,18 +145,18 @@ def test_an_interrupted_question_does_no_harm(monkeypatch: pytest.MonkeyPatch) -
 
         monkeypatch.setattr(StoreClient, "_next", interrupted)
         with suppress(KeyboardInterrupt):
-            one.ask(SET, b"k", b"v")
-        assert one.ask(COUNT) == (b"1",)
+            one.request(SET, b"k", b"v")
+        assert one.request(COUNT) == (b"1",)
 
 
 def test_threads_share_a_client() -> None:
     with members(0, 1) as (_, (one, other)), ThreadPoolExecutor(5) as pool:
         waiting = pool.submit(one.wait, ["go"], LONG)
-        counted = [pool.submit(lambda: [one.ask(ADD, b"n", b"1") for _ in range(50)]) for _ in range(4)]
+        counted = [pool.submit(lambda: [one.request(ADD, b"n", b"1") for _ in range(50)]) for _ in range(4)]
         for each in counted:
             each.result()
-        other.ask(SET, b"go", b"")
-        assert waiting.result() == [b""] and one.ask(ADD, b"n", b"0") == (b"200",)
+        other.request(SET, b"go", b"")
+        assert waiting.result() == [b""] and one.request(ADD, b"n", b"0") == (b"200",)
 
 
 # The door
@@ -214,5 +214,5 @@ def test_a_stranger_reads_and_writes_nothing() -> None:
             with suppress(ConnectionError):
                 while stranger.recv(100):
                     pass
-        assert local.ask(CHECK, b"k") == (b"0",)
+        assert local.request(CHECK, b"k") == (b"0",)
         local.close()

@@ -1,4 +1,8 @@
-"""What the user brings: a model, data and a loss. Nothing here knows how the work is distributed."""
+"""The task of a run: model, data and loss, as the user defines them.
+
+Invariant: nothing here knows how the work is distributed. Losses and metrics are sums with counts, never
+means, so they can be added over micro-batches and ranks exactly once.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +23,11 @@ AGGREGATIONS = ("mean", "sum", "first")
 
 @dataclass(frozen=True)
 class Metric:
-    """A sum over items of its own, and how many those were: what is reported is their mean.
+    """A metric with its own count of items; the reported value is `total / count`.
 
     Args:
-        total: for example how many of the masked words were right.
-        count: for example how many words were masked.
+        total: the sum over the items, for example the number of masked words that were predicted correctly.
+        count: the number of items, for example of masked words.
     """
 
     total: Tensor | float
@@ -32,13 +36,13 @@ class Metric:
 
 @dataclass(frozen=True)
 class Loss:
-    """A sum over samples (or tokens) and how many there were; means are taken once, at the end.
+    """The sum of a loss over samples or tokens, and their number; means are taken once, at the end.
 
     Args:
         total: the sum of the losses of `count` items, a scalar tensor that carries gradients.
         count: number of items in the sum (samples, unmasked tokens, ...), a number or a scalar tensor.
-        metrics: further sums by name: over the same items, or a `Metric` with a count of its own. One whose
-            name begins with "_" is not reported: it is for `Task.derive`.
+        metrics: further sums by name: over the same items, or a `Metric` with its own count. A metric whose
+            name begins with "_" is not reported; it is an input of `Task.derive`.
     """
 
     total: Tensor
@@ -46,13 +50,13 @@ class Loss:
     metrics: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """A metric with its own count travels as two sums; `finish_metrics` puts them together again."""
+        # A metric with its own count is reduced as two sums; `finish_metrics` divides them again.
         if not self.metrics:
             return
-        own = {name: value for name, value in self.metrics.items() if isinstance(value, Metric)}
-        if own:
-            sums: dict[str, Any] = {**self.metrics, **{name: value.total for name, value in own.items()}}
-            sums |= {_COUNT_OF + name: value.count for name, value in own.items()}
+        counted = {name: value for name, value in self.metrics.items() if isinstance(value, Metric)}
+        if counted:
+            sums: dict[str, Any] = {**self.metrics, **{name: value.total for name, value in counted.items()}}
+            sums |= {_COUNT_OF + name: value.count for name, value in counted.items()}
             object.__setattr__(self, "metrics", sums)
 
     @classmethod
@@ -63,7 +67,7 @@ class Loss:
 
 @runtime_checkable
 class SampleSource(Protocol):
-    """Map-style data: `torch.utils.data.Dataset` and Hugging Face data sets fit as they are."""
+    """Map-style data, such as a `torch.utils.data.Dataset` or a Hugging Face dataset."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Any: ...
@@ -76,13 +80,14 @@ PositionSlicer = Callable[[Tensor, int], Tensor]
 
 @dataclass(frozen=True)
 class Task:
-    """Everything that is trained, and nothing about how.
+    """The definition of what is trained; the recipe defines how.
 
     Args:
         model: the module to train; it is built under a seeded generator and never knows its rank. Built
             inside `paceline.models.without_memory()`, a rank makes only the parameters that it holds.
-        data: training samples: map-style (`SampleSource`); or what can be iterated again and again, such as an
-            `IterableDataset`, a stream (docs/howto/data.md); or a `torch.utils.data.DataLoader` over either.
+        data: training samples: map-style (`SampleSource`); or what can be iterated again and again,
+            such as an `IterableDataset`, a stream (docs/howto/data.md); or a `torch.utils.data.DataLoader`
+            over either.
         loss: `loss(model, batch) -> Loss`; the batch is what `collate` returned, on the model's device.
         held_out: samples for evaluation, never trained on; or several sets by name.
         collate: list of samples to batch; PyTorch's default if None.
@@ -91,29 +96,29 @@ class Task:
             entries of every `nn.ModuleList`.
         initialize: `initialize(model, seed)`, sets weights by (seed, parameter name); None keeps what
             the constructor made under the seeded generator.
-        derive: `derive(sums) -> metrics`: what follows from sums over all items, "loss", "count" and the
-            metrics by name: a perplexity, an F1, an AUC, which are no means (`paceline.tasks.scores`).
-        report: `report(model, evaluation) -> lines`; what to print after training.
-        stages: `stages(model) -> modules`, which called one after another are the model's forward: what a
-            pipeline cuts. A tuple is passed on as arguments. An `nn.Sequential` needs none.
-        tensor: how large layers are cut under `tensor=N`: "column" or "row" by a pattern of module names, and
-            "split" for a `KeyedDropout` between the two.
-        sequence: `sequence(batch, part) -> batch`, which positions of a batch a rank runs under `context=N`:
-            `part(x, dim)` gives this rank's positions of a tensor along a dimension. The loss takes what it
-            returns, so whatever looks at two positions (targets that are the next token) is paired before.
-        callbacks: see `paceline.Callback`; every rank builds its own.
-        num_tokens_per_sample: for the rate on the progress line, and as a guess of how many items the
-            loss counts in a sample; 0 if samples are not text.
-        sampler: a `torch.utils.data.Sampler` that says which samples an epoch has, in which order.
-        predict: `predict(model, batch) -> Tensor [N, ...]`, or a list of N, or a mapping of such by name:
-            what `paceline predict` says of a batch of N samples. None: the model is called with the batch.
-        order: which samples make up each batch (`paceline.data.BatchOrder`); None: as sampler or recipe say.
-        buffers: how the changes that the micro-batches of a step make to a buffer come together, by a pattern
-            of names: "mean", as of all that are not named, "sum" (a counter of samples), or "first": that of
-            the first micro-batch only.
-        vocabulary: hash of which number stands for which piece of text, as
-            `paceline.data.tokenizer.vocabulary_of(text)` says it of a tokenizer.json; weights of another are
-            refused. Empty: nothing is compared.
+        derive: `derive(sums) -> metrics`: computes metrics that are no means (perplexity, F1, AUC) from the
+            sums "loss", "count" and the metrics by name (`paceline.tasks.scores`).
+        report: `report(model, evaluation) -> lines`: the lines that are printed after training.
+        stages: `stages(model) -> modules`: modules that are the model's forward when called one after
+            another; a pipeline splits this list. A tuple is passed as arguments. An `nn.Sequential` needs
+            no function.
+        tensor: how large layers are split under `tensor=N`: "column" or "row" by a pattern of module
+            names, and "split" for a `KeyedDropout` between the two.
+        sequence: `sequence(batch, part) -> batch`: selects the positions of a batch that a rank runs under
+            `context=N`; `part(x, dim)` returns this rank's positions of a tensor along a dimension. The loss
+            gets the result, so tokens and their next-token targets have to be paired before.
+        callbacks: instances of `paceline.Callback`; every rank builds its own.
+        num_tokens_per_sample: for the rate in the progress line, and as an estimate of the items that
+            the loss counts in a sample; 0 if samples are not text.
+        sampler: a `torch.utils.data.Sampler` that defines the samples of an epoch and their order.
+        predict: `predict(model, batch) -> Tensor [N, ...]`, or a list of length N, or a mapping of these by
+            name: the output of `paceline predict` for a batch of N samples. None: the model is called.
+        order: the samples of each batch (`paceline.data.BatchOrder`); None: that of the sampler or recipe.
+        buffers: how the changes of the micro-batches of a step to a buffer are combined, by a pattern of
+            names: "mean" (the default), "sum" (a counter of samples), or "first" (the first micro-batch's).
+        vocabulary: hash of the vocabulary of the data, as
+            `paceline.data.tokenizer.vocabulary_of(text)` returns it for a tokenizer.json; weights with
+            another one are refused. Empty: nothing is compared.
     """
 
     model: nn.Module
@@ -143,12 +148,12 @@ class Task:
                 f"the task's model is {type(self.model).__name__}, not a torch.nn.Module",
                 next_step="return Task(model=..., data=..., loss=...) or (model, data, loss) from build()",
             )
-        for pattern, how in self.buffers.items():
-            if how not in AGGREGATIONS:
+        for pattern, aggregation in self.buffers.items():
+            if aggregation not in AGGREGATIONS:
                 raise TaskError(
-                    f"Task(buffers={{'{pattern}': '{how}'}}): no buffer comes together so",
-                    next_step=f"one of: {', '.join(AGGREGATIONS)}; values of each device's own would make the"
-                    " answer depend on the number of devices",
+                    f"Task(buffers={{'{pattern}': '{aggregation}'}}): unknown aggregation",
+                    next_step=f"use one of: {', '.join(AGGREGATIONS)}; separate values on each device would"
+                    " make the result depend on the number of devices",
                 )
         require_samples("data", self.data)
         for name, source in held_out_sets(self.held_out).items():
@@ -156,7 +161,7 @@ class Task:
 
 
 def held_out_sets(held_out: Any) -> dict[str, Any]:
-    """Held-out sets by name; one that has none is called ""; empty: there are none."""
+    """Return the held-out sets by name; a single set without a name is called ""."""
     if held_out is None:
         return {}
     if isinstance(held_out, Mapping) and held_out and all(isinstance(name, str) for name in held_out):
@@ -165,22 +170,29 @@ def held_out_sets(held_out: Any) -> dict[str, Any]:
 
 
 def is_stream(source: Any) -> bool:
-    """Whether samples can be had one after another only."""
-    if isinstance(source, IterableDataset):  # its __getitem__ is there, and only raises
+    """Return whether samples can only be read one after another."""
+    if isinstance(source, IterableDataset):  # has a __getitem__ that only raises
         return True
     return isinstance(source, Iterable) and not hasattr(source, "__getitem__")
 
 
 def require_samples(name: str, source: Any) -> None:
-    """Raises: TaskError: it is no data, or can be read once only."""
-    once = isinstance(source, Iterator)
-    if isinstance(source, SampleSource) or (is_stream(source) and not once):
+    """Check that a source can be read, and more than once.
+
+    Args:
+        name: of the source, for the error message.
+        source: samples.
+    Raises:
+        TaskError: it is no data, or can be read only once.
+    """
+    is_iterator = isinstance(source, Iterator)
+    if isinstance(source, SampleSource) or (is_stream(source) and not is_iterator):
         return
-    if once:
+    if is_iterator:
         raise TaskError(
-            f"the task's {name} is {type(source).__name__}, which can be read once only: no run could go on"
-            " from a checkpoint, and no oracle could read it beside",
-            next_step="give a class with __iter__ that begins anew each time, or list(...) of it",
+            f"the task's {name} is {type(source).__name__}, which can be read only once: a run could not"
+            " resume from a checkpoint, and `paceline verify` could not read it a second time",
+            next_step="pass an object whose __iter__ starts from the beginning each time, or list(...) of it",
         )
     raise TaskError(
         f"the task's {name} is {type(source).__name__}, which lacks __iter__, and __len__ or __getitem__",
@@ -189,22 +201,25 @@ def require_samples(name: str, source: Any) -> None:
 
 
 def finish_metrics(task: Task, loss: float, count: float, means: Mapping[str, float]) -> dict[str, float]:
-    """What is reported of the metrics.
+    """Return the metrics to report.
 
     Args:
-        loss, means: over the `count` items of the loss.
+        task: has the function that derives metrics.
+        loss: mean over the `count` items of the loss.
+        count: number of items.
+        means: of the metrics, over the same items.
     Returns:
-        Means over each metric's own items (NaN if there were none), what the task derives from the sums, and
-        nothing whose name begins with "_".
+        Means over each metric's own items (NaN if there were none) and the metrics that the task derives from
+        the sums, without those whose name begins with "_".
     """
     if not means and task.derive is None:
         return {}
-    found = {name: value for name, value in means.items() if not name.startswith(_COUNT_OF)}
-    sums = {"loss": loss * count, "count": count, **{name: value * count for name, value in found.items()}}
-    for name in found:
+    metrics = {name: value for name, value in means.items() if not name.startswith(_COUNT_OF)}
+    sums = {"loss": loss * count, "count": count, **{name: value * count for name, value in metrics.items()}}
+    for name in metrics:
         if _COUNT_OF + name in means:
-            own = means[_COUNT_OF + name]
-            found[name] = found[name] / own if own else math.nan
+            items = means[_COUNT_OF + name]
+            metrics[name] = metrics[name] / items if items else math.nan
     if task.derive is not None:
-        found |= task.derive(sums)
-    return {name: value for name, value in found.items() if not name.startswith("_")}
+        metrics |= task.derive(sums)
+    return {name: value for name, value in metrics.items() if not name.startswith("_")}

@@ -1,6 +1,7 @@
-"""Data: which samples a step trains on, who reads them, and how they reach the device.
+"""Data: the samples of each step, the processes that read them, and their way to the device.
 
-`order` and `work` decide (pure), `loader` acts; `text` and `tokens` make a source of text.
+`sample_order` and `work` decide (pure), `loader` reads; `text_corpus`, `token_file` and `tokenizer` make a
+source of text, and `stream` one of samples that can only be read in order.
 """
 
 from paceline.data.loader import GeneratedBatches, SampleLoader, collate_samples, to_device

@@ -1,17 +1,13 @@
-"""Moves a batch to the device of the model, whatever containers it is made of.
+"""Loading of micro-batches: in the training process, in worker processes, or made on request.
 
-Samples to a batch without a loader: for a look at the data.
-
-Batches that somebody makes when they are asked for: an actor, a simulation, a generator.
-
-Invariant: nothing is made ahead of time, so what is made can follow the weights as they are at that moment.
-
-Turns a stream of micro-batches into a stream of batches, on time and in the given order.
+A `SampleLoader` turns a stream of micro-batches into a stream of batches on the device, in the given order.
+`GeneratedBatches` makes a batch when it is requested, for an actor, a simulation or a generator: nothing is
+made ahead of time, so it can use the current weights.
 
 Invariant: the batches, their order and the random numbers drawn for them do not depend on the number of
-workers. Micro-batches are pulled lazily, never more than `prefetch * workers` ahead. No worker process is
-left after `LoaderStream.close()`, after the last batch or after an error. Built on `torch.utils.data.DataLoader`;
-which samples form a micro-batch is decided elsewhere (`order.py`, `work.py`).
+workers. Micro-batches are read at most `prefetch * workers` ahead. No worker process is left after
+`LoaderStream.close()`, after the last batch or after an error. Built on `torch.utils.data.DataLoader`;
+which samples form a micro-batch is decided elsewhere (`sample_order`, `work`).
 """
 
 from __future__ import annotations
@@ -41,27 +37,27 @@ from paceline.errors import DataError
 from paceline.task import SampleSource, Task
 
 if TYPE_CHECKING:
-    from paceline.recipe.recipe import LoaderRecipe
+    from paceline.recipe.tables import LoaderRecipe
 
 _SEQUENCES = (list, tuple)
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Copy the tensors of a batch to `device`; what is already there, and what is no tensor, stays as it is.
+    """Copy the tensors of a batch to `device`; values that are no tensors, or are there already, are kept.
 
-    To a GPU the copy does not wait: from pinned memory it overlaps with work that was queued before it.
+    Copies to a GPU are asynchronous: from pinned memory they overlap with work that was queued before.
 
     Args:
-        batch: a tensor, or mappings, lists, tuples and named tuples of such, nested; also anything with its
-            own `to(device)` (a PackedSequence, a tokenizer's BatchEncoding).
-        device: where the model is.
+        batch: a tensor, or nested mappings, lists, tuples and named tuples of tensors; also any object with a
+            method `to(device)` (a PackedSequence, a tokenizer's BatchEncoding).
+        device: of the model.
     """
     if isinstance(batch, Tensor):
-        there = type(batch) is Tensor and batch.device == device
-        return batch if there else batch.to(device, non_blocking=device.type == "cuda")
+        is_there = type(batch) is Tensor and batch.device == device
+        return batch if is_there else batch.to(device, non_blocking=device.type == "cuda")
     if isinstance(batch, _SEQUENCES) and not hasattr(batch, "to"):
-        moved = [to_device(part, device) for part in batch]
-        return type(batch)(*moved) if hasattr(batch, "_fields") else type(batch)(moved)
+        items = [to_device(item, device) for item in batch]
+        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
     if isinstance(batch, Mapping) and not hasattr(batch, "to"):
         return _move_mapping(batch, device)
     move = getattr(batch, "to", None)
@@ -69,25 +65,25 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def _move_mapping(batch: Mapping[Any, Any], device: torch.device) -> Mapping[Any, Any]:
-    moved = {name: to_device(part, device) for name, part in batch.items()}
+    items = {name: to_device(item, device) for name, item in batch.items()}
     if type(batch) is dict or not isinstance(batch, MutableMapping):
-        return moved
-    clone = copy.copy(batch)  # a subclass may carry more than its items
-    clone.update(moved)
+        return items
+    clone = copy.copy(batch)  # a subclass may have attributes besides its items
+    clone.update(items)
     return clone
 
 
 def collate_samples(task: Task, samples: list[Any], device: torch.device) -> Any:
-    """A batch as the task's loss takes it."""
+    """Collate samples to a batch for the task's loss."""
     return to_device((task.collate or default_collate)(samples), device)
 
 
 class GeneratedBatches:
-    """Opens streams of batches that are made one by one.
+    """A `BatchReader` whose batches are made on request.
 
     Args:
-        make: the batch of a micro-batch, a function of it (its key, its version) and of the weights.
-        device: where batches go.
+        make: makes the batch of a micro-batch from its key, its version and the current weights.
+        device: of the batches.
     """
 
     cache_hits = cache_lookups = 0
@@ -96,7 +92,6 @@ class GeneratedBatches:
         self._make, self._device = make, device
 
     def open(self, micro_batches: Iterable[MicroBatch]) -> LazyBatchStream:
-        """See `BatchReader`."""
         return LazyBatchStream(
             LoadedBatch(micro_batch, to_device(self._make(micro_batch), self._device))
             for micro_batch in micro_batches
@@ -104,7 +99,7 @@ class GeneratedBatches:
 
 
 class LazyBatchStream(Iterator[LoadedBatch]):
-    """Makes the next batch when it is asked for."""
+    """A stream that makes each batch on request."""
 
     def __init__(self, batches: Iterator[LoadedBatch]) -> None:
         self._batches: Iterator[LoadedBatch] = batches
@@ -121,28 +116,27 @@ class LazyBatchStream(Iterator[LoadedBatch]):
         self.close()
 
     def close(self) -> None:
-        """See `Stream`."""
         self._batches = iter(())
 
 
 _PARENT_POLL_SECONDS = 0.5
 _WORKER_CHECK_SECONDS = 1.0
-"""After so long a stream that waits looks whether its workers live."""
+"""Interval in which a waiting stream checks that its workers are alive."""
 _REAP_SECONDS = 0.5
-_TIMEOUT_MESSAGE = "DataLoader timed out"  # as PyTorch says it
+_TIMEOUT_MESSAGE = "DataLoader timed out"  # the message of PyTorch
 
 
 class SampleLoader:
-    """Reads micro-batches of one source; opens streams, which own the worker processes.
+    """A reader of the micro-batches of one source; its streams own the worker processes.
 
     Args:
-        source: map-style data; `__getitems__` (Hugging Face datasets, torch subsets) is used where it exists.
+        source: map-style data; `__getitems__` (Hugging Face datasets, torch subsets) is used if it exists.
         collate: list of samples to batch; PyTorch's default if None.
         recipe: `workers` processes (0: read inline), `prefetch` micro-batches read ahead by each,
             `cache_bytes` of samples kept in all, divided among the workers. Workers and their caches live as
             long as the stream, so open one stream for many epochs; inline the cache lives as long as the
             loader.
-        device: where batches go; pinned memory and copies that do not wait if it is a GPU.
+        device: of the batches; for a GPU with pinned memory and asynchronous copies.
         deadline_seconds: the longest wait for one batch from the workers.
     """
 
@@ -166,18 +160,17 @@ class SampleLoader:
         self.cache_lookups = 0
 
     def open(self, micro_batches: Iterable[MicroBatch]) -> LoaderStream | LazyBatchStream:
-        """Start reading, finitely or endlessly. Close the stream when done, or use it in a `with`."""
+        """Start to read micro-batches, which may be endless; close the stream, or use it in a `with`."""
         cache = SampleCache(self._cache.capacity_bytes) if self.num_workers else self._cache
         reader = MicroBatchReader(self._source, self._collate, cache)
         if not self.num_workers and self._device.type != "cuda":
-            return LazyBatchStream(self._read_here(reader, micro_batches))
+            return LazyBatchStream(self._read_inline(reader, micro_batches))
         feed = _RequestSampler(micro_batches)
         return LoaderStream(self, feed, self._data_loader(reader, feed))
 
-    def _read_here(
+    def _read_inline(
         self, reader: MicroBatchReader, micro_batches: Iterable[MicroBatch]
     ) -> Iterator[LoadedBatch]:
-        """Each when it is asked for."""
         for micro_batch in micro_batches:
             batch = reader.read(micro_batch.indices.tolist(), micro_batch.key)
             self.cache_hits, self.cache_lookups = self._cache.hits, self._cache.lookups
@@ -187,7 +180,7 @@ class SampleLoader:
         return DataLoader(
             reader,
             sampler=feed,
-            batch_size=None,  # a reply already is a batch
+            batch_size=None,  # a reply is a batch already
             collate_fn=_identity,
             num_workers=self.num_workers,
             prefetch_factor=self._prefetch if self.num_workers else None,
@@ -195,7 +188,7 @@ class SampleLoader:
             pin_memory=self._device.type == "cuda",
             worker_init_fn=_start_worker,
             multiprocessing_context=_start_method() if self.num_workers else None,
-            generator=torch.Generator(),  # else DataLoader would draw from the global one
+            generator=torch.Generator(),  # otherwise DataLoader draws from the global generator
         )
 
     def _deliver(self, micro_batch: MicroBatch, reply: ReadReply) -> LoadedBatch:
@@ -205,11 +198,11 @@ class SampleLoader:
 
 
 class LoaderStream(Iterator[LoadedBatch]):
-    """The loaded micro-batches in the order of their micro-batches. Not for use by several threads at once.
+    """A stream of loaded batches in the order of their micro-batches; not thread-safe.
 
     Raises, from `next`:
         DataError: a sample cannot be read or collated (names its index), a worker process died, or no batch
-            came within the deadline. The stream is closed by then.
+            came within the deadline. The stream is closed first.
     """
 
     def __init__(self, loader: SampleLoader, feed: _RequestSampler, batches: Iterable[ReadReply]) -> None:
@@ -223,7 +216,7 @@ class LoaderStream(Iterator[LoadedBatch]):
             raise StopIteration
         try:
             reply = self._wait(self._batches)
-        except (RuntimeError, ConnectionError, EOFError) as error:  # DataLoader's: a worker died, or is late
+        except (RuntimeError, ConnectionError, EOFError) as error:  # of DataLoader: a worker died, or is late
             failure = self._failure(_worker_death(self._batches) or str(error) or type(error).__name__)
             self.close()
             raise failure from error
@@ -247,16 +240,16 @@ class LoaderStream(Iterator[LoadedBatch]):
         self.close()
 
     def close(self) -> None:
-        """End the worker processes, by force if they do not end by themselves; may be called twice."""
+        """End the worker processes, and kill those that do not end; can be called twice."""
         batches, self._batches = self._batches, None
         if isinstance(batches, _MultiProcessingDataLoaderIter):
-            batches._shutdown_workers()  # what `del` would do, but a traceback may still hold the iterator
+            batches._shutdown_workers()  # `del` would do it, but a traceback may still refer to the iterator
             for worker in batches._workers:
                 worker.kill()
                 worker.join()
 
     def _wait(self, batches: Iterator[ReadReply]) -> ReadReply:
-        """The next reply; PyTorch's own limit only lets it look at its workers now and then."""
+        """Return the next reply. PyTorch's timeout only makes it check its workers regularly."""
         expires = time.monotonic() + self._loader.deadline_seconds
         while True:
             try:
@@ -272,13 +265,13 @@ class LoaderStream(Iterator[LoadedBatch]):
         return DataError(
             f"the loader failed: {why}",
             where=f"waiting for {waited_for}, with {self._loader.num_workers} workers",
-            next_step="set loader.workers = 0 to see it happen in the training process; "
-            "if a sample just takes long, raise runtime.deadline_seconds",
+            next_step="set loader.workers = 0 to reproduce it in the training process;"
+            " if samples take long to read, raise runtime.deadline_seconds",
         )
 
 
 class _RequestSampler:
-    """Hands requests to the DataLoader and remembers, in order, the micro-batches they stand for."""
+    """A sampler that gives requests to the DataLoader, and keeps the micro-batches of those in flight."""
 
     def __init__(self, micro_batches: Iterable[MicroBatch]) -> None:
         self._micro_batches = micro_batches
@@ -302,14 +295,14 @@ def _keep_signal_handler() -> Iterator[None]:
 
 
 def _worker_death(batches: Iterator[ReadReply]) -> str:
-    """The signal that has ended a worker; empty if none has been ended by one."""
+    """Return which worker was killed by which signal; empty if none was."""
     workers = batches._workers if isinstance(batches, _MultiProcessingDataLoaderIter) else []
-    wait([one.sentinel for one in workers], _REAP_SECONDS)  # what broke may be heard of before it has ended
-    for one in workers:
-        if one.exitcode is not None and one.exitcode < 0:
-            name = signal.strsignal(-one.exitcode)
-            hint = ": out of shared memory?" if -one.exitcode == signal.SIGBUS else ""
-            return f"DataLoader worker (pid {one.pid}) is killed by signal: {name}{hint}"
+    wait([worker.sentinel for worker in workers], _REAP_SECONDS)  # its pipe may break before it has ended
+    for worker in workers:
+        if worker.exitcode is not None and worker.exitcode < 0:
+            name = signal.strsignal(-worker.exitcode)
+            hint = ": out of shared memory?" if -worker.exitcode == signal.SIGBUS else ""
+            return f"DataLoader worker (pid {worker.pid}) is killed by signal: {name}{hint}"
     return ""
 
 
@@ -318,18 +311,18 @@ def _identity(reply: Any) -> Any:
 
 
 def _start_method() -> str | None:
-    """Fork where it is sound: tasks from a user's file, closures and memory maps then need no pickling."""
+    """Return "fork" on Linux: tasks from a user's file, closures and memory maps need no pickling then."""
     return "fork" if sys.platform == "linux" else None
 
 
 def _start_worker(worker_index: int) -> None:
-    """Runs first in a worker. Ctrl-C reaches every process, but the parent decides what it means."""
+    """Initialise a worker: it ignores Ctrl-C, which the parent handles, and ends with its parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, name=f"loader-{worker_index}-watch", daemon=True).start()
 
 
 def _exit_with_parent() -> None:
-    """End this worker when its parent was killed, even if the source blocks (PyTorch would not)."""
+    """End this worker when its parent was killed, even if the source blocks; PyTorch would not."""
     parent = multiprocessing.parent_process()
     while parent is not None and os.getppid() == parent.pid:
         time.sleep(_PARENT_POLL_SECONDS)

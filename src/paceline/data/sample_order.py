@@ -1,14 +1,10 @@
-"""The order of samples: a keyed permutation of the epoch, computed on demand.
+"""The samples of each global batch: a keyed permutation of the epoch, or the order of a sampler.
 
-Invariant: which samples step t trains on is a pure function of (seed, num_samples, batch size, t). World
-size, loader workers and history have no part in it: any rank can seek to any step in constant time and space.
-This module does not read data, and it does not divide a batch among ranks (see `work.py`).
-
-The order of samples that a sampler of `torch.utils.data` gives, epoch by epoch.
-
-Invariant: the order of an epoch is a function of the seed and the epoch: the sampler is asked under
-generators that are seeded by both, as `KeyedOrder` is keyed. A sampler that keeps a generator of its own is
-refused, since its order would depend on how often it was asked.
+Invariant: the samples of step t are a pure function of (seed, num_samples, batch size, t). World size, loader
+workers and history do not matter, so any rank can seek to any step in constant time and space. A sampler of
+`torch.utils.data` is called under generators that are seeded by the seed and the epoch; one with a
+generator of its own is refused, since its order would depend on how often it was called. This module reads
+no data, and it does not divide a batch among ranks (see `work`).
 """
 
 from __future__ import annotations
@@ -39,11 +35,11 @@ _ODD_CONSTANTS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)) 
 
 
 class BatchOrder(Protocol):
-    """Which samples make up the global batch of every step.
+    """The samples of the global batch of every step.
 
     Attributes:
-        about: what a user should know of the order, in one sentence; empty: it is the recipe's.
-        steps_per_epoch: of one pass over the data; 0: there is no such pass.
+        about: one sentence about the order for users; empty: it is the recipe's.
+        steps_per_epoch: steps of one pass over the data; 0: there are no passes.
     """
 
     @property
@@ -52,21 +48,21 @@ class BatchOrder(Protocol):
     def steps_per_epoch(self) -> int: ...
 
     def fingerprint(self) -> str:
-        """Equal on ranks that have the same order; empty: it follows from the recipe alone."""
+        """Return a hash that is equal on ranks with the same order; empty: the recipe determines it."""
 
     def batch_size(self, step: int) -> int:
-        """Number of samples in the global batch of a step."""
+        """Return the number of samples in the global batch of a step."""
 
     def batch(self, step: int, part: range | None = None) -> SampleIndices:
-        """Sample indices of the global batch of a step, int64; of a contiguous part of it if one is given."""
+        """Return the sample indices of the global batch of a step, or of a contiguous part of it, int64."""
 
 
 class KeyedPermutation:
-    """A bijection of range(num_samples), evaluated only where it is asked for.
+    """A bijection of range(num_samples) that is evaluated on demand.
 
     An alternating Feistel network on a grid of `columns * rows >= num_samples` cells; a cell outside the
-    range is sent on until it falls inside (cycle walking). Fewer than `columns` cells lie outside, so walks
-    are rare. `columns` is even because a grid of odd sides would reach only even permutations.
+    range is encrypted again until it is inside (cycle walking). Fewer than `columns` cells lie outside, so
+    walks are rare. `columns` is even because a grid of odd sides would reach only even permutations.
 
     Args:
         num_samples: size of the domain, 1 to 2**60.
@@ -116,9 +112,9 @@ def _add_modulo(a: _UintArray, b: _UintArray, modulus: int) -> _UintArray:
 
 
 class _OrderCache:
-    """The order around the last batch: a thousand places are found in the time that a few take.
+    """A cache of the order around the last batch: a thousand positions take as long as a few.
 
-    A cache and nothing else: what it returns depends on its arguments alone.
+    What it returns depends only on its arguments.
     """
 
     def __init__(self) -> None:
@@ -127,7 +123,7 @@ class _OrderCache:
         self._samples: SampleIndices = np.empty(0, dtype=np.int64)
 
     def take(self, order: KeyedOrder, epoch: int, start: int, stop: int) -> SampleIndices:
-        """Sample indices at positions start..stop-1 of an epoch, int64; a copy."""
+        """Return the sample indices at positions start..stop-1 of an epoch, int64; a copy."""
         inside = self._start <= start and stop <= self._start + len(self._samples)
         if epoch != self._epoch or not inside:
             end = min(order.num_samples, max(stop, start + _WINDOW_POSITIONS))
@@ -138,7 +134,7 @@ class _OrderCache:
 
 @dataclass(frozen=True)
 class KeyedOrder:
-    """Which samples make up the global batch of every step, over all epochs.
+    """The order of samples under the seed of a run: a new permutation in each epoch.
 
     Step t is in epoch t // steps_per_epoch. Each epoch has its own order, keyed by (seed, "order", epoch),
     and gives every sample exactly once; with `drop_last` all but the last num_samples % size positions.
@@ -177,22 +173,21 @@ class KeyedOrder:
         return self.num_samples // self.size if self.drop_last else -(-self.num_samples // self.size)
 
     def fingerprint(self) -> str:
-        """See `BatchOrder`."""
         return ""
 
     def epoch_of(self, step: int) -> int:
         return step // self.steps_per_epoch
 
     def batch_size(self, step: int) -> int:
-        """Number of samples in the global batch of `step`."""
+        """Return the number of samples in the global batch of `step`."""
         return min(self.size, self.num_samples - self._first_position(step))
 
     def batch(self, step: int, part: range | None = None) -> SampleIndices:
-        """Sample indices of the global batch of `step`, int64 [batch_size(step)].
+        """Return the sample indices of the global batch of `step`, int64 [batch_size(step)].
 
         Args:
             step: global step, from 0, over all epochs.
-            part: the places in the batch that are wanted, contiguous; only these are computed. None: all.
+            part: a contiguous range of positions in the batch, the only ones computed; None: all.
         """
         wanted = range(self.batch_size(step)) if part is None else part
         positions = np.arange(wanted.start, wanted.stop, dtype=np.int64) + self._first_position(step)
@@ -201,7 +196,7 @@ class KeyedOrder:
         return self._window.take(self, self.epoch_of(step), int(positions[0]), int(positions[-1]) + 1)
 
     def permutation(self, epoch: int) -> KeyedPermutation:
-        """The order of one epoch; only meaningful with `shuffle`."""
+        """Return the order of one epoch; only meaningful with `shuffle`."""
         return KeyedPermutation(self.num_samples, key(self.seed, "order", epoch))
 
     def _first_position(self, step: int) -> int:
@@ -209,14 +204,14 @@ class KeyedOrder:
 
 
 class SamplerOrder:
-    """Batches in the order of a sampler; see `BatchOrder`.
+    """The order of a `torch.utils.data.Sampler`.
 
     Args:
-        sampler: gives indices; `set_epoch(n)` is called before each epoch if there is one.
+        sampler: yields indices; its `set_epoch(n)`, if it has one, is called before each epoch.
         num_samples: of the data.
-        size, drop_last, seed: see `KeyedOrder`.
+        size, seed, drop_last: as for `KeyedOrder`.
     Raises:
-        DataError: the sampler cannot be asked twice, or gives no indices of this data.
+        DataError: the sampler gives another order when it is called again, or invalid indices.
     """
 
     def __init__(self, sampler: Any, num_samples: int, size: int, seed: int, *, drop_last: bool) -> None:
@@ -224,29 +219,24 @@ class SamplerOrder:
         self._sampler, self._num_samples, self._seed = sampler, num_samples, seed
         self._places = KeyedOrder(len(sampler), size, seed, shuffle=False, drop_last=drop_last)
         self._epoch, self._indices = -1, np.empty(0, dtype=np.int64)
-        self._refuse_forgetful()
+        self._require_repeatable()
 
     @property
     def about(self) -> str:
-        """See `BatchOrder`."""
         name = type(self._sampler).__name__
-        return f"every epoch has the samples that {name} gives, in its order; batch.shuffle has no say"
+        return f"order: from {name}; batch.shuffle has no effect"
 
     @property
     def steps_per_epoch(self) -> int:
-        """See `BatchOrder`."""
         return self._places.steps_per_epoch
 
     def fingerprint(self) -> str:
-        """See `BatchOrder`; of the first epoch."""
         return blake2b(self._ask(0).tobytes(), digest_size=16).hexdigest()
 
     def batch_size(self, step: int) -> int:
-        """See `BatchOrder`."""
         return self._places.batch_size(step)
 
     def batch(self, step: int, part: range | None = None) -> SampleIndices:
-        """See `BatchOrder`."""
         epoch = self._places.epoch_of(step)
         if epoch != self._epoch:
             self._indices, self._epoch = self._ask(epoch), epoch
@@ -259,7 +249,7 @@ class SamplerOrder:
         with seeded_generators(key(self._seed, "sampler", epoch), np.random.MT19937()):
             found = np.fromiter(map(int, self._sampler), dtype=np.int64)
         if len(found) != len(self._places_of_epoch):
-            raise self._wrong(f"gave {len(found)} indices and says that it has {len(self._places_of_epoch)}")
+            raise self._wrong(f"yields {len(found)} indices, but its length is {len(self._places_of_epoch)}")
         if len(found) and not 0 <= found.min() <= found.max() < self._num_samples:
             raise self._wrong(f"gave the index {found.max()}, and there are {self._num_samples} samples")
         return found
@@ -268,35 +258,35 @@ class SamplerOrder:
     def _places_of_epoch(self) -> range:
         return range(self._places.num_samples)
 
-    def _refuse_forgetful(self) -> None:
+    def _require_repeatable(self) -> None:
         if not np.array_equal(self._ask(0), self._ask(0)):
-            raise self._wrong("gives another order when it is asked again under the same seed")
+            raise self._wrong("gives another order when it is called again with the same seed")
 
     def _wrong(self, what: str) -> DataError:
         return DataError(
             f"the sampler {what}",
             where=type(self._sampler).__name__,
-            next_step="let it draw from torch's, NumPy's or Python's global generator, which are seeded here"
-            " by the run's seed and the epoch",
+            next_step="draw random numbers from the global generators of torch, NumPy or Python, which"
+            " Paceline seeds by the run's seed and the epoch",
         )
 
 
 _REFUSED_SAMPLERS = {
-    DistributedSampler: "deals samples to ranks, which Paceline does: every sample would be dealt twice",
-    BatchSampler: "gives batches, and batches are cut by batch.size and batch.drop_last",
+    DistributedSampler: "divides samples among ranks, which Paceline does as well",
+    BatchSampler: "yields batches, but batch.size and batch.drop_last make the batches",
 }
 
 
 def _refuse_sampler(sampler: Any) -> None:
-    """Raises: DataError: it does what Paceline does, or its order is no function of seed and epoch."""
+    """Refuse a sampler that repeats what Paceline does, or whose order is no function of seed and epoch."""
     why = next((text for kind, text in _REFUSED_SAMPLERS.items() if isinstance(sampler, kind)), "")
     if not why and not (hasattr(sampler, "__iter__") and hasattr(sampler, "__len__")):
         why = "lacks __len__ or __iter__"
     if not why and getattr(sampler, "generator", None) is not None:
-        why = "has a generator of its own, so its order would depend on how often it was asked"
+        why = "has a generator of its own, so its order would depend on how often it was called"
     if why:
         raise DataError(
             f"the sampler {type(sampler).__name__} {why}",
             where="Task(sampler=...)",
-            next_step="give one that yields indices, made without generator; batch.shuffle needs none",
+            next_step="pass one that yields indices and has no generator, or use batch.shuffle",
         )

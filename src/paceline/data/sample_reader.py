@@ -1,23 +1,17 @@
-"""A cache of samples that are costly to read: least recently used, bounded in bytes.
+"""Reading and collating the samples of one micro-batch: the part of the loader that runs in a worker process.
 
-Invariant: the samples held never count for more than `capacity_bytes`. A sample that comes out is the very
-object that went in, so collate functions must not modify samples in place. A source that draws random numbers
-is not cached: its first draw would be repeated for ever, and which draw that is would depend on who read it
-first (the reader refuses it).
-
-Batches that are made at once: without a Python call for each sample, and without random numbers.
-
-Invariant: such a batch has the bits, types and containers that PyTorch's default collate function makes of
-the samples. So only exact types are known, since a subclass may draw random numbers or change what a sample
-is; and each batch is looked at anew, since what a source holds may be replaced.
-
-Reads the samples of one micro-batch and collates them: the part of the loader that runs in a worker
-process.
-
-Invariant: what a micro-batch reads depends on its indices and its key alone. Random numbers that the source
+Invariant: what a micro-batch reads depends only on its indices and its key. Random numbers that the source
 draws (augmentation with `random`, `numpy.random` or torch's global generator) are seeded by the key of the
-micro-batch and leave the streams of the process as they were, so no number of workers or replicas changes
-them.
+micro-batch, and the generators of the process are restored afterwards, so the numbers of workers and
+replicas do not matter.
+
+Samples that are expensive to read can be cached, least recently used, within `capacity_bytes`. A cached
+sample is returned as the same object, so collate functions must not modify samples in place, and a source
+that draws random
+numbers is not cached: its first draw would be repeated. Known sources (`TensorDataset`, `Subset`,
+`TextWindows`) are read as a batch, without a Python call for each sample, and give the bits, types and
+containers of PyTorch's default collate function. Only exact types are known, since a subclass may draw
+random numbers.
 """
 
 from __future__ import annotations
@@ -46,7 +40,7 @@ CACHE_MISS = object()
 
 
 class SampleCache:
-    """Samples by index, least recently used out first; `hits` and `lookups` count since it was made."""
+    """A least-recently-used cache of samples by index; `hits` and `lookups` count its accesses."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
@@ -56,7 +50,7 @@ class SampleCache:
         self._samples: OrderedDict[int, tuple[Any, int]] = OrderedDict()
 
     def get(self, index: int) -> Any:
-        """The sample, or MISSING; nothing is counted when the cache has no capacity."""
+        """Return the sample, or `CACHE_MISS`; a cache without capacity counts nothing."""
         if not self.capacity_bytes:
             return CACHE_MISS
         self.lookups += 1
@@ -67,7 +61,7 @@ class SampleCache:
         return self._samples[index][0]
 
     def put(self, index: int, sample: Any) -> None:
-        """Keep a sample that `get` missed; one larger than the whole cache is not kept."""
+        """Keep a sample that `get` missed, unless it is larger than the whole cache."""
         num_bytes = size_bytes(sample) if self.capacity_bytes else 0
         if not 0 < num_bytes <= self.capacity_bytes:
             return
@@ -79,7 +73,7 @@ class SampleCache:
 
 
 def size_bytes(sample: Any) -> int:
-    """Bytes that a sample holds: the payload of tensors and arrays, and of containers what they contain."""
+    """Return the bytes of a sample, with the payload of tensors and arrays and the items of containers."""
     own_bytes = sys.getsizeof(sample, 64)
     if isinstance(sample, Mapping):
         return own_bytes + sum(size_bytes(value) for value in sample.values())
@@ -98,17 +92,17 @@ _TYPES = frozenset(
 
 
 def uses_default_collate(collate: Callable[[list[Any]], Any]) -> bool:
-    """Whether batches are made by PyTorch's default, and nobody has told that how to treat tensors."""
+    """Return whether batches are made by PyTorch's default, without custom functions for tensors."""
     known = default_collate_fn_map
     return collate is default_collate and known.get(Tensor) is collate_tensor_fn and tuple not in known
 
 
 def read_batch(source: Any, indices: Sequence[int]) -> Any | None:
-    """A batch as the default collate function makes it; None if the samples have to be read one by one.
+    """Read a batch as the default collate function makes it; None if samples must be read one by one.
 
     Args:
-        source: map-style data (`Source`).
-        indices: of the samples. If one is not there, the answer is None: reading it will say so.
+        source: map-style data.
+        indices: of the samples; None is returned for an invalid one, and reading it raises the error.
     """
     read = _BATCH_READERS.get(type(source))
     return read(source, indices) if read and indices else None
@@ -117,7 +111,7 @@ def read_batch(source: Any, indices: Sequence[int]) -> Any | None:
 def _read_rows(source: TensorDataset, indices: Sequence[int]) -> list[Tensor] | None:
     if not (_are_inside(indices, len(source)) and all(map(_is_plain, source.tensors))):
         return None
-    rows = torch.from_numpy(np.array(indices, dtype=np.int64))  # for a third of what torch.tensor takes
+    rows = torch.from_numpy(np.array(indices, dtype=np.int64))  # takes a third of the time of torch.tensor
     return [t.index_select(0, rows) for t in source.tensors]
 
 
@@ -156,28 +150,28 @@ CollateFunction = Callable[[list[Any]], Any]
 
 
 class ReadRequest(NamedTuple):
-    """What is sent to a worker: plain integers, because some sources refuse numpy's."""
+    """A request to a worker; indices are plain integers, because some sources refuse those of NumPy."""
 
     indices: list[int]
     key: int
 
 
 class ReadReply(NamedTuple):
-    """What comes back; a named tuple, because PyTorch's pinning looks into those."""
+    """The reply of a worker; a named tuple, because PyTorch pins the memory of its items."""
 
     batch: Any
     hits: int
     lookups: int
     failure: DataError | None = None
-    trace: str = ""  # of the failure, as text: a traceback does not survive the way out of a worker
+    trace: str = ""  # of the failure; a traceback object cannot be pickled
 
 
 class MicroBatchReader(Dataset[ReadReply]):
-    """Source, cache and collate in one; a map-style data set of micro-batches to PyTorch's DataLoader.
+    """A map-style dataset of micro-batches for DataLoader: a source, a cache and a collate function.
 
     Args:
-        source: map-style data; read a batch at once where that is known to be the same (`at_once.py`), else
-            by `__getitems__(list of int)` where it has one, else item by item.
+        source: map-style data; read as a batch by `read_batch` if that gives the same, else by
+            `__getitems__(list of int)` if it has one, else item by item.
         collate: list of samples to batch.
         cache: samples read before.
     """
@@ -190,7 +184,7 @@ class MicroBatchReader(Dataset[ReadReply]):
         self._at_once = uses_default_collate(collate) and not cache.capacity_bytes
 
     def __getitem__(self, request: ReadRequest) -> ReadReply:
-        """Called by DataLoader. A failure is returned, not raised, so that it arrives as it was made."""
+        """Read a request of DataLoader. A failure is returned, because DataLoader would change its class."""
         hits, lookups = self._cache.hits, self._cache.lookups
         try:
             batch = self.read(*request)
@@ -199,10 +193,10 @@ class MicroBatchReader(Dataset[ReadReply]):
         return ReadReply(batch, self._cache.hits - hits, self._cache.lookups - lookups)
 
     def read(self, indices: list[int], micro_batch_key: int) -> Any:
-        """The batch of some samples.
+        """Read and collate samples.
 
         Raises:
-            DataError: they cannot be read or collated.
+            DataError: a sample cannot be read, or the samples cannot be collated.
         """
         batch = read_batch(self._source, indices) if self._at_once else None
         if batch is not None:
@@ -217,23 +211,23 @@ class MicroBatchReader(Dataset[ReadReply]):
     def _samples(self, indices: list[int]) -> list[Any]:
         if not self._cache.capacity_bytes:
             return list(self._fetch(indices))
-        found = {index: self._cache.get(index) for index in indices}
-        missing = [index for index in indices if found[index] is CACHE_MISS]
+        by_index = {index: self._cache.get(index) for index in indices}
+        missing = [index for index in indices if by_index[index] is CACHE_MISS]
         before = self._streams() if missing else ()
         samples = self._fetch(missing)
         if missing and self._streams() != before:
             raise DataError(
-                f"samples {_indices_text(missing)} draw random numbers, and loader.cache_bytes would keep the first",
+                f"samples {_indices_text(missing)} draw random numbers, and a cache would keep the first",
                 where=type(self._source).__name__,
                 next_step="draw in the collate function or in the loss, or set loader.cache_bytes = 0",
             )
         for index, sample in zip(missing, samples, strict=True):
             self._cache.put(index, sample)
-            found[index] = sample
-        return [found[index] for index in indices]
+            by_index[index] = sample
+        return [by_index[index] for index in indices]
 
     def _streams(self) -> tuple[Any, ...]:
-        """Where the global generators stand: they differ once somebody has drawn."""
+        """Return the states of the global generators, which change if the source draws."""
         words: Any = self._numpy_bits.state["state"]
         torch_bytes = torch.default_generator.get_state().numpy().tobytes()
         return random.getstate(), words["pos"], words["key"].tobytes(), torch_bytes
@@ -245,7 +239,7 @@ class MicroBatchReader(Dataset[ReadReply]):
         try:
             samples = fetch_many(indices)
         except Exception as error:
-            for index in indices:  # one of these raises, with the index of the sample that is to blame
+            for index in indices:  # one of these raises, and its error has the index of the sample
                 self._fetch_one(index)
             raise self._failure(f"samples {_indices_text(indices)} cannot be read together", error) from error
         if len(samples) != len(indices):
@@ -267,7 +261,7 @@ class MicroBatchReader(Dataset[ReadReply]):
         return DataError(
             f"{what}: {type(error).__name__}: {error}",
             where=f"{type(self._source).__name__}, {frame.filename}:{frame.lineno}",
-            next_step="read that sample alone to reproduce this, then repair it or leave it out",
+            next_step="read that sample alone to reproduce the error, then repair it or leave it out",
         )
 
 
@@ -275,9 +269,9 @@ class MicroBatchReader(Dataset[ReadReply]):
 def seeded_generators(seed: int, numpy_bits: np.random.MT19937) -> Iterator[None]:
     """Seed the global generators (random, numpy, torch on CPU) in the block, and restore them after it.
 
-    `numpy_bits` stands in for NumPy's generator meanwhile: to save its state and set it back would cost 50
-    microseconds for each micro-batch, the exchange costs one. A normal number that NumPy's legacy generator
-    drew in advance is dropped by it.
+    `numpy_bits` replaces NumPy's bit generator in the block: to save and restore its state would take 50 us
+    for each micro-batch, and the exchange takes 1 us. A normal number that NumPy's legacy generator has drawn
+    in advance is lost.
     """
     state = random.getstate()
     numpy_state = mtrand.get_bit_generator()

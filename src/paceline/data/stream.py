@@ -1,12 +1,11 @@
-"""Is a sample the same? By value, on any process.
+"""Streams: data whose samples can only be read one after another, addressed by their position.
 
-Streams: data whose samples can be had one after another only, asked for by their position.
+Step t trains on samples t x size to (t + 1) x size - 1 of the stream, which starts again at its end.
 
-Step t trains on the samples t x size to (t + 1) x size - 1 of the stream, which begins again where it ends.
-Invariant: a sample is a function of its position, whoever reads it and when: what the stream draws with
-`random`, `numpy.random` or torch is seeded by the step, and a reader that has to go back begins anew. So the
-position of a run is its step, and a resume reads up to there. What the stream itself does not repeat (a
-network, a generator of its own) is found as far as its first sample shows it.
+Invariant: a sample is a function of its position: what the stream draws with `random`, `numpy.random` or
+torch is seeded by the step, and a reader that has to go back starts from the beginning. So the position of
+a run is its step, and a resumed run reads up to there. A stream that does not repeat (a network, a
+generator of its own) is detected as far as its first sample shows it.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _PLAIN = (str, bytes, int, float, bool, type(None))
 
 
 def sample_digest(sample: Any) -> str:
-    """A hash of the numbers, words and tensors of a sample; of what else there is, of its type only."""
+    """Return a hash of the numbers, strings and tensors of a sample; of other values only their type."""
     leaves, shape = tree_flatten(sample)
     found = blake2b(str(shape).encode(), digest_size=16)
     for leaf in leaves:
@@ -59,19 +58,15 @@ class StreamOrder:
 
     @property
     def about(self) -> str:
-        """See `BatchOrder`."""
         return self._positions.about
 
     def fingerprint(self) -> str:
-        """See `BatchOrder`; of the first sample."""
         return self._positions.fingerprint()
 
     def batch_size(self, step: int) -> int:
-        """See `BatchOrder`; a batch may reach over the end of the stream."""
         return self._size
 
     def batch(self, step: int, part: range | None = None) -> SampleIndices:
-        """See `BatchOrder`."""
         wanted = range(self._size) if part is None else part
         return np.arange(wanted.start, wanted.stop, dtype=np.int64) + step * self._size
 

@@ -1,11 +1,7 @@
-"""A `torch.utils.data.DataLoader` as data: what it holds is taken over, and what it says is held against the
-recipe. Each of its arguments is accepted or refused by name; none is dropped.
+"""The data of a task, prepared for a run: `DataLoader`s are unpacked, streams and samplers get an order.
 
-What a user gives as data, made what the rest reads: a `SampleSource`, and an order of its samples.
-
-A stream becomes positions, a `torch.utils.data.DataLoader` is taken apart (`torch_loader.py`), held-out
-streams are read into memory. Invariant: nothing that a user has said is dropped: it is taken over, agrees
-with the recipe, or is refused by its name.
+Invariant: after `prepare_data` a task has map-style data and an order of samples; settings of a
+`DataLoader` that contradict the recipe are an error that names both.
 """
 
 from __future__ import annotations

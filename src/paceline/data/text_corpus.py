@@ -1,7 +1,7 @@
-"""Text as training data: which files, which of them are held out, and windows of tokens.
+"""Text as training data: its files, the split into training and held-out files, and windows of tokens.
 
-Invariant: the choice of files, their order and the held-out split depend on content and relative names, not
-on where a folder lies, so every node gets the same. No file's content is in both parts of the split.
+Invariant: the choice of files, their order and the split depend on content and relative names, not on the
+location of a folder, so every node gets the same. No file's content is in both parts of the split.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def corpus_files(spec: str | Sequence[str], base_dir: Path | None = None) -> lis
     Args:
         spec: a file; a folder (all files below it but hidden ones); a pattern (`texts/**/*.txt`); `"stdlib"`,
             the sources of the running interpreter's standard library, without tests; or several of these.
-        base_dir: what relative specs start from; the working directory if None.
+        base_dir: folder of relative specs; None: the working directory.
     Raises:
         DataError: a spec matches no file.
     """
@@ -87,7 +87,7 @@ def _stdlib_files() -> list[Path]:
 
 
 def _walk(root: Path, skip: frozenset[str]) -> Iterator[Path]:
-    """Files below `root` in a fixed order, without hidden ones; links to folders are not followed."""
+    """Yield the files below `root` in a fixed order, without hidden ones or links to folders."""
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = sorted(name for name in subfolders if name not in skip and not name.startswith("."))
         for name in sorted(names):
@@ -130,13 +130,13 @@ def split_files(
 
 @dataclass(frozen=True, eq=False)
 class TextCorpus:
-    """Tokens to train on and tokens to evaluate on, both mapped read-only; what was held out, in words.
+    """The tokens for training and for evaluation, both mapped read-only.
 
     Args:
         train: uint8, uint16 or uint32 [N].
         held_out: of the same dtype [M]; empty if nothing was to be held out.
         digest: hash of content, tokenizer and split; equal on every node that sees the same data.
-        split: one line for people, such as "37 of 712 files held out".
+        split: a line about the split, such as "37 of 712 files held out".
     """
 
     train: NDArray[Any]
@@ -160,7 +160,7 @@ def open_corpus(
     last part held out.
 
     Args:
-        spec, base_dir: see `corpus_files`.
+        spec, base_dir: as for `corpus_files`.
         held_out: fraction of the bytes that is never trained on, 0 <= held_out < 1.
         seed: of the split; keep it fixed to compare runs.
     Raises:
@@ -188,7 +188,7 @@ def open_corpus(
 
 
 class TextWindows:
-    """Map-style windows of a token array: sample i holds tokens i * context to (i + 1) * context, inclusive.
+    """A map-style dataset of windows: sample i has tokens i * context to (i + 1) * context, inclusive.
 
     A sample is int64 [context + 1]: inputs are `sample[:-1]`, targets `sample[1:]`. Neighbours share a token,
     so every token but the first is a target exactly once; up to context - 1 tokens at the end are left over.
@@ -211,7 +211,7 @@ class TextWindows:
 
     @property
     def num_targets(self) -> int:
-        """Tokens that are predicted in one pass over all windows."""
+        """Return the number of tokens that are predicted in one pass over all windows."""
         return len(self) * self.context
 
     def __len__(self) -> int:
@@ -224,15 +224,15 @@ class TextWindows:
         return torch.from_numpy(self.tokens[start : start + self.context + 1].astype(np.int64))
 
     def batch(self, indices: Sequence[int]) -> Tensor:
-        """The windows at these indices, int64 [len(indices), context + 1].
+        """Return the windows at these indices, int64 [len(indices), context + 1].
 
         Raises:
-            IndexError: there is no such window.
+            IndexError: a window does not exist.
         """
-        places = np.asarray(indices, dtype=np.int64)
-        if places.min() < 0 or places.max() >= len(self):
-            raise IndexError(f"windows {places.min()} to {places.max()} of {len(self)}")
+        positions = np.asarray(indices, dtype=np.int64)
+        if positions.min() < 0 or positions.max() >= len(self):
+            raise IndexError(f"windows {positions.min()} to {positions.max()} of {len(self)}")
         (stride,) = self.tokens.strides
         shape, strides = (len(self), self.context + 1), (self.context * stride, stride)
         windows = as_strided(self.tokens, shape, strides, writeable=False)
-        return torch.from_numpy(windows[places].astype(np.int64))
+        return torch.from_numpy(windows[positions].astype(np.int64))

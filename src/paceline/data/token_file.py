@@ -1,14 +1,12 @@
-"""Files that are made once and read for years: whether one is still what was written.
+"""Token files: text files that are tokenised once to one flat file, which every process maps into memory.
 
-Beside the file stands a small one with its length and its BLAKE2b hash. Invariant: a file is vouched for only
-if both agree with every byte of it; a small file that is missing or damaged vouches for nothing.
+The name of a token file is a hash of everything it is made of (the content of the files in order, the
+tokenizer, the layout), so it is never outdated. A small file beside it, the seal, has its length and its
+BLAKE2b hash.
 
-Text files, tokenised once to one flat file that every process maps into memory.
-
-Invariant: tokens are used only after every byte of their file was found to be what was written; a file that
-is damaged is made anew. Its name is a hash of all that it was made from (the content of the files in order,
-the tokenizer, the layout), so it is never stale. Writing takes constant memory. This module does not choose
-files (see `text.py`).
+Invariant: tokens are used only after every byte of their file was compared with the seal; a damaged file is
+made again, and a seal that is missing or damaged proves nothing. Writing takes constant memory. This module
+does not choose files (see `text_corpus`).
 """
 
 from __future__ import annotations
@@ -30,15 +28,15 @@ from numpy.typing import NDArray
 from paceline.data.tokenizer import Tokenizer
 from paceline.errors import DataError
 
-_SEAL_CHUNK_BYTES = 1 << 20
+_CHUNK_BYTES = 1 << 20
 _MAX_SEAL_BYTES = 4096
 
 
 def write_seal(partial: Path, path: Path) -> None:
-    """Write down what `partial` holds, for the time when it is called `path`.
+    """Write the seal of `partial`, which is about to be renamed to `path`.
 
     Raises:
-        OSError: that cannot be written.
+        OSError: the seal cannot be written.
     """
     draft = partial.with_name(f"{partial.name}.seal")
     try:
@@ -54,10 +52,10 @@ def write_seal(partial: Path, path: Path) -> None:
 
 
 def matches_seal(path: Path) -> bool:
-    """Whether a file is there, and is what was written; reads all of it.
+    """Return whether a file exists and matches its seal; reads all of it.
 
     Raises:
-        OSError: it is there and cannot be read.
+        OSError: the file exists and cannot be read.
     """
     if not path.is_file():
         return False
@@ -77,19 +75,18 @@ def _seal_path(path: Path) -> Path:
 def _file_hash(path: Path) -> str:
     digest = hashlib.blake2b(digest_size=16)
     with path.open("rb") as file:
-        while chunk := file.read(_SEAL_CHUNK_BYTES):
+        while chunk := file.read(_CHUNK_BYTES):
             digest.update(chunk)
     return digest.hexdigest()
 
 
-_LAYOUT = "1"  # part of the name: raise it when the bytes of a token file change their meaning
-_CHUNK_BYTES = 1 << 20
+_LAYOUT = "1"  # part of the name; change it when the format of token files changes
 _POLL_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
 class TextFile:
-    """A file as it was when it was examined: its size, and the BLAKE2b hash of its content in hex."""
+    """A text file with its size and the BLAKE2b hash of its content, in hexadecimal digits."""
 
     path: Path
     num_bytes: int
@@ -97,7 +94,11 @@ class TextFile:
 
 
 def hash_text_file(path: Path) -> TextFile:
-    """Read a file through to its size and digest. Raises: DataError if it cannot be read."""
+    """Read a file, and return its size and digest.
+
+    Raises:
+        DataError: it cannot be read.
+    """
     digest = hashlib.blake2b(digest_size=16)
     num_bytes = 0
     for chunk in _chunks(path):
@@ -107,7 +108,7 @@ def hash_text_file(path: Path) -> TextFile:
 
 
 def token_type(vocab_size: int) -> np.dtype[Any]:
-    """The smallest of uint8, uint16 and uint32 that holds every token."""
+    """Return the smallest of uint8, uint16 and uint32 that holds every token."""
     for kind in (np.uint8, np.uint16):
         if vocab_size - 1 <= np.iinfo(kind).max:
             return np.dtype(kind)
@@ -115,7 +116,7 @@ def token_type(vocab_size: int) -> np.dtype[Any]:
 
 
 def tokens_digest(files: Sequence[TextFile], tokenizer: Tokenizer) -> str:
-    """Name of the tokens of `files`, equal on all machines for equal content; paths have no part in it."""
+    """Return the name of the tokens of `files`, which depends on their content but not on their paths."""
     parts = [_LAYOUT, tokenizer.fingerprint, str(tokenizer.separator), *(file.digest for file in files)]
     return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
 
@@ -127,16 +128,16 @@ def map_tokens(
     *,
     deadline_seconds: float = 600.0,
 ) -> NDArray[Any]:
-    """The tokens of `files`, each file followed by the tokenizer's separator, mapped read-only.
+    """Map the tokens of `files` read-only, with the tokenizer's separator behind each file.
 
-    The first process that asks writes them under a lock; others wait, and later ones find and check them.
-    The tokens of a list of files are the tokens of its parts, one after another, so files may be dealt to
+    The first process writes them under a lock; others wait, and later ones check the existing file.
+    The tokens of a list of files are those of its parts, one after another, so files can be divided among
     nodes.
 
     Args:
         files: in the order in which their tokens come.
-        tokenizer: what encodes them; decides the dtype (see `token_type`).
-        cache_dir: where token files are kept; made if missing; may be shared by processes and nodes.
+        tokenizer: encodes them, and decides the dtype (see `token_type`).
+        cache_dir: folder of token files; created if missing; processes and nodes can share it.
         deadline_seconds: the longest wait for another process that is writing.
     Returns:
         uint8, uint16 or uint32 [N], backed by the page cache, not by this process's memory.
@@ -147,7 +148,7 @@ def map_tokens(
     path = cache_dir / f"{tokens_digest(files, tokenizer)}.{kind.name}"
     if not _is_whole(path):
         with _locked(cache_dir, deadline_seconds):
-            if not _is_whole(path):  # nobody has made it in the meantime; what is damaged is replaced
+            if not _is_whole(path):  # no other process has made it meanwhile; a damaged file is replaced
                 _write_token_file(files, tokenizer, kind, path)
     if not path.stat().st_size:  # no files: an empty file cannot be mapped
         return np.empty(0, kind)
@@ -207,7 +208,9 @@ def _write_tokens(file: TextFile, tokenizer: Tokenizer, kind: np.dtype[Any], out
             next_step="leave it out, convert it, or use the byte tokenizer, which takes any file",
         ) from error
     if digest.hexdigest() != file.digest:
-        raise DataError("a file changed while it was read", where=str(file.path), next_step="start again")
+        raise DataError(
+            "a file changed while it was read", where=str(file.path), next_step="start the run again"
+        )
     out.write(np.array([tokenizer.separator], kind).data)
 
 
@@ -217,18 +220,20 @@ def _chunks(path: Path) -> Iterator[bytes]:
             while chunk := file.read(_CHUNK_BYTES):
                 yield chunk
     except OSError as error:
-        raise DataError(f"cannot read a text file: {error}", next_step="check its path and rights") from error
+        raise DataError(
+            f"cannot read a text file: {error}", next_step="check its path and permissions"
+        ) from error
 
 
 @contextmanager
 def _locked(cache_dir: Path, deadline_seconds: float) -> Iterator[None]:
-    """Hold the folder's lock. The system frees it when a process dies, so only a live one is waited for."""
+    """Hold the lock of the folder. The kernel frees it when a process dies, so no dead process blocks it."""
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
         lock = (cache_dir / "lock").open("w")
     except OSError as error:
         raise DataError(
-            f"cannot write to the token cache: {error}", next_step="set a folder that can be written to"
+            f"cannot write to the token cache: {error}", next_step="choose a folder that can be written to"
         ) from error
     with lock:
         give_up = time.monotonic() + deadline_seconds
@@ -250,8 +255,8 @@ def _try_lock(lock: IO[str]) -> bool:
         return False
     except OSError as error:
         raise DataError(
-            f"this file system has no locks: {error}",
+            f"this file system does not support locks: {error}",
             where=lock.name,
-            next_step="set a cache on a local disk",
+            next_step="choose a cache folder on a local disk",
         ) from error
     return True

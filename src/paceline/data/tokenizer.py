@@ -1,17 +1,12 @@
-"""Which number stands for which piece of text, as one hash: what the weights of a model hang on.
+"""Tokenizers: bytes, or a byte-level BPE from a `tokenizer.json`, and the hash of a vocabulary.
 
-Two files of one vocabulary have the same hash, whoever wrote them: what else a `tokenizer.json` says (how
-text is cut before it is looked up, what is put around it) is not in it.
+A model folder has a `tokenizer.json`, and beside it a `tokenizer_config.json` that names the end-of-text
+token; both can be local or behind a URL. Files that would make the reader reserve memory without limit are
+refused.
 
-The files of a tokenizer, here or behind a URL, if nothing in them would reserve memory without end.
-
-A folder as model hubs have them holds a `tokenizer.json`, and beside it a `tokenizer_config.json` that says
-which token ends a text.
-
-Text to token ids and back: bytes, or a byte-level BPE from a `tokenizer.json`.
-
-Invariant: every tokenizer here gives text back exactly, `decode(encode(text)) == text`; one that cannot is
-refused when it is loaded, because bits per byte would be wrong. Files are encoded in constant memory.
+Invariant: every tokenizer restores text exactly, `decode(encode(text)) == text`; one that does not is refused
+when it is loaded, because bits per byte would be wrong. Files are encoded in constant memory. Two files
+with the same vocabulary have the same hash; how text is split before the look-up is not part of it.
 """
 
 from __future__ import annotations
@@ -37,10 +32,10 @@ BYTE_VOCABULARY = "bytes"  # of a tokenizer whose tokens are bytes
 
 
 def vocabulary_of(text: str) -> str:
-    """The hash of the vocabulary of a `tokenizer.json`, 32 hexadecimal digits.
+    """Return the hash of the vocabulary of a `tokenizer.json`, 32 hexadecimal digits.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the text is no tokenizer.json.
     """
     try:
         found = json.loads(text)
@@ -57,7 +52,7 @@ def vocabulary_of(text: str) -> str:
 
 
 def _pieces(vocab: Any) -> Any:
-    """By piece its number; or, where pieces have scores, a list in the order of their numbers."""
+    """Return the ids by piece; of a vocabulary with scores the list of pieces, in the order of ids."""
     return dict(vocab) if isinstance(vocab, dict) else [list(entry) for entry in vocab]
 
 
@@ -68,7 +63,7 @@ _MAX_TOKENS = 2**24
 
 
 def tokenizer_paths(place: str) -> tuple[str, str | None]:
-    """Where the tokenizer.json is, and its tokenizer_config.json; None: a file was named, not a folder."""
+    """Return the places of tokenizer.json and tokenizer_config.json; of a file the second is None."""
     is_folder = Path(place).is_dir() if "://" not in place else not place.partition("?")[0].endswith(".json")
     if not is_folder:
         return place, None
@@ -77,10 +72,11 @@ def tokenizer_paths(place: str) -> tuple[str, str | None]:
 
 
 def read_end_of_text(config: str | None) -> str | None:
-    """The token that ends a text, as the folder says; None: it does not.
+    """Return the end-of-text token that a tokenizer_config.json names; None: it names none.
 
     Raises:
-        OSError: it cannot be read. ValueError: it is no such file.
+        OSError: the file cannot be read.
+        ValueError: it is no valid file.
     """
     try:
         found = json.loads(_read_file(config)) if config else {}
@@ -104,7 +100,7 @@ def read_tokenizer_json(place: str) -> str:
         place: a path or a URL.
     Raises:
         OSError: it cannot be read.
-        ValueError: it is no text, no JSON, or has token ids that no vocabulary has.
+        ValueError: it is no JSON text, or has impossible token ids.
     """
     text = _read_file(place)
     try:
@@ -121,7 +117,7 @@ def _read_file(place: str) -> str:
             found = bytes(stream.read(_MAX_FILE_BYTES + 1))
     else:
         if Path(place).exists() and not Path(place).is_file():
-            raise OSError("it is no regular file")
+            raise OSError("not a regular file")
         with Path(place).open("rb") as file:
             found = file.read(_MAX_FILE_BYTES + 1)
     if len(found) > _MAX_FILE_BYTES:
@@ -130,7 +126,7 @@ def _read_file(place: str) -> str:
 
 
 def _check_ids(value: Any) -> None:
-    """Ids stand in the vocabulary, in `added_tokens`, and in post-processors: no whole number is larger."""
+    """Check all integers: ids are in the vocabulary, in `added_tokens` and in post-processors."""
     level = [value]
     while level:
         inside: list[Any] = []
@@ -150,10 +146,13 @@ _PROBE = ' Two  spaces,\ttab\r\n\n"Zürich" — 東京 🚲 \x00x=[1.5,-2]\n'
 
 
 class Tokenizer(Protocol):
-    """What a source of text needs.
+    """An encoder and decoder of text.
 
-    `separator` ends every file; `fingerprint` is a hash of all that turns text into tokens, `vocabulary` of
-    which number stands for which piece.
+    Attributes:
+        vocab_size: one more than the largest id.
+        separator: the token at the end of every file.
+        fingerprint: hash of everything that turns text into tokens.
+        vocabulary: hash of the ids of pieces.
     """
 
     @property
@@ -170,31 +169,34 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """One token for each byte of UTF-8; any file is valid. Byte 0 ends a file."""
+    """A tokenizer with one token per byte; any file is valid, and byte 0 is the separator."""
 
     vocab_size = 256
     separator = 0
     fingerprint = vocabulary = BYTE_VOCABULARY
 
     def encode(self, text: str) -> NDArray[np.uint8]:
-        """Token ids, uint8 [bytes of the text in UTF-8]."""
+        """Return token ids, uint8 [bytes of the text in UTF-8]."""
         return np.frombuffer(text.encode(), dtype=np.uint8)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Text; bytes that are not UTF-8 become U+FFFD (generated text may stop within a character)."""
+        """Return text; invalid UTF-8 becomes U+FFFD, since generated text may stop within a character."""
         return bytes(map(int, tokens)).decode(errors="replace")
 
     def encode_chunks(self, chunks: Iterable[bytes]) -> Iterator[NDArray[np.uint8]]:
-        """Ids of a file that comes in chunks, cut anywhere."""
+        """Yield the ids of a file that is read in chunks of any size."""
         return (np.frombuffer(chunk, dtype=np.uint8) for chunk in chunks)
 
 
 class BpeTokenizer:
-    """A `tokenizers.Tokenizer` that gives text back exactly; made by `load_tokenizer` and `train_bpe`.
+    """A byte-level BPE of the `tokenizers` library; made by `load_tokenizer` and `train_bpe`.
 
     Args:
-        where: for messages.
-        end: the token that ends a file; None: one of the usual ones.
+        tokenizer: of the library.
+        where: its place, for messages.
+        end: the token at the end of a file; None: one of the usual ones.
+    Raises:
+        DataError: it does not restore text exactly, or has no separator.
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, where: str, end: str | None = None) -> None:
@@ -205,35 +207,36 @@ class BpeTokenizer:
         self.vocabulary = vocabulary_of(text)
         if self.decode(self.encode(_PROBE)) != _PROBE:
             raise DataError(
-                "this tokenizer does not give text back exactly: it normalises or drops characters",
+                "this tokenizer does not restore text exactly: it normalises or drops characters",
                 where=where,
                 next_step="use a byte-level tokenizer, for example one trained with `train_bpe`, or bytes",
             )
         self.separator = self._find_separator(where, (end, *_SEPARATORS) if end else _SEPARATORS)
 
     def encode(self, text: str) -> NDArray[np.uint32]:
-        """Token ids, uint32 [N], without the markers that a post-processor would add."""
+        """Return token ids, uint32 [N], without the markers that a post-processor adds."""
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Text, special tokens included."""
+        """Return text with special tokens."""
         return str(self._tokenizer.decode(list(map(int, tokens)), skip_special_tokens=False))
 
     def encode_chunks(self, chunks: Iterable[bytes]) -> Iterator[NDArray[np.uint32]]:
-        """Ids of a UTF-8 file that comes in chunks; encoded in pieces that end after a line break.
+        """Yield the ids of a UTF-8 file that is read in chunks, encoded in pieces that end at a line break.
 
-        No token spans two pieces, so equal chunks give equal tokens, and the text comes back exactly.
+        No token spans two pieces, so equal chunks give equal tokens, and the text is restored exactly.
+
         Raises:
             UnicodeDecodeError: the file is not UTF-8.
         """
         decoder = codecs.getincrementaldecoder("utf-8")()
-        kept = ""
+        pending = ""
         for chunk in chunks:
-            text = kept + decoder.decode(chunk)
+            text = pending + decoder.decode(chunk)
             cut = text.rfind("\n") + 1 or len(text)  # no line break in a whole chunk: cut where it ends
-            kept = text[cut:]
+            pending = text[cut:]
             yield self.encode(text[:cut])
-        yield self.encode(kept + decoder.decode(b"", final=True))
+        yield self.encode(pending + decoder.decode(b"", final=True))
 
     def _find_separator(self, where: str, names: Sequence[str]) -> int:
         for name in names:
@@ -244,7 +247,7 @@ class BpeTokenizer:
         if len(zero) == 1:
             return int(zero[0])
         raise DataError(
-            f"this tokenizer has no token to end a file with: none of {', '.join(names)}, no byte 0",
+            f"this tokenizer has no end-of-text token: neither {', '.join(names)} nor byte 0",
             where=where,
             next_step=f"add {END_OF_TEXT} to its special tokens",
         )
@@ -257,7 +260,7 @@ def load_tokenizer(path: str | Path) -> BpeTokenizer:
         path: the file, or the folder of a model with the file in it: a path or a URL. Of a folder, the token
             that ends a text is the one that its `tokenizer_config.json` names.
     Raises:
-        DataError: the file is missing or broken, or the tokenizer does not give text back exactly.
+        DataError: the file is missing or invalid, or the tokenizer does not restore text exactly.
         MissingExtraError: `tokenizers` is not installed.
     """
     library = _import_tokenizers()
@@ -272,7 +275,7 @@ def load_tokenizer(path: str | Path) -> BpeTokenizer:
         return BpeTokenizer(library.Tokenizer.from_str(text), str(path), end)
     except DataError:
         raise
-    except BaseException as error:  # the library raises plain Exception, and PanicException beside it
+    except BaseException as error:  # the library raises plain Exception and PanicException
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
             raise _not_a_tokenizer(error, path) from error
         raise
@@ -287,11 +290,12 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: str | Path) -> BpeTok
     """Train a byte-level BPE on local text and save it as a `tokenizer.json`.
 
     Args:
-        texts: pieces of text; the order does not matter to the merges.
-        vocab_size: the most tokens to have: 256 bytes, `<|endoftext|>` and the merges; at least 257.
-        path: where the file goes; replaced in one step.
+        texts: pieces of text, in any order.
+        vocab_size: the largest number of tokens: 256 bytes, `<|endoftext|>` and the merges; at least 257.
+        path: of the new file, which is replaced atomically.
     Raises:
-        DataError: `vocab_size` is too small. MissingExtraError: `tokenizers` is not installed.
+        DataError: `vocab_size` is too small.
+        MissingExtraError: `tokenizers` is not installed.
     Source: Sennrich et al. 2016, arXiv:1508.07909; on bytes, Radford et al. 2019 (GPT-2).
     """
     if vocab_size < 257:

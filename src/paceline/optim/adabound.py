@@ -1,7 +1,7 @@
-"""Adam that becomes SGD with momentum, value by value and without a jump.
+"""AdaBound: Adam that becomes SGD with momentum, gradually for each value.
 
-Every value has a rate of its own, as under Adam; bounds around that rate close from (0, inf) to `final_lr`.
-The first moment is Adam's to begin with and the momentum of SGD in the end, so nothing has to be handed over.
+Every value has a rate of its own, as in Adam; bounds on that rate narrow from (0, inf) to `final_lr`. The
+first moment of Adam becomes the momentum of SGD, so no state has to be converted.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class AdaBound(torch.optim.Optimizer):
-    """Adam whose rates are clipped to bounds that close.
+    """Adam with rates that are clipped to narrowing bounds.
 
     Args:
         params: parameters, or groups of them.
@@ -50,7 +50,7 @@ class AdaBound(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One update of every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             for p in group["params"]:
@@ -75,6 +75,6 @@ class AdaBound(torch.optim.Optimizer):
 
 
 def rate_bounds(group: dict[str, Any], t: float) -> tuple[float, float]:
-    """Lowest and highest rate of a value in update t, from 1."""
+    """Return the lowest and highest rate of a value in update t, counted from 1."""
     final = group["final_lr"] * group["lr"] / group["base_lr"] if group["base_lr"] else 0.0
     return final * (1 - 1 / (group["gamma"] * t + 1)), final * (1 + 1 / (group["gamma"] * t))

@@ -14,7 +14,7 @@ from torch import nn
 
 from paceline.errors import TaskError
 from paceline.optim.adabound import AdaBound
-from paceline.recipe.registry.word_spec import OptimizerSpec, known_specs
+from paceline.recipe.registry import OptimizerSpec, known_specs
 from paceline.recipe.tables import OptimizerRecipe
 
 NamedParameter = tuple[str, nn.Parameter]
@@ -50,32 +50,31 @@ def build_optimizer(model: nn.Module, recipe: OptimizerRecipe, fused_allowed: bo
 
 
 def reason_not_fused(model: nn.Module, recipe: OptimizerRecipe, fused_allowed: bool) -> str:
-    """Why the update of what is here of a model takes no fused kernel; empty if it does.
+    """Return why the update on this rank uses no fused kernel; empty if it uses one.
 
     Args:
-        model, recipe, fused_allowed: see `build_optimizer`.
+        model, recipe, fused_allowed: as for `build_optimizer`.
     """
     if not recipe.fused:
         return "optimizer.fused = false"
     if not fused_allowed:
-        return "reproducible = true: a fused kernel rounds by where a tensor is cut"
+        return "reproducible = true: the rounding of fused kernels depends on where tensors are split"
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad and not p.is_meta]
     if fused_is_supported(recipe.spec.word, trained):
         return ""
     if not recipe.spec.has_kernel:
-        return f"there is no kernel of {recipe.name}"
+        return f"PyTorch has no fused kernel of {recipe.name}"
     name, p = next((name, p) for name, p in trained if not _supports_fused(p))
     kind = str(p.dtype).removeprefix("torch.") + ("" if p.is_contiguous() else ", not contiguous,")
-    return f"no kernel is right for '{name}' ({kind} on the {p.device.type})"
+    return f"no fused kernel is correct for '{name}' ({kind} on {p.device.type})"
 
 
 def fused_is_supported(name: str, named_parameters: Iterable[NamedParameter]) -> bool:
-    """Say whether torch has a fused kernel of this optimizer for all these tensors, and it is right.
+    """Return whether PyTorch has a correct fused kernel of this optimizer for all these tensors.
 
-    A kernel takes values, gradients and moments in the order in which they lie in memory, and not everybody
-    who hands it gradients keeps the order of a parameter that is not contiguous. With bfloat16 and float16
-    the fused SGD of the processor ends elsewhere (PyTorch 2.13: 0.1 off after four steps on 16 values or
-    more, where 0.005 is rounding).
+    A kernel takes values, gradients and moments in memory order, and gradients need not have the order of a
+    parameter that is not contiguous. With bfloat16 and float16 the fused SGD on CPUs is inaccurate (PyTorch
+    2.13: 0.1 off after four steps on 16 values or more, where 0.005 is rounding).
     """
     return known_specs(OptimizerSpec)[name].has_kernel and all(
         _supports_fused(p) for _, p in named_parameters

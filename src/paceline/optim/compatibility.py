@@ -1,6 +1,10 @@
-"""Which optimizers the training step can drive: those that make a right update of one gradient.
+"""Checks of which optimizers a run supports, and the change of their parameters to those of a rank.
 
-Optimizers over parts: which may update a part of a tensor alone, and how one comes to do it.
+An optimizer must update from one gradient without a closure. If ranks update parts of tensors it must be
+elementwise, and if they update some of the tensors it must treat each tensor by itself; unknown optimizers
+are tried on small tensors, whole and in parts.
+
+Invariant: an optimizer that would give another result under a strategy is refused before the first step.
 """
 
 from __future__ import annotations
@@ -20,11 +24,12 @@ from paceline.state.slot import ModelShard
 
 
 def require_one_gradient(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Give the optimizer back if its step needs nothing but gradients, and is right.
+    """Return the optimizer if its step needs only gradients.
 
     Raises:
-        TaskError: it wants to compute the loss again, several times in a step (LBFGS): its line search would
-            need every rank and every shard each time. Or it takes sparse gradients only (SparseAdam).
+        TaskError: it recomputes the loss within a step (LBFGS), which would need every rank and shard
+            each time; it takes only sparse gradients (SparseAdam); or its fused kernel is wrong for its
+            parameters.
     """
     for member in member_optimizers(optimizer):
         if member is not optimizer:
@@ -33,30 +38,30 @@ def require_one_gradient(optimizer: torch.optim.Optimizer) -> torch.optim.Optimi
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise TaskError(
-            f"{name} computes the loss again within a step, and a step here makes one update of one gradient",
+            f"{name} recomputes the loss within a step, but a step here is one update from one gradient",
             next_step="use an optimizer whose step() takes no closure, such as torch.optim.AdamW",
         )
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise TaskError(
-            f"{name} takes sparse gradients only, and the sums over shards and ranks are dense",
+            f"{name} takes only sparse gradients, but sums over shards and ranks are dense",
             next_step="use torch.optim.Adam, and nn.Embedding(sparse=False)",
         )
     return _require_right_kernels(optimizer)
 
 
 def _require_right_kernels(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Give the optimizer back if its fused kernel is right for the types of its parameters.
+    """Return the optimizer if its fused kernel is correct for the types of its parameters.
 
     Raises:
-        TaskError: PyTorch's fused SGD of the processor, over bfloat16 or float16: with momentum it ends 0.6
+        TaskError: PyTorch's fused SGD on CPUs, over bfloat16 or float16: with momentum it ends 0.6
             away after six steps, where 0.02 is rounding (PyTorch 2.13; tests/unit/optim/test_fit.py).
     """
     half = (torch.bfloat16, torch.float16)
     for group in optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else ():
         if group["fused"] and any(p.dtype in half and p.device.type == "cpu" for p in group["params"]):
             raise TaskError(
-                f"{type(optimizer).__name__}(fused=True) of PyTorch ends elsewhere over parameters of two"
-                " bytes on the processor",
+                f"{type(optimizer).__name__}(fused=True) of PyTorch is inaccurate for bfloat16 and float16"
+                " parameters on CPUs",
                 next_step="leave out fused, or keep the parameters in float32",
             )
     return optimizer
@@ -81,65 +86,66 @@ _SHAPES = ((4, 6), (6, 2), (4,))
 
 
 def rebind_parameters(optimizer: torch.optim.Optimizer, sharded_model: ModelShard) -> None:
-    """Let an optimizer without state, made over a whole model, update this rank's parts only."""
+    """Make an optimizer of the whole model, which has no state yet, update this rank's parts only."""
     parts: Mapping[str, nn.Parameter] = {slot.name: p for slot, p in sharded_model.updates.items()}
-    own = {p: parts.get(slot.name) for slot, p in sharded_model.computes.items()}
+    part_of = {p: parts.get(slot.name) for slot, p in sharded_model.computes.items()}
     for group in optimizer.param_groups:
-        now = [None if p.is_meta else own.get(p, p) for p in group["params"]]
+        params = [None if p.is_meta else part_of.get(p, p) for p in group["params"]]
         if "param_names" in group:
-            names = zip(group["param_names"], now, strict=True)
+            names = zip(group["param_names"], params, strict=True)
             group["param_names"] = [name for name, p in names if p is not None]
-        group["params"] = [p for p in now if p is not None]
+        group["params"] = [p for p in params if p is not None]
     updated = {p for group in optimizer.param_groups for p in group["params"]}
-    for p in [p for p in optimizer.state if p not in updated]:  # some make their state at once
+    # Some optimizers create state in their constructor.
+    for p in [p for p in optimizer.state if p not in updated]:
         del optimizer.state[p]
 
 
 def require_layout_support(optimizer: torch.optim.Optimizer, sharded_model: ModelShard) -> None:
-    """Refuse an optimizer that looks at more than what a rank updates.
+    """Refuse an optimizer that needs more than the parts that a rank updates.
 
     Raises:
-        StrategyError: as `require_elementwise` and `require_tensorwise` say.
+        StrategyError: as from `require_elementwise` or `require_tensorwise`.
     """
     require = require_elementwise if sharded_model.updates_partially else require_tensorwise
     if sharded_model.updates_partially or len(sharded_model.updates) < len(sharded_model.slots):
         _require_no_hooks(optimizer)
-        for one in member_optimizers(optimizer):
-            require(one)
+        for member in member_optimizers(optimizer):
+            require(member)
 
 
 def require_elementwise(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that cannot update parts of tensors, for a rank that has only such.
+    """Refuse an optimizer that cannot update parts of tensors.
 
-    A class says what it is by `elementwise = True` or `False`; of PyTorch's own it is known; any other is
-    tried on small tensors, whole and in two parts.
+    A class can declare `elementwise = True` or `False`; PyTorch's optimizers are known; any other is tried on
+    small tensors, whole and in two parts.
 
     Raises:
-        StrategyError: a part of a tensor, updated alone, would end elsewhere; or it has hooks around its
-            step, or does not update what is in its groups.
+        StrategyError: a part that is updated alone gives another result; or the optimizer has step hooks, or
+            does not update the parameters in its groups.
     """
     _require_no_hooks(optimizer)
     kind = type(optimizer)
-    said = getattr(kind, "elementwise", None)
-    if said is False or not (_is_known(kind, _KNOWN) or _matches_in_parts(optimizer, _HALVES)):
+    declared = getattr(kind, "elementwise", None)
+    if declared is False or not (_is_known(kind, _KNOWN) or _matches_in_parts(optimizer, _HALVES)):
         raise StrategyError(
-            f"{kind.__name__} looks at a whole tensor to update any value of it, and under this strategy a"
-            " rank updates parts of tensors",
+            f"{kind.__name__} needs a whole tensor to update any value of it, but with this strategy a rank"
+            " updates parts of tensors",
             next_step="choose an elementwise optimizer (SGD, Adam, ...), or a strategy without shard, tensor",
         )
 
 
 def require_tensorwise(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that looks at several tensors to update one, for a rank that has some of them.
+    """Refuse an optimizer that needs several tensors to update one, for a rank that has only some of them.
 
     Raises:
-        StrategyError: a tensor, updated apart from the others, would end elsewhere; or as above.
+        StrategyError: a tensor that is updated alone gives another result; or as from `require_elementwise`.
     """
     _require_no_hooks(optimizer)
     kind = type(optimizer)
     if not (_is_known(kind) or _matches_in_parts(optimizer, _ONE_BY_ONE)):
         raise StrategyError(
-            f"{kind.__name__} looks at all tensors to update any of them, and under this strategy a rank has"
+            f"{kind.__name__} needs all tensors to update any of them, but with this strategy a rank has only"
             " those of its own stage",
             next_step="choose an optimizer that updates each tensor by itself, or leave out pipeline",
         )
@@ -148,15 +154,15 @@ def require_tensorwise(optimizer: torch.optim.Optimizer) -> None:
 def _require_no_hooks(optimizer: torch.optim.Optimizer) -> None:
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         raise StrategyError(
-            f"{type(optimizer).__name__} has hooks around its step, and under this strategy they would see"
-            " what one rank updates",
+            f"{type(optimizer).__name__} has step hooks, but with this strategy they would see only what one"
+            " rank updates",
             next_step="leave them out (optimizer.clip_norm clips the whole gradient), or choose a strategy in"
             " which every rank updates all parameters",
         )
 
 
 def _is_known(kind: type, names: Sequence[str] = ()) -> bool:
-    """Whether it is PyTorch's own; all of those update each tensor by itself."""
+    """Return whether a class is one of PyTorch's, all of which update each tensor by itself."""
     return kind.__module__.startswith("torch.optim") and (not names or kind.__name__ in names)
 
 
@@ -165,7 +171,7 @@ TensorParts = list[list[Tensor]]
 
 @dataclass(frozen=True)
 class _SplitMethod:
-    """How tensors are taken apart, to be updated one part after the other, and put together."""
+    """A way to split tensors into parts that are updated one after another, and to join them."""
 
     apart: Callable[[Sequence[Tensor]], TensorParts]
     together: Callable[[TensorParts], list[Tensor]]
@@ -208,7 +214,7 @@ def _matches_in_parts(optimizer: torch.optim.Optimizer, cut: _SplitMethod) -> bo
 
 
 _TrialResult = tuple[list[Tensor], list[Tensor], list[Tensor]]
-"""Of some tensors: where they start, where they end together, and where in parts."""
+"""The initial tensors, their values after joint updates, and their values after updates in parts."""
 
 
 def _run_trial(
@@ -222,7 +228,7 @@ def _run_trial(
     try:
         parts = [_run_steps(optimizer, part, steps) for part, steps in pairs]
         whole = _run_steps(optimizer, starts, grads)
-    except Exception as error:  # noqa: BLE001  a user's code may raise anything, and its words are told
+    except Exception as error:  # noqa: BLE001  user code may raise anything; the message is reported
         return error
     return starts, whole, cut.together(parts)
 
@@ -230,7 +236,7 @@ def _run_trial(
 def _run_steps(
     optimizer: torch.optim.Optimizer, starts: Sequence[Tensor], grads: Sequence[Sequence[Tensor]]
 ) -> list[Tensor]:
-    """Where a copy of the optimizer, over other parameters, ends."""
+    """Return the parameters after steps of a copy of the optimizer."""
     parameters = [nn.Parameter(start.clone()) for start in starts]
     twin = copy_for_parameters(optimizer, parameters)
     for step in grads:
@@ -241,7 +247,7 @@ def _run_steps(
 
 
 def copy_for_parameters(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> Any:
-    """A copy without state that updates other parameters, with the options of the first group."""
+    """Return a copy without state over other parameters, with the options of the first group."""
     twin = _copy_without_state(optimizer)
     options = {k: v for k, v in optimizer.param_groups[0].items() if k not in ("params", "param_names")}
     twin.param_groups = [{**copy.deepcopy(options), "params": [*parameters]}]
@@ -249,7 +255,7 @@ def copy_for_parameters(optimizer: torch.optim.Optimizer, parameters: Sequence[n
 
 
 def _copy_without_state(optimizer: torch.optim.Optimizer) -> Any:
-    """A copy without state, with attributes of its own; the model's parameters in them have no gradient."""
+    """Return a copy without state and with copied attributes, in which parameters have no gradient."""
     twin: Any = object.__new__(type(optimizer))
     known: dict[int, Any] = {}
     for p in (p for group in optimizer.param_groups for p in group["params"]):
@@ -262,7 +268,7 @@ def _copy_without_state(optimizer: torch.optim.Optimizer) -> Any:
 
 
 def _copy_value(value: Any, known: dict[int, Any]) -> Any:
-    """A deep copy, but of the model's parameters; what has no copy is shared."""
+    """Return a deep copy, except for the model's parameters; what cannot be copied is shared."""
     if isinstance(value, torch.Generator):
         return value.clone_state()
     try:

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.errors import RecipeError
 from paceline.recipe.tables import ScheduleRecipe
 
 DecayFunction = Callable[[int], float]
@@ -66,16 +65,8 @@ def build_schedule(recipe: ScheduleRecipe, steps: int, batch_size: int) -> Learn
 
     Call it again when the batch size changes (an elastic resize): the scaling rule is then re-applied.
 
-    Raises:
-        RecipeError: parts of the schedule that contradict each other.
+    With batch scaling the warm-up starts at the base rate (the recipe refuses `warmup_from` then).
     """
-    if recipe.batch_scaling != "none" and recipe.warmup_from != 0:
-        raise RecipeError(
-            f"schedule.warmup_from = {recipe.warmup_from} has no effect with "
-            f'schedule.batch_scaling = "{recipe.batch_scaling}"',
-            where="schedule.warmup_from",
-            next_step="leave it out: with batch scaling the warm-up starts at the base rate",
-        )
     peak = batch_scale(recipe, batch_size)
     return LearningRateSchedule(
         warmup_steps=recipe.warmup_steps,

@@ -181,7 +181,7 @@ def test_a_sampler_orders_epochs_and_any_step_can_be_asked_for() -> None:
 @pytest.mark.parametrize(
     "sampler, says",
     [
-        (DistributedSampler(DATA, 2, 0), "deals samples to ranks"),
+        (DistributedSampler(DATA, 2, 0), "divides samples among ranks"),
         (BatchSampler(Halves(), 2, False), "gives batches"),
         (RandomSampler(DATA, generator=torch.Generator()), "generator of its own"),
         (Counting(), "another order"),

@@ -124,7 +124,7 @@ def test_a_tokenizer_that_loses_text_is_refused(tmp_path: Path) -> None:
     lossy = byte_level(initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet())
     lossy.normalizer = tokenizers.normalizers.Lowercase()
     lossy.save(str(path))
-    with pytest.raises(DataError, match="does not give text back exactly") as caught:
+    with pytest.raises(DataError, match="does not restore text exactly") as caught:
         load_tokenizer(path)
     assert caught.value.where == str(path)
 

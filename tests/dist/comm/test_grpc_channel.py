@@ -65,7 +65,9 @@ def test_a_stranger_is_turned_away_and_a_missing_rank_is_named() -> None:
             others.submit(calling, hub.port, 2, "wrong").result()
         with pytest.raises(CommunicationError, match="rank 1 has already joined"):
             friend.result() and calling(hub.port, 1, "right")
-        with pytest.raises(DeadlineError, match=r"ranks \[2, 3\] did not connect.*rank 2 has a different token"):
+        with pytest.raises(
+            DeadlineError, match=r"ranks \[2, 3\] did not connect.*rank 2 has a different token"
+        ):
             hub.wait_for_all(0.1)
     assert said == ["the server rejected 1 calls that do not belong to this job"]
     close([hub, friend.result()])
@@ -87,7 +89,7 @@ def test_a_call_that_was_heard_brings_nothing_again() -> None:
         again(body, timeout=SECONDS, metadata=caller._claim_metadata(SEND_METHOD, StreamPosition(1, 0)))
         assert room.position(1) == StreamPosition(1, 0)
         claim = CallClaim.read(caller._claim_metadata(SEND_METHOD, StreamPosition(1, 0)))._replace(
-            place=StreamPosition(2, 0)
+            position=StreamPosition(2, 0)
         )
         with pytest.raises(grpc.RpcError, match="a different token"):
             again(body, timeout=SECONDS, metadata=claim.metadata())

@@ -147,7 +147,7 @@ def test_a_steady_step_allocates_nothing_for_coding_and_sending() -> None:
         found = {}
         with ExitStack() as patches:
             for module in (coded_collective, power_sgd, message_route):
-                patches.enter_context(patch.object(module, "Line", Inline))
+                patches.enter_context(patch.object(module, "CommThread", Inline))
             for word in WORDS:
                 found[word] = steady_coding(group, word)
             with patch.object(top_k, "load_kernels", lambda: None):

@@ -181,7 +181,9 @@ def built_for(replica: RankGroup) -> tuple[GradientReduction, TensorSlot]:
     """What a session reduces with, and the one slot of its model."""
     net, model = Net(), nn.Module()
     model.weight = nn.Parameter(torch.zeros(3))
-    mesh = SimpleNamespace(data=replica, replica=replica, axes={"shard": ALONE}, group_over=lambda axes: replica)
+    mesh = SimpleNamespace(
+        data=replica, replica=replica, axes={"shard": ALONE}, group_over=lambda axes: replica
+    )
     context = SimpleNamespace(
         mesh=mesh,
         net=net,

@@ -326,8 +326,8 @@ def trained(site: Path) -> Path:
     script.write_text(SEVERAL + ASK)
     (site.parent / "asked.json").write_text(json.dumps([*REFUSED]))
     every = {name: [strategy] for name, strategy in {"plain": "replicas=2", **STRATEGIES}.items()}
-    every |= {name: [strategy, *KFAC] for name, strategy in KFAC_STRATEGIES.items()}
     every["sinks"] = ["replicas=2", "log.sinks=['jsonl', 'broken', 'csv:losses.csv']"]
+    every |= {name: [strategy, *KFAC] for name, strategy in KFAC_STRATEGIES.items()}
     done = run(site, "-m", "paceline", "run", "-n", "2", str(script), DIGITS, json.dumps(every), *SETTINGS)
     assert done.returncode == 0, done.stderr[-2000:]
     (site.parent / "stderr.txt").write_text(done.stderr)

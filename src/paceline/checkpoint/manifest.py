@@ -214,7 +214,7 @@ class _PartModel(StrictModel):
 
 
 def check_cover(chunks: Sequence[TensorChunk]) -> None:
-    """Every byte of every tensor is in exactly one chunk."""
+    """Check that every byte of every tensor is in exactly one chunk."""
     by_name: dict[str, list[TensorChunk]] = {}
     for chunk in chunks:
         by_name.setdefault(chunk.name, []).append(chunk)
@@ -227,7 +227,7 @@ def check_cover(chunks: Sequence[TensorChunk]) -> None:
 
 
 def _check_apart(name: str, parts: Sequence[TensorChunk]) -> None:
-    """No two boxes share a value; those that end before another one begins are left out."""
+    """Check that no two boxes share a value. Boxes that end before the next one begins are not compared."""
     boxes = [part for part in parts if prod(part.sizes)]
     open_boxes: list[TensorChunk] = []
     for box in sorted(boxes, key=lambda one: one.offsets):
@@ -250,7 +250,7 @@ def _boxes_overlap(a: TensorChunk, b: TensorChunk) -> bool:
 
 @dataclass(frozen=True)
 class TensorFileRecord:
-    """A file of tensors, as it was written."""
+    """A file of tensors as it was written."""
 
     name: str
     num_bytes: int
@@ -260,10 +260,10 @@ class TensorFileRecord:
 
 @dataclass(frozen=True)
 class CheckpointOrigin:
-    """Where a checkpoint comes from.
+    """The run that a checkpoint belongs to.
 
     Args:
-        run: names the run; a checkpoint of another run is foreign.
+        run: id of the run; a checkpoint of another run is foreign.
         recipe: as TOML, with every value.
         strategy: as text, replicas filled in.
         world_size: number of ranks.
@@ -301,16 +301,16 @@ class Manifest:
     losses: Mapping[str, float] = field(default_factory=dict)
 
     def to_json(self) -> bytes:
-        """The text of the file."""
+        """Return the bytes of the manifest file."""
         record = {"format": _FORMAT, **asdict(self)}
         return (json.dumps({**record, _SEAL: seal(record)}, indent=1) + "\n").encode()
 
     @classmethod
     def from_json(cls, data: bytes) -> Manifest:
-        """The inverse of `to_json`.
+        """Parse and validate the bytes of a manifest file.
 
         Raises:
-            ValueError: it is not what was written, or another format; says which.
+            ValueError: it is damaged, has another format, or contradicts itself; says which.
         """
         try:
             record = parse(data)
@@ -332,6 +332,7 @@ class Manifest:
 
     @classmethod
     def _checked(cls, record: dict[str, Any]) -> Manifest:
+        # Before validation: a model would recurse into nested values.
         _limit_optimizer_depth(record)
         files: Sequence[TensorFileRecord] = validate(_MANIFEST, record).files  # type: ignore[assignment]
         check_cover([chunk for file in files for chunk in file.chunks])
@@ -340,12 +341,12 @@ class Manifest:
 
 
 def hash_state(files: Sequence[TensorFileRecord], scalars: Mapping[str, Any]) -> str:
-    """SHA-256 over the checksums of the files and the scalars."""
+    """Return the SHA-256 over the checksums of the files and the scalars."""
     return seal({"files": sorted(file.checksum for file in files), "scalars": scalars})
 
 
 def missing_tensors(files: Sequence[TensorFileRecord]) -> list[str]:
-    """Names of tensors that the chunks of all files do not fill; chunks never overlap."""
+    """Return the names of tensors that the chunks of all files do not fill; chunks never overlap."""
     filled: dict[str, int] = {}
     whole: dict[str, int] = {}
     for chunk in (chunk for file in files for chunk in file.chunks):
@@ -363,7 +364,7 @@ def _limit_optimizer_depth(record: Any) -> None:
 
 
 def _upgrade_format(record: Mapping[str, Any]) -> None:
-    """Say it as the present format does: the one before knew no other checksum than SHA-256."""
+    """Bring a record into the present format: the one before knew no other checksum than SHA-256."""
     files = record.get("files")
     for file in files if isinstance(files, list) else []:
         if isinstance(file, dict) and "sha256" in file:
@@ -371,13 +372,13 @@ def _upgrade_format(record: Mapping[str, Any]) -> None:
 
 
 def encode_part(files: Sequence[TensorFileRecord], scalars: Mapping[str, Any]) -> bytes:
-    """What one rank reports when its files are written: the first phase of publishing."""
+    """Encode the report of one rank whose files are written: the first phase of publishing."""
     record = {"files": [asdict(file) for file in files], "scalars": scalars}
     return (json.dumps({**record, _SEAL: seal(record)}) + "\n").encode()
 
 
 def decode_part(data: bytes) -> tuple[list[TensorFileRecord], Mapping[str, Any]]:
-    """The inverse of `encode_part`; ValueError if it is not what was written."""
+    """Decode the report of `encode_part`; ValueError if it is not what was written."""
     record = parse(data)
     if not isinstance(record, dict) or record.pop(_SEAL, None) != seal(record):
         raise ValueError("the report of a rank is damaged")

@@ -41,7 +41,7 @@ def report_name(rank: int) -> str:
 
 @dataclass(frozen=True)
 class FullDiskPatience:
-    """How long to wait for space on a full disk.
+    """The time to wait for space on a full disk.
 
     Args:
         seconds: the longest wait; 0: none.
@@ -180,6 +180,7 @@ def publish(
             next_step="please report it with the strategy",
         )
     manifest = _manifest(catalog, step, origin, files, merge_scalars([scalars for _, scalars in parts]))
+    # From the manifest on the draft is a checkpoint, so nothing that can fail comes after it but cleaning up.
     write_with_retries(
         lambda: catalog.publish(name, manifest), catalog.files, [f"{name}/{MANIFEST_FILE}"], patience
     )

@@ -55,7 +55,7 @@ class LossRecorder:
 
 @dataclass(frozen=True)
 class RankEvidence:
-    """What one rank knows about a step.
+    """The evidence of one rank about a step.
 
     Args:
         rank: global rank.
@@ -165,6 +165,7 @@ class BadValueLocator:
         norms: dict[str, float] = {}
         bad: list[tuple[str, int, int]] = []
         grads = {slot: p.grad for slot, p in self.runner.sharded_model.computes.items()}
+        # Sums are looked at only if no gradient of this rank is left: they name a tensor, but no rank.
         own = any(grad is not None for grad in grads.values())
         if self.runner.norms and not own:
             return self._by_norms(rank, loss)

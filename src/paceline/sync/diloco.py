@@ -95,6 +95,7 @@ class DiLoCo(ExtraState):
 
     def abort(self) -> None:
         self.inner.abort()
+        # A sum of deltas may have been started with the others; the next round sums from the anchors again.
         self.reducer.abort()
 
     def _begin(self, feed: TrainingFeed, step: int) -> int:

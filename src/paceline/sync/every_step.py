@@ -78,6 +78,7 @@ class EveryStep:
         state = update_step.state
         with feed.from_step(state.step) as stream:
             while state.step < feed.num_steps:
+                # Time between two rounds, for example a save, belongs to no step.
                 self.phases.take()
                 step = state.step
                 tally, update = self.step(feed.work, stream, runner, update_step)
@@ -109,6 +110,7 @@ class EveryStep:
         self.phases.begin("data")
         self._net.step = update_step.state.step
         count = work.num_micro_batches(update_step.state.step)
+        # The factor is known before the reduction begins, because a codec rescales its errors by it.
         scale = self.begin_scale(work, update_step.state)
         self.reducer.begin(count)
         recorder = ShardRecordingStream(stream)
@@ -224,6 +226,7 @@ def build_every_step_rule(context: SessionContext, layout: ModelLayout, state: T
     sharded_model, replicas = layout.runner.sharded_model, context.mesh.data
     step, reducer = _build_coded_step(context, sharded_model, state)
     state.extra_states["moved"] = DeltaResidualFlush(sharded_model)
+    # Wrappers only observe rounds or choose work; the step itself is the same under all of them.
     rule: SyncRule = step
     num_run: Callable[[int], int] = partial(even_share_micro_batches, context.shards, replicas)
     if context.recipe.strategy.balances_by_speed and context.mesh.replica.size > 1:

@@ -239,6 +239,7 @@ class GossipSGD:
         self._phases.begin("communication")
         may_begin = self._receive_halves(local_round)
         if may_begin:
+            # Every step computes with x / w: halves that arrived changed both.
             before = self.push_sum.load_mean()
             take()
             self.push_sum.add_movement(before)
@@ -273,6 +274,7 @@ class GossipSGD:
         peer = peer_at_clock(self._replicas.rank, clock, self._replicas.size)
         if peer is None:
             return
+        # Halving keeps the total over replicas and messages: what is sent is removed here.
         self.push_sum.halve()
         fields: dict[str, Any] = {"clock": clock, "weight": self.push_sum.weight}
         if self._exchange is not None:
@@ -330,6 +332,7 @@ class GossipSGD:
     @torch.no_grad()
     def _meet(self, local_round: LocalRound, runner: ModelRunner) -> tuple[StepTally, Mapping[str, float]]:
         """Receive everything in flight, then continue from the mean on all ranks."""
+        # Each rank first hands over what it has sent, then waits for what the others have.
         self._channel.flush(self._net.deadline_seconds)
         self._receive_halves(local_round, late=0)
         tally, sums = self._loop.agree(
@@ -352,6 +355,7 @@ def build_gossip(context: SessionContext, layout: ModelLayout, state: TrainState
     """Build the rule in which replicas exchange halves of their parameters in pairs."""
     sharded_model, bound = layout.runner.sharded_model, context.recipe.strategy.sync_word.argument
     exchange, shares = _build_exchange(context, bound) if balances_by_speed(context) else (None, None)
+    # Any two ranks meet in a turn, so every rank connects to every other.
     channel = connect_first_ranks(context, context.mesh.world.size)
     context.close_callbacks.append(channel.close)
     return GossipSGD(

@@ -242,6 +242,7 @@ class RateLowering(ExtraState):
 
         While the loss stays a spike, compared with the losses before, rates are lowered once per window.
         """
+        # Within a window after lowering the loss is still high, which says nothing of the new rates.
         if record.state.step >= self.judge_from_step:
             self._lower(guard, record, error)
             self.set_rate(record)
@@ -288,6 +289,7 @@ def install_guard(
     if group is None:
         return
     detector = LossSpikeDetector(health.spike_factor, health.spike_window)
+    # Losses of single replicas differ by rank, so they are no state of the run.
     if health.spike_factor is not None and group.size == context.mesh.world.size:
         step.state.extra_states["health"] = detector
     lowering = RateLowering(health.rate_factor, health.max_lowerings, step.parts["rate"])

@@ -110,6 +110,7 @@ class SharedCounters:
 
     def count(self) -> None:
         """Record that this rank has made an update."""
+        # Without a lock on purpose: it loses updates as the parameters do, which is what it measures.
         self.ones.add_(1.0)
         self.taken[self._rank] += 1
 
@@ -170,6 +171,7 @@ class Hogwild:
         self.shared_counters.begin()
         self.shared_counters.reach(step)
         self._phases.begin("communication")
+        # Others may still read the counters of the last round.
         self._net.barrier(self._replicas)
         return feed.next_pause(step)
 
@@ -224,6 +226,7 @@ class Hogwild:
         self._staleness.append(self.shared_counters.updates - updates_before)
         if update.applied:
             self.shared_counters.count()
+        # Published after the update, so that a rank that waits sees the step complete.
         self.shared_counters.reach(local_round.step)
 
     def _meet(self, local_round: LocalRound, runner: ModelRunner) -> tuple[StepTally, Mapping[str, float]]:

@@ -99,6 +99,7 @@ class ReplicaOptimizerState(ExtraState):
         texts = [json.loads(bytes(t.tolist())) for name, t in tensors.items() if self._is_text(name)]
         if not texts:
             return
+        # Any rank's text has the numbers of the replica; only the optimizer's numbers differ by rank.
         values, prefix, state = texts[0], f"{self._prefix}/tensors/", self._state
         optimizer_tensors = {
             f"{_OPTIMIZER_PREFIX}{name}": value for name, value in strip_prefix(tensors, prefix).items()
@@ -156,6 +157,7 @@ class LocalRound:
         Args:
             steps: the next step of each rank.
         """
+        # At least one step, so that a run that is always asked to stop still ends.
         self.end, self.is_agreed = max(self.first + 1, *steps), True
 
 

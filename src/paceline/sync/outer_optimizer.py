@@ -119,6 +119,7 @@ class ParameterDelta:
         """
         self._total_items = total_items or 1.0
         self.reducer.begin()
+        # In reverse, as backward produces gradients: buckets are laid out in that order.
         for (slot, anchor), parameter in reversed([*zip(self.anchors.items(), self._updates, strict=True)]):
             self.reducer.ready(slot, (anchor - parameter) * (count / self._total_items))
         self.reducer.close()
@@ -147,6 +148,8 @@ class ParameterDelta:
         elif anchors:
             torch._foreach_copy_(self._updates, anchors)
         if self._bring is not None:
+            # Shards and other parts hold new values now; ranks that compute with them need them before the
+            # next step.
             self._bring()
 
     def pieces(self) -> list[TensorPiece]:

@@ -231,6 +231,8 @@ class DeltaResidualFlush(ExtraState):
     def __init__(self, sharded_model: ShardedModel) -> None:
         self._parameters: dict[str, tuple[TensorSlot, Tensor]] = {}
         for name, placement in sharded_model.held.items():
+            # A parameter that every rank keeps whole is changed there; otherwise each rank changes the part
+            # that it updates.
             if placement.kept:
                 self._parameters[name] = placement.computes, sharded_model.computes[placement.computes]
             elif placement.updates is not None:

@@ -122,6 +122,7 @@ def ring_receive_seconds(net: Net, group: RankGroup, num_bytes: int, device: tor
     collective.
     """
     payload, size = torch.zeros(num_bytes, dtype=torch.uint8, device=device), group.size
+    # All ranks start together, so a rank that comes late is not measured as a slow link.
     net.barrier(group)
     began = time.perf_counter()
     sending = net.send(payload, group, (group.rank + 1) % size)
@@ -164,6 +165,7 @@ class StragglerJudge:
         """
         key = None if slow is None else (slow.rank, slow.cause)
         is_repeated, self._last = key is not None and key == self._last, key
+        # A window without a slow rank lets the same rank be named again later.
         if key is None:
             self._named = None
         if slow is None or not is_repeated or key == self._named:

@@ -158,6 +158,7 @@ class StopWhenRecovered:
         )
         if recovered is not None and self._has_all_workers:
             self._recovered = recovered
+        # The push still counts: the policy only stops opening steps.
         applied = self._inner.push(worker, push)
         if self._recovered is not None:
             self._inner.stop()
@@ -221,6 +222,7 @@ def run_trial(feed: TrainingFeed, runner: ModelRunner, state: TrainState, phases
     """
     step, buffers = min(state.step, feed.num_steps - 1), runner.buffers.values()
     micro_batches = feed.work.part(0, 1).micro_batches(step, state.updates)[:MAX_TRIAL_MICRO_BATCHES]
+    # Without collectives: the other ranks are not part of a trial.
     sink = LocalReducer(runner.sharded_model.computes)
     phases.take()
     with feed.open(micro_batches) as stream:

@@ -175,6 +175,7 @@ class UpdateStep:
             if record.update is not None:
                 break
         assert record.update is not None, "no part ended the step"
+        # Observers also see steps that were skipped.
         for observer in self.observers:
             observer(record)
         return record.update
@@ -275,6 +276,7 @@ def lower_scale_or(action: NonFiniteAction) -> UpdatePart:
         if not record.state.scale.can_decrease:
             action(record, _non_finite_error(record))
             return
+        # An fp16 overflow is expected from time to time, and no error.
         record.state.scale.update(overflow=True)
         record.update = UpdateResult(record.norm, record.lr, applied=False)
 
@@ -300,6 +302,7 @@ def step_optimizer(record: PendingUpdate) -> None:
     for slot, p in record.updates.items():
         p.grad = record.grads.tensors.get(slot)
     groups = record.state.optimizer.param_groups
+    # A rate that the optimizer changes itself would be overwritten by the schedule without notice.
     rates = [group.get("lr") for group in groups]
     scaled_step(record.state.optimizer, record.grads.flats, record.multiplier)
     if rates != [group.get("lr") for group in groups]:

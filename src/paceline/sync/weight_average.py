@@ -84,6 +84,7 @@ class WeightAverage(ExtraState):
 
     def put(self, world: RankGroup) -> None:
         """Overwrite the parameters with the average; collective."""
+        # A save in the background can still read the parameters that are overwritten here.
         self.settle()
         with torch.no_grad():
             for slot, value in self.values.items():

@@ -180,6 +180,7 @@ class WeightStashFlow:
     ) -> tuple[LossSums, UpdateResult]:
         cut = self._stage.cut
         schedule = one_f_one_b(cut.num_stages, end - first)
+        # Raises here if the schedule would deadlock, instead of at the deadline.
         simulate_schedule(schedule, end - first)
         sums, update = LossSums(self._stage.metric_names), UpdateResult(0.0, 0.0, applied=False)
         self.versions, sent = [], SentMessageRelease(self._stage)

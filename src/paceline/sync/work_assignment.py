@@ -131,6 +131,7 @@ class SpeedBalancedRule:
         )
         step_seconds = median(self._step_seconds)
         self._measured, self._step_seconds = [], []
+        # The gain is reported one window late, when it was measured.
         if self._seconds_before is not None:
             gain = {
                 "before": self._seconds_before,
@@ -359,6 +360,7 @@ class SpeedAssignment(EvenAssignment):
         self._num_taken += samples
         self._num_dropped += 0 if applied else samples
         self._measured.append(seconds / max(1, self._own_work.num_micro_batches(self._step)))
+        # Only the median counts, so one slow step, for example the first, moves no shard.
         if (self._step + 1) % self._window == 0:
             self._exchange.publish_seconds(
                 self._step // self._window, max(median(self._measured), MIN_SECONDS)
@@ -406,6 +408,7 @@ class SpeedAssignment(EvenAssignment):
         """Weigh the update: the gradient for SGD, the rate for other optimizers."""
         optimizer = record.state.optimizer
         self._rates = [group.get("lr") for group in optimizer.param_groups]
+        # SGD is linear in the gradient; a rate that is missing cannot be multiplied.
         if isinstance(optimizer, torch.optim.SGD) or None in self._rates:
             record.multiplier *= self.weight
             return

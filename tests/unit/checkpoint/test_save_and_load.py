@@ -221,7 +221,7 @@ def test_an_update_waits_for_the_copy(tmp_path: Path, monkeypatch: pytest.Monkey
         monkeypatch.setattr(one._staging, "complete", lambda: (go.wait(100), complete())[1])
         early = make_state()
         name = one.save()
-        assert one._staging._rest.unfinished_tasks
+        assert one._staging._to_copy.unfinished_tasks
         with torch.no_grad():
             state.model[0].weight.add_(1.0)  # behind the optimizer's back
         go.set()

@@ -212,7 +212,7 @@ def test_gossip_may_stand_at_the_end_and_nothing_follows_it() -> None:
         "gossip:2@9,every-step": False,
     }.items():
         answer = support(Strategy.parse(f"replicas=2 sync={sync}"), processes=2, shards=4)
-        assert answer.ok == fits and (fits or "at last to one of a server, or to gossip" in answer.reason)
+        assert answer.ok == fits and (fits or "at last to one with a server, or to gossip" in answer.reason)
 
 
 def test_it_is_every_step_until_it_is_known() -> None:

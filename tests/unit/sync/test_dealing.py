@@ -188,6 +188,6 @@ def test_adam_takes_a_step_that_is_longer() -> None:
 @pytest.mark.parametrize("sync", ["hogwild", "hogwild:inf", "local:4", "every-step@8,gossip:2"])
 def test_it_is_refused_where_nothing_bounds_how_far_ranks_are_apart(sync: str) -> None:
     found = support(Strategy.parse(f"sync={sync} balance=speed"), processes=2, shards=8)
-    assert not found.ok and "balance=speed deals the shards of" in found.reason
+    assert not found.ok and "balance=speed assigns the shards of" in found.reason
     assert found.nearest.balance == "even"
     assert support(Strategy.parse("sync=gossip:0 balance=speed"), processes=2, shards=8).ok

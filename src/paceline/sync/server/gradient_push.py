@@ -239,6 +239,7 @@ class TreeOrderedPushes:
         """Combine the nodes of all parts of one step."""
         places: list[list[range]] = [[] for _ in runner.sharded_model.updates]
         values: list[list[Tensor]] = [[] for _ in runner.sharded_model.updates]
+        # Sorted by part: the order of arrival must not change a sum.
         for message in sorted(messages, key=lambda message: message.fields["place"][1]):
             nodes = self._nodes(message.fields["place"][1])
             tensors = iter(message.tensors[1:])

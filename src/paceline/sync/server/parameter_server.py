@@ -175,6 +175,7 @@ class PrimaryServer(ShardServer):
             self._policy.begin(first, feed.next_pause(first))
             self.worker_table.begin(time.monotonic())
             self.server_group.begin()
+            # No worker waits for work yet: this checks the other servers and plans the next heartbeat.
             self._send_heartbeats(())
             self._tallies, update = [], UpdateResult(0.0, 0.0, applied=False)
             ages = WorkLedger()
@@ -291,6 +292,7 @@ class PrimaryServer(ShardServer):
             return None
         pushes = self._policy.push(worker, WorkerPush(ticket, version, message))
         if pushes is None:
+            # The worker learns of it with its next ticket, because its codec then keeps the old error.
             self.ledger.dropped += 1
             self.server_group.broadcast("drop", number)
             self._untold_dropped.add(message.sender)
@@ -311,6 +313,7 @@ class PrimaryServer(ShardServer):
         tally, update = self.update(messages, runner, update_step)
         state.step = self._policy.step
         self._tallies.append(tally)
+        # An update can complete a step that others still work on.
         for rank in self.worker_table.recall(self._policy.is_late):
             self.send(rank, "recall", {"number": self._ticket_numbers[rank]}, [])
         return update
@@ -384,6 +387,7 @@ class SecondaryServer(ShardServer):
         self.send(PRIMARY_RANK, "have", {"number": message.fields["number"]}, [])
 
     def _send_ticket(self, fields: Mapping[str, Any], runner: ModelRunner, state: TrainState) -> None:
+        # A ticket must have parameters of one version from all servers.
         require_same_updates("a ticket", state.updates, {PRIMARY_RANK: fields["version"]})
         tensors = self.transfer.encode_parameters(fields["to"], self.parts(runner), state.updates)
         self.send(fields["to"], "ticket", fields, tensors, lasts=self.transfer.lasts)

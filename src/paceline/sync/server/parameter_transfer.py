@@ -219,6 +219,7 @@ class CodedTransfer:
         return grads
 
     def settle_push(self, *, dropped: bool) -> None:
+        # A dropped push never counted, so its error never arose.
         if dropped:
             self._spare |= self._pending
         else:
@@ -237,6 +238,7 @@ class CodedTransfer:
             keys = self._keys("ticket", rank, version, number)
             change = torch.sub(newest[number].detach(), p, out=self._workspace.like("change", p)).view(1, -1)
             payload = self._encode_apart(f"ticket {number}", change, keys)
+            # The server adds what the worker will decode, so the next difference contains this error.
             p.add_(self._decode(payload, change, keys).view(p.shape))
             coded.append(payload)
         return coded

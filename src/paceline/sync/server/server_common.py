@@ -119,6 +119,7 @@ class ServerGroup:
     def receive(self, deadline_seconds: float) -> ChannelMessage:
         """Return the next message that is no reply; on rank 0 a push only after all servers have it."""
         expires = time.monotonic() + deadline_seconds
+        # Replies and heartbeats are routed away here, so only messages for the rule end the wait.
         while not self._received:
             if self._lost_server:
                 raise self._lost_server
@@ -158,6 +159,7 @@ class ServerGroup:
 
     def drop(self, rank: int) -> None:
         self._inner.drop(rank)
+        # Messages of a lost rank that are already here must not reach the policy.
         self._received = deque(message for message in self._received if message.sender != rank)
         self._errors = deque(error for error in self._errors if error.peer != rank)
         self._forget_pushes(rank)
@@ -208,6 +210,7 @@ class ServerGroup:
             self._received.append(message)
 
     def _deliver_if_held(self, number: int) -> None:
+        # The reports of other servers can arrive before the push itself, so both orders end here.
         if number in self._pushes and len(self._holders[number]) == len(self.others):
             del self._holders[number]
             self._received.append(self._pushes.pop(number))
@@ -249,7 +252,7 @@ RoundEvents = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class ServerConnections:
-    """What the constructor of a server or worker passes to its rule.
+    """The channel, collectives and formats of a server or worker, which its constructor passes to its rule.
 
     Args:
         pushes: encodes, decodes and adds pushes.
@@ -361,6 +364,7 @@ class ShardServer(ServerParticipant):
         flats = [g for g in total.grads.values() if g is not None]
         norms = self._norms(torch._foreach_norm(flats) if flats else [], state.updates)
         self.phases.begin("optimizer")
+        # Only server 0 receives the changes of buffers; it sends them on with the end of the round.
         if total.tally.buffers.numel():
             runner.buffers.begin_step()
             runner.buffers.end_step(total.tally.buffers, total.tally.micro_batches)

@@ -81,6 +81,7 @@ class ServerWorker(ServerParticipant):
 
     def abort(self) -> None:
         """Drop the work in progress; the next `rounds` reports that this worker is ready."""
+        # The servers forget what this worker has as well, once it says that it forgot.
         for transfer in self.transfers:
             transfer.forget()
             transfer.settle_push(dropped=True)
@@ -126,6 +127,7 @@ class ServerWorker(ServerParticipant):
                     self._iterate_until_recalled(stream), len(micro_batches), accumulator, scale
                 )
         except RecalledError:
+            # Nothing was sent of this ticket, so the server can drop it.
             runner.abort()
             self.send(PRIMARY_RANK, "ready", {"stops": self.stop_requested(), "recalled": True}, [])
             return

@@ -229,7 +229,7 @@ def test_stages_agree_once_in_a_round_and_wait_for_nobody_in_an_update(flow: str
         session = build_test_session(cluster, digits(f"replicas=1 pipeline=2 sync={flow} route=native"))
         norms, kept = list[float](), list[int]()
         session.update_step.observers.append(lambda record: norms.append(record.norm))
-        under_way = session.runner._wire._under_way
+        under_way = session.runner._wire._in_flight
         session.update_step.observers.append(lambda record: kept.append(len(under_way)))
         before = sums_of(session)
         stats = next(session.rounds())

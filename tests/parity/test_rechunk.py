@@ -112,7 +112,7 @@ def own_mask(self: KeyedDropout, own: range, num_samples: int) -> None:
 
 TWINS: dict[str, tuple[Any, str, Any, str]] = {
     "joined backwards": (rechunk, "_joined", backwards, "2,1"),
-    "labels of another part": (forward_backward, "batch_part", first_samples, "1,2"),
+    "labels of another part": (forward_backward, "slice_batch", first_samples, "1,2"),
     "a mask for each part": (KeyedDropout, "take_samples", own_mask, "1,2"),
 }
 

@@ -155,7 +155,7 @@ def test_what_does_not_fit_is_refused_with_what_does(tmp_path: Path) -> None:
     assert build_checked_table(recipe.replace(reproducible=False), 3).num_stages == 2
 
 
-ARRIVED = ChunkExecutor._arrived
+ARRIVED = ChunkExecutor._receive_inputs
 
 
 def off_by_one(self: ChunkExecutor, action: PipelineAction, *samples: int) -> Any:
@@ -170,7 +170,7 @@ TWINS: dict[str, tuple[Any, str, Any, str]] = {
     "gradients of weights forgotten": (InFlightMicroBatch, "backward_weights", lambda self: None, "zero-bubble"),
     "off by one": (
         ChunkExecutor,
-        "_arrived",
+        "_receive_inputs",
         off_by_one,
         "gpipe",
     ),  # where all forwards come first, nobody waits

@@ -134,7 +134,7 @@ def test_a_session_measures_once_chooses_alike_and_says_why(tmp_path: Path) -> N
         return told, said, total, kinds, refused, isinstance(ordered, NativeCollective)
 
     (told, said, total, kinds, refused, is_native), other = run_ranks(run, 2)
-    assert total == 3.0 and is_native and set(kinds) <= {"NativeCollective", "BySize"}
+    assert total == 3.0 and is_native and set(kinds) <= {"NativeCollective", "SizeRoutedCollective"}
     assert [record["choice"] for _, record in told[:-1]] == [record["choice"] for _, record in other[0][:-1]]
     assert told == other[0] or other[3] == kinds
     assert [record["source"] for _, record in told[:2]] == ["measured", "measured before"]

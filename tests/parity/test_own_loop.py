@@ -26,7 +26,7 @@ STRATEGIES = ("replicas=2", "replicas=1 shard=2 zero=1")
 REFUSED = {
     "replicas=1 pipeline=2": "the layout runs forward and backward",
     "replicas=1 shard=2 zero=3": "freed between uses",
-    "replicas=2 sync=local:2": "the rule deals out micro-batches",
+    "replicas=2 sync=local:2": "the sync rule runs micro-batches",
 }
 
 

@@ -124,5 +124,5 @@ def test_values_keep_their_type_and_travel_whole() -> None:
         reduce_values([torch.tensor([1, 5]), torch.tensor([2, 3])], "max"), torch.tensor([2, 5])
     )
     assert reduce_values([torch.tensor(True), torch.tensor(True)], "sum").dtype == torch.bool
-    with pytest.raises(PacelineError, match="several shapes"):
+    with pytest.raises(PacelineError, match="values of one shape"):
         reduce_values([torch.zeros(2), torch.zeros(3)], "sum")

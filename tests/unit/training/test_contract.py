@@ -181,7 +181,7 @@ def test_a_batch_beyond_the_data_is_told() -> None:
     warn_large_batch(RECIPE.replace(batch={"size": 13, "shards": 1}), scored(), said.append)
     warn_large_batch(RECIPE.replace(batch={"size": 97, "shards": 1}), scored(), said.append)
     (text,) = said
-    assert text.startswith("warning: batch.size = 97 is larger than the data set of 96 samples, so every step")
+    assert text.startswith("warning: batch.size = 97 is larger than the data set of 96 samples, so")
 
 
 def refused_model(cluster: Cluster) -> str:

@@ -14,7 +14,7 @@ BIN = $(VENV)/bin
 PIP_INSTALL = $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train test soak bench check format docs constraints clean
+.PHONY: help venv train test soak bench check format docs site constraints clean
 
 help: ## list the targets
 	@echo "make TARGET [PYTHON=python3] [VENV=.venv]"
@@ -45,6 +45,7 @@ check: $(VENV)/.dev ## lint, format, types, import layers, spelling, ratchets, d
 	$(BIN)/codespell
 	$(BIN)/python tools/ratchets.py
 	$(BIN)/python tools/capabilities.py --check
+	$(BIN)/python tools/site.py --check
 
 format: $(VENV)/.dev ## format the code and fix what ruff can fix
 	$(BIN)/ruff check --fix .
@@ -54,6 +55,9 @@ docs: $(VENV)/.dev ## write docs/capabilities.md and the pages of docs/reference
 	$(BIN)/python tools/capabilities.py
 	$(BIN)/python tools/metrics_page.py
 	$(BIN)/python tools/reference_pages.py
+
+site: $(VENV)/.docs ## build the documentation site in build/site; a dead link is an error
+	$(BIN)/python tools/site.py
 
 constraints: ## resolve the newest versions in a fresh environment and write constraints.txt
 	$(PYTHON) tools/constraints.py --torch $(TORCH)
@@ -79,6 +83,11 @@ $(VENV)/.dev: $(VENV)/.core
 $(VENV)/.soak: $(VENV)/.dev
 	@echo "installing what the walk of a first day needs into $(VENV)"
 	@$(PIP_INSTALL) -e '.[walk]'
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.core
+	@echo "installing what the documentation site needs into $(VENV)"
+	@$(PIP_INSTALL) -e '.[docs]'
 	@touch $@
 
 $(VENV)/.bench: $(VENV)/.dev

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from paceline.comm import CodedCollective, Collective, GradientReduction, NativeCollective, Net
 from paceline.comm.codecs.int8_int4_int2 import BlockIntCodec
-from paceline.comm.codecs.top_k import TopKCodec, parse_keep_count
+from paceline.comm.codecs.top_k import TopKCodec, make_keep_count
 from paceline.comm.reduction import ScatterPaths, ScatterReducer
 from paceline.comm.reduction.bucket_buffers import PartsBySlot
 from paceline.comm.routes import MessageCollective, SharedMemoryCollective, connect_single_host_group
@@ -19,7 +19,7 @@ from paceline.testing.contracts import CollectiveContract, ReducerContract
 
 INT8_ERROR = 1 / 254
 TOP_K_ERROR = 1.0  # what is not kept is lost
-SHARE = "0.5"
+SHARE = 0.5
 
 
 # The native route
@@ -46,7 +46,7 @@ class TestTopKCollective(CollectiveContract):
     uses_error_feedback = True
 
     def collective(self, net: Net, group: RankGroup) -> Collective:
-        return CodedCollective(NativeCollective(net, group), TopKCodec(parse_keep_count(SHARE)))
+        return CodedCollective(NativeCollective(net, group), TopKCodec(make_keep_count(SHARE)))
 
 
 class TestReducer(ReducerContract):

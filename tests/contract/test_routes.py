@@ -7,7 +7,7 @@ import pytest
 from paceline.comm import Codec, CodedCollective, Collective, NativeCollective, Net
 from paceline.comm.codecs.int8_int4_int2 import BlockIntCodec
 from paceline.comm.codecs.sign import SignCodec
-from paceline.comm.codecs.top_k import TopKCodec, parse_keep_count
+from paceline.comm.codecs.top_k import TopKCodec, make_keep_count
 from paceline.comm.routes import HierarchicalCollective
 from paceline.job.mesh import NodeLevels, RankGroup, group_ranks_by_node
 from paceline.testing.contracts import CollectiveContract, ReducerContract
@@ -91,7 +91,7 @@ class TestTopKBetweenNodes(CollectiveContract):
     uses_error_feedback = True
 
     def collective(self, net: Net, group: RankGroup) -> Collective:
-        return two_nodes(net, group, TopKCodec(parse_keep_count("0.5")))
+        return two_nodes(net, group, TopKCodec(make_keep_count(0.5)))
 
 
 @pytest.mark.capability("G8")

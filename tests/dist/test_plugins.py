@@ -218,7 +218,7 @@ from paceline.recipe.registry import WordArgument
 SPEC = SinkSpec(
     word="csv",
     summary="a CSV file",
-    argument=WordArgument("x.csv", "a file name", bool),
+    argument=WordArgument("x.csv", "a file name", str),
     build="csv_sink:build_csv",
 )
 

@@ -109,7 +109,7 @@ class ProgressSink:
         )
 
 
-def build_progress(site: SinkSite, argument: str) -> ProgressSink | None:
+def build_progress(site: SinkSite, argument: object) -> ProgressSink | None:
     """Build the progress display; None for a run without a console."""
     if site.console is None:
         return None

@@ -159,7 +159,7 @@ class JsonLinesSink:
         self._lines.close()
 
 
-def build_json_lines(site: SinkSite, argument: str) -> JsonLinesSink:
+def build_json_lines(site: SinkSite, argument: object) -> JsonLinesSink:
     """Build the sink of `metrics.jsonl`."""
     return JsonLinesSink(
         site.run_dir / METRICS, level=site.level, rotate_bytes=site.rotate_bytes, warn=site.warn
@@ -257,7 +257,7 @@ class TextLogSink:
         self._lines.close()
 
 
-def build_text_log(site: SinkSite, argument: str) -> TextLogSink:
+def build_text_log(site: SinkSite, argument: object) -> TextLogSink:
     """Build the sink of `log.txt`."""
     return TextLogSink(site.run_dir / LOG, level=site.level, rotate_bytes=site.rotate_bytes, warn=site.warn)
 

@@ -383,7 +383,10 @@ _WEIGHT_INDEX = TypeAdapter(_WeightIndex)
 def _list_weight_files(files: StorageFolder) -> list[str]:
     if files.size(_INDEX) is None:
         return [_WHOLE]
-    index = validate(_WEIGHT_INDEX, parse(read_small_file(files, _INDEX)), _INDEX)
+    try:
+        index = validate(_WEIGHT_INDEX, parse(read_small_file(files, _INDEX)))
+    except ValueError as error:
+        raise ValueError(f"{_INDEX} has no weight_map of file names: {error}") from error
     names = {*index.weight_map.values()}
     if not names or not all(name == Path(name).name for name in names):
         raise ValueError(f"{_INDEX} names a file that is not next to it")

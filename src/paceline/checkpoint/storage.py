@@ -280,7 +280,6 @@ class _NoWriteback(Writeback):
 
     def finish(self) -> None:
         """Do nothing."""
-        ...
 
 
 def _require_regular_file(path: str) -> str:

@@ -123,7 +123,7 @@ def test_a_reader_of_one_part_opens_that_part_only_and_none_twice() -> None:
         (Stream(), {"loader": {"cache_bytes": 9}}, {}, "no position comes twice"),
         (Stream(), {}, {"sampler": SequentialSampler(DATA)}, "keeps its own order"),
         (DATA, {}, {"held_out": Stream()}, "evaluate.max_samples"),
-        ((row for row in DATA), {}, {}, "read once only"),
+        ((row for row in DATA), {}, {}, "read only once"),
         (7, {}, {}, "lacks __iter__"),
     ],
 )
@@ -182,7 +182,7 @@ def test_a_sampler_orders_epochs_and_any_step_can_be_asked_for() -> None:
     "sampler, says",
     [
         (DistributedSampler(DATA, 2, 0), "divides samples among ranks"),
-        (BatchSampler(Halves(), 2, False), "gives batches"),
+        (BatchSampler(Halves(), 2, False), "yields batches"),
         (RandomSampler(DATA, generator=torch.Generator()), "generator of its own"),
         (Counting(), "another order"),
         (SubsetRandomSampler(range(5, 15)), "index 14"),

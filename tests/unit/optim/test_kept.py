@@ -157,7 +157,7 @@ def test_what_would_be_lost_is_refused_at_the_first_save(change: Any, words: str
 
 def test_without_the_refusal_it_would_be_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Why the refusals are true: whoever goes on from such a state has nothing of what they speak of."""
-    monkeypatch.setattr(OptimizerState, "_refuse_the_rest", lambda self: None)
+    monkeypatch.setattr(OptimizerState, "_refuse_unsaved_state", lambda self: None)
     first, second = make("sgd"), make("sgd")
     with_more_in_its_state_dict(first.optimizer)
     with_another_inside(first.optimizer)

@@ -306,7 +306,8 @@ def test_resolve_returns_the_strategy_or_raises_with_reason_and_nearest() -> Non
     assert caught.value.where == 'strategy "replicas=all shard=2 zero=2 sync=federated:10" on 4 processes'
     assert (
         caught.value.next_step
-        == 'the nearest supported strategy is "replicas=1 shard=2 zero=2 tensor=2 sync=every-step" on 4 processes'
+        == 'the nearest supported strategy is "replicas=1 shard=2 zero=2 tensor=2 sync=every-step"'
+        " on 4 processes"
     )
 
 

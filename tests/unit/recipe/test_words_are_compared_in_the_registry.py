@@ -1,8 +1,8 @@
 """Only `recipe.registry` and `recipe.strategy_text` split the words of a strategy, or compare their names.
 
-Everything else gets a `ParsedWord` and asks its specification, so that a word can be added in one line. The
-search reads the syntax tree of every module: calls such as `strategy.sync.partition(":")`, comparisons such as
-`spec.word == "dgc"` or `strategy.balance == "speed"`, and tables with words as keys.
+Everything else gets a `ParsedWord` and reads its specification, so that a word can be added in one line. The
+search reads the syntax tree of every module: calls such as `strategy.sync.partition(":")`, comparisons such
+as `spec.word == "dgc"` or `strategy.balance == "speed"`, and tables with words as keys.
 """
 
 from __future__ import annotations

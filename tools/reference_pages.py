@@ -50,13 +50,13 @@ def recipe_page() -> str:
             table = key.table
             lines += ["", f"## `[{table}]`: {Recipe.model_fields[table].description}", "", *_head()]
         default = f"`{key.default}`" if key.default else ""
-        cells = f"`{key.name}`", key.expects, default, key.meaning, key.acts
+        cells = f"`{key.name}`", key.expects, default, key.meaning, key.only
         lines.append(f"| {' | '.join(cells)} |".replace("|  |", "| |"))
     return "\n".join(lines) + "\n"
 
 
 def _head() -> list[str]:
-    return ["| key | value | default | meaning | acts only |", "|---|---|---|---|---|"]
+    return ["| key | value | default | meaning | has an effect only |", "|---|---|---|---|---|"]
 
 
 def api_page() -> str:

@@ -54,7 +54,7 @@ def test_it_is_asked_where_a_rank_updates_parts_and_only_there() -> None:
     assert run_ranks(said, 2, "replicas=1 shard=2 zero=1", Signs) == ["", ""]
     for strategy in ("replicas=1 shard=2 zero=1", "replicas=1 shard=2 zero=3"):
         for text in run_ranks(said, 2, strategy, Lars):
-            assert text.startswith("Lars looks at a whole tensor")
+            assert text.startswith("Lars needs a whole tensor")
 
 
 @pytest.mark.capability("A11", "J13")

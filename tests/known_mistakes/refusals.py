@@ -156,7 +156,7 @@ REFUSALS: Mapping[str, Refused] = {
             "torch.optim.LBFGS(model.parameters())",
             "torch.optim.AdamW(model.parameters())",
         ),
-        "computes the loss again within a step",
+        "recomputes the loss within a step",
         lambda: task(optimizer=lambda m: torch.optim.LBFGS(m.parameters())),
         lambda: task(optimizer=sgd()),
         PLAIN,

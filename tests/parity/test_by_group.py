@@ -137,7 +137,7 @@ def refused(cluster: Cluster) -> str:
 
 
 def test_one_that_does_not_suit_the_strategy_is_named() -> None:
-    assert all("ByTheNorm looks at a whole tensor" in said for said in run_ranks(refused, 2))
+    assert all("ByTheNorm needs a whole tensor" in said for said in run_ranks(refused, 2))
 
 
 def test_a_parameter_has_one_optimizer() -> None:

@@ -121,14 +121,14 @@ OPTIMIZERS: dict[str, Make] = {
 PARTS = "replicas=1 shard=2 zero=1"
 STAGES = "replicas=1 pipeline=2"
 REFUSED: dict[tuple[str, str], str] = {
-    ("whole norm", PARTS): "looks at a whole tensor",
-    ("whole norm", STAGES): "looks at all tensors",
+    ("whole norm", PARTS): "needs a whole tensor",
+    ("whole norm", STAGES): "needs all tensors",
     ("knows otherwise", PARTS): "does not update what is in its groups",
     ("over the model", PARTS): "does not update what is in its groups",
-    ("hook before", PARTS): "hooks around its step",
-    ("hook before", STAGES): "hooks around its step",
-    ("hook after", PARTS): "hooks around its step",
-    ("hook after", STAGES): "hooks around its step",
+    ("hook before", PARTS): "has step hooks",
+    ("hook before", STAGES): "has step hooks",
+    ("hook after", PARTS): "has step hooks",
+    ("hook after", STAGES): "has step hooks",
 }
 REFUSED_TOO = {  # though it would end alike
     ("knows otherwise", STAGES): "does not update what is in its groups",

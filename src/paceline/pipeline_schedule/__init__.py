@@ -4,11 +4,9 @@ Torch-free.
 
 from paceline.pipeline_schedule.schedule_formats import (
     describe_timeline,
-    is_schedule_file,
     read_schedule_csv,
     render_svg,
     render_text,
-    schedule_word,
     write_schedule_csv,
 )
 from paceline.pipeline_schedule.schedule_table import (
@@ -46,7 +44,6 @@ __all__ = [
     "describe_timeline",
     "gpipe",
     "interleaved",
-    "is_schedule_file",
     "max_messages_in_flight",
     "next_chunk",
     "one_f_one_b",
@@ -58,7 +55,6 @@ __all__ = [
     "read_schedule_csv",
     "render_svg",
     "render_text",
-    "schedule_word",
     "simulate_schedule",
     "write_schedule_csv",
     "zero_bubble",

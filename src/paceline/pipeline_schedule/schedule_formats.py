@@ -24,16 +24,6 @@ CSV_COLUMNS = ("time", "stage", "operation", "micro_batch", "chunk")
 _PART_COLUMN = "part"
 
 
-def is_schedule_file(word: str) -> bool:
-    """Return whether a word of a strategy is the name of a schedule file, which ends with .csv."""
-    return word.endswith(".csv")
-
-
-def schedule_word(text: str) -> str:
-    """Return a schedule as word and argument: FILE.csv is file:FILE.csv."""
-    return f"file:{text}" if is_schedule_file(text) and not text.startswith("file:") else text
-
-
 def write_schedule_csv(proof: ScheduleTimeline, path: Path) -> None:
     """Write a schedule in the format of `read_schedule_csv`."""
     with path.open("w", encoding="utf-8", newline="") as file:

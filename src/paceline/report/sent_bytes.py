@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from paceline.recipe.registry import SyncSpec
     from paceline.recipe.strategy import Strategy
 
+_NATIVE_ROUTE = "native"  # as records name it; a report does not import the recipe package
+
 
 @dataclass(frozen=True)
 class SentBytes:
@@ -64,7 +66,7 @@ def compare_sent_bytes(run: RecordedRun) -> list[SentBytes]:
     strategy = str(run.start["strategy"])
     # route=auto may have chosen a route of its own by the size of a buffer, which sends other bytes.
     by_size = any(
-        record.get("event") == "route" and record["choice"] != "native"
+        record.get("event") == "route" and record["choice"] != _NATIVE_ROUTE
         for record in run.last_training_records
     )
     known = has_closed_form(strategy) and not run.start["ordered"] and not by_size

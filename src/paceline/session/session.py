@@ -228,9 +228,9 @@ class Session:
     parts: RuleParts
     callbacks: list[Callback] = field(default_factory=list)
     stop_reason: str = ""
-    enter_rule: Callable[..., None] = _do_nothing
+    enter_rule: Callable[..., None] = field(default_factory=lambda: _do_nothing)
     reinstall_hooks: list[Callable[[], None]] = field(default_factory=list)
-    wait_for_save: Callable[[], None] = _do_nothing
+    wait_for_save: Callable[[], None] = field(default_factory=lambda: _do_nothing)
     commit: CommitProtocol | None = None
     rule_switches: RuleSwitches = field(init=False)
 

@@ -98,8 +98,8 @@ def test_updates_without_a_kernel_are_told_to_be_slow_where_they_are(monkeypatch
         ({}, torch.float32, True, ""),
         ({"fused": False}, torch.float32, True, "optimizer.fused = false"),
         ({}, torch.float32, False, "reproducible = true"),
-        ({"name": "rmsprop"}, torch.float32, True, "there is no kernel of rmsprop"),
-        ({}, torch.bfloat16, True, "no kernel is right for 'weight' (bfloat16 on the cpu)"),
+        ({"name": "rmsprop"}, torch.float32, True, "PyTorch has no fused kernel of rmsprop"),
+        ({}, torch.bfloat16, True, "no fused kernel is correct for 'weight' (bfloat16 on cpu)"),
     ],
 )
 def test_why_an_update_takes_no_fused_kernel(

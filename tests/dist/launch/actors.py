@@ -13,6 +13,7 @@ from pathlib import Path
 from paceline.job.cluster import process_environment
 from paceline.launch import LaunchJob, LaunchOutcome, launch, script_command
 from paceline.launch.fork_client import FORK_SERVER_VARIABLE, NO_FORK_SERVER
+from paceline.launch.shutdown import ShutdownTimeouts
 
 ACTOR = str(Path(__file__).with_name("actor.py"))
 DRIVER = str(Path(__file__).with_name("driver.py"))
@@ -33,8 +34,8 @@ def act(
 ) -> LaunchOutcome:
     """Launch actors in this process; the report is in the outcome."""
     command = (*start, str(folder), *actions)
-    quick = {"settle_seconds": 0.8, "kill_seconds": 0.5, "grace_seconds": 5.0}
-    job = LaunchJob(command, num_processes, **{**quick, **options})  # type: ignore[arg-type]
+    quick = ShutdownTimeouts(settle_seconds=0.8, kill_seconds=0.5, grace_seconds=5.0)
+    job = LaunchJob(command, num_processes, timeouts=quick, **options)  # type: ignore[arg-type]
     return launch(job, environ=environ, log=lambda _: None)
 
 

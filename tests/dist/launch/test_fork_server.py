@@ -176,9 +176,9 @@ def test_when_the_server_is_killed_its_workers_are_named_and_gone(tmp_path: Path
 def test_a_server_ends_with_its_owner(tmp_path: Path) -> None:
     code = (
         "import subprocess, sys\n"
-        "from paceline.launch.fork_client import FORK_SERVER, fork_server\n"
+        "from paceline.launch.fork_client import FORK_SERVER_VARIABLE, fork_server\n"
         "with fork_server() as variables:\n"
-        "    print(variables[FORK_SERVER], flush=True)\n"
+        "    print(variables[FORK_SERVER_VARIABLE], flush=True)\n"
         "    sys.stdin.read()\n"
     )
     with subprocess.Popen(

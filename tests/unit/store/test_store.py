@@ -127,7 +127,7 @@ def test_a_store_that_is_gone_or_silent_is_an_error(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(store_client, "_ANSWER_SECONDS", 0.05)
     with near:
         one = StoreClient(far)
-        with pytest.raises(CommunicationError, match="the store of the job is gone: the server does not respond"):
+        with pytest.raises(CommunicationError, match="job is gone: the server does not respond"):
             one.request(COUNT)
     with pytest.raises(CommunicationError, match="the store of the job is gone"):
         one.request(COUNT)

@@ -1,6 +1,6 @@
 """Mistakes in the data and loss that a user brings: `verify` on two ranks finds each.
 
-A class builds the task of one rank, wrong or mended. All are of the same small model.
+A class builds the task of one rank, with or without the mistake. All are of the same small model.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class Mistake:
 
 class PenaltyOnRankZero(Mistake):
     story = Story(
-        "a term of the loss is there on rank 0 only",
-        "auxiliary losses under `if rank == 0`, as beside a print",
-        "the term is P times too weak, or the ranks wait for each other for ever",
+        "a term of the loss exists on rank 0 only",
+        "auxiliary losses under `if rank == 0`, for example next to a print",
+        "the term is P times too weak, or the ranks wait for each other forever",
         "the gradient is a mean over all ranks' samples",
         "if rank == 0: loss = loss + penalty",
         "loss = loss + penalty",
@@ -69,10 +69,10 @@ class PenaltyOnRankZero(Mistake):
 
 class SharesTwice(Mistake):
     story = Story(
-        "the data is shared out twice: by the user, and by the loader",
-        "Accelerate, Lightning and Ray with a DistributedSampler of the user's own",
-        "an epoch covers a P-th of the data, or ranks read the same",
-        "a library that shares samples was given one rank's part as if it were all",
+        "the data is divided twice: by the user and by the loader",
+        "Accelerate, Lightning and Ray with the user's own DistributedSampler",
+        "an epoch covers 1/P of the data, or ranks read the same samples",
+        "a library that divides samples received one rank's part as if it were all of them",
         "data = data[rank::world_size]; prepare(DataLoader(data))",
         "prepare(DataLoader(data))",
     )
@@ -88,10 +88,10 @@ class SharesTwice(Mistake):
 
 class ShufflesItself(Mistake):
     story = Story(
-        "the data set shuffles itself, on each rank in another way",
-        "random.shuffle(files) in a constructor; os.listdir, whose order is the file system's",
-        "samples are trained twice in an epoch, others never",
-        "ranks agree on indices; what lies at an index is another sample on every rank",
+        "the dataset shuffles itself differently on each rank",
+        "random.shuffle(files) in a constructor; os.listdir, whose order depends on the file system",
+        "some samples are used twice in an epoch, others never",
+        "ranks agree on indices, but an index is another sample on every rank",
         "random.SystemRandom().shuffle(files)",
         "files.sort(); random.Random(seed).shuffle(files)",
     )
@@ -104,10 +104,10 @@ class ShufflesItself(Mistake):
 
 class AugmentsFromEntropy(Mistake):
     story = Story(
-        "augmentation draws from a generator that nobody seeds",
-        "numpy.random.default_rng() in a data set; the other way round, NumPy seeds equal in all workers",
-        "two runs of one seed differ; a bad batch cannot be found again",
-        "a generator of its own starts from the system's entropy, or is copied with the worker",
+        "augmentation draws from an unseeded generator",
+        "numpy.random.default_rng() in a dataset; conversely, equal NumPy seeds in all workers",
+        "two runs with one seed differ; a bad batch cannot be reproduced",
+        "a separate generator starts from the system's entropy, or is copied into the worker",
         "noise = numpy.random.default_rng().normal(size=4)",
         "noise = numpy.random.default_rng(index).normal(size=4)",
     )
@@ -131,10 +131,10 @@ class _Noisy:
 
 class NormalisesInPlace(Mistake):
     story = Story(
-        "a sample is changed where it is stored, each time it is read",
+        "a sample is modified in place each time it is read",
         "x -= mean in __getitem__; collate functions that pad in place; caches of samples",
         "the loss drifts from epoch to epoch",
-        "the data set holds the tensor that it hands out",
+        "the dataset returns the tensor that it stores",
         "x = self.images[i]; x *= 0.5; return x",
         "return self.images[i] * 0.5",
     )

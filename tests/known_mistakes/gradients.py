@@ -13,8 +13,8 @@ class SumForMean(Loop):
     story = Story(
         "gradients are summed over ranks and never divided",
         "hand-written all_reduce loops; Horovod with op=Sum",
-        "the run needs a smaller rate on more processes, and diverges on many",
-        "all_reduce adds; on P ranks the gradient, and with SGD the update, is P times too large",
+        "more processes need a smaller learning rate, and the run diverges on many",
+        "all_reduce adds; on P ranks the gradient is P times too large, and with SGD so is the update",
         "dist.all_reduce(p.grad)",
         "dist.all_reduce(p.grad); p.grad /= count_of_all_ranks",
     )
@@ -33,10 +33,10 @@ class SumForMean(Loop):
 
 class MeanOfMeans(SumForMean):
     story = Story(
-        "the mean of the ranks' means is taken for the mean",
-        "DistributedDataParallel with a mean loss over tokens, or a last batch that is smaller",
-        "the loss differs by the number of processes, most where sequences differ in length",
-        "a rank with 6 tokens weighs as much as one with 12",
+        "the mean of the ranks' means is used as the mean",
+        "DistributedDataParallel with a mean loss over tokens, or with a smaller last batch",
+        "the loss depends on the number of processes, most if sequence lengths differ",
+        "a rank with 6 tokens has the same weight as one with 12",
         "loss = F.cross_entropy(logits, targets); ddp averages over ranks",
         "loss = losses.sum() * world_size / tokens_of_all_ranks",
     )
@@ -51,9 +51,9 @@ class MeanOfMeans(SumForMean):
 
 class DividedTwice(Loop):
     story = Story(
-        "the gradient is divided by the number of ranks once more",
-        "DistributedDataParallel, whose average is already one, with a loop ported from all_reduce",
-        "more processes learn more slowly, as if the rate were P times smaller",
+        "the gradient is divided by the number of ranks twice",
+        "DistributedDataParallel, which already averages, in a loop ported from all_reduce",
+        "more processes learn more slowly, as if the learning rate were P times smaller",
         "DDP averages; the hand-written division by the world size stayed in the loop",
         "ddp_loss.backward(); p.grad /= world_size",
         "ddp_loss.backward()",
@@ -68,10 +68,10 @@ class DividedTwice(Loop):
 
 class DroppedSum(Loop):
     story = Story(
-        "the sum goes into a temporary that nobody reads",
+        "the sum is written to a temporary tensor that is never used",
         "hand-written averaging, MPI Allreduce over a list",
         "no error; every rank trains on its own samples, and only rank 0's model is saved",
-        "torch.stack, .cpu() and .clone() make new tensors: the all_reduce changes those",
+        "torch.stack, .cpu() and .clone() create new tensors, and the all_reduce changes only those",
         "dist.all_reduce(p.grad.clone())",
         "dist.all_reduce(p.grad)",
     )
@@ -87,10 +87,10 @@ class DroppedSum(Loop):
 
 class AveragesParameters(Loop):
     story = Story(
-        "parameters are averaged in place of gradients",
-        "tutorials of data parallelism by hand",
-        "replicas look equal where it is called, and have drifted apart after the step",
-        "before the step all copies are equal, so their mean is what they were: gradients stay local",
+        "parameters are averaged instead of gradients",
+        "tutorials on hand-written data parallelism",
+        "replicas are equal where it is called, and drift apart after the step",
+        "before the step all copies are equal, so their mean changes nothing, and gradients stay local",
         "dist.all_reduce(p.data); p.data /= world_size",
         "dist.all_reduce(p.grad); p.grad /= count_of_all_ranks",
     )
@@ -110,8 +110,8 @@ class ClipsBeforeTheSum(Loop):
     story = Story(
         "each rank clips its own gradient, and the clipped ones are averaged",
         "hand-written loops; DDP's no_sync with a clip before the last micro-batch",
-        "runs on more processes take smaller steps where ranks disagree",
-        "a mean of clipped gradients is not the clipped mean",
+        "runs on more processes take smaller steps when the ranks' gradients differ",
+        "the mean of clipped gradients is not the clipped mean",
         "clip_grad_norm_(parameters, c); all_reduce(grads)",
         "all_reduce(grads); clip_grad_norm_(parameters, c)",
     )
@@ -131,10 +131,10 @@ class ClipsBeforeTheSum(Loop):
 class ClipsItsOwnPart(Loop):
     setup = Setup(clip_norm=0.1)
     story = Story(
-        "with sharded parameters each rank clips by the norm of its own part",
+        "each rank clips its shard by the norm of that shard",
         "FullyShardedDataParallel: torch.nn.utils.clip_grad_norm_ instead of model.clip_grad_norm_",
-        "parts are scaled by different factors; the direction of the update depends on the sharding",
-        "the norm of the whole is the root of the sum of all parts' squares, and needs an all_reduce",
+        "shards are scaled by different factors, so the direction of the update depends on the sharding",
+        "the global norm is the root of the sum of all shards' squares, and needs an all_reduce",
         "torch.nn.utils.clip_grad_norm_(fsdp.parameters(), c)",
         "fsdp.clip_grad_norm_(c)",
     )
@@ -150,8 +150,8 @@ class ClipsScaled(Loop):
     story = Story(
         "gradients are clipped while they still carry the loss scale",
         "torch.amp.GradScaler without scaler.unscale_(optimizer)",
-        "training crawls as soon as a clip is set: every gradient is over the bound",
-        "the norm is larger by the scale, 65,536 at first: every step is clipped to nearly nothing",
+        "training is very slow as soon as a clip norm is set, because every gradient exceeds it",
+        "the norm is larger by the loss scale, initially 65,536, so every step is clipped to nearly nothing",
         "scaler.scale(loss).backward(); clip_grad_norm_(...)",
         "scaler.scale(loss).backward(); scaler.unscale_(optimizer); clip_grad_norm_(...)",
     )

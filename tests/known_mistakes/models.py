@@ -31,10 +31,10 @@ class _OwnStream(nn.Module):
 
 class DropoutOfItsOwn(Mistake):
     story = Story(
-        "a layer draws from a stream of its own",
+        "a layer draws from its own random stream",
         "stochastic depth, mixup and noise with a generator in the module",
-        "the masks of a sample depend on how many samples the rank has seen before",
-        "a stream has a position, which differs by rank, by accumulation and after a resume",
+        "the masks of a sample depend on how many samples the rank has seen before it",
+        "a stream has a position, which depends on rank and accumulation and is lost in a resume",
         "keep = self.generator.random() > p",
         "keep = torch.rand(()) > p  # seeded for each shard",
     )
@@ -48,9 +48,9 @@ class CountsItsCalls(Mistake):
         "a coefficient of the loss grows with the number of calls",
         "annealed KL terms, temperature schedules and curricula inside forward",
         "the schedule runs P times slower on P ranks, and restarts after a resume",
-        "calls are counted per rank; a step has as many calls as the rank has micro-batches",
+        "calls are counted per rank, and a step has one call per micro-batch of the rank",
         "self.calls += 1; beta = min(1, self.calls / 100)",
-        "beta = min(1, step / 100)  # of the optimizer, given from outside",
+        "beta = min(1, step / 100)  # step of the optimizer, passed in",
     )
 
     def __init__(self, rank: int, world: int, *, wrong: bool) -> None:
@@ -84,9 +84,9 @@ class _Centre(nn.Module):
 class StateThatIsNoBuffer(Mistake):
     story = Story(
         "a running statistic is a plain attribute of the module",
-        "centres of DINO, code books, queues of MoCo",
+        "centers of DINO, code books, queues of MoCo",
         "ranks drift apart; a resumed run starts from nothing",
-        "only registered buffers are saved, moved and agreed on",
+        "only registered buffers are saved, moved and synchronized",
         "self.mean = torch.zeros(8)",
         'self.register_buffer("mean", torch.zeros(8))',
     )
@@ -106,10 +106,10 @@ class _Masked(nn.Module):
 
 class MaskOfEachRank(Mistake):
     story = Story(
-        "something random in the model is no parameter, and differs by rank",
-        "sparsity masks, random features and permutations made in a constructor",
+        "a random tensor of the model is not a parameter and differs between ranks",
+        "sparsity masks, random features and permutations created in a constructor",
         "ranks train different models, whose gradients are averaged",
-        "the first broadcast sends parameters and buffers, and nothing else",
+        "the initial broadcast sends parameters and buffers only",
         "torch.manual_seed(seed + rank); self.mask = torch.rand(n) > 0.5",
         'torch.manual_seed(seed); self.register_buffer("mask", torch.rand(n) > 0.5)',
     )
@@ -120,10 +120,10 @@ class MaskOfEachRank(Mistake):
 
 class LeftInEvaluation(Mistake):
     story = Story(
-        "the model is put into evaluation for a metric, and left there",
+        "the model is switched to evaluation mode for a metric and stays in it",
         "accuracy inside the loss; generation in the middle of training",
-        "dropout and BatchNorm are off for the rest of the step, or of the run",
-        "model.eval() is a state, and nobody calls train() again",
+        "dropout and BatchNorm updates are off for the rest of the step or run",
+        "model.eval() is permanent, and train() is not called again",
         "model.eval(); score = accuracy(model, x)",
         "model.eval(); score = accuracy(model, x); model.train()",
     )
@@ -144,10 +144,10 @@ class LeftInEvaluation(Mistake):
 
 class RateOfEachRank(Mistake):
     story = Story(
-        "the ranks have different rates",
+        "the ranks have different learning rates",
         "an optimizer configured from a rank's own metrics; ReduceLROnPlateau on a local loss",
-        "replicas drift apart from the first update on",
-        "equal gradients and unequal rates are unequal updates",
+        "replicas drift apart from the first update",
+        "equal gradients with unequal rates give unequal updates",
         "scheduler.step(local_loss)",
         "dist.all_reduce(loss); scheduler.step(loss / world_size)",
     )
@@ -175,10 +175,10 @@ class _Langevin(torch.optim.SGD):
 
 class NoiseInTheUpdate(Mistake):
     story = Story(
-        "the optimizer adds noise of its own on every rank",
+        "the optimizer adds different noise on every rank",
         "Langevin dynamics, differentially private SGD, noisy Adam under DDP",
-        "replicas drift apart by a random walk",
-        "averaged gradients are equal, noise drawn after that is not",
+        "replicas drift apart in a random walk",
+        "averaged gradients are equal, but noise that is added afterwards is not",
         "p += sigma * torch.randn_like(p)  # seeded by rank",
         "torch.manual_seed(key(seed, step)); p += sigma * torch.randn_like(p)",
     )

@@ -14,19 +14,20 @@ PAGE = Path(__file__).parents[2] / "docs" / "known-mistakes.md"
 HEAD = """\
 # Known mistakes of distributed training
 
-Each entry is a program that the tests in `tests/known_mistakes` run: wrong, it is found or refused; mended,
-it is right. This page is written from them (`python -m tests.known_mistakes.page`).
+Each entry is a program that the tests in `tests/known_mistakes` run: with the mistake it is
+detected or refused, and without it the result is correct. `python -m tests.known_mistakes.page` writes this
+page.
 """
 PARTS = {
-    "In a loop of one's own": """\
-Bare loops over two ranks, 11 samples a step with masks of different lengths, four steps. Right, they end
-within 2e-6 of Paceline with the same data, seed and rates; with one of these mistakes at least 2e-3 away
+    "In your own loop": """\
+Plain loops on two ranks, four steps of 11 samples with masks of different lengths. A correct loop ends within
+2e-6 of Paceline with the same data, seed and rates; with one of these mistakes it ends at least 2e-3 away
 (`test_loops.py`).""",
     "In the task": """\
-What Paceline is given: model, data, loss, optimizer. Verification on two ranks is red with each of these
-within five steps, and green once the line is mended (`test_tasks.py`).""",
+The task is the model, data, loss and optimizer. `paceline verify` on two ranks detects each of these within
+five steps, and passes once the line is fixed (`test_tasks.py`).""",
     "Refused": """\
-These end with an error that says what to change, before anything wrong is trained (`test_refusals.py`).""",
+Each of these ends with an error that says what to change, before the first step (`test_refusals.py`).""",
 }
 
 
@@ -55,7 +56,7 @@ def render_story(story: Story) -> str:
             f"- **Symptom:** {story.symptom}.",
             f"- **Cause:** {story.cause}.",
             f"- **The line:** `{story.wrong}`",
-            f"- **Mended:** `{story.right}`\n",
+            f"- **Fixed:** `{story.right}`\n",
         ]
     )
 

@@ -1,4 +1,4 @@
-"""Models, losses and data sets of tasks that are refused, and of their mended twins."""
+"""Models, losses and data sets of tasks that are refused, and of their fixed twins."""
 
 from __future__ import annotations
 

@@ -34,17 +34,17 @@ class Refused:
 
     Args:
         says: what the error says.
-        wrong, mended: build the task.
-        recipe, mended_recipe: settings.
+        wrong, fixed: build the task.
+        recipe, fixed_recipe: settings.
         processes: that it takes.
     """
 
     story: Story
     says: str
     wrong: Callable[[], Task]
-    mended: Callable[[], Task]
+    fixed: Callable[[], Task]
     recipe: Mapping[str, Any]
-    mended_recipe: Mapping[str, Any]
+    fixed_recipe: Mapping[str, Any]
     processes: int = 1
 
 
@@ -57,10 +57,10 @@ SAME_BITS = {"reproducible": True}
 REFUSALS: Mapping[str, Refused] = {
     "a mean as the loss": Refused(
         Story(
-            "the loss is a mean, and nobody says over how many",
-            "every loop that hands cross_entropy's default to a library of data parallelism",
-            "unequal ranks and micro-batches weigh the same",
-            "from means alone the mean of all cannot be had",
+            "the loss is a mean without its count",
+            "every loop that passes cross_entropy's default reduction to a data-parallel library",
+            "ranks and micro-batches of unequal size have the same weight",
+            "the overall mean cannot be computed from means alone",
             "return F.cross_entropy(model(x), y)",
             "return Loss.mean(F.cross_entropy(model(x), y), len(y))",
         ),
@@ -72,10 +72,10 @@ REFUSALS: Mapping[str, Refused] = {
     ),
     "metrics of some batches": Refused(
         Story(
-            "some batches have a metric that others lack",
+            "some batches have a metric that others do not",
             "self.log under a condition in Lightning with sync_dist=True",
             "the job hangs at the first step in which ranks disagree",
-            "ranks reduce different numbers of values: one waits for a call that never comes",
+            "ranks reduce different numbers of values, and one waits for a call that never comes",
             "if positive.any(): metrics['positive'] = ...",
             "metrics['positive'] = positive.sum()",
         ),
@@ -88,8 +88,8 @@ REFUSALS: Mapping[str, Refused] = {
     "nothing to train": Refused(
         Story(
             "nothing requires a gradient",
-            "fine-tuning that freezes the base, and finds no adapter by its name",
-            "the loss stays where it is; an empty list of gradients is applied without an error",
+            "fine-tuning that freezes the base model and finds no adapter with the given name",
+            "the loss does not change; an empty list of gradients is applied without an error",
             "requires_grad is off everywhere",
             "model.requires_grad_(False)",
             "model.requires_grad_(False); model[-1].requires_grad_(True)",
@@ -102,10 +102,10 @@ REFUSALS: Mapping[str, Refused] = {
     ),
     "more ranks than shards": Refused(
         Story(
-            "some ranks would have nothing to do",
-            "a global batch smaller than the number of devices; pipelines of more stages than layers",
+            "some ranks have nothing to do",
+            "a global batch smaller than the number of devices; pipelines with more stages than layers",
             "ranks stall in a collective, or train on padding",
-            "one shard cannot be dealt to two replicas",
+            "one micro-batch cannot be divided between two replicas",
             "batch.shards = 1  # and 2 processes",
             "batch.shards = 2",
         ),
@@ -119,9 +119,9 @@ REFUSALS: Mapping[str, Refused] = {
     "dropout on threads": Refused(
         Story(
             "threads draw from one generator",
-            "data parallelism by threads of one process",
-            "two runs of one seed differ",
-            "who draws first depends on the scheduler",
+            "data parallelism with threads of one process",
+            "two runs with one seed differ",
+            "which thread draws first depends on the scheduler",
             "nn.Dropout(0.1)",
             "paceline.models.KeyedDropout(0.1)",
         ),
@@ -133,10 +133,10 @@ REFUSALS: Mapping[str, Refused] = {
     ),
     "children as a chain": Refused(
         Story(
-            "a pipeline is cut from list(model.children())",
-            "every tutorial of splitting a model by hand",
-            "the pipeline computes something else than the model: no activation, no reshape",
-            "what forward does between its modules is in none of them",
+            "a pipeline is built from list(model.children())",
+            "tutorials on splitting a model by hand",
+            "the pipeline lacks the model's activations and reshapes",
+            "operations that forward applies between its modules are in none of them",
             "stages=lambda m: list(m.children())",
             "stages=lambda m: [m.a, nn.ReLU(), m.b]",
         ),
@@ -149,10 +149,10 @@ REFUSALS: Mapping[str, Refused] = {
     ),
     "LBFGS": Refused(
         Story(
-            "the optimizer asks for the loss several times in a step",
+            "the optimizer evaluates the loss several times in a step",
             "LBFGS and SAM under DDP, with a closure that each rank evaluates alone",
             "ranks stop their line search after different numbers of calls, and hang",
-            "each evaluation would be a step of its own for all ranks",
+            "each evaluation would be a separate step for all ranks",
             "torch.optim.LBFGS(model.parameters())",
             "torch.optim.AdamW(model.parameters())",
         ),
@@ -164,11 +164,11 @@ REFUSALS: Mapping[str, Refused] = {
     ),
     "a stream that ranks see differently": Refused(
         Story(
-            "a stream deals its samples to ranks itself, or has another order on each",
-            "split_dataset_by_node and shuffles by the time, where a library deals samples to ranks too",
-            "samples are left out, and others trained on twice",
-            "a stream cannot be asked for a sample by index, so nobody sees what is missing",
-            "data = MyIterableDataset()  # with a seed of its own on every rank",
+            "a stream divides its samples between ranks itself, or has another order on each rank",
+            "split_dataset_by_node, or shuffles seeded by the time, with a library that divides samples too",
+            "some samples are left out, and others are used twice",
+            "a stream has no index, so missing samples are not noticed",
+            "data = MyIterableDataset()  # with a different seed on every rank",
             "data = MyIterableDataset()  # which draws from torch's generator",
         ),
         "reads other samples than rank 0",
@@ -181,8 +181,8 @@ REFUSALS: Mapping[str, Refused] = {
     "a cache of random samples": Refused(
         Story(
             "augmented samples are cached",
-            "data.cache() after data.map(augment) in tf.data; caches in data sets",
-            "augmentation stops after the first epoch, and depends on who read a sample first",
+            "data.cache() after data.map(augment) in tf.data; caches in datasets",
+            "augmentation stops after the first epoch, and depends on which rank read a sample first",
             "the cache keeps the first draw",
             "loader.cache_bytes = 1000000  # and random.random() in __getitem__",
             "loader.cache_bytes = 0, or draw in collate",
@@ -195,10 +195,10 @@ REFUSALS: Mapping[str, Refused] = {
     ),
     "fused and reproducible": Refused(
         Story(
-            "kernels that round by the place of a value are asked for equal bits",
-            "runs that are called deterministic, with fused optimizers and sharded state",
-            "hashes differ by the number of ranks",
-            "a vector loop and its tail round differently, and sharding moves the tail",
+            "equal bits are requested with kernels whose rounding depends on a value's position",
+            "deterministic runs with fused optimizers and sharded state",
+            "hashes depend on the number of ranks",
+            "a vector loop and its remainder round differently, and sharding moves the remainder",
             "torch.optim.SGD(parameters, lr, fused=True)",
             "torch.optim.SGD(parameters, lr, fused=False)",
         ),

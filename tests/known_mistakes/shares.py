@@ -17,8 +17,8 @@ class Overlaps(Loop):
     story = Story(
         "the ranks' shares overlap",
         "hand-written ranges such as 1-600 and 501-1000",
-        "some samples count twice; a held-out loss that is a little worse, and no error",
-        "bounds of ranges that were written down one by one",
+        "some samples count twice; the held-out loss is slightly worse, and there is no error",
+        "the bounds of the ranges were written by hand",
         "share = batch[rank * n // world : (rank + 1) * n // world + 1]",
         "share = batch[rank * n // world : (rank + 1) * n // world]",
     )
@@ -33,9 +33,9 @@ class Overlaps(Loop):
 class LosesTheRemainder(Loop):
     story = Story(
         "integer division loses the remainder of a batch",
-        "hand-written splits; drop_last of a sampler where nobody asked for it",
-        "of 11 samples on 2 ranks one is never trained on; the loss depends on the number of ranks",
-        "n // world_size samples a rank are less than n together",
+        "hand-written splits; a sampler's drop_last that is on unintentionally",
+        "one of 11 samples on 2 ranks is never used; the loss depends on the number of ranks",
+        "n // world_size samples per rank are fewer than n in total",
         "share = batch[rank * (n // world) : (rank + 1) * (n // world)]",
         "share = batch[rank * n // world : (rank + 1) * n // world]",
     )
@@ -48,12 +48,12 @@ class LosesTheRemainder(Loop):
 
 class PadsTheBatch(Loop):
     story = Story(
-        "the sampler pads the last batch with samples that were there already",
-        "torch DistributedSampler without drop_last, in training and above all in evaluation",
-        "metrics change with the number of ranks; the first samples of the data count twice",
-        "every rank gets the same number of samples, so the list is filled up from its beginning",
+        "the sampler pads the last batch with samples that were already used",
+        "torch DistributedSampler without drop_last, in training and especially in evaluation",
+        "metrics depend on the number of ranks; the first samples of the data count twice",
+        "every rank gets the same number of samples, so the list is padded from its beginning",
         "sampler = DistributedSampler(data)",
-        "leave out what was padded: index >= len(data) in the padded list, or weigh by real counts",
+        "drop the padding (index >= len(data) in the padded list), or weight by real counts",
     )
 
     def share(self, step: int) -> list[list[int]]:
@@ -67,7 +67,7 @@ class PadsTheBatch(Loop):
 class SameSamplesEverywhere(Loop):
     story = Story(
         "every rank reads the same samples",
-        "a DataLoader without a DistributedSampler; Trainer arguments that switch the sampler off",
+        "a DataLoader without a DistributedSampler; Trainer arguments that turn the sampler off",
         "more processes cost more and change nothing",
         "the mean over P equal gradients is one of them",
         "loader = DataLoader(data, shuffle=True, generator=seeded)",
@@ -85,9 +85,9 @@ class SameSamplesEverywhere(Loop):
 class SameOrderEveryEpoch(Loop):
     setup = Setup(shuffle=True)
     story = Story(
-        "set_epoch is never called",
+        "`set_epoch` is never called",
         "torch DistributedSampler",
-        "every epoch has the order of the first: samples always meet the same others",
+        "every epoch has the order of the first, so batches always have the same samples",
         "the order is a function of (seed, epoch), and the epoch stays 0",
         "for epoch in range(epochs): for batch in loader: ...",
         "for epoch in range(epochs): sampler.set_epoch(epoch); for batch in loader: ...",
@@ -101,9 +101,9 @@ class OneSeedForAllMasks(Loop):
     setup = Setup(model="dropout")
     story = Story(
         "all ranks draw the same dropout masks",
-        "torch.manual_seed(seed) on every rank, as recipes ask for to make weights equal",
-        "dropout regularises less on more processes; nothing else shows",
-        "one seed for weights and for masks: rank 1's mask of its sample is rank 0's mask of its own",
+        "torch.manual_seed(seed) on every rank, as is often recommended to make weights equal",
+        "dropout regularizes less on more processes; there is no other sign",
+        "weights and masks share one seed, so rank 1 uses rank 0's masks for its own samples",
         "torch.manual_seed(seed)  # once, on every rank",
         "torch.manual_seed(key(seed, step, shard))  # before each forward",
     )
@@ -114,9 +114,9 @@ class OneSeedForAllMasks(Loop):
 
 class OtherWeightsOnEachRank(Loop):
     story = Story(
-        "each rank starts from weights of its own",
-        "hand-written loops, federated clients that each build a model; DDP hides it by a broadcast",
-        "the loss is noisy and does not fall as it should; the saved model is one of P",
+        "each rank starts from its own weights",
+        "hand-written loops; federated clients that each build a model; DDP hides it with a broadcast",
+        "the loss is noisy and does not fall as expected; the saved model is one of P",
         "gradients of one model are applied to another",
         "torch.manual_seed(seed + rank); model = build()",
         "model = build(); for t in model.state_dict().values(): dist.broadcast(t, 0)",
@@ -130,9 +130,9 @@ class OtherWeightsOnEachRank(Loop):
 class BuffersOfRankZero(Loop):
     setup = Setup(model="batch-norm")
     story = Story(
-        "running statistics come from the samples of rank 0 alone",
+        "running statistics use the samples of rank 0 only",
         "BatchNorm under DistributedDataParallel with broadcast_buffers=True, its default",
-        "evaluation depends on the number of ranks; worse with few samples a rank",
+        "evaluation depends on the number of ranks, more with few samples per rank",
         "rank 0's buffers overwrite all others before every forward",
         "DistributedDataParallel(model)",
         "average the change of the buffers over all ranks after the step",
@@ -148,11 +148,11 @@ class BuffersOfRankZero(Loop):
 class ScheduleOfEveryRank(Loop):
     setup = Setup(falls=True)
     story = Story(
-        "the schedule moves on once for every process",
+        "the schedule advances once per process",
         "Hugging Face Accelerate's prepared schedulers (they step num_processes times unless split_batches)",
-        "on 2 ranks the rate reaches its end after half of the run",
+        "on 2 ranks the schedule ends after half of the run",
         "the length of the schedule was computed in steps of one process",
-        "scheduler = prepare(scheduler); scheduler.step()  # moves on by num_processes",
+        "scheduler = prepare(scheduler); scheduler.step()  # advances by num_processes",
         "give it num_steps * num_processes, or count updates",
     )
 
@@ -163,10 +163,10 @@ class ScheduleOfEveryRank(Loop):
 class ScheduleOfMicroBatches(Loop):
     setup = Setup(falls=True, micro_batches=2)
     story = Story(
-        "the schedule moves on at every micro-batch",
+        "the schedule advances at every micro-batch",
         "loops with gradient accumulation",
-        "warm-up and decay are over too early by the factor of accumulation",
-        "scheduler.step() stands beside backward, not beside optimizer.step()",
+        "warm-up and decay end too early, by the number of accumulation steps",
+        "scheduler.step() is called after backward, not after optimizer.step()",
         "loss.backward(); scheduler.step()",
         "if last_micro_batch: optimizer.step(); scheduler.step()",
     )
@@ -178,10 +178,10 @@ class ScheduleOfMicroBatches(Loop):
 class ScheduleBeforeTheStep(Loop):
     setup = Setup(falls=True)
     story = Story(
-        "the schedule moves on before the optimizer",
+        "the schedule advances before the optimizer",
         "code from before PyTorch 1.1",
         "the first rate of the schedule is never used; PyTorch warns once",
-        "the order of the two calls",
+        "the two calls are in the wrong order",
         "scheduler.step(); optimizer.step()",
         "optimizer.step(); scheduler.step()",
     )
@@ -194,9 +194,9 @@ class DecayInsideTheMoments(Loop):
     setup = Setup(optimizer="adamw", lr=0.01, decay=0.5)
     story = Story(
         "weight decay is added to Adam's gradient",
-        "Adam(weight_decay=...) where a paper says AdamW; configurations that call both 'adam'",
-        "weights with large gradients hardly decay; results of a paper are not reached",
-        "for adaptive optimizers decay and an L2 penalty differ: the penalty is divided by the second moment",
+        "Adam(weight_decay=...) where a paper uses AdamW; configurations that call both 'adam'",
+        "weights with large gradients hardly decay; published results are not reached",
+        "with adaptive optimizers, decay differs from an L2 penalty, which is divided by the second moment",
         "torch.optim.Adam(parameters, lr, weight_decay=0.5)",
         "torch.optim.AdamW(parameters, lr, weight_decay=0.5)",
     )
@@ -208,9 +208,9 @@ class DecayInsideTheMoments(Loop):
 class UpdatesInHalf(Loop):
     story = Story(
         "the weights themselves are bfloat16",
-        "model.half() or model.bfloat16() in place of autocast; recipes that call it mixed precision",
-        "the loss stops falling early: small updates vanish",
-        "a bfloat16 weight of 1 cannot move by less than 0.004",
+        "model.half() or model.bfloat16() instead of autocast; recipes that call it mixed precision",
+        "the loss stops falling early because small updates are lost",
+        "a bfloat16 weight of 1 cannot change by less than 0.004",
         "model = model.bfloat16()",
         "with torch.autocast('cpu', torch.bfloat16): loss = ...  # weights stay float32",
     )
@@ -222,10 +222,10 @@ class UpdatesInHalf(Loop):
 
 class ReportsItsOwnLoss(Loop):
     story = Story(
-        "rank 0 prints the loss of its own samples",
-        "print under `if rank == 0`; loggers that only log on rank 0",
-        "the curve gets noisier with more processes, and runs cannot be compared",
-        "nobody summed the loss over the ranks",
+        "rank 0 logs the loss of its own samples only",
+        "printing under `if rank == 0`; loggers that only log on rank 0",
+        "the curve is noisier with more processes, and runs cannot be compared",
+        "the loss is not summed over the ranks",
         "if rank == 0: log(loss.item())",
         "dist.all_reduce(loss_sum); log(loss_sum / tokens_of_all_ranks)",
     )

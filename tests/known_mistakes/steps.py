@@ -15,10 +15,10 @@ from tests.known_mistakes.mistake import Story
 class MeanOfMicroBatches(Loop):
     setup = Setup(micro_batches=2)
     story = Story(
-        "with gradient accumulation each micro-batch weighs the same",
+        "gradient accumulation gives each micro-batch the same weight",
         "the fix of October 2024 in Hugging Face Transformers; most hand-written accumulation",
-        "the same batch with more accumulation steps has another loss",
-        "the mean over tokens is taken in every micro-batch, and then the mean of these",
+        "the same batch has another loss with more accumulation steps",
+        "the loss is the mean over micro-batches of their means over tokens",
         "loss = F.cross_entropy(logits, targets) / accumulation_steps",
         "loss = losses.sum() / tokens_of_the_whole_batch",
     )
@@ -39,8 +39,8 @@ class MicroBatchesNotDivided(MeanOfMicroBatches):
     story = Story(
         "accumulated gradients are never divided by the number of micro-batches",
         "hand-written accumulation loops",
-        "more accumulation needs a smaller rate; with a clip it shows as a clip in every step",
-        "backward adds to .grad: the mean of each micro-batch is added up",
+        "more accumulation needs a smaller learning rate; with a clip norm every step is clipped",
+        "backward adds to .grad, so the means of all micro-batches are added up",
         "loss.backward()  # accumulation_steps times",
         "(loss_sum / tokens_of_the_whole_batch).backward()",
     )
@@ -88,10 +88,10 @@ class Wrapped(Loop):
 class NeverSyncs(Wrapped):
     setup = Setup(micro_batches=2)
     story = Story(
-        "no_sync covers the last micro-batch too",
+        "`no_sync` covers the last micro-batch too",
         "DistributedDataParallel.no_sync, accelerator.accumulate with a wrong step count",
-        "replicas drift apart without a word",
-        "gradients are averaged in the backward pass that runs outside no_sync, and none does",
+        "replicas drift apart without an error",
+        "gradients are averaged only in a backward outside no_sync, and there is none",
         "with ddp.no_sync(): all micro-batches",
         "with ddp.no_sync(): all but the last; then the last outside",
     )
@@ -102,10 +102,10 @@ class NeverSyncs(Wrapped):
 
 class CallsTheModule(Wrapped):
     story = Story(
-        "the forward goes around the wrapper",
+        "the forward bypasses the wrapper",
         "DistributedDataParallel: ddp.module(x), or a custom method of the module",
-        "replicas drift apart without a word",
-        "the wrapper prepares its reducer in its own forward; without that, backward averages nothing",
+        "replicas drift apart without an error",
+        "the wrapper prepares its reducer in its own forward; without it, backward averages nothing",
         "loss = criterion(ddp.module(x), y)",
         "loss = criterion(ddp(x), y)",
     )
@@ -118,8 +118,8 @@ class GradientsNeverCleared(Loop):
     story = Story(
         "gradients of earlier steps are never cleared",
         "every training tutorial's first bug; zero_grad of another optimizer",
-        "like a momentum of 1: the loss falls, then swings and grows",
-        "backward adds to what is there",
+        "as with a momentum of 1: the loss falls, then oscillates and grows",
+        "backward adds to the existing gradient",
         "loss.backward(); optimizer.step()",
         "optimizer.zero_grad(); loss.backward(); optimizer.step()",
     )
@@ -133,8 +133,8 @@ class ClearedBeforeTheStep(Loop):
     story = Story(
         "gradients are cleared between backward and step",
         "loops that were reordered for accumulation or mixed precision",
-        "the loss stays where it was; no error",
-        "an optimizer leaves out parameters without a gradient",
+        "the loss does not change; there is no error",
+        "an optimizer skips parameters without a gradient",
         "loss.backward(); optimizer.zero_grad(); optimizer.step()",
         "optimizer.zero_grad(); loss.backward(); optimizer.step()",
     )
@@ -146,10 +146,10 @@ class ClearedBeforeTheStep(Loop):
 class HalfOfATie(Loop):
     setup = Setup(model="tied")
     story = Story(
-        "of a weight that two pipeline stages share, one stage's gradient is lost",
+        "one stage's gradient of a weight that two pipeline stages share is lost",
         "pipelines with tied embeddings (Megatron-LM sums the two over an embedding group)",
-        "the two copies drift apart, or learn from half of their gradient",
-        "each stage has a gradient of the copy that it holds; their sum is the gradient of the weight",
+        "the two copies drift apart, or learn from half of the gradient",
+        "each stage has the gradient of its own copy; the gradient of the weight is their sum",
         "stage_optimizer.step()",
         "dist.all_reduce(tied.grad, group=first_and_last_stage); stage_optimizer.step()",
     )
@@ -166,9 +166,9 @@ class HalfOfATie(Loop):
 class StaleOptimizer(Loop):
     story = Story(
         "the optimizer holds parameters that the model no longer has",
-        "an optimizer made before FSDP wraps, before .to(xla), before LoRA or load replaces modules",
-        "the loss stays where it was; no error",
-        "wrapping made new parameters; the optimizer updates the old ones, which nobody uses",
+        "an optimizer created before FSDP wraps, before .to(xla), or before LoRA or loading replaces modules",
+        "the loss does not change; there is no error",
+        "wrapping created new parameters; the optimizer updates the old ones, which are no longer used",
         "optimizer = SGD(model.parameters()); model = wrap(model)",
         "model = wrap(model); optimizer = SGD(model.parameters())",
     )

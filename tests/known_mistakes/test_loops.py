@@ -1,4 +1,4 @@
-"""Published mistakes in data-parallel loops: each ends elsewhere than Paceline; mended, it ends there."""
+"""Published mistakes in data-parallel loops: each ends far from Paceline; fixed, it ends at its weights."""
 
 from __future__ import annotations
 
@@ -71,13 +71,13 @@ def all_of_them(cluster: Cluster, loops: Mapping[str, tuple[type[Loop], Setup]])
 
 @pytest.fixture(scope="module")
 def ends() -> Sequence[dict[str, End]]:
-    """By rank and name, where each loop ended; `mended NAME` is the loop without the mistake."""
+    """By rank and name, where each loop ended; `fixed NAME` is the loop without the mistake."""
     wrong = {name: (loop, setup_of(loop)) for name, loop in MISTAKES.items()}
-    mended = {
-        f"mended {name}": (steps.Wrapped if issubclass(loop, steps.Wrapped) else Loop, setup)
+    fixed = {
+        f"fixed {name}": (steps.Wrapped if issubclass(loop, steps.Wrapped) else Loop, setup)
         for name, (loop, setup) in wrong.items()
     }
-    return run_ranks(all_of_them, WORLD, wrong | mended)
+    return run_ranks(all_of_them, WORLD, wrong | fixed)
 
 
 @pytest.mark.capability("Z17")
@@ -87,7 +87,7 @@ def test_a_known_mistake_ends_elsewhere_and_its_mended_twin_where_paceline_does(
 ) -> None:
     right = repr(setup_of(MISTAKES[name]))
     for end in ends:
-        assert end[f"mended {name}"].distance(end[right]) <= ROUNDING
+        assert end[f"fixed {name}"].distance(end[right]) <= ROUNDING
     apart = [end[name].distance(end[right]) for end in ends]
     assert max(apart) >= APART, apart
 

@@ -1,4 +1,4 @@
-"""Mistakes that are refused: the error says what is wrong and what to do; mended, the run trains."""
+"""Mistakes that are refused: the error says what is wrong and what to do; the fixed task trains."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def trains(cluster: Cluster, build: Callable[[], Task], changes: Mapping[str, An
 
 def both(cluster: Cluster, name: str) -> tuple[str, str]:
     case = REFUSALS[name]
-    return trains(cluster, case.wrong, case.recipe), trains(cluster, case.mended, case.mended_recipe)
+    return trains(cluster, case.wrong, case.recipe), trains(cluster, case.fixed, case.fixed_recipe)
 
 
 @pytest.mark.capability("Z17")
 @pytest.mark.parametrize("name", REFUSALS)
 def test_a_known_mistake_is_refused_and_its_mended_twin_trains(name: str) -> None:
-    for wrong, mended in run_ranks(both, REFUSALS[name].processes, name):
+    for wrong, fixed in run_ranks(both, REFUSALS[name].processes, name):
         assert REFUSALS[name].says in wrong
-        assert mended == ""
+        assert fixed == ""

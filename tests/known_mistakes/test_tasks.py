@@ -1,4 +1,4 @@
-"""Mistakes in what users bring: `verify` on two ranks is red with each, and green once it is mended."""
+"""Mistakes in what users bring: `verify` on two ranks detects each, and passes once it is fixed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def reports() -> dict[str, tuple[VerificationReport, VerificationReport]]:
 def test_verify_is_red_with_a_known_mistake_and_green_without(
     name: str, reports: dict[str, tuple[VerificationReport, VerificationReport]]
 ) -> None:
-    wrong, mended = reports[name]
-    assert mended.ok, (mended.failure, mended.diagnosis)
-    assert mended.steps == STEPS
+    wrong, fixed = reports[name]
+    assert fixed.ok, (fixed.failure, fixed.diagnosis)
+    assert fixed.steps == STEPS
     assert not wrong.ok

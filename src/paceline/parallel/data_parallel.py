@@ -65,8 +65,9 @@ _version_of = attrgetter("_version")
 
 
 class InPlaceWriteGuard:
-    """Context manager around a forward that rejects in-place writes to parameters, as of `max_norm` of
-    `nn.Embedding`.
+    """Context manager that rejects a forward with in-place writes to parameters.
+
+    `nn.Embedding` with `max_norm` makes such writes.
 
     After such a write, the result of a micro-batch would depend on those that ran before it on the same rank,
     and parameters would silently differ between ranks. Writes to `parameter.data` are not detected, because
@@ -165,6 +166,7 @@ class ReplicatedRunner:
         self._gather(self.sharded_model.use.begin)
         for i in range(count):
             self._phases.begin("data")
+            # Not a loop over the iterator: the time of loading counts as a phase of its own.
             loaded = next(iterator)
             with self._open(loaded, sink, is_last=i == count - 1) as batch:
                 self._forward_backward(loaded.micro_batch, batch, sums, scale)
@@ -183,6 +185,7 @@ class ReplicatedRunner:
 
     def _begin(self, count: int) -> LossSums:
         """Reset the gradients and buffers of the last step; return empty sums."""
+        # Switching visits every module, which takes time in every step.
         if not self._model.training:
             self._model.train()
         self.gradients.begin()

@@ -52,6 +52,7 @@ class GradientHooks:
     def begin(self) -> None:
         """Drop the gradients of the last step."""
         for p in self._parameters.values():
+            # None, not zeros: `used` tells a parameter without a gradient from one whose gradient is zero.
             p.grad = None
         self.used, self.norms, self._sums = set(), {}, {}
 
@@ -80,12 +81,14 @@ class GradientHooks:
     def _learn(self) -> None:
         """Classify parameters by the number of additions in one backward."""
         for slot, count in self._additions.items():
+            # Once late, always late: a gradient that was handed on early could not be completed any more.
             (self._added_once if count == 1 and slot not in self._late else self._late).add(slot)
         self._additions.clear()
 
     def stop(self) -> None:
         """Hand on no more gradients of this step."""
         self._sink = None
+        # An aborted backward has counted only some of the additions.
         self._additions.clear()
 
     def _put_aside(self) -> None:
@@ -103,6 +106,7 @@ class GradientHooks:
                 " and ranks before the update",
                 next_step="use Task(optimizer=...) instead of a hook that steps during backward",
             )
+        # Unclassified or late: another addition may follow, so `close` hands it on after the backward.
         if slot not in self._added_once:
             self._additions[slot] += 1
             return
@@ -129,6 +133,7 @@ class GradientHooks:
                 # Buckets have space for every row.
                 grad = p.grad = grad.to_dense()
             if self._frees:
+                # A tensor, not a number: reading it would wait for the device in the middle of backward.
                 self.norms.setdefault(slot, []).append(torch.linalg.vector_norm(grad))
         sink.ready(slot, grad)
         if sink.by_micro_batch or self._frees:

@@ -196,7 +196,7 @@ def _build_sums(
     """Return how buckets are summed over the shard axis and others, or None if there is a single rank.
 
     Args:
-        turns: order of the scatters; see `UnorderedSum`.
+        window: order of the scatters; see `UnorderedSum`.
     """
     mesh, data = context.mesh, context.mesh.data
     shard, other_axes = mesh.axes["shard"], mesh.group_over(axes)
@@ -280,6 +280,7 @@ def build_delta_reduction(
     """
     replicas, path = context.mesh.replica, None
     if replicas.size > 1:
+        # No scatter: each rank passes only what it updates, so the sum runs over replicas alone.
         path = UnorderedSum(context.collective(context.mesh.group_over(())), context.collective(replicas))
     by_slot, built = dict[TensorSlot, GradientReduction](), list[GradientReduction]()
     for label, counts, slots in _by_holders(sharded_model, tensors):

@@ -68,12 +68,12 @@ def share_sharded_parameters(sharded_model: ShardedModel, memory: SharedMemoryCo
         if updated is not None:
             part = p.detach()[updated.inside(placement.computes)]
             sharded_model.updates[updated].data = part.copy_(sharded_model.updates[updated].detach())
+    # No barrier: `begin` waits until all ranks have written their parts.
     return replace(sharded_model, use=HostSharedParameters(memory))
 
 
 def share_whole_parameters(sharded_model: ShardedModel, memory: SharedMemoryCollective) -> None:
-    """Move whole parameters, equal on all ranks, into memory that exists once on the host; collective, in
-    place.
+    """Move whole parameters, equal on all ranks, into memory shared on the host; collective, in place.
 
     Each rank may then read and write all of them at any time, without a lock.
     """
@@ -88,6 +88,7 @@ def share_whole_parameters(sharded_model: ShardedModel, memory: SharedMemoryColl
 def _allocate_shared(sharded_model: ShardedModel, memory: SharedMemoryCollective) -> dict[TensorSlot, Tensor]:
     """Allocate zeros in shared memory for what a rank computes with, in its shape and strides; collective."""
     tensors: dict[TensorSlot, Tensor] = {}
+    # Sorted, since allocating is collective.
     for dtype in sorted({p.dtype for p in sharded_model.computes.values()}, key=str):
         same_dtype = {slot: p for slot, p in sharded_model.computes.items() if p.dtype == dtype}
         # Tensors begin at cache lines, so that ranks that write neighbours do not share one.

@@ -27,8 +27,8 @@ class MixedPrecision:
         device_type: "cpu" or "cuda".
         seeds_everything: seed Python's and NumPy's generators, too; see `seed_micro_batch`.
         caches: cast a weight once for each micro-batch. Threads share this cache and every stage has its own,
-            so a reproducible run turns it off: the gradient of a weight that is used twice would depend on
-                it.
+            so a reproducible run turns it off: it changes the rounding of the gradient of a weight that is
+            used twice.
     """
 
     compute: str
@@ -37,13 +37,13 @@ class MixedPrecision:
     seeds_everything: bool = False
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return a context manager for one micro-batch's forward; it must be new for each, as it caches
-        casts.
-        """
+        """Return a new context manager, which caches casts, for the forward of one micro-batch."""
         off = self.compute == "fp32"
         if off and self.caches and not torch.is_autocast_enabled(self.device_type):
             # Entering a disabled autocast takes time in every micro-batch.
             return _NO_AUTOCAST
+        # With fp32, this switches off an autocast that the caller has entered: the recipe alone decides the
+        # dtype.
         return torch.autocast(
             self.device_type,
             dtype=_DTYPES_BY_NAME[self.compute],
@@ -60,5 +60,6 @@ def compile_or_explain(model: nn.Module, device_type: str) -> str:
     """
     if device_type == "cpu" and not any(shutil.which(name) for name in ("g++", "clang++", "c++")):
         return "compile = true needs a C++ compiler (g++ or clang++), and none is on PATH: running uncompiled"
+    # Not torch.compile(model): its wrapper would put `_orig_mod.` before every parameter name.
     model.compile(dynamic=False)
     return ""

@@ -49,6 +49,7 @@ class MicroBatchBuffers:
 
     def __init__(self, model: nn.Module, *, reports: bool = True) -> None:
         self._reports = reports
+        # named_buffers yields masks as well; state_dict has the persistent buffers only.
         state = set(model.state_dict(keep_vars=True).keys())
         names = [name for name, _ in model.named_buffers() if name in state]
         self.names, self._places = names, [_owner_and_name(model, name) for name in names]
@@ -108,6 +109,7 @@ class MicroBatchBuffers:
         """
         buffers = self._current()
         if self._places and self._reports and counts:
+            # A backward replaces the entry of its forward, since recomputation may change a buffer further.
             self._passed[micro_batch, chunk] = self.change_since(self._base)
         for (module, name), original in zip(self._places, self._swapped_out, strict=True):
             module._buffers[name] = original

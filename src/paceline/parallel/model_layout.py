@@ -35,7 +35,7 @@ from paceline.state.slot import trained_parameters
 
 @dataclass(frozen=True)
 class ModelLayout:
-    """Placed model of one rank.
+    """Model of one rank after all partitions, and the runner that trains it.
 
     Args:
         runner: runs forward and backward.
@@ -50,7 +50,7 @@ class ModelLayout:
 
 
 def place_model(context: SessionContext, material: TaskMaterial) -> ModelLayout:
-    """Apply the partitions of the strategy to the model and build what runs the rest; collective.
+    """Apply the partitions of the strategy to the model and build its runner; collective.
 
     Args:
         material: the whole model; parameters that this rank does not hold are freed in place.
@@ -72,6 +72,7 @@ def place_model(context: SessionContext, material: TaskMaterial) -> ModelLayout:
     links = stage.links if stage is not None else None
     sharded_model = shard_model(material.model, placement, coordinates, links=links, make=material.make)
     for partition in partitions:
+        # Only now: modules and hooks change after the rank has freed what it does not hold.
         sharded_model = partition.prepare(sharded_model)
     gathers = [partition.gather(sharded_model) for partition in partitions if partition.gather is not None]
     gather = context.components.gather(_call_in_order(gathers)) if gathers else None

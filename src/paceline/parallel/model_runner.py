@@ -38,6 +38,7 @@ class MetricNames:
         Raises:
             TaskError: an earlier loss returned other names.
         """
+        # Sorted: ranks add metrics by their position, and dicts may have another order.
         names = tuple(sorted(loss.metrics)) if loss.metrics else ()
         if self.names is None:
             self.names = names
@@ -78,6 +79,7 @@ class LossSums:
         row = [loss.total, loss.count]
         if names:
             row += [loss.metrics[name] for name in names]
+        # Detached: a sum with a graph would keep the activations of every micro-batch.
         values = [x.detach() if isinstance(x, Tensor) else float(x) for x in row]
         if continues_micro_batch:
             values = [a + b for a, b in zip(self._rows.pop(), values, strict=True)]
@@ -211,8 +213,7 @@ class ModelRunner(Protocol):
         Args:
             function: called with the model and a batch. It gets past its call of the model only on ranks that
                 have the output of the whole model: all ranks, or those of the last stage. The first stage
-                    ends
-                it at that call, the other stages do not call it.
+                ends it at that call, and the other stages never call it.
         """
 
     def evaluate(self, micro_batches: Iterable[LoadedBatch]) -> LossSums:

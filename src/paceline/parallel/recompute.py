@@ -1,5 +1,4 @@
-"""Activation recomputation (memory.recompute): discard activations inside blocks and compute them again in
-backward.
+"""Activation recomputation (memory.recompute): discard activations and compute them again in backward.
 
 Invariant: a repetition computes what the forward computed, bit by bit, and leaves no trace: it runs with the
 random numbers, function modes and buffers of the forward, and a forward that changes a persistent buffer
@@ -91,6 +90,7 @@ class _RecomputeContext(AbstractContextManager[None]):
             (buffer_place, buffer_place[0][buffer_place[1]]) for buffer_place, _ in self._first.before
         ]
         for (table, name), copy in self._first.before:
+            # A clone each time: in a segment, a block may be repeated more than once.
             table[name] = copy.clone()
 
     def __exit__(self, *error: Any) -> None:
@@ -177,6 +177,7 @@ class BlockCall:
         }
         self.depth = 1 + max((link.depth for link in self._before), default=0)
         tensors = list(_iterate_nested(Tensor, (args, kwargs)))
+        # checkpoint reads the device from its arguments; an empty tensor keeps no activation alive.
         self.at = tensors[0].new_empty(0) if tensors else torch.empty(0)
         self._random = self._random_state(), get_device_states(*tensors)
         self._results: list[Tensor] | None = None
@@ -192,6 +193,7 @@ class BlockCall:
                 return self._run(*first_arguments[0], **first_arguments[1])
         args, kwargs = self._arguments()
         for link in self._before:
+            # Only this call needed these results; its arguments keep them until its own backward ends.
             link.forget()
         return self._again(args, kwargs)
 
@@ -367,6 +369,7 @@ def _checkpoint_in_segments(num_blocks: int) -> BlockRunner:
 
     def run(plain: Forward, contexts: CheckpointContexts | None, args: Args, kwargs: Kwargs) -> Any:
         link = BlockCall(plain, longest, contexts, args, kwargs)
+        # `_again` restores the random state, as it must do where only inputs are computed again.
         return link.mark(checkpoint(link, link.at, use_reentrant=False, preserve_rng_state=False))
 
     return run

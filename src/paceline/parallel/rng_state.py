@@ -29,6 +29,7 @@ def seed_micro_batch(
             about 20 microseconds.
     """
     if device is not None:
+        # Not torch.manual_seed, which also seeds the generators of all other devices.
         torch.default_generator.manual_seed(key)
     if device is not None and device.type == "cuda":
         torch.cuda.manual_seed(key)

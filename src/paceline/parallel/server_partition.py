@@ -1,4 +1,4 @@
-"""Partition of parameters and optimizer state over servers: which server holds which rows of which tensor.
+"""Partition of parameters and optimizer state over servers, by rows of each tensor.
 
 A tensor is split along one dimension into as many pieces as the partitioner returns, at most one for each
 server. The largest tensors are placed first, and their pieces on the servers with the smallest load.
@@ -82,11 +82,13 @@ def plan_partition(
     rows_by_name: dict[str, RowsByServer] = {}
     for name, extent in sorted(extents.items(), key=lambda item: (-item[1].num_bytes, item[0])):
         count = max(1, min(pieces(extent, num_servers), num_servers, extent.rows))
+        # Longest first, since the server with the smallest load comes first as well.
         spans = sorted(
             (even_span(extent.rows, count, index) for index in range(count)), key=lambda s: s[0] - s[1]
         )
         # The smallest load first; the index makes ties equal on all ranks.
         servers = sorted(range(num_servers), key=lambda server: (load[server], server))
+        # With fewer pieces than servers, those with the largest load get none.
         span_by_server = dict(zip(servers, spans, strict=False))
         rows_by_name[name] = tuple(span_by_server.get(server) for server in range(num_servers))
         for server, (start, stop) in span_by_server.items():
@@ -109,8 +111,7 @@ def bytes_by_server(extents: Mapping[str, TensorExtent], plan: Mapping[str, Rows
 
 @dataclass(frozen=True)
 class ServerTransform:
-    """Updated tensors, spread over servers; servers and workers all hold the whole tensors that they compute
-    with.
+    """Rows of each tensor to update, spread over servers; every rank computes with whole tensors.
 
     Args:
         plan: by name, the rows of every server.

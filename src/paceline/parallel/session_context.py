@@ -193,7 +193,8 @@ class SessionContext:
             link_profile=self.recipe.runtime.link_profile,
             route_forecasts=self.route_forecasts,
         )
-        if is_coded:  # a thread encodes and sends, concurrently with other collectives of this group
+        if is_coded:
+            # A thread encodes and sends, concurrently with other collectives of this group.
             group = replace(duplicate_group(group, "coded"), name=group.name)
         collective: Collective = self.recipe.strategy.route_spec.load()(group, site)
         return collective

@@ -156,6 +156,7 @@ def shard_model(
     by_name = {slot.name: p for slot, p in trained_parameters(model).items()}
     if links is not None:
         modules = [m for link in links for m in link.modules()]
+        # By id, not by name: a tied parameter is kept if any of these modules uses it.
         kept_ids = {id(t) for m in modules for t in (*m._parameters.values(), *m._buffers.values())}
         # Freed before anything is allocated below, so the peak is never more than the whole model.
         move_to_meta(model, kept_ids)
@@ -180,7 +181,7 @@ def shard_model(
 
 
 def move_to_meta(model: nn.Module, kept_ids: Collection[int]) -> None:
-    """Move every parameter and buffer to `meta` except those whose `id` is in `kept`; tied ones stay tied."""
+    """Move all parameters and buffers to `meta` except those with an id in `kept_ids`; ties are preserved."""
     empty: dict[int, Tensor] = {}
     for module in model.modules():
         for table in (module._parameters, module._buffers):
@@ -220,6 +221,7 @@ def _computed_parameter(p: nn.Parameter, held: TensorPlacement, values: Paramete
         return p
     _require_no_hooks(p, slot)
     if held.kept:
+        # A copy: a view would keep the whole tensor in memory.
         return nn.Parameter(values(slot).clone(), p.requires_grad)
     empty = torch.empty(slot.sizes, dtype=p.dtype)
     # ZeRO 3 allocates the memory when a gather needs it.
@@ -234,12 +236,13 @@ def _updated_parameter(p: nn.Parameter, held: TensorPlacement, values: Parameter
     updated = held.updates
     assert updated is not None
     if not held.kept:
+        # A copy: a view would keep the whole tensor in memory.
         return nn.Parameter(values(updated).clone())
     if updated.part == held.computes.part:
         # The same object even if other ranks have no part: code that knows the module must find its
-        # parameter in
-        # the optimizer.
+        # parameter in the optimizer.
         return p
+    # A view: the optimizer writes directly into the tensor that the rank computes with.
     return nn.Parameter(p.detach()[updated.inside(held.computes)])
 
 
@@ -254,11 +257,13 @@ def _require_no_hooks(p: nn.Parameter, slot: TensorSlot) -> None:
 def copy_to_meta(model: nn.Module) -> nn.Module:
     """Return a copy of a model whose tensors are all on `meta`."""
     tensors = [*model.parameters(), *model.buffers()]
+    # The memo makes deepcopy take the meta tensors, so no values are copied.
     known: dict[int, Any] = {id(t): _meta_like(t) for t in tensors}
     return copy.deepcopy(model, known)
 
 
 def _meta_like(t: Tensor) -> Tensor:
+    # The strides decide along which dimension parts are contiguous, so they are kept.
     empty = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
     return nn.Parameter(empty, t.requires_grad) if isinstance(t, nn.Parameter) else empty
 
@@ -288,6 +293,7 @@ class ModelPartition:
 def outermost_dims(model: nn.Module) -> dict[str, int]:
     """Return by name the dimension along which a part of a trained tensor is contiguous in memory."""
     return {
+        # -d: of dimensions with equal strides the first one.
         slot.name: max(range(p.dim()), key=lambda d: (p.stride(d), -d)) if p.dim() else 0
         for slot, p in trained_parameters(model).items()
     }

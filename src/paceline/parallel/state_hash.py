@@ -24,6 +24,7 @@ from paceline.state.train_state import TrainState
 
 def tensor_sha256(x: Tensor) -> str:
     """Return the SHA-256, in hex, of dtype, shape and bytes in row-major order."""
+    # Dtype and shape go in first: equal bytes alone do not mean equal tensors.
     sha = hashlib.sha256(f"{x.dtype} {tuple(x.shape)} ".encode())
     sha.update(x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return sha.hexdigest()
@@ -74,10 +75,12 @@ def find_divergence(state: TrainState, mesh: Mesh, net: Net) -> StateDivergence 
     sha_by_rank: dict[tuple[str, str], dict[int, str]] = {}
     for rank, table in enumerate(tables):
         for name, box, sha in table:
+            # By part, too: only ranks that hold the same part of a tensor must agree.
             sha_by_rank.setdefault((name, box), {})[rank] = sha
     for (name, _), shas in sha_by_rank.items():
         wrong = _diverging_ranks(shas)
         if wrong:
+            # `state.step` counts the steps taken, so the last step has the number before it.
             return StateDivergence(name, wrong, state.step - 1)
     return None
 
@@ -97,13 +100,13 @@ def _diverging_ranks(sha_by_rank: Mapping[int, str]) -> list[int]:
 
 
 def whole_sha256(state: TrainState, mesh: Mesh, net: Net) -> str:
-    """Return the hash of the whole state; collective, equal on every rank, which holds one slice of it at a
-    time.
+    """Return the hash of the whole state, one slice in memory at a time; collective, equal on every rank.
 
     Wire: as `take_snapshot`, and a table of names for every slice.
     """
     shas: dict[str, str] = {}
     pieces = state.pieces()
+    # Servers hold parts of a tensor on several replicas, so these are gathered over all ranks.
     for group, is_per_replica in ((mesh.inside, False), (mesh.world, True)):
         local_pieces = [piece for piece in pieces if ("replica" in piece.slot.axes) == is_per_replica]
         for tensors in gather_in_slices(local_pieces, group, net):

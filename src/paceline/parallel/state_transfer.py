@@ -1,5 +1,4 @@
-"""Transfer of the training state: gather whole tensors from pieces, broadcast them, or hand them to another
-layout.
+"""Transfer of the training state: gather whole tensors, broadcast them, or move them to another layout.
 
 `gather_whole` makes whole tensors of the pieces that the ranks of one replica hold. `StateTransfer` moves a
 whole state from the ranks that hold pieces of it to ranks with another placement, some tensors at a time:
@@ -234,6 +233,7 @@ def whole_model(model: nn.Module, tensors: Mapping[str, Tensor], device: torch.d
     Args:
         tensors: whole tensors by `model/NAME`.
     """
+    # Reversed, so that the first name of a tied tensor remains.
     first = {id(value): (name, value) for name, value in reversed([*_named_tensors(model)])}
     filled = {
         key: _as_parameter_like(value, tensors[f"model/{name}"].to(device))
@@ -292,9 +292,8 @@ class StateTransfer:
 
     Args:
         state: of this rank, between two rounds.
-    Wire: for n bytes of state, `read` takes an all_gather of what ranks hold parts of, and a broadcast of n
-    bytes
-        to all ranks.
+    Wire: for n bytes of state, `read` takes an all_gather of the tensors that are split, and a broadcast of
+        n bytes to all ranks.
     """
 
     def __init__(self, state: TrainState, mesh: Mesh, net: Net) -> None:
@@ -355,6 +354,7 @@ class StateTransfer:
             for spread, local_pieces in self._pieces.items()
         }
         tensors = {piece.slot.name: piece.tensor for piece in pieces[_WHOLE]}
+        # Replicas hold equal values, so only that of rank 0 gathers.
         if _INSIDE_REPLICA in spreads and self._mesh.world.ranks[0] in self._mesh.inside.ranks:
             tensors |= gather_whole(pieces[_INSIDE_REPLICA], self._mesh.inside, self._net)
         if _ACROSS_REPLICAS in spreads:

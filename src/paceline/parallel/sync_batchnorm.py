@@ -41,6 +41,7 @@ def synchronize_batch_norms(model: nn.Module, group: RankGroup, net: Net) -> Cal
 
     changed = [(module, type(module)) for module in batch_norms_of(model)]
     for module, kind in changed:
+        # A subclass in place of a new module: names, hooks and references to the module stay valid.
         module.__class__ = type(
             f"Synced{kind.__name__}", (_SyncedBatchNorm, kind), {"total_over_ranks": staticmethod(total)}
         )
@@ -102,10 +103,13 @@ class _NormalizeOverRanks(torch.autograd.Function):
         count = float(sums[0])
         # In float64 the mean of squares minus the squared mean does not cancel for values of usual size.
         mean, square = sums[1:].view(2, -1) / count
+        # Rounding can make a variance of zero slightly negative.
         var = (square - mean.square()).clamp_(min=0.0)
         scale = torch.rsqrt(var + eps)
+        # PyTorch's wording, by which `raise_for_too_few_values` knows it. After the sum, so all ranks raise.
         if count < 2:
             raise ValueError(f"Expected more than 1 value per channel when training, got {x.shape} on a rank")
+        # Not float64, since the saved tensor is as large as the activations.
         save_dtype = torch.promote_types(x.dtype, torch.float32)
         normal = ((wide - _per_channel(mean, x)) * _per_channel(scale, x)).to(save_dtype)
         ctx.save_for_backward(normal, scale, weight)
@@ -129,6 +133,7 @@ class _NormalizeOverRanks(torch.autograd.Function):
         )
         dx = dx if weight is None else dx * _per_channel(weight, dy)
         param_dtype = torch.float32 if weight is None else weight.dtype
+        # Local sums: the reduction of gradients adds those of the other ranks.
         weight_grad = None if weight is None else local_sums[1].to(param_dtype)
         return (
             dx.to(dy.dtype),

@@ -1,5 +1,4 @@
-"""Worker threads of one process (lanes in a recipe) that run virtual shards on copies around shared
-parameters.
+"""Worker threads of one process (lanes in a recipe), which train on copies with shared parameters.
 
 Each thread computes with one CPU thread, as a process of its own would. Invariant: a thread owns its
 gradients, its buffers and everything else in its modules; parameters are one memory, which no thread writes
@@ -49,6 +48,7 @@ class WorkerThreads:
 
     def __init__(self, number: int, name: str, deadline_seconds: float) -> None:
         self._name, self._deadline_seconds = name, deadline_seconds
+        # Every worker sets its number of CPU threads itself, as it is a setting of the calling thread.
         self._pool = ThreadPoolExecutor(number - 1, name, initializer=torch.set_num_threads, initargs=(1,))
 
     def run(self, functions: Sequence[Callable[[], T]]) -> list[T]:
@@ -120,6 +120,7 @@ def copy_sharing_parameters(model: nn.Module, why: str) -> nn.Module:
     Raises:
         TaskError: the model cannot be copied.
     """
+    # With the memo, deepcopy takes these parameters instead of copying their values.
     memo = {id(p): _parameter_sharing_memory(p) for p in model.parameters()}
     try:
         twin = copy.deepcopy(model, memo)
@@ -212,6 +213,7 @@ class ThreadedRunner(ThreadedRunnerBase):
         shares = [_share_of_lane(loaded, len(self._lanes), k) for k in range(len(self._lanes))]
         before = self.buffers.values()
         for lane in self._lanes[1:]:
+            # A copy has buffers of its own, without the changes of the last step.
             lane.buffers.reset(before)
         with GlobalRngGuard():
             if loaded and not self._was_checked:
@@ -223,6 +225,7 @@ class ThreadedRunner(ThreadedRunnerBase):
             sums.extend(lane_sums)
             if lane is not self._first:
                 self.buffers.append_changes(lane.buffers)
+        # Callers match sums and buffer changes with the micro-batches by their position.
         indices = [loaded.index(micro_batch) for micro_batch in pulled]
         sums.reorder(indices)
         self.buffers.reorder(indices)

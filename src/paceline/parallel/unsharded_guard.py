@@ -1,6 +1,4 @@
-"""Guard of parameters without memory: an operation on one gathers it first or raises, and never reads freed
-memory.
-"""
+"""Guard of freed parameters: an operation on one gathers it first or raises, and never reads freed memory."""
 
 from __future__ import annotations
 

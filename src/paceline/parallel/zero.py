@@ -1,8 +1,8 @@
 """ZeRO: shard optimizer state (1), gradients (2) and parameters (3) over the ranks of the shard axis.
 
 ZeRO 1 and 2 compute with whole tensors. Each rank updates its parts, and after the update the parts of the
-other ranks are gathered (`GatherAfterUpdate`, `SharedReadAfterUpdate`). That gradients are freed is decided
-in the placement; `GradientHooks` and the reduction do it.
+other ranks are gathered (`GatherAfterUpdate`, `SharedReadAfterUpdate`). The placement decides whether
+gradients are freed; `GradientHooks` and the reduction free them.
 
 ZeRO 3 keeps only the parts in memory. Before a block's forward its parameters are gathered, and after it
 their memory is freed; before its backward they are gathered again, and freed when the last of their
@@ -74,9 +74,8 @@ class GatherAfterUpdate:
         collective: over the shard group; must be exact.
         bucket_bytes: bytes of parameters that are gathered together; see `bucket_bytes_of`.
         memory: workspace of the gathers in flight, two buckets at a time; others may use it between calls.
-    Wire: (S-1)/S n bytes, in one all_gather for each bucket. A call allocates nothing except for what the
-    backend
-        allocates itself.
+    Wire: (S-1)/S n bytes, in one all_gather for each bucket. A call allocates nothing, except inside the
+        backend.
     """
 
     def __init__(
@@ -103,6 +102,7 @@ class GatherAfterUpdate:
     def _start(self, number: int) -> Handle:
         rank, shape, rows = self._collective.group.rank, self._shapes[number], self._rows(number)
         shape.write_row(rank, self._tensors, rows[rank])
+        # Two keys in turn, since two buckets in flight must not share a buffer of the collective.
         key = f"parameters.{rows.dtype}.{number % MAX_IN_FLIGHT}"
         return self._collective.all_gather(rows[rank], key, rows)
 
@@ -115,6 +115,7 @@ class GatherAfterUpdate:
 
     def _read(self, shape: PartBuffer, handle: Handle) -> None:
         for row, values in enumerate(handle.wait()):
+            # This rank's parts are views of the whole tensors, so they are up to date.
             if row != self._collective.group.rank:
                 shape.read_row(row, values, self._tensors)
 
@@ -131,6 +132,7 @@ class SharedReadAfterUpdate:
     def __init__(self, sharded_model: ShardedModel, memory: SharedMemoryCollective) -> None:
         self._memory, self._tensors = memory, sharded_model.computes
         self._shapes = _bucket_shapes(sharded_model, bucket_bytes_of(self._tensors.values(), _READ_BYTES))
+        # One shared buffer for each dtype, as wide as the widest bucket, so a call allocates nothing.
         widest = _widest_by_dtype(self._shapes)
         self._row_by_dtype = {
             dtype: memory.buffer(*_row_size(shape), _buffer_key(dtype)) for dtype, shape in widest.items()
@@ -162,6 +164,7 @@ def _bucket_shapes(sharded_model: ShardedModel, bucket_bytes: int) -> list[PartB
 
 def _widest_by_dtype(shapes: Iterable[PartBuffer]) -> dict[torch.dtype, PartBuffer]:
     by_width = sorted(shapes, key=lambda shape: shape.rows.shape[1])
+    # Later entries replace earlier ones, so the widest of each dtype remains.
     return {shape.rows.dtype: shape for shape in by_width}
 
 
@@ -204,6 +207,7 @@ class GatheredBlock:
     ) -> None:
         self.tensors, self._updates, self._parts = tensors, updates, parts
         self._collective, self._name, self._memory = collective, name, memory
+        # Without a limit: one bucket for neighbouring parameters of one dtype.
         self._groups: Sequence[Sequence[TensorSlot]] = plan_buckets(tensors, 2**62)
         self._freed_class, self._kinds = freed_class, {slot: type(p) for slot, p in tensors.items()}
         self.is_gathered, self.stays = True, False
@@ -248,6 +252,8 @@ class GatheredBlock:
                 handle.wait()
                 for slot in buffer.slots:
                     p = self.tensors[slot]
+                    # Before `p.data` is read: with the class of freed parameters, that would start another
+                    # gather.
                     p.__class__ = self._kinds[slot]
                     # Resizing the storage keeps the tensor that autograd has saved.
                     p.untyped_storage().resize_(p.numel() * p.element_size())
@@ -263,10 +269,12 @@ class GatheredBlock:
 
     def release(self) -> None:
         """Free the memory of the parameters and drop a gather in flight."""
+        # The backend may still write into the memory of a gather, so it cannot be dropped before it ends.
         wait_ignoring_errors(handle for _, handle in self._arriving)
         if self.is_gathered:
             for p in self.tensors.values():
                 p.untyped_storage().resize_(0)
+                # Any use outside of the block's hooks then gathers the block instead of reading freed memory.
                 p.__class__ = self._freed_class
         self._arriving, self._missing_gradients = [], None
         self.is_gathered = self.stays = False
@@ -331,6 +339,7 @@ class GatherCycle:
     def end(self) -> None:
         """Take part in further cycles until no rank needs one."""
         self._finish()
+        # From now on this rank only takes part: it launches zeros where others have scattered gradients.
         self._is_idle = self._trains
         while self._open(is_needed=False):
             self._finish()
@@ -348,11 +357,13 @@ class GatherCycle:
             # The cycle has passed this block: complete it, since the other ranks count on every gather.
             self._finish()
             self._open(is_needed=True)
+        # Other ranks may use the blocks that this rank skips, and they need its parts of them.
         while self._order[self._position] != number:
             self._join()
         self._start()
         self._blocks[number].gather()
         self._pass()
+        # Prefetch: the next gather runs while this block computes.
         if self._position < len(self._order) and not self._blocks[self._order[self._position]].is_gathered:
             self._start()
 
@@ -364,6 +375,7 @@ class GatherCycle:
     def _start(self) -> None:
         """Start the next gather and the exchange of counts, unless they are in flight."""
         self._blocks[self._order[self._position]].start()
+        # Only backward launches scatters, and its gathers are the second half of a cycle.
         if self._pace is not None and self._count_exchange is None and self._position >= len(self._blocks):
             self._count_exchange = self._start_count_exchange(self._pace)
 
@@ -385,6 +397,7 @@ class GatherCycle:
 
     def _open(self, *, is_needed: bool) -> bool:
         """Agree on another cycle and return whether any rank needs one."""
+        # The flag and the counts travel in one all_reduce; float64 holds the counts exactly.
         counts = [float(is_needed), *(self._pace.launch_counts() if self._pace is not None else ())]
         tensor = torch.tensor(counts, dtype=torch.float64, device=group_device(self._group))
         is_needed_anywhere, *max_counts = self._net.all_reduce(tensor, self._group, "max").wait().tolist()
@@ -407,11 +420,9 @@ class ParameterGatherer:
             without any, everything is gathered for a whole run.
         collective: over the shard group; must be exact.
         net: carries the agreement.
-    Wire: for every micro-batch two gathers of (S-1)/S n bytes, or one in evaluation, and all_reduces of 8
-    bytes
-        plus 16 for each reduction: one, and except in evaluation one for each block. The same again whenever
-            a
-        micro-batch uses blocks in another order.
+    Wire: for every micro-batch, two gathers of (S-1)/S n bytes (one in evaluation), and all_reduces of 8
+        bytes plus 16 for each reduction: one, and in training one more for each block. The same again
+        whenever a micro-batch uses the blocks in another order.
     """
 
     gathers = True
@@ -433,6 +444,8 @@ class ParameterGatherer:
             parameters_inside = set(block.parameters())
             block_parameters = {slot: p for slot, p in remaining.items() if p in parameters_inside}
             if block_parameters:
+                # A parameter in two blocks belongs to the first; used in the second, it counts as used
+                # outside.
                 remaining = {slot: p for slot, p in remaining.items() if slot not in block_parameters}
                 name = f"block {len(self._blocks)}"
                 self._add(
@@ -472,6 +485,7 @@ class ParameterGatherer:
     def next(self) -> None:
         if self._blocks:
             self._cycle.next()
+            # Also the blocks that stayed gathered because they were used outside of their module.
             for block in self._blocks:
                 block.release()
 
@@ -533,9 +547,7 @@ def _is_in_backward() -> bool:
 def shard_optimizer_state(
     context: SessionContext, material: TaskMaterial, *, frees_gradients: bool = False
 ) -> ModelPartition:
-    """Return the partition of zero=1: each rank updates parts of the tensors and gathers the others
-    afterwards.
-    """
+    """Return the partition of zero=1: each rank updates its parts and then gathers those of other ranks."""
     group = context.mesh.axes["shard"]
 
     def gather(sharded_model: ShardedModel) -> Callable[[], None]:
@@ -569,6 +581,7 @@ def shard_parameters(context: SessionContext, material: TaskMaterial) -> ModelPa
 
     def prepare(sharded_model: ShardedModel) -> ShardedModel:
         staged = context.mesh.axes["pipeline"].size > 1
+        # A stage runs forwards of several micro-batches before a backward, which no cycle allows for.
         blocks = [] if staged else recomputed_blocks(material.model, material.task.blocks)
         collective = context.exact_collective(group)
         if isinstance(collective, SharedMemoryCollective):

@@ -107,6 +107,7 @@ def is_ulysses_cheaper(call: AttentionSizes, runs: tuple[PositionRuns, ...]) -> 
     num_ranks = len(runs)
     if call.heads % num_ranks or call.groups % num_ranks:
         return False
+    # Over all ranks, so that every rank makes the same choice.
     ring = sum(sum(ring_bytes(call, runs, rank)) for rank in range(num_ranks))
     return sum(sum(ulysses_bytes(call, runs, rank)) for rank in range(num_ranks)) < ring
 
@@ -151,7 +152,7 @@ class ContextParallelMode(TorchFunctionMode):
     """Function mode in which a model runs on a part of the positions.
 
     Args:
-        part: this rank's part of the sequences.
+        sequence_part: this rank's part of the sequences.
         group: ranks that have the other parts.
     """
 
@@ -171,6 +172,7 @@ class ContextParallelMode(TorchFunctionMode):
         replacement = _INSTEAD.get(func)
         if replacement is None:
             return func(*args, **(kwargs or {}))
+        # The stack is the only place where the forward of a checkpoint can be recognised.
         refuse_user_checkpoint(sys._getframe(1))
         return replacement(self, *args, **(kwargs or {}))
 
@@ -209,6 +211,7 @@ class ContextParallelMode(TorchFunctionMode):
         heads = HeadExchange(self._net, self._group, self.part.runs)
         whole_q, whole_k, whole_v = ScatterHeadsGatherPositions.apply(heads, q, k, v)
         is_grouped = q.shape[1] != k.shape[1]
+        # PyTorch suspends a mode while its own function runs, so this is the plain attention.
         out = F.scaled_dot_product_attention(
             whole_q, whole_k, whole_v, is_causal=is_causal, scale=scale, enable_gqa=is_grouped
         )
@@ -261,6 +264,7 @@ class ContextParallelMode(TorchFunctionMode):
         if not training or p == 0.0:
             return F.dropout(x, p, training, inplace)
         dim = self.part.dim_in(x.shape, "dropout")
+        # Dropout of ones gives the scaled mask of the whole sequence, of which the rank takes its positions.
         noise = F.dropout(_ones_in_memory_order(x, self.part.whole_shape(x.shape, dim)), p, True)
         noise = self.part.take(noise.detach(), dim)
         return x.mul_(noise) if inplace else x * noise
@@ -276,6 +280,7 @@ class ContextParallelMode(TorchFunctionMode):
                 "nn.MultiheadAttention should return attention weights, which context=N does not compute",
                 next_step="call it with need_weights=False",
             )
+        # Active again, since PyTorch suspends a mode while its own function runs.
         with self:
             return _MULTI_HEAD_BODY(*args, **kwargs)
 
@@ -312,6 +317,7 @@ def _as_heads(x: Tensor) -> Tensor:
 def _cast_for_autocast(x: Tensor) -> Tensor:
     """Cast to the dtype in which autocast runs attention."""
     kind = x.device.type
+    # Autocast acts on PyTorch's attention, which is not called here.
     lower = torch.is_autocast_enabled(kind) and x.is_floating_point() and x.dtype != torch.float64
     return x.to(torch.get_autocast_dtype(kind)) if lower else x
 

@@ -1,5 +1,4 @@
-"""Ring attention: keys and values travel from rank to rank, and every rank attends from its queries to all
-of them.
+"""Ring attention: keys and values travel around a ring of ranks, past the queries of every rank.
 
 While a block is computed the next one is in flight. Blocks are merged with an online softmax in float32 or
 wider: a kernel also returns the logarithm of the denominator of each row (lse), from which blocks of a row
@@ -112,6 +111,7 @@ class MatmulKernel:
     ) -> tuple[Tensor, Tensor, Tensor]:
         grad = to_sum_dtype(grad)
         probabilities = (_scores(q, k, causal, scale) - whole.lse[..., None]).exp()
+        # From the whole output, since the softmax is normalised over the keys of all blocks.
         delta = (grad * to_sum_dtype(whole.out)).sum(-1, keepdim=True)
         score_grad = probabilities * (grad @ to_sum_dtype(v).mT - delta) * scale
         return score_grad @ to_sum_dtype(k), score_grad.mT @ to_sum_dtype(q), probabilities.mT @ grad
@@ -164,6 +164,7 @@ class AttentionRing:
         size, rank = self.group.size, self.group.rank
         tensors, sizes = [x.new_empty(0)] * size, [0] * size
         tensors[(rank + 1) % size], sizes[(rank - 1) % size] = x, num_values
+        # One call for both directions: separate sends around a ring could wait for each other.
         handle = all_to_all_v(self.net, tensors, sizes, self.group)
         return handle.then(lambda received: received[(rank - 1) % size])
 
@@ -187,6 +188,7 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: AttentionRing) -> Tensor:
         out = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=to_sum_dtype(q[:0]).dtype, device=q.device)
+        # exp(-inf) is 0, so the first block of a row is taken as it is.
         lse = torch.full(q.shape[:-1], float("-inf"), dtype=out.dtype, device=q.device)
         rotation = _KeyValueRotation(ring, k, v)
         for step in range(ring.group.size):

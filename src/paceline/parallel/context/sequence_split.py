@@ -1,5 +1,4 @@
-"""Split of sequences over the ranks of the context axis: positions of each rank, and which of them attend to
-which.
+"""Split of sequences over the ranks of the context axis: the positions of each rank, and their attention.
 
 A sequence is split into 2 N runs, and rank r has the runs r and 2 N - 1 - r. Under a causal mask an early
 position attends to few others and a late one to many, so every rank has the same work. Sizes differ by at
@@ -88,7 +87,7 @@ class AttentionBlock(NamedTuple):
 def attention_block(
     runs: tuple[PositionRuns, ...], query_rank: int, key_rank: int, *, causal: bool
 ) -> AttentionBlock:
-    """Return which queries of rank `mine` attend to which keys of rank `theirs`."""
+    """Return which queries of `query_rank` attend to which keys of `key_rank`."""
     queries, keys = slice(0, runs[query_rank].size), slice(0, runs[key_rank].size)
     if not causal or query_rank == key_rank:
         return AttentionBlock(queries, keys, causal)

@@ -1,5 +1,4 @@
-"""All-to-all over heads (DeepSpeed Ulysses): every rank gets all positions of some heads, attends, and sends
-back.
+"""All-to-all over heads (DeepSpeed Ulysses): every rank attends with all positions of some of the heads.
 
 Between the two exchanges attention is that of one process on fewer heads.
 

@@ -1,5 +1,4 @@
-"""Forward and backward of one micro-batch through one chunk of a model, and the messages to neighbouring
-stages.
+"""Forward and backward of one micro-batch through one chunk of a model, with messages to other stages.
 
 Random numbers follow from the micro-batch's key and the module's name, so they do not depend on where the
 model is split. What is drawn from PyTorch's global generator continues from chunk to chunk: a chunk that
@@ -55,6 +54,7 @@ class WeightOverride:
     def __init__(self, chunk: nn.Module) -> None:
         self.parameters = dict(chunk.named_parameters())
         names = {id(p): name for name, p in self.parameters.items()}
+        # The tables of the modules, since setattr accepts nothing but parameters in place of a parameter.
         self._places: list[tuple[dict[str, Any], str, str]] = [
             (module._parameters, own_name, names[id(p)])
             for module in chunk.modules()
@@ -112,13 +112,15 @@ class InFlightMicroBatch:
         """Return the gradients of every input; those of the weights are deferred.
 
         Args:
-            arrived: gradients of the outputs.
+            output_grads: gradients of the outputs.
         """
         pairs = [(x, g) for x, g in zip(self.outputs, output_grads, strict=True) if x.requires_grad]
         self.halves = split_backward([x for x, _ in pairs], self.inputs, weights)
+        # Recomputation in the first half changes the buffers; the second must begin from the same values.
         if not self.halves.is_fully_deferred:
             self.again = [b.clone() for b in self.buffers]
         back = self.halves.input_gradients([g for _, g in pairs])
+        # The previous stage waits for a gradient of every input, even if no output depends on it.
         return [torch.zeros_like(x) if g is None else g for x, g in zip(self.inputs, back, strict=True)]
 
     def backward_weights(self) -> None:
@@ -137,11 +139,11 @@ class InFlightMicroBatch:
         """Run autograd once.
 
         Args:
-            arrived: gradients of the outputs.
+            output_grads: gradients of the outputs.
             weights: tensors that the forward used in place of the stage's parameters.
         Returns:
-            Gradients of the trained weights, and of every input. Without `weights` there are none of the
-            first: they are added to `.grad` of the parameters.
+            Gradients of the trained weights, and of every input. Without `weights` the first list is empty,
+            and the gradients are added to `.grad` of the parameters.
         """
         pairs = [(x, g) for x, g in zip(self.outputs, output_grads, strict=True) if x.requires_grad]
         outputs, grads = [x for x, _ in pairs], [g for _, g in pairs]
@@ -221,6 +223,7 @@ class ChunkExecutor:
         )
         self._phases.begin("forward")
         self._seed(micro_batch.key, samples, num_samples)
+        # Micro-batches in flight share the modules, so each has buffers of its own until its backward.
         self.buffers.swap_in()
         try:
             with self._seen(local_batch) as batch, self._in_place_guard, self._precision.autocast():
@@ -260,8 +263,8 @@ class ChunkExecutor:
             note: a number that the last chunk sends to all others.
             split: defer the gradients of weights until `end_backward`.
         Returns:
-            Gradients of the trained `weights`, in their order; without `weights` they are added to `.grad`
-            of the parameters. And the note of the last chunk.
+            Gradients of the trained `weights`, in their order, and the note of the last chunk. Without
+            `weights` the list is empty, and gradients are added to `.grad` of the parameters.
         """
         action = in_flight_batch.action._replace(kind="B")
         output_grads, note = self._receive_gradients(action, in_flight_batch, note)
@@ -296,6 +299,7 @@ class ChunkExecutor:
         self._seed(in_flight_batch.key, part_samples(num_samples, self._num_parts, action.part), num_samples)
         self.buffers.swap_in(in_flight_batch.buffers if again is None else again)
         yield
+        # Not in a finally: after an error, `abort_step` restores the buffers.
         in_flight_batch.buffers = self.buffers.swap_out(
             action.micro_batch, action.chunk, counts=counts and again is None
         )
@@ -333,6 +337,7 @@ class ChunkExecutor:
     ) -> tuple[list[Tensor], float]:
         source = self._next(action)
         if source is None:
+            # The output of the last chunk is the scaled loss, whose gradient is 1.
             return [torch.ones_like(in_flight_batch.outputs[0])], note
         self._phases.begin("communication")
         return self._inbox.take(source[0], action, in_flight_batch.num_samples)
@@ -353,6 +358,7 @@ class ChunkExecutor:
         fresh = torch.default_generator.get_state() if self._seeded is not None else None
         chunk, receiver = self.chunks[action.chunk], self._next(action)
 
+        # A function, since on the last chunk the loss decides when the model is called.
         def links() -> Any:
             call = self._first_call(action, batch, function, inputs)
             if rng_state is not None:
@@ -376,6 +382,7 @@ class ChunkExecutor:
         def scaled_loss(model: nn.Module, batch: Any) -> Tensor:
             loss = check_loss(self._task.loss(model, batch))
             sums.add(loss, continues_micro_batch=continues_micro_batch)
+            # A product, unlike in `backward_scaled`: the backward of a stage begins with a gradient of 1.
             return loss.total if scale == 1.0 else loss.total * scale
 
         return scaled_loss

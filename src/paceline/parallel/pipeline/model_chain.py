@@ -140,6 +140,7 @@ def check_chain(task: Task, model: nn.Module, links: Sequence[nn.Module]) -> Non
         model = copy.deepcopy(model).to("meta")
         links = module_chain(task, model)
     device = next(model.parameters()).device
+    # Two samples, since BatchNorm may reject a single one in training.
     batch = collate_samples(task, [task.data[0], task.data[len(task.data) - 1]], device)
     parameters = {p for link in links for p in link.parameters()}
     missing = [n for n, p in model.named_parameters() if p.requires_grad and p not in parameters]
@@ -193,6 +194,7 @@ def _require_own_model(loss: LossFunction, answer: Any, batch: Any) -> None:
 def _call_seeded(model: nn.Module, module: Callable[..., Any], call: ModelCall, *, training: bool) -> Any:
     """Call a module with fixed random numbers; the model's buffers stay as they are."""
     model.train(training)
+    # Model and chain draw the same numbers, so that these cause no difference.
     torch.manual_seed(0)
     dropouts, buffers = name_dropouts(model), MicroBatchBuffers(model)
     for dropout in dropouts:

@@ -90,9 +90,8 @@ class NetTransport:
         back: group for messages to earlier stages; None for the same group. NCCL runs all messages of two
             ranks over one group in one order, so both directions in one group would deadlock.
     Wire: a header of 512 bytes for each message, longer with many tensors, and the bytes of the tensors. On
-    a CPU
-        both are one part if the last message was as long, up to 64 KiB; tensors then begin at multiples of
-        64 bytes.
+        a CPU, both travel as one part if the last message was as long, up to 64 KiB; tensors then begin at
+        multiples of 64 bytes.
     """
 
     def __init__(
@@ -142,6 +141,7 @@ class NetTransport:
             if header.attempt == self._attempt:
                 self._early.setdefault((source, header.key), deque()).append((tensors, header.note))
                 self._expect(self._first_received, source, header)
+                # Only now: the length of the next first part follows from this message.
                 self._prefetch(source)
         return self._early[source, key].popleft()
 
@@ -154,6 +154,7 @@ class NetTransport:
         header = MessageHeader.read(words)
         if header.fits(len(first)):
             return header, header.copy_tensors_from(first)
+        # All receives are started before the first wait, so that the sender waits for none of them.
         pending = [self._receive_bytes(size, source) for size in header.sizes]
         return header, [
             tensor_from_bytes(x.wait(), kind) for x, kind in zip(pending, header.kinds, strict=True)
@@ -183,14 +184,16 @@ class NetTransport:
         """Drop everything in flight, but keep its memory: the backend may still read it."""
         self._abandoned += [*self._in_flight, *self._prefetched.values()]
         self._in_flight, self._early = [], {}
+        # Back to the header alone: the sides cannot know which messages the other has received.
         self._first_sent, self._first_received = {}, {}
         self._awaited, self._prefetched = {}, {}
         self._attempt += 1
 
 
 class ThreadTransport:
-    """Transport between threads of one process, which copies what it sends, since a module may change its
-    input.
+    """Transport between threads of one process.
+
+    It sends copies, since a module may change its input.
 
     Args:
         stage: index of this stage.
@@ -230,6 +233,7 @@ class ThreadTransport:
         self._left.add(self._stage)
         for (source, _), box in self._boxes.items():
             if source == self._stage:
+                # Wakes a neighbour that is waiting already; `_left` is only read before a send.
                 box.put(None)
 
     def flush(self, most: int = 0) -> None:
@@ -297,14 +301,13 @@ class HostMemoryTransport:
         """Do nothing: messages arrive by themselves."""
 
     def flush(self, most: int = 0) -> None:
-        """Wait for the receivers. The tensors are free earlier; this only keeps a stage from running far
-        ahead.
-        """
+        """Wait for the receivers, so that no stage runs far ahead; tensors are free after `send`."""
         self._messenger.flush(most)
 
     def abort(self) -> None:
         self._messenger.abort()
         self._attempt += 1
+        # A neighbour may have begun its next attempt: messages of it are kept.
         self._early = {
             message_key: messages
             for message_key, messages in self._early.items()
@@ -336,18 +339,19 @@ class MultiHostTransport:
         self._to(to).send(to, tensors, note, key=key)
 
     def receive(self, source: int, *, key: int = 0) -> StageMessage:
-        """See `StageTransport`; a stage of this host may wait for a word meanwhile."""
+        """Receive from a neighbour; before a wait for another host, acknowledge messages of this host."""
         if source not in self._near.stages:
             self._near.acknowledge_read()
         return self._to(source).receive(source, key=key)
 
     def await_messages(self, counts: Mapping[int, int]) -> None:
-        """See `StageTransport`; those of this host come by themselves."""
+        """Announce the messages from other hosts; those of this host arrive by themselves."""
         self._far.await_messages({stage: n for stage, n in counts.items() if stage not in self._near.stages})
 
     def flush(self, most: int = 0) -> None:
-        """See `StageTransport`; so many may be left of each way, and nobody here waits for a word
-        meanwhile.
+        """Wait until at most `most` parts are in flight on each transport.
+
+        Stages of this host may wait for acknowledgements, so these are sent first.
         """
         self._near.acknowledge_read()
         self._near.flush(most)

@@ -1,4 +1,4 @@
-"""Message between stages as bytes: a header, and the tensors after it if there is room for them.
+"""Format of messages between stages: a header, followed by the tensors if there is room for them.
 
 Every call of a backend costs as much as sending tens of kilobytes, so a small message should be one call.
 The receiver must know the length of the first part before it arrives: both sides derive it from the message
@@ -26,6 +26,7 @@ HEADER_BYTES = 8 * _HEADER_WORDS
 # Tensors are copied into a single part, which stays in memory until the end of a step.
 _MAX_SINGLE_PART_BYTES = 2**16
 _ALIGNMENT_BYTES = 64
+# Sorted, so that a number means the same dtype on every rank.
 _DTYPES = tuple(sorted({x for x in vars(torch).values() if isinstance(x, torch.dtype)}, key=str))
 _NUMBERS = {dtype: number for number, dtype in enumerate(_DTYPES)}
 TensorKind = tuple[torch.dtype, tuple[int, ...]]
@@ -167,6 +168,7 @@ def read_message(part: Tensor) -> tuple[MessageHeader, list[Tensor]]:
 
 def _as_contiguous_cpu(t: Tensor) -> Tensor:
     """Return the same values contiguous on the CPU: the tensor itself, or a copy."""
+    # The memory of a subclass, or of a lazily conjugated or negated tensor, is not its values.
     if type(t) is Tensor and t.is_cpu and t.is_contiguous() and not (t.is_conj() or t.is_neg()):
         return t
     return torch.empty(t.shape, dtype=t.dtype).copy_(t.detach())
@@ -178,6 +180,7 @@ def message_parts(header: MessageHeader, tensors: Sequence[Tensor], size: int) -
     Args:
         size: bytes of the first part.
     """
+    # New memory for every message: the backend may read it until the send has completed.
     first = torch.zeros(size, dtype=torch.uint8)
     if header.fits(size):
         write_message(header, tensors, first)
@@ -199,6 +202,7 @@ def parse_first_part(first: Tensor) -> tuple[list[int], int]:
 
 def next_first_part_bytes(header: MessageHeader) -> int:
     """Return the bytes of the first part of the next message in the same direction."""
+    # Most messages of one direction have equal shapes, so the next one is expected to be as long.
     return header.num_bytes if header.fits(_MAX_SINGLE_PART_BYTES) else HEADER_BYTES
 
 

@@ -141,8 +141,10 @@ class PipelineRunner:
             else:
                 self._end(action, in_flight.pop(action.place), sink, order)
             self.peak_in_flight = max(self.peak_in_flight, len(in_flight))
+        # Tensors that were sent must not be freed or changed before the neighbours have received them.
         self.flush()
         self.sharded_model.use.end()
+        # Without a micro-batch no backward runs, and the sink still expects every slot once.
         if not (count or sink.by_micro_batch):
             self.gradients.open(sink)
             self.gradients.close()
@@ -170,6 +172,7 @@ class PipelineRunner:
         micro_batch = loaded[action.micro_batch]
         if part_samples(len(micro_batch.micro_batch.indices), self._num_parts, action.part):
             in_flight[action.place] = self.executor.forward(action, micro_batch, sums, scale, None)
+        # No backward reads the batch, so it is freed after its last forward.
         if (action.chunk, action.part) == (self.cut.num_chunks - 1, self._num_parts - 1):
             loaded.drop(action.micro_batch)
 
@@ -185,6 +188,7 @@ class PipelineRunner:
         """
         is_complete = action.part == self._num_parts - 1
         is_last = is_complete and order.last[action.chunk] == action.micro_batch
+        # Parts add to one gradient, which is that of the micro-batch only after its last part.
         hands_on = is_last or (is_complete and sink.by_micro_batch)
         if hands_on and sink.by_micro_batch:
             sink.micro_batch(range(in_flight_batch.shard, in_flight_batch.shard + 1), is_last)
@@ -331,6 +335,7 @@ class ThreadedPipelineRunner(ThreadedRunnerBase):
         self._shared = frozenset(cuts[0].shared)
         clocks = [phases, *(PhaseTimer() for _ in sharded_models[1:])]
         self._transports, self._phases = thread_transports(num_stages, deadline_seconds), phases
+        # Threads share the global generators, and gradients reach the sink only after all stages have ended.
         options: dict[str, Any] = {
             "precision": precision,
             "schedule": schedule,
@@ -360,6 +365,7 @@ class ThreadedPipelineRunner(ThreadedRunnerBase):
     ) -> LossSums:
         """Run the micro-batches; each stage works in the order of its schedule."""
         self._phases.begin("data")
+        # Loaded before the threads start, since they cannot share an iterator.
         loaded = list(islice(micro_batches, count))
         for p in self.sharded_model.computes.values():
             # The stages have gradients of their own; these are of the step before.
@@ -367,6 +373,7 @@ class ThreadedPipelineRunner(ThreadedRunnerBase):
         before = self.buffers.values()
         self.buffers.begin_step()
         for stage in self._stages:
+            # Each stage has copies of the buffers, which do not have the changes of the last step.
             stage.buffers.reset(before)
         # Empty the queues: they contain what stages sent when they left the last step.
         self._transports[0].abort()

@@ -1,14 +1,13 @@
-"""Micro-batches in parts (rechunk=): which samples a part has, how messages are divided and joined, and a
-check.
+"""Micro-batches in parts (rechunk=): messages are divided and joined by samples, which must be independent.
 
 A stage that runs smaller parts than its neighbour divides what it receives by samples; one that runs larger
 parts joins it. Invariant: joined, the parts are the micro-batch, in the order of its samples; a part without
 samples is neither sent nor awaited.
 
-Parts are only right if no sample depends on another. Before the first step, two samples go through the chain,
-together and one by one: what passes gives the same results for parts as for the whole, except for rounding,
-on the samples that were tried. A model built on `meta` has no values to try: what can be seen while it runs
-is checked in `forward_backward`, and `paceline verify` finds the rest.
+Parts are only right if no sample depends on another. Before the first step, two samples run through the
+chain, together and one by one, and the results must be equal except for rounding. A model built on `meta`
+has no values for such a test: `forward_backward` checks some conditions while it runs, and `paceline verify`
+finds the rest.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class PartReceiver:
 
     Args:
         stage: of this rank.
-        parts: by stage, the number of parts in which it runs each micro-batch.
+        parts_by_stage: number of parts in which each stage runs a micro-batch.
         num_chunks: of the model, on each rank.
     """
 
@@ -61,6 +60,7 @@ class PartReceiver:
     def key(self, action: PipelineAction) -> int:
         """Return the key of a message: the action that receives it, and the part that sends it."""
         number = action.micro_batch * self._num_chunks + action.chunk
+        # The largest number of parts of any stage, so that sender and receiver compute the same key.
         return 2 * (number * max(self._parts_by_stage) + action.part) + (action.kind == "B")
 
     def take(self, source: int, action: PipelineAction, num_samples: int) -> StageMessage:
@@ -86,6 +86,7 @@ class PartReceiver:
             return self._divide(
                 source, source_actions[0], spans[0], part_samples(num_samples, num_parts, action.part)
             )
+        # A part without samples was not sent.
         nonempty = [
             (source_action, len(span))
             for source_action, span in zip(source_actions, spans, strict=True)
@@ -202,6 +203,7 @@ class _IndependenceCheck:
         buffers.begin_step()
         self._model.train()
         try:
+            # The check must not change the random numbers of the first step.
             with torch.no_grad(), torch.random.fork_rng():
                 self._run_chunks(divided, dropouts, buffers)
         finally:
@@ -255,6 +257,7 @@ class _IndependenceCheck:
     def _compare(self, number: int, whole: Sequence[Tensor], results: Sequence[Sequence[Tensor]]) -> None:
         is_last = number == len(self._chunks) - 1
         for expected, *part_results in zip(whole, *results, strict=True):
+            # Losses and counts are sums over samples, so those of the parts add up to the whole.
             actual = sum(part_results[1:], start=part_results[0]) if is_last else torch.cat(part_results)
             if actual.shape != expected.shape or not _is_close(expected, actual, part_results):
                 what = "the loss" if is_last else f"what {type(self._chunks[number][-1]).__name__} returns"
@@ -272,6 +275,7 @@ def _clone_tensor(value: Any) -> Any:
 
 def _is_close(expected: Tensor, actual: Tensor, part_results: Sequence[Tensor]) -> bool:
     """Return whether values are equal except for rounding relative to the parts, whose sum may be small."""
+    # A NaN in both is no difference between the whole and its parts.
     a, b, *others = (t.double().nan_to_num() for t in (expected, actual, *part_results))
     largest = max(float(t.abs().max()) for t in (a, *others)) if a.numel() else 0.0
     return not a.numel() or float((a - b).abs().max()) <= _TOLERANCE * largest

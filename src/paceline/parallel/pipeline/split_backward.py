@@ -1,10 +1,10 @@
 """Backward of one micro-batch in two halves: gradients of the inputs first, and those of the weights later.
 
 It uses no hooks. The first half asks autograd for the gradients of the inputs, and for those at the
-operations that weights go into; the second half starts at these operations and reaches only the weights. A
-weight that goes into several operations is done in the first half, since a path from one of them leads
-through another. What made an output and leads to no input waits for the second half with the gradient that
-it was given: in the first half, the hooks of that output would run once too often.
+operations that use weights; the second half starts at these operations and reaches only the weights. The
+gradient of a weight that several operations use is computed in the first half, since a path from one of them
+may lead through another. An operation that produces an output but depends on no input waits for the second
+half, with the gradient of that output: in the first half, the hooks of the output would run a second time.
 
 Source: Qi et al. 2023, Zero Bubble Pipeline Parallelism, arXiv:2401.10241, section 2.
 """
@@ -90,6 +90,7 @@ class SplitBackward:
         self._later: dict[Node, list[Tensor]] = {}
         for weight in weights:
             entries = graph.entries(get_gradient_edge(weight).node, leads_to_inputs)
+            # From a single entry, the second half reaches the weight without repeating the first half.
             if len(entries) == 1:
                 self._later.setdefault(entries.pop(), []).append(weight)
             elif entries:
@@ -134,8 +135,10 @@ class SplitBackward:
         at = dict.fromkeys(edge for node in self._waiting for edge in self._edges[node])
         for output, g in zip(self._outputs, grads, strict=True):
             output_edge = get_gradient_edge(output)
+            # Without the ownership token, which edges made from node and number do not have.
             edge = GradientEdge(output_edge.node, output_edge.output_nr)
             if edge in at:
+                # A chunk may return one tensor twice, and its gradients are added.
                 earlier = at[edge]
                 at[edge] = g if earlier is None else earlier + g
         return at
@@ -147,6 +150,7 @@ class SplitBackward:
             pairs = [(edge, g) for edge in self._edges[node] if (g := self._at[edge]) is not None]
             if pairs:
                 at, grads = [edge for edge, _ in pairs], [g for _, g in pairs]
+                # The graph is kept: nodes below several operations are needed once for each of them.
                 node_grads = torch.autograd.grad(at, weights, grads, retain_graph=True, allow_unused=True)
                 grads_by_weight |= {
                     weight: g for weight, g in zip(weights, node_grads, strict=True) if g is not None

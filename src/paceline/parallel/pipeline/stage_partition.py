@@ -246,6 +246,7 @@ def _require_one_addition(material: TaskMaterial, partition: StagePartition) -> 
     tensors = {slot.name: p for slot, p in trained_parameters(material.model).items()}
     for name in partition.shared:
         users = sum(any(p is tensors[name] for p in link.parameters()) for link in links)
+        # Two gradients add up to the same bits in either order; three do not.
         if users > 2:
             raise StrategyError(
                 f"{users} modules on several stages share '{name}', and the order of a sum of more than two"

@@ -1,5 +1,4 @@
-"""The schedule that a strategy names: computed for its stages, or read from a file, and checked before it
-runs.
+"""Schedule of a strategy: computed for its stages or read from a file, and checked before it runs.
 
 Schedules themselves are pure tables (`paceline.pipeline_schedule`); this file connects them with a recipe.
 """
@@ -41,6 +40,7 @@ def build_checked_table(recipe: Recipe, shards: int) -> ScheduleTable:
         StrategyError: it cannot run, or adds gradients in an order that a reproducible run does not allow.
     """
     strategy = recipe.strategy
+    # Rounded up: ranks may differ by one micro-batch.
     most = -(-shards // ((strategy.replicas or 1) * strategy.shard))
     table = make_schedule(strategy)(strategy.pipeline, most)
     simulate_schedule(table, most)

@@ -1,6 +1,4 @@
-"""Tensor parallelism: large tensors are split, and every rank of the axis computes its part of each
-sample.
-"""
+"""Tensor parallelism: ranks of the tensor axis hold parts of large tensors and share every sample."""
 
 from paceline.parallel.tensor.tensor_plan import (
     TensorCuts,

@@ -186,6 +186,7 @@ def _local_numbers(module: nn.Module, heads: int, shared: int, share: HeadShare)
     widths = {
         key: local_heads * width for key in _WIDTH_NAMES if width and vars(module).get(key) == heads * width
     }
+    # Only attributes of the instance, as `override_attributes` writes to nothing else.
     attributes = {key: value for key, value in vars(module).items() if isinstance(value, int)}
     return {key: value for key, value in (values | widths).items() if key in attributes}
 

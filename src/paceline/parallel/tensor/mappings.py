@@ -100,6 +100,7 @@ def gather_uneven(x: Tensor, widths: Sequence[int], dim: int, collective: Collec
 
 def summed(x: Tensor, collective: Collective, key: str) -> Tensor:
     """Return the sum over all ranks in new memory; no gradient."""
+    # A copy, as all_reduce may work in place and autograd may use the tensor elsewhere.
     flat = x.detach().reshape(-1).clone()
     total: Tensor = collective.all_reduce(flat, key).wait()
     return total.view_as(x)

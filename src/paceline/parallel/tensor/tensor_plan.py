@@ -1,5 +1,4 @@
-"""Tensor plans: which modules are split how, by patterns of their names, and the changes that follow from a
-plan.
+"""Tensor plans: how modules are split, by patterns of their names.
 
 Three steps. `resolve_tensor_plan` finds the modules that a plan names and refuses plans that compute
 something else. `plan_tensor_cuts` and `plan_tensor_transform` are pure: they decide what each rank holds.

@@ -54,6 +54,7 @@ class VocabularyPartition:
         Raises:
             IndexError: a token is not in the vocabulary.
         """
+        # The mask would hide such a token: every rank would take it for a token of another rank.
         if tokens.numel() and (int(tokens.min()) < 0 or int(tokens.max()) >= self.size):
             raise IndexError(f"a token is not in the vocabulary of {self.size}")
         first, last = self.own
@@ -94,7 +95,7 @@ class VocabParallelLogits:
     the whole logits, which are then gathered.
 
     Args:
-        part: [..., local tokens].
+        local_logits: [..., local tokens].
     """
 
     def __init__(self, local_logits: Tensor, vocabulary: VocabularyPartition) -> None:
@@ -227,6 +228,7 @@ def _cross_entropy(
         return None
     if target.is_floating_point() or weight is not None or label_smoothing or size_average or reduce:
         return None
+    # In float32, as autocast runs a cross-entropy.
     local_logits = (
         logits.local_logits if logits.local_logits.dtype == torch.float64 else logits.local_logits.float()
     )
@@ -249,6 +251,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local_logits: Tensor, target: Tensor, vocabulary: VocabularyPartition) -> Tensor:
         places, others = vocabulary.place(target)
+        # Minus the largest logit of all ranks, so that no exponential overflows.
         shifted = local_logits - _largest(local_logits, vocabulary).unsqueeze(-1)
         target_logits = shifted.gather(1, places.unsqueeze(-1)).squeeze(-1).masked_fill(others, 0.0)
         # In place: the shifted logits are not needed again.

@@ -144,7 +144,7 @@ def test_ctrl_c(phase: str, ends: dict[str, End]) -> None:
 def test_shared_memory_that_is_too_small(ends: dict[str, End]) -> None:
     assert ends["shared"].code == 7, ends["shared"].err
     assert "rank 0 raised MemoryLimitError: this host is out of shared memory" in ends["shared"].err
-    assert "next:  give /dev/shm more room" in ends["shared"].err and not ends["shared"].temporary
+    assert "next:  enlarge /dev/shm" in ends["shared"].err and not ends["shared"].temporary
 
 
 def test_a_missing_recipe(tmp_path: Path) -> None:

@@ -132,8 +132,8 @@ def test_the_key_of_the_job_vouches_for_an_authority() -> None:
     said = sign_authority(OURS.authority, 0, KEY)
     assert verify_authority(said, 0, 1, KEY, OURS) == OURS.authority
     for wrong, own, what in (
-        (sign_authority(THEIRS.authority, 0, "another"), None, "somebody is in between"),
-        (sign_authority(OURS.authority, 1, KEY), None, "somebody is in between"),
+        (sign_authority(THEIRS.authority, 0, "another"), None, "the connection is intercepted"),
+        (sign_authority(OURS.authority, 1, KEY), None, "the connection is intercepted"),
         (said, THEIRS, "Rank 1 has another certificate than rank 0"),
         (UNENCRYPTED, None, "one of both encrypts"),
     ):

@@ -97,7 +97,7 @@ def beside(enemy: Callable[[], bytes], honest: Callable[[], object]) -> bytes:
     """What the enemy has heard while the honest side found him."""
     with ThreadPoolExecutor(2) as sides:
         attack, defence = sides.submit(enemy), sides.submit(honest)
-        with pytest.raises(CommunicationError, match="somebody is in between"):
+        with pytest.raises(CommunicationError, match="the connection is intercepted"):
             defence.result()
         return attack.result()
 

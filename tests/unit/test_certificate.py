@@ -23,7 +23,7 @@ def test_the_command_writes_what_a_job_reads_and_writes_over_nothing(tmp_path: P
     modes = {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()}
     assert modes == {KEY_FILE: 0o600, CERTIFICATE_FILE: 0o644, AUTHORITY_FILE: 0o644}
     found = JobCertificate.read(folder)
-    with pytest.raises(RecipeError, match=r"key.pem is there already"):
+    with pytest.raises(RecipeError, match=r"key.pem exists already"):
         command(folder)
     assert JobCertificate.read(folder) == found
 
@@ -63,11 +63,11 @@ def another_key(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "what"),
     [
-        (others_may_read_the_key, r"other users may read the key .*key.pem \(mode 0640\)"),
-        (the_key_is_missing, "there is no certificate: No such file"),
-        (it_is_no_certificate, "are no certificate of one job"),
-        (another_authority, "are no certificate of one job"),
-        (another_key, "is not that of its certificate"),
+        (others_may_read_the_key, r"other users can read the key .*key.pem \(mode 0640\)"),
+        (the_key_is_missing, "cannot read the certificate: No such file"),
+        (it_is_no_certificate, "are not the certificate of one job"),
+        (another_authority, "are not the certificate of one job"),
+        (another_key, "does not belong to its certificate"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(

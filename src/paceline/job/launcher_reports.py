@@ -21,7 +21,7 @@ TRAINING = "training"
 TRAINING_FOR_SERVER = "training for a server"
 """The phase in which the job can continue without a worker that is lost."""
 LEAVING = "leaving"
-NOTHING_TO_SAVE = "stopped before the first step; there was nothing to save"
+NOTHING_TO_SAVE = "stopped before the first step: there was nothing to save"
 
 
 @dataclass(frozen=True)

@@ -28,15 +28,15 @@ from paceline import Loss
 from paceline.session.stop_signals import StopRequest
 
 RANK = int(os.environ.get("RANK", "0"))
-ask = StopRequest.ask
+request = StopRequest.request
 
 def told(self, now):
-    found = ask(self, now)
+    found = request(self, now)
     Path(f"asked-{RANK}").touch()
     return found
 
 def build(pause):
-    StopRequest.ask = told
+    StopRequest.request = told
     def loss(model, batch):
         time.sleep(pause * (RANK + 1))
         while Path("hold").exists():

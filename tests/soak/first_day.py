@@ -49,45 +49,49 @@ class Step(NamedTuple):
 
 STEPS = (
     Step(
-        "An own CNN on two processes, which stops when it gets no better",
+        "Train a CNN on two processes, with early stopping",
         "train cnn.toml -n 2",
         "early-stop:",
     ),
-    Step("Is that the answer of one process?", "verify cnn.toml -n 2 --steps 5", "verified"),
-    Step("An LSTM over sequences that `collate` pads", "train lstm.toml -n 2", "epoch 8/8"),
+    Step("Compare it with one process", "verify cnn.toml -n 2 --steps 5", "verified"),
+    Step("Train an LSTM on padded sequences", "train lstm.toml -n 2", "epoch 8/8"),
     Step(
-        "The same, its optimizer state cut in two",
+        "Verify it with a sharded optimizer state",
         'verify lstm.toml -n 2 --strategy "shard=2 zero=1" --steps 5',
         "verified",
     ),
-    Step("GPT-2 of Hugging Face, built from a config", "train gpt2.toml -n 2", "step 60/60"),
+    Step("Train a GPT-2 of Hugging Face from a config", "train gpt2.toml -n 2", "step 60/60"),
     Step(
-        "The same, all state cut in two",
+        "Verify it with all state sharded",
         'verify gpt2.toml -n 2 --strategy "shard=2 zero=3" --steps 5',
         "verified",
     ),
-    Step("BERT of Hugging Face", "train bert.toml -n 2", "step 60/60"),
-    Step("A stream, of which nobody knows the end", "train stream.toml -n 2", "the data is a stream"),
-    Step("The same, against one process", "verify stream.toml -n 2 --steps 5", "verified"),
-    Step("An own loop with two updates a step", "run -n 2 gan.py", "300 steps; the generator's middle"),
+    Step("Train a BERT of Hugging Face", "train bert.toml -n 2", "step 60/60"),
+    Step("Train on a stream of unknown length", "train stream.toml -n 2", "the data is a stream"),
+    Step("Verify the stream", "verify stream.toml -n 2 --steps 5", "verified"),
+    Step("Your own loop with two updates per step", "run -n 2 gan.py", "300 steps; the generator's middle"),
     Step(
-        "Both updates, against one process",
+        "Verify both updates",
         "verify gan.toml -n 2 --steps 5 --loop gan.py:train_loop",
         "verified",
     ),
     Step(
-        "The best weights of the CNN as a file",
+        "Export the best weights of the CNN",
         "export runs/cnn/checkpoints/best --to cnn.safetensors",
         "tensors",
     ),
-    Step("Predictions with plain PyTorch", "predict.py", "right"),
-    Step("The best weights on all held-out sets", "evaluate runs/cnn/checkpoints/best", "noisy.accuracy"),
+    Step("Predict with plain PyTorch", "predict.py", "right"),
     Step(
-        "On noisier images than any before",
+        "Evaluate the best weights on all held-out sets",
+        "evaluate runs/cnn/checkpoints/best",
+        "noisy.accuracy",
+    ),
+    Step(
+        "Evaluate on noisier images",
         "evaluate runs/cnn --data models.py:stripes --option noise=1.5 --option seed=3 --json",
         '"accuracy"',
     ),
-    Step("What new images show", "predict runs/cnn models.py:unseen", "3  1"),
+    Step("Predict on new images", "predict runs/cnn models.py:unseen", "3  1"),
 )
 
 
@@ -106,7 +110,7 @@ def walk(folder: Path) -> Iterator[Done]:
         yield Done(step, *_run(step.command, folder))
     (folder / "notebook.py").write_text(_NOTEBOOK.format(cells=CELLS))
     code, output = _run("notebook.py", folder)
-    yield Done(Step("A notebook, one cell of it twice", "\n".join(CELLS), "accuracy"), code, output)
+    yield Done(Step("A notebook that runs a cell twice", "\n".join(CELLS), "accuracy"), code, output)
 
 
 _NOTEBOOK = """
@@ -147,10 +151,10 @@ def page(done: list[Done]) -> str:
     lines = [
         "# A first day",
         "",
-        "What a newcomer types in the folder [examples/first_day](../examples/first_day), and what it printed"
-        f" ({platform.machine()}, two cores that others used too). `pip install 'paceline[walk]'` brings"
+        "The commands of a first day in the folder [examples/first_day](../examples/first_day), with their"
+        f" output ({platform.machine()}, two shared cores). `pip install 'paceline[walk]'` installs"
         " transformers and nbclient.",
-        "`python -m tests.soak.first_day` writes this page, and `make soak` walks the same way.",
+        "`python -m tests.soak.first_day` writes this page, and `make soak` runs the same commands.",
     ]
     for one in done:
         command = one.step.command

@@ -82,6 +82,7 @@ class LiveBytes(TorchDispatchMode):
         """Record that a gradient is complete; its memory is counted separately from now on."""
         address = grad.untyped_storage()._cdata
         self.now -= self._sizes.pop(address, 0)
+        # Its size is now part of the gradients, whose number depends on the schedule (`step_peak`).
         self._outside.add(address)
         size = grad.numel() * grad.element_size()
         self._completed += size
@@ -112,12 +113,14 @@ class LiveBytes(TorchDispatchMode):
             return
         self._sizes[address] = storage.nbytes()
         self.now += self._sizes[address]
+        # On the storage, not the tensor: views and saved tensors keep the memory alive.
         weakref.finalize(storage, self._gone, address)
         self._note()
 
     def _gone(self, address: int) -> None:
         self.now -= self._sizes.pop(address, 0)
-        self._outside.discard(address)  # later memory can get the same address
+        # Memory that is allocated later can get the same address.
+        self._outside.discard(address)
 
     def _note(self) -> None:
         key = self.position, self._completed
@@ -178,6 +181,7 @@ class LayerTracker:
         _call_on_gradient((args, kwargs), lambda: self._out_of(call))
 
     def _leave(self, _layer: nn.Module, _args: Any, results: Any) -> None:
+        # Layers are not nested, so the call that ends is the last one that began.
         call = len(self.entries) - 1
         self._live.at(2 * call + 2)
         _call_on_gradient(results, lambda: self._live.at(2 * call + 1))
@@ -302,10 +306,11 @@ class FakeTensorRun:
                 with torch.no_grad():
                     peaks = self._chunks(model.eval(), chunks, self._batches[1], self._evaluated)
                 return [
-                    replace(one, evaluation=peak, departing_evaluation=departing)
-                    for one, (peak, departing) in zip(footprints, peaks, strict=True)
+                    replace(footprint, evaluation=peak, departing_evaluation=departing)
+                    for footprint, (peak, departing) in zip(footprints, peaks, strict=True)
                 ]
-        except RuntimeError as error:  # the base class of all errors of fake tensors
+        # All errors of fake tensors are RuntimeErrors.
+        except RuntimeError as error:
             raise TaskError(
                 f"the memory of the model cannot be planned, since it cannot run on fake tensors: {error}",
                 next_step="remove reads of tensor values (.item(), if tensor: ...) from forward and loss, or"
@@ -332,6 +337,7 @@ class FakeTensorRun:
                 run = partial(_run_first_chunk, stage, call) if number == 0 else partial(_run_chunk, stage)
                 if number == len(chunks) - 1:
                     run = partial(self._loss_of_output, run, local_batch)
+                # Only the first and the last chunk get the batch: inputs and targets.
                 ends = number in (0, len(chunks) - 1)
                 result, x = measure(model, run, x, loaded if ends else 0)
                 results.append(result)
@@ -358,6 +364,7 @@ class FakeTensorRun:
             with tracker, self._precision.autocast():
                 outputs = as_tuple(run(x))
             kept, forward = live.now, dict(live.peaks)
+            # Detached: the next chunk must not keep the graph of this one.
             sent = [t.detach() for t in outputs]
             live.begin()
             pairs = [(t, torch.ones_like(t)) for t in outputs if t.requires_grad]

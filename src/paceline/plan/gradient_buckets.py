@@ -87,10 +87,16 @@ def plan_reductions(
         multiple: factor of the width of rows, as in `PartBuffer`.
     """
     groups = dict[tuple[tuple[str, ...], tuple[int, ...], tuple[str, ...], int], list[TensorPlacement]]()
-    for one in held:
-        alike = one.sums, one.holders, tuple(sorted(one.computes.axes)), one.chunk if often else 0
-        groups.setdefault(alike, []).append(one)
+    for placement in held:
+        key = (
+            placement.sums,
+            placement.holders,
+            tuple(sorted(placement.computes.axes)),
+            placement.chunk if often else 0,
+        )
+        groups.setdefault(key, []).append(placement)
     layouts, bucket_bytes = [], recipe.runtime.bucket_bytes
+    # The order of `build_gradient_reduction`, since buckets take turns in the same memory.
     for (axes, holders, *_), members in sorted(groups.items()):
         meets = bool(holders) or "tensor" in axes
         buffers = _plan_part_buffers(
@@ -104,12 +110,12 @@ def planned_bucket_bytes(reductions: Sequence[BucketLayout]) -> list[BucketBytes
     """Return the bytes of all buckets."""
     return [
         BucketBytes(
-            one.flat.nbytes,
-            one.rows[0].nbytes,
-            BucketPath(number, one.flat.element_size(), reduction.axes, reduction.meets),
+            buffer.flat.nbytes,
+            buffer.rows[0].nbytes,
+            BucketPath(number, buffer.flat.element_size(), reduction.axes, reduction.meets),
         )
         for number, reduction in enumerate(reductions)
-        for one in reduction.buffers
+        for buffer in reduction.buffers
     ]
 
 
@@ -133,7 +139,7 @@ def _plan_part_buffers(
     multiple: int = 1,
 ) -> list[PartBuffer]:
     tensors = meta_tensors(held, item_bytes)
-    parts = {one.computes: one.parts for one in held}
+    parts = {placement.computes: placement.parts for placement in held}
     together = bucket_bytes_of(tensors.values(), most_bytes) if in_turn else most_bytes
     return [
         PartBuffer(slots, tensors, parts, _meta_buffer, multiple) for slots in plan_buckets(tensors, together)
@@ -142,7 +148,7 @@ def _plan_part_buffers(
 
 def meta_tensors(held: Iterable[TensorPlacement], item_bytes: Mapping[str, int]) -> dict[TensorSlot, Tensor]:
     """Return meta tensors like those with which a rank computes, by slot."""
-    slots = [one.computes for one in held]
+    slots = [placement.computes for placement in held]
     return {
         slot: torch.empty(slot.sizes, dtype=_DTYPES_BY_BYTES[item_bytes[slot.name]], device="meta")
         for slot in slots
@@ -154,11 +160,11 @@ def _meta_buffer(num_values: int, like: Tensor) -> Tensor:
 
 
 ReceiveMemory = Literal["caller", "route"]
-"""Who allocates the memory in which a reduce_scatter receives: its caller, or the route for each call."""
+"""Owner of the memory in which a reduce_scatter receives: its caller, or the route for each call."""
 
 
 def receive_memory_of(recipe: Recipe, trained: Iterable[Tensor]) -> ReceiveMemory:
-    """Return who allocates the receive memory of reduce_scatters, as `NativeCollective.reduce_scatter` does.
+    """Return the owner of the receive memory of reduce_scatters, as in `NativeCollective.reduce_scatter`.
 
     Args:
         trained: tensors whose gradients are scattered.
@@ -181,7 +187,7 @@ class GradientReduction:
         sizes: bytes of `held`.
         shards: micro-batches of a step over all ranks.
         common: sums are made in memory that all ranks share.
-        receives: who allocates the receive memory of reduce_scatters.
+        receives: owner of the receive memory of reduce_scatters.
         completes: names of tensors in the order in which a backward completes their gradients.
         blocks: names of the parameters that are gathered together in backward; empty: none are.
     """
@@ -217,7 +223,7 @@ class GradientReduction:
     @property
     def leaves_often(self) -> bool:
         """Return whether gradients leave with every micro-batch (ZeRO 2 and 3)."""
-        frees_gradients = any(one.frees_gradients for one in self.held)
+        frees_gradients = any(placement.frees_gradients for placement in self.held)
         return frees_gradients and self.has_other_ranks and not self.recipe.is_ordered
 
     @property
@@ -240,7 +246,7 @@ class GradientReduction:
     @property
     def often(self) -> list[BucketLayout]:
         """Return the reductions that run with every micro-batch; others are summed in a replica first."""
-        return [one for one in self.reductions if self.leaves_often and not one.meets]
+        return [layout for layout in self.reductions if self.leaves_often and not layout.meets]
 
     @property
     def scattered_once_per_step(self) -> list[PartBuffer]:
@@ -248,12 +254,19 @@ class GradientReduction:
         strategy = self.recipe.strategy
         at_end = self.recipe.batch.sync_batchnorm or self.recipe.is_ordered
         sends = strategy.shard > 1 and not (self.common or self.leaves_often)
-        return [x for one in self.reductions for x in one.buffers] if sends and not at_end else []
+        return (
+            [buffer for layout in self.reductions for buffer in layout.buffers]
+            if sends and not at_end
+            else []
+        )
 
     @property
     def by_block(self) -> tuple[list[int], int]:
         """Return the bytes of each gathered block, and of all other parameters."""
-        sizes = {one.computes.name: slot_bytes(one.computes, self.item_bytes) for one in self.held}
+        sizes = {
+            placement.computes.name: slot_bytes(placement.computes, self.item_bytes)
+            for placement in self.held
+        }
         blocks = [sum(sizes[name] for name in block) for block in self.blocks]
         return blocks, sum(sizes.values()) - sum(blocks)
 
@@ -280,7 +293,7 @@ class GradientReduction:
     @property
     def keeps(self) -> bool:
         """Return whether whole parameters stay in memory (not with ZeRO 3)."""
-        return all(one.kept for one in self.held)
+        return all(placement.kept for placement in self.held)
 
     @cached_property
     def buckets(self) -> list[BucketBytes]:

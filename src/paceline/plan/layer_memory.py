@@ -25,14 +25,14 @@ def model_layers(task: Task, model: nn.Module) -> dict[int, tuple[str, nn.Module
     """Return name and module of each layer by number; blocks have the numbers of `memory.recompute`.
 
     Args:
-        model: the model of the task, or a copy of it that was cut.
+        model: the model of the task, or a partitioned copy of it.
     """
     names = {module: name for name, module in model.named_modules()}
     blocks = outermost_blocks(model, task.blocks)
-    found = {number: (names.get(block, str(number)), block) for number, block in blocks.items()}
+    layers = {number: (names.get(block, str(number)), block) for number, block in blocks.items()}
     first = len(recomputed_blocks(model, task.blocks))
     others = _layers_outside_blocks(model, "", set(blocks.values()))
-    return found | {first + k: other for k, other in enumerate(others)}
+    return layers | {first + k: other for k, other in enumerate(others)}
 
 
 def _layers_outside_blocks(
@@ -56,12 +56,13 @@ def parameters_by_block(
         held: names of the tensors with which a rank computes.
     """
     names = {id(p): slot.name for slot, p in trained_parameters(model).items()}
-    found, left = list[list[str]](), {*held}
+    names_by_block, unassigned = list[list[str]](), {*held}
     for block in blocks:
-        own = [names[id(p)] for p in block.parameters() if names.get(id(p)) in left]
-        left -= {*own}
-        found.append(own)
-    return found
+        block_names = [names[id(p)] for p in block.parameters() if names.get(id(p)) in unassigned]
+        # A parameter of several blocks is gathered with the first, as in `ParameterGatherer`.
+        unassigned -= {*block_names}
+        names_by_block.append(block_names)
+    return names_by_block
 
 
 def layer_memories(
@@ -87,9 +88,9 @@ def layer_memories(
             activations[names[entry.layer]] += after - live
         activations[OUTSIDE_LAYERS] += lives[0]
     tensors: dict[str, list[TensorPlacement]] = {name: [] for name in activations}
-    for name, one in held.items():
+    for name, placement in held.items():
         home = next((layer for layer in names.values() if name.startswith(f"{layer}.")), OUTSIDE_LAYERS)
-        tensors[home].append(one)
+        tensors[home].append(placement)
     rows = (
         _layer_memory(layer, tensors[layer], size, item_bytes, kept) for layer, size in activations.items()
     )
@@ -97,13 +98,17 @@ def layer_memories(
 
 
 def _layer_memory(
-    layer: str, held: Sequence[TensorPlacement], activations: int, item_bytes: Mapping[str, int], kept: float
+    layer: str,
+    held: Sequence[TensorPlacement],
+    activations: int,
+    item_bytes: Mapping[str, int],
+    state_ratio: float,
 ) -> LayerMemory:
     updates = parameters = gradients = 0
-    for one in held:
-        computes = slot_bytes(one.computes, item_bytes)
-        own = 0 if one.updates is None else slot_bytes(one.updates, item_bytes)
-        parameters += computes if one.kept else own
-        gradients += own if one.frees_gradients else computes
-        updates += own
-    return LayerMemory(layer, parameters, gradients, int(kept * updates), activations)
+    for placement in held:
+        computed_bytes = slot_bytes(placement.computes, item_bytes)
+        updated_bytes = 0 if placement.updates is None else slot_bytes(placement.updates, item_bytes)
+        parameters += computed_bytes if placement.kept else updated_bytes
+        gradients += updated_bytes if placement.frees_gradients else computed_bytes
+        updates += updated_bytes
+    return LayerMemory(layer, parameters, gradients, int(state_ratio * updates), activations)

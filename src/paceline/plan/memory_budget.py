@@ -73,15 +73,15 @@ def _refusal(plan: MemoryPlan, task: Task, nodes: int) -> StrategyError | None:
     )
 
 
-def _next_step(found: MemoryPlan, budget: int) -> str:
-    words = f'"{found.recipe.strategy}"'
-    if found.recipe.memory.recomputes:
-        words += f' with memory.recompute = "{found.recipe.memory.recompute}"'
-    needs = format_bytes(found.peak)
-    if found.peak <= budget:
+def _next_step(plan: MemoryPlan, budget: int) -> str:
+    words = f'"{plan.recipe.strategy}"'
+    if plan.recipe.memory.recomputes:
+        words += f' with memory.recompute = "{plan.recipe.memory.recompute}"'
+    needs = format_bytes(plan.peak)
+    if plan.peak <= budget:
         return f"the nearest that fits is {words}, which needs {needs}"
     return (
-        f"no layout of {found.processes} processes fits; {words} needs least, {needs}: take more processes,"
+        f"no layout of {plan.processes} processes fits; {words} needs least, {needs}: take more processes,"
         " or smaller micro-batches (batch.shards)"
     )
 
@@ -90,11 +90,12 @@ def nearest_that_fits(plan: MemoryPlan, task: Task, nodes: int = 1) -> MemoryPla
     """Return the plan of the nearest layout that fits; if none does, of the one that needs least."""
     budget, least = plan.recipe.memory.budget or 0, plan
     for recipe in _candidates(plan):
-        with suppress(StrategyError, TaskError):  # this model cannot be laid out so
-            found = plan_memory(recipe, task, plan.processes, nodes=nodes)
-            least = min(least, found, key=lambda one: one.peak)
-            if found.peak <= budget:
-                return found
+        # A layout that this model does not allow is no candidate.
+        with suppress(StrategyError, TaskError):
+            candidate = plan_memory(recipe, task, plan.processes, nodes=nodes)
+            least = min(least, candidate, key=lambda memory_plan: memory_plan.peak)
+            if candidate.peak <= budget:
+                return candidate
     return least
 
 
@@ -108,6 +109,7 @@ def _candidates(plan: MemoryPlan) -> Iterator[Recipe]:
     ]
     strategies = [answer.nearest for answer in answers if answer.ok]
     near = sorted(strategies, key=lambda strategy: cost_change(now, strategy))
+    # Three plans for each layout, each of which runs the model on fake tensors.
     for strategy in near[: _MOST_PLANS // 3]:
         for recompute in ("none", "blocks", "segments"):
             yield recipe.replace(strategy=strategy, memory=recipe.memory.replace(recompute=recompute))

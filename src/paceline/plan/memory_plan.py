@@ -102,7 +102,7 @@ class MemoryPlan:
     @property
     def largest(self) -> RankMemory:
         """Return the rank with the largest peak."""
-        return max(self.ranks, key=lambda one: one.peak.total)
+        return max(self.ranks, key=lambda rank: rank.peak.total)
 
     @property
     def peak(self) -> int:
@@ -113,14 +113,14 @@ class MemoryPlan:
         """Return the plan as JSON values."""
         ranks = [
             {
-                "rank": one.rank,
-                "stage": one.stage,
-                "peak_bytes": one.peak.total,
-                "when": one.when,
-                "moments": {name: asdict(parts) for name, parts in one.moments.items()},
-                "layers": [asdict(layer) for layer in one.layers],
+                "rank": rank.rank,
+                "stage": rank.stage,
+                "peak_bytes": rank.peak.total,
+                "when": rank.when,
+                "moments": {name: asdict(parts) for name, parts in rank.moments.items()},
+                "layers": [asdict(layer) for layer in rank.layers],
             }
-            for one in self.ranks
+            for rank in self.ranks
         ]
         strategy, memory = str(self.recipe.strategy), self.recipe.memory
         return {
@@ -133,15 +133,15 @@ class MemoryPlan:
         }
 
 
-_HEAD = ("rank", "stage", *(one.name for one in fields(MemoryByKind)), "peak", "in")
+_HEAD = ("rank", "stage", *(kind.name for kind in fields(MemoryByKind)), "peak", "in")
 
 
 def describe_peak(plan: MemoryPlan) -> str:
     """Describe which rank needs most, at which moment, and for what."""
     largest = plan.largest
     kinds = sorted(asdict(largest.peak).items(), key=lambda kind: -kind[1])
-    told = ", ".join(f"{name} {format_bytes(size)}" for name, size in kinds[:3] if size)
-    return f"rank {largest.rank} needs {format_bytes(plan.peak)} in {_with_article(largest.when)} ({told})"
+    words = ", ".join(f"{name} {format_bytes(size)}" for name, size in kinds[:3] if size)
+    return f"rank {largest.rank} needs {format_bytes(plan.peak)} in {_with_article(largest.when)} ({words})"
 
 
 def _with_article(when: str) -> str:
@@ -150,26 +150,26 @@ def _with_article(when: str) -> str:
 
 def render_rank_table(plan: MemoryPlan) -> Iterator[str]:
     """Yield a table with a row for each rank: bytes by kind at its peak, without kinds that no rank has."""
-    rows = [_HEAD, *(_rank_row(one) for one in plan.ranks)]
+    rows = [_HEAD, *(_rank_row(rank) for rank in plan.ranks)]
     columns = [c for c in zip(*rows, strict=True) if any(cell != "0 B" for cell in c[1:])]
-    if all(one.stage == 0 for one in plan.ranks):
+    if all(rank.stage == 0 for rank in plan.ranks):
         columns = [c for c in columns if c[0] != "stage"]
     yield from _align_columns(list(zip(*columns, strict=True)))
 
 
-def _rank_row(one: RankMemory) -> tuple[str, ...]:
-    sizes = [format_bytes(size) for size in asdict(one.peak).values()]
-    return (str(one.rank), str(one.stage), *sizes, format_bytes(one.peak.total), one.when)
+def _rank_row(rank: RankMemory) -> tuple[str, ...]:
+    sizes = [format_bytes(size) for size in asdict(rank.peak).values()]
+    return (str(rank.rank), str(rank.stage), *sizes, format_bytes(rank.peak.total), rank.when)
 
 
 def render_layer_table(plan: MemoryPlan) -> Iterator[str]:
     """Yield a table with a row for each layer of each rank."""
-    kinds = [one.name for one in fields(LayerMemory)][1:]
+    kinds = [kind.name for kind in fields(LayerMemory)][1:]
     rows = [("rank", "layer", *kinds)]
-    for one in plan.ranks:
-        for layer in one.layers:
+    for rank in plan.ranks:
+        for layer in rank.layers:
             sizes = (format_bytes(getattr(layer, kind)) for kind in kinds)
-            rows.append((str(one.rank), layer.layer, *sizes))
+            rows.append((str(rank.rank), layer.layer, *sizes))
     yield from _align_columns(rows)
 
 
@@ -181,7 +181,7 @@ def _align_columns(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
 
 def describe_imbalance(plan: MemoryPlan) -> str:
     """Describe the imbalance of the ranks if the largest is more than 10 % above the mean; else empty."""
-    peaks = [one.peak.total for one in plan.ranks]
+    peaks = [rank.peak.total for rank in plan.ranks]
     mean = sum(peaks) / len(peaks)
     if max(peaks) <= 1.1 * mean:
         return ""

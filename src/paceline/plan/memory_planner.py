@@ -91,24 +91,25 @@ class _ReductionMemory:
 
     def of(self, rank: SimulatedRank, work: StepWork) -> tuple[GradientSumMemory, GatherMemory]:
         """Return both for one rank."""
-        alike = tuple(n for axis, n in rank.coordinates.items() if axis != "shard")
-        if alike not in self._known:
+        # Ranks of one shard group hold parts of the same tensors, so their bytes are computed once.
+        key = tuple(n for axis, n in rank.coordinates.items() if axis != "shard")
+        if key not in self._known:
             held = [*rank.held.values()]
-            gathers = not (self._common or all(x.kept for x in held))
+            gathers = not (self._common or all(placement.kept for placement in held))
             reduction = GradientReduction(
                 *(self._recipe, held, self._item_bytes),
                 sizes=count_parameter_bytes(held, self._item_bytes),
                 shards=self._shards,
                 common=self._common,
                 receives=self._receives,
-                completes=[name for one in work.footprints for name in one.completes],
+                completes=[name for footprint in work.footprints for name in footprint.completes],
                 blocks=self._gathered_blocks(rank) if gathers else (),
             )
-            self._known[alike] = gradient_sum_memory(reduction), gather_memory(reduction)
-        return self._known[alike]
+            self._known[key] = gradient_sum_memory(reduction), gather_memory(reduction)
+        return self._known[key]
 
     def _gathered_blocks(self, rank: SimulatedRank) -> list[list[str]]:
-        """Names of the parameters that ZeRO 3 gathers together; a stage gathers all of its own at once."""
+        """Return the names of the parameters that ZeRO 3 gathers together; a stage gathers all of its own."""
         blocks = recomputed_blocks(self._model, self._task.blocks) if rank.stage is None else ()
         return parameters_by_block(self._model, blocks, rank.held)
 
@@ -167,12 +168,12 @@ class MemoryPlanner:
         basis = self._basis(rank)
         steady, sums, gathers, _, work, rule = basis
         update = self._micro_batches.update
-        updated = [one.updates for one in rank.held.values() if one.updates is not None]
-        taken = update.takes([slot_bytes(slot, self._item_bytes) for slot in updated])
+        updated = [placement.updates for placement in rank.held.values() if placement.updates is not None]
+        update_bytes = update.takes([slot_bytes(slot, self._item_bytes) for slot in updated])
         between_steps = replace(steady, gathered=0, gradients=sums.stays + sums.own)
         moments = {"building": MemoryByKind(parameters=max(steady.parameters, self._built_bytes()))}
         moments |= {name: walk.peak() for name, walk in _step_walks(basis).items()}
-        moments["update"] = update_memory(replace(steady, gathered=0), sums, taken, gathers.arriving)
+        moments["update"] = update_memory(replace(steady, gathered=0), sums, update_bytes, gathers.arriving)
         if gathers.beginning:
             moments["gathering"] = replace(between_steps, gathered=gathers.beginning)
         if rule.agreement:
@@ -197,10 +198,11 @@ class MemoryPlanner:
         untrained = untrained_bytes(self._model, rank)
         average = sizes.updates if recipe.average.decay is not None else 0
         moments = int(self._micro_batches.update.kept * sizes.updates) + average
-        keeps = all(one.kept for one in rank.held.values())
+        keeps = all(placement.kept for placement in rank.held.values())
         weights = sizes.computes if keeps else sizes.updates
         # Replicas write a checkpoint together, each a part of whole tensors.
         saved, writers = untrained + sizes.updates + moments, recipe.strategy.degrees["replica"]
+        # With several writers, a tensor is not divided further, so one more can fit into a share.
         snapshot = saved if writers == 1 else min(saved, -(-saved // writers) + sizes.largest)
         return MemoryByKind(
             parameters=untrained + weights,
@@ -216,9 +218,9 @@ class MemoryPlanner:
             return 0
         number, stages = rank.stage.stage, rank.stage.num_stages
         table = self._micro_batches.table(stages)
-        own = self._micro_batches.footprints(rank, table.parts[number])[number::stages]
+        stage_footprints = self._micro_batches.footprints(rank, table.parts[number])[number::stages]
         near = stages_on_host(self.recipe.strategy.degrees, rank.global_rank, self._per_host)
-        return message_buffer_bytes(own, table, number, near)
+        return message_buffer_bytes(stage_footprints, table, number, near)
 
     def _built_bytes(self) -> int:
         """Return the bytes of the whole model, which exists before it is cut unless it is built on `meta`."""
@@ -251,7 +253,7 @@ def plan_memory(recipe: Recipe, task: Task, processes: int, *, nodes: int = 1) -
         nodes: hosts on which they run.
     Raises:
         StrategyError: the strategy does not fit the processes, or its memory is not planned.
-        TaskError: the model cannot be cut like this, or cannot run on fake tensors.
+        TaskError: the model cannot be partitioned in this way, or cannot run on fake tensors.
     Exactness: no less than the tensors that are allocated in a step, and at most 10 % more;
         tests/dist/test_memory_plan.py.
     """
@@ -286,7 +288,7 @@ def make_planners(recipe: Recipe, task: Task, processes: int, nodes: int) -> lis
 def combine_plans(recipe: Recipe, planners: Sequence[MemoryPlanner]) -> MemoryPlan:
     """Return for every rank of the job the plan of the number format that needs most."""
     plans = [planner.ranks() for planner in planners]
-    largest = [max(alike, key=lambda one: one.peak.total) for alike in zip(*plans, strict=True)]
+    largest = [max(variants, key=lambda rank: rank.peak.total) for variants in zip(*plans, strict=True)]
     return MemoryPlan(recipe, planners[0].processes, largest)
 
 
@@ -312,7 +314,7 @@ def _require_planned(recipe: Recipe, nodes: int) -> None:
     varies = sums and route.in_memory and nodes > 1 and not recipe.is_ordered
     unplanned = {
         f"sync={strategy.sync}": len(strategy.sync_specs) > 1 or not rule.memory,
-        f"codec={strategy.codec}": any(one.is_coded for one in strategy.codec_alternatives),
+        f"codec={strategy.codec}": any(codec.is_coded for codec in strategy.codec_alternatives),
         f"route={strategy.route}": rule.sums and not (route.is_default or route.in_memory),
         f"route={strategy.route} between hosts": varies,
         f"lanes={strategy.lanes}": strategy.lanes > 1,

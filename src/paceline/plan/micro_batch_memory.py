@@ -65,7 +65,11 @@ def unreleased_message_bytes(
         near: stages whose messages go through shared memory.
     """
     is_used = not _message_sizes(chunks, table, stage).keys() <= {*near}
-    return LATE_MESSAGES * max(one.arriving + one.departing for one in chunks) if is_used else 0
+    return (
+        LATE_MESSAGES * max(footprint.arriving + footprint.departing for footprint in chunks)
+        if is_used
+        else 0
+    )
 
 
 def message_buffer_bytes(
@@ -92,12 +96,12 @@ def _message_sizes(
 ) -> dict[int, list[tuple[int, int]]]:
     """Return (bytes in training, bytes in an evaluation) of the messages to each neighbour, by chunk."""
     sizes: dict[int, list[tuple[int, int]]] = {}
-    for chunk, one in enumerate(chunks):
+    for chunk, footprint in enumerate(chunks):
         action = PipelineAction("F", 0, chunk)
         if (following := next_chunk(stage, action, table.num_stages, table.chunks)) is not None:
-            sizes.setdefault(following[0], []).append((one.departing, one.departing_evaluation))
+            sizes.setdefault(following[0], []).append((footprint.departing, footprint.departing_evaluation))
         if (previous := previous_chunk(stage, action, table.num_stages)) is not None:
-            sizes.setdefault(previous[0], []).append((one.arriving, 0))
+            sizes.setdefault(previous[0], []).append((footprint.arriving, 0))
     return sizes
 
 
@@ -160,14 +164,16 @@ class MicroBatchMemory:
         """Return the work of a rank in a step."""
         if rank.stage is None:
             order = [PipelineAction(kind, k) for k in range(self.most) for kind in "FB"]
-            gradients = sum(slot_bytes(one.computes, self._item_bytes) for one in rank.held.values())
+            gradients = sum(
+                slot_bytes(placement.computes, self._item_bytes) for placement in rank.held.values()
+            )
             return StepWork(order, self.footprints(rank), [gradients])
         number, stages = rank.stage.stage, rank.stage.num_stages
         table = self.table(stages)
         order, parts = list(table.orders[number]), table.parts
         sizes = [0] * rank.stage.num_chunks
-        for one in rank.held.values():
-            sizes[one.chunk] += slot_bytes(one.computes, self._item_bytes)
+        for placement in rank.held.values():
+            sizes[placement.chunk] += slot_bytes(placement.computes, self._item_bytes)
         chunks = self.footprints(rank, parts[number])[number::stages]
         # A neighbour that runs larger parts sends and takes several parts of this stage in one message.
         before, after = (parts[number] // parts[n % stages] for n in (number - 1, number + 1))
@@ -181,12 +187,14 @@ class MicroBatchMemory:
         Args:
             parts: in how many parts the stage runs a micro-batch (`rechunk`).
         """
-        alike = rank.coordinates["tensor"], rank.coordinates["context"], parts
-        if alike not in self._footprints:
+        key = rank.coordinates["tensor"], rank.coordinates["context"], parts
+        if key not in self._footprints:
             recipe, fake, task = self._recipe, self._fake, self._task
             fake_model = make_fake_model(recipe, task, rank, self._processes, fake)
             if self._update is None:
+                # Once for all ranks: the optimizer is the same, and its memory is per byte of a parameter.
                 self._update = measure_update(recipe, task, fake_model.model, fake)
+            # Rounded up: the largest micro-batch decides the peak.
             samples = -(-recipe.batch.size // (self._shards * parts))
             evaluated = 0 if task.held_out is None else recipe.evaluate.batch
             layers = {number: layer for number, (_, layer) in model_layers(task, fake_model.model).items()}
@@ -196,8 +204,8 @@ class MicroBatchMemory:
                 evaluated=evaluated,
                 layers=layers,
             )
-            self._footprints[alike] = run.run(self._chunks(fake_model.model))
-        return self._footprints[alike]
+            self._footprints[key] = run.run(self._chunks(fake_model.model))
+        return self._footprints[key]
 
     def _chunks(self, model: nn.Module) -> list[list[nn.Module]] | None:
         """Return the modules of every chunk, in the order of the chain; None: there are no stages."""

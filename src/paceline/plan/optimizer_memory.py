@@ -57,24 +57,27 @@ def measure_update(recipe: Recipe, task: Task, model: nn.Module, fake: FakeTenso
     Args:
         model: model of fake tensors of the mode `fake`.
     """
-    made = None
+    custom_optimizer = None
     if task.optimizer is not None:
         with fake:
-            made = task.optimizer(model)
-    kept, one = _measure_few(recipe, made, 1)
-    _, few = _measure_few(recipe, made, _NUM_TENSORS)
-    at_once = few > _NUM_TENSORS * one * 0.9
-    return UpdateMemory(kept, one, 0.0 if at_once else few - one, at_once)
+            custom_optimizer = task.optimizer(model)
+    state_bytes, single_bytes = _measure_few(recipe, custom_optimizer, 1)
+    _, several_bytes = _measure_few(recipe, custom_optimizer, _NUM_TENSORS)
+    # Far more temporary memory for several tensors than for one: they are updated together.
+    at_once = several_bytes > _NUM_TENSORS * single_bytes * 0.9
+    return UpdateMemory(state_bytes, single_bytes, 0.0 if at_once else several_bytes - single_bytes, at_once)
 
 
-def _measure_few(recipe: Recipe, made: torch.optim.Optimizer | None, count: int) -> tuple[float, float]:
+def _measure_few(
+    recipe: Recipe, custom_optimizer: torch.optim.Optimizer | None, count: int
+) -> tuple[float, float]:
     """Return kept bytes per byte and temporary bytes per byte of one tensor, for `count` tensors."""
     parameters = [nn.Parameter(torch.zeros(_SIDE, _SIDE)) for _ in range(count)]
-    if made is None:
+    if custom_optimizer is None:
         small = nn.ParameterList(parameters)
         optimizer = build_optimizer(small, recipe.optimizer, fused_allowed=not recipe.reproducible)
     else:
-        optimizer = copy_for_parameters(made, parameters)
+        optimizer = copy_for_parameters(custom_optimizer, parameters)
     for p in parameters:
         p.grad = torch.ones_like(p)
     optimizer.step()
@@ -84,8 +87,8 @@ def _measure_few(recipe: Recipe, made: torch.optim.Optimizer | None, count: int)
     with live:
         optimizer.step()
     each = parameters[0].nbytes
-    kept = sum(t.nbytes for t in _state_tensors(optimizer, parameters) if t.numel() > 1)
-    return kept / (count * each), live.peak / each
+    state_bytes = sum(t.nbytes for t in _state_tensors(optimizer, parameters) if t.numel() > 1)
+    return state_bytes / (count * each), live.peak / each
 
 
 def _state_tensors(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> list[Tensor]:

@@ -60,15 +60,16 @@ def measure_block_seconds(
         entries: calls of layers in a micro-batch; calls of other layers are ignored.
     """
     known: dict[Hashable, float] = {}
-    found = dict.fromkeys(blocks, 0.0)
-    with torch.random.fork_rng():  # a run draws as if nothing had been measured
-        for entry in (one for one in entries if one.layer in blocks):
+    seconds_by_block = dict.fromkeys(blocks, 0.0)
+    # The run must draw the random numbers that it would draw without a measurement.
+    with torch.random.fork_rng():
+        for entry in (call for call in entries if call.layer in blocks):
             block = blocks[entry.layer]
             kind = _kind_of_call(block, entry)
             if kind not in known:
                 known[kind] = _measure_forward(block, entry, precision, device)
-            found[entry.layer] += known[kind]
-    return found
+            seconds_by_block[entry.layer] += known[kind]
+    return seconds_by_block
 
 
 def _kind_of_call(block: nn.Module, entry: LayerCall) -> Hashable:
@@ -85,13 +86,16 @@ def _measure_forward(
     twin, times = allocate_copy(block).to(device), []
     for _ in range(_REPEATS + 1):
         set_micro_batch_key(twin, 0)
-        args, kwargs = tree_map(lambda one: _filled_input(one, device), entry.arguments, is_leaf=_is_shape)
+        args, kwargs = tree_map(
+            lambda value: _filled_input(value, device), entry.arguments, is_leaf=_is_shape
+        )
         began = time.perf_counter()
         with precision.autocast():
             twin(*args, **kwargs)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         times.append(time.perf_counter() - began)
+    # The shortest: other processes and clock changes can only make a forward slower.
     return min(times[1:])
 
 
@@ -128,8 +132,11 @@ def peak_of_choice(sums: Sequence[MomentBytes], again: Sequence[bool]) -> int:
     Args:
         again: whether each block is recomputed.
     """
-    there = [one for one in sums if one.only is None or again[one.only[0]] == one.only[1]]
-    return max(one.num_bytes - sum(s for s, a in zip(one.saved, again, strict=True) if a) for one in there)
+    existing = [moment for moment in sums if moment.only is None or again[moment.only[0]] == moment.only[1]]
+    return max(
+        moment.num_bytes - sum(s for s, a in zip(moment.saved, again, strict=True) if a)
+        for moment in existing
+    )
 
 
 def moments_by_stage(
@@ -141,20 +148,26 @@ def moments_by_stage(
         plain, lean: planners of one recipe, without recomputation and with that of every block.
         num_blocks: blocks of the model.
     """
-    found: dict[int, dict[tuple[tuple[int, ...], tuple[int, bool] | None], int]] = {}
-    for (place, work, walks), (_, less, others) in zip(plain.walks(), lean.walks(), strict=True):
+    largest_by_stage: dict[int, dict[tuple[tuple[int, ...], tuple[int, bool] | None], int]] = {}
+    for (place, work, walks), (_, less, lean_walks) in zip(plain.walks(), lean.walks(), strict=True):
         pairs = zip(work.footprints, less.footprints, strict=True)
         saved = [_saved_by_call(a, b, num_blocks) for a, b in pairs]
-        most = found.setdefault(place.coordinates["pipeline"], {})
-        for again, ways in ((False, walks), (True, others)):
-            for one in (_moment_bytes(i, saved, num_blocks, again) for way in ways for i in way.instants()):
-                key = one.saved, one.only
-                most[key] = max(one.num_bytes, most.get(key, 0))
+        largest = largest_by_stage.setdefault(place.coordinates["pipeline"], {})
+        for again, variant_walks in ((False, walks), (True, lean_walks)):
+            for moment in (
+                _moment_bytes(instant, saved, num_blocks, again)
+                for walk in variant_walks
+                for instant in walk.instants()
+            ):
+                key = moment.saved, moment.only
+                largest[key] = max(moment.num_bytes, largest.get(key, 0))
     return {
         stage: [
-            MomentBytes(size, saved, only) for (saved, only), size in most.items() if only != _SAME_AS_PLAIN
+            MomentBytes(size, saved, only)
+            for (saved, only), size in largest.items()
+            if only != _SAME_AS_PLAIN
         ]
-        for stage, most in found.items()
+        for stage, largest in largest_by_stage.items()
     }
 
 
@@ -167,8 +180,8 @@ def _saved_by_call(
 ) -> list[tuple[int, int]]:
     """Return for each call of a layer its block and the bytes that recomputation saves; (-1, 0): no block."""
     calls = [entry.layer if entry.layer < num_blocks else -1 for entry in plain.entries]
-    kept, less = (iter(_kept_by_call(one, calls)) for one in (plain, lean))
-    return [(-1, 0) if block < 0 else (block, next(kept) - next(less)) for block in calls]
+    plain_bytes, lean_bytes = (iter(_kept_by_call(footprint, calls)) for footprint in (plain, lean))
+    return [(-1, 0) if block < 0 else (block, next(plain_bytes) - next(lean_bytes)) for block in calls]
 
 
 def _kept_by_call(footprint: MicroBatchFootprint, calls: Sequence[int]) -> list[int]:
@@ -179,13 +192,15 @@ def _kept_by_call(footprint: MicroBatchFootprint, calls: Sequence[int]) -> list[
 
 def _moment_bytes(instant: MemoryInstant, saved: SavedByCall, num_blocks: int, again: bool) -> MomentBytes:
     call, inside = divmod(instant.position, 2)
-    less = [0] * num_blocks
+    saved_by_block = [0] * num_blocks
     for block, size in _kept_by_other_calls(instant, saved, call):
         if block >= 0:
-            less[block] += size
-    own = saved[instant.chunk][call][0] if inside else -1
-    only = (own, again) if own >= 0 else (_SAME_AS_PLAIN if again else None)
-    return MomentBytes(instant.memory.total + (sum(less) if again else 0), tuple(less), only)
+            saved_by_block[block] += size
+    running_block = saved[instant.chunk][call][0] if inside else -1
+    only = (running_block, again) if running_block >= 0 else (_SAME_AS_PLAIN if again else None)
+    return MomentBytes(
+        instant.memory.total + (sum(saved_by_block) if again else 0), tuple(saved_by_block), only
+    )
 
 
 def _kept_by_other_calls(instant: MemoryInstant, saved: SavedByCall, call: int) -> Iterator[tuple[int, int]]:
@@ -228,35 +243,39 @@ def fewest_seconds(seconds: Sequence[float], sums: Sequence[MomentBytes], budget
     Exactness: up to 12 blocks the least time of all choices, and least memory among those;
         tests/unit/plan/test_recompute_choice.py.
     """
-    kept, again = (_bytes_by_block(sums, len(seconds), way) for way in (False, True))
-    least, rest = _suffix_sums(torch.minimum(kept, again)), _suffix_sums(kept)
-    begun = torch.tensor([[one.num_bytes for one in sums]], dtype=torch.float64)
+    kept_bytes, recomputed_bytes = (
+        _bytes_by_block(sums, len(seconds), recomputes) for recomputes in (False, True)
+    )
+    least, remaining = _suffix_sums(torch.minimum(kept_bytes, recomputed_bytes)), _suffix_sums(kept_bytes)
+    base_bytes = torch.tensor([[moment.num_bytes for moment in sums]], dtype=torch.float64)
     choices = _PartialChoices(
-        torch.zeros(1, dtype=torch.float64), torch.zeros(1, len(seconds), dtype=torch.bool), begun
+        torch.zeros(1, dtype=torch.float64), torch.zeros(1, len(seconds), dtype=torch.bool), base_bytes
     )
     best: tuple[float, float, list[int]] | None = None
     for block in range(len(seconds) + 1):
-        whole = choices.use + rest[block]
+        whole = choices.use + remaining[block]
         fits = (whole <= budget).all(1)
-        found = _best_choice(choices.where(fits), whole[fits])
-        best = found if best is None or (found is not None and found[:2] < best[:2]) else best
+        candidate = _best_choice(choices.where(fits), whole[fits])
+        best = candidate if best is None or (candidate is not None and candidate[:2] < best[:2]) else best
         may_fit = ~fits & (choices.use + least[block] <= budget).all(1)
         may_win = torch.ones_like(fits) if best is None else choices.seconds <= best[0]
         choices = choices.where(may_fit & may_win)
         if block < len(seconds):
-            choices = _extended(_thinned(choices, rest[block]), block, seconds[block], kept, again)
+            choices = _extended(
+                _thinned(choices, remaining[block]), block, seconds[block], kept_bytes, recomputed_bytes
+            )
     return None if best is None else best[2]
 
 
 def _bytes_by_block(sums: Sequence[MomentBytes], num_blocks: int, again: bool) -> Tensor:
     """Return the bytes that each block adds at each moment, recomputed or not, [L + 1, M]."""
-    found = torch.zeros(num_blocks + 1, len(sums), dtype=torch.float64)
-    for moment, one in enumerate(sums):
+    table = torch.zeros(num_blocks + 1, len(sums), dtype=torch.float64)
+    for index, moment in enumerate(sums):
         if again:
-            found[:-1, moment] = -torch.tensor(one.saved, dtype=torch.float64)
-        if one.only is not None and one.only[1] != again:
-            found[one.only[0], moment] = -torch.inf
-    return found
+            table[:-1, index] = -torch.tensor(moment.saved, dtype=torch.float64)
+        if moment.only is not None and moment.only[1] != again:
+            table[moment.only[0], index] = -torch.inf
+    return table
 
 
 def _suffix_sums(uses: Tensor) -> Tensor:
@@ -274,22 +293,22 @@ def _best_choice(choices: _PartialChoices, use: Tensor) -> tuple[float, float, l
 
 
 def _extended(
-    choices: _PartialChoices, block: int, seconds: float, kept: Tensor, again: Tensor
+    choices: _PartialChoices, block: int, seconds: float, kept_bytes: Tensor, recomputed_bytes: Tensor
 ) -> _PartialChoices:
     marked = choices.again.clone()
     marked[:, block] = True
     return _PartialChoices(
         torch.cat([choices.seconds + seconds, choices.seconds]),
         torch.cat([marked, choices.again]),
-        torch.cat([choices.use + again[block], choices.use + kept[block]]),
+        torch.cat([choices.use + recomputed_bytes[block], choices.use + kept_bytes[block]]),
     )
 
 
-def _thinned(choices: _PartialChoices, rest: Tensor) -> _PartialChoices:
+def _thinned(choices: _PartialChoices, remaining: Tensor) -> _PartialChoices:
     """Keep the choices that need least memory among those of about equal time."""
     if len(choices.seconds) <= _MOST_CHOICES:
         return choices
-    by_bytes = choices.where((choices.use + rest).max(1).values.argsort(stable=True))
+    by_bytes = choices.where((choices.use + remaining).max(1).values.argsort(stable=True))
     times = (by_bytes.seconds * (_NUM_TIMES / by_bytes.seconds.max())).round()
     order = times.argsort(stable=True)
     _, sizes = times[order].unique_consecutive(return_counts=True)
@@ -383,12 +402,12 @@ def choose_recompute(
     lean = make_planners(_with_recompute(recipe, numbered), task, processes, nodes)
     seconds = _measure_blocks(plain, task, recipe, device or torch.device("cpu"))
     stages = _moments_of_stages(plain, lean, len(recomputed_blocks(task.model, task.blocks)))
-    found = [without]
-    for word in _candidate_words(stages, seconds, budget, recipe, numbered, found):
-        found.append(plan_memory(_with_recompute(recipe, word), task, processes, nodes=nodes))
-        if found[-1].peak <= budget:
+    plans = [without]
+    for word in _candidate_words(stages, seconds, budget, recipe, numbered, plans):
+        plans.append(plan_memory(_with_recompute(recipe, word), task, processes, nodes=nodes))
+        if plans[-1].peak <= budget:
             break
-    best = min(found, key=lambda plan: (plan.peak > budget, plan.peak))
+    best = min(plans, key=lambda plan: (plan.peak > budget, plan.peak))
     return RecomputeChoice(best, without.peak, seconds)
 
 
@@ -402,21 +421,23 @@ def _candidate_words(
     budget: int,
     recipe: Recipe,
     numbered: str,
-    found: Sequence[MemoryPlan],
+    plans: Sequence[MemoryPlan],
 ) -> Iterator[str]:
-    """Yield candidates until a plan fits; `found` has the plans of those that did not."""
-    aim, tried = budget, {""}
+    """Yield candidates until a plan fits; `plans` has the plans of those that did not."""
+    aim, tried_words = budget, {""}
     for _ in range(_TRIALS):
         word = _choose_blocks(stages, seconds, aim)
         if word is None:
             break
-        if word not in tried:
-            tried.add(word)
+        if word not in tried_words:
+            tried_words.add(word)
             yield word
-            aim -= found[-1].peak - budget
+            aim -= plans[-1].peak - budget
         else:
+            # The search has returned the same blocks: it needs a smaller budget to return others.
             aim -= max(1, budget // 1000)
     yield numbered
+    # A compiled model cannot run in segments.
     if not recipe.runtime.compile:
         yield "segments"
 
@@ -425,47 +446,51 @@ def _choose_blocks(
     stages: Sequence[Sequence[MomentBytes]], seconds: Mapping[int, float], budget: int
 ) -> str | None:
     """Choose the blocks of each stage separately; None: a stage does not fit."""
-    found: list[int] = []
+    chosen: list[int] = []
     for sums in stages:
-        binding = [one for one in sums if one.num_bytes - sum(min(0, s) for s in one.saved) > budget]
-        own = sorted(
+        binding = [
+            moment for moment in sums if moment.num_bytes - sum(min(0, s) for s in moment.saved) > budget
+        ]
+        stage_blocks = sorted(
             {
                 k
-                for one in binding
-                for k in range(len(one.saved))
-                if one.saved[k] or _is_moment_of_block(one, k)
+                for moment in binding
+                for k in range(len(moment.saved))
+                if moment.saved[k] or _is_moment_of_block(moment, k)
             }
         )
         if not binding:
             continue
-        part = fewest_seconds(
-            [seconds.get(k, 0.0) for k in own], [_restricted_to_stage(one, own) for one in binding], budget
+        stage_choice = fewest_seconds(
+            [seconds.get(k, 0.0) for k in stage_blocks],
+            [_restricted_to_stage(moment, stage_blocks) for moment in binding],
+            budget,
         )
-        if part is None:
+        if stage_choice is None:
             return None
-        found += [own[k] for k in part]
-    return ",".join(map(str, sorted(found)))
+        chosen += [stage_blocks[k] for k in stage_choice]
+    return ",".join(map(str, sorted(chosen)))
 
 
-def _is_moment_of_block(one: MomentBytes, block: int) -> bool:
-    return one.only is not None and one.only[0] == block
+def _is_moment_of_block(moment: MomentBytes, block: int) -> bool:
+    return moment.only is not None and moment.only[0] == block
 
 
-def _restricted_to_stage(one: MomentBytes, own: Sequence[int]) -> MomentBytes:
+def _restricted_to_stage(moment: MomentBytes, stage_blocks: Sequence[int]) -> MomentBytes:
     """Return a moment with the blocks of its stage only."""
-    only = None if one.only is None else (own.index(one.only[0]), one.only[1])
-    return MomentBytes(one.num_bytes, tuple(one.saved[k] for k in own), only)
+    only = None if moment.only is None else (stage_blocks.index(moment.only[0]), moment.only[1])
+    return MomentBytes(moment.num_bytes, tuple(moment.saved[k] for k in stage_blocks), only)
 
 
 def _moments_of_stages(
     plain: Iterable[MemoryPlanner], lean: Iterable[MemoryPlanner], num_blocks: int
 ) -> list[list[MomentBytes]]:
     """Return the moments of each stage, of all its ranks in all number formats."""
-    found: dict[int, list[MomentBytes]] = {}
-    for one, other in zip(plain, lean, strict=True):
-        for stage, sums in moments_by_stage(one, other, num_blocks).items():
-            found.setdefault(stage, []).extend(sums)
-    return [found[stage] for stage in sorted(found)]
+    moments: dict[int, list[MomentBytes]] = {}
+    for plain_planner, lean_planner in zip(plain, lean, strict=True):
+        for stage, sums in moments_by_stage(plain_planner, lean_planner, num_blocks).items():
+            moments.setdefault(stage, []).extend(sums)
+    return [moments[stage] for stage in sorted(moments)]
 
 
 def _measure_blocks(

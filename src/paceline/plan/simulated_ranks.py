@@ -95,7 +95,7 @@ class SimulatedGroups:
     @property
     def largest(self) -> int:
         """Return the bytes of the largest call of any group."""
-        return max((one.largest for one in self.made), default=0)
+        return max((group.largest for group in self.made), default=0)
 
 
 CPU = torch.device("cpu")
@@ -162,11 +162,11 @@ class SimulatedCollective:
 
 @dataclass(frozen=True)
 class _SimulatedContext(SessionContext):
-    """A setting that connects to nobody.
+    """Session context without connections to other ranks.
 
     Args:
         made: collectives so far.
-        straight: what goes straight through a process group.
+        straight: process groups that are used without a collective.
     """
 
     made: list[SimulatedCollective] = field(default_factory=list)
@@ -180,9 +180,10 @@ class _SimulatedContext(SessionContext):
 
 
 def simulated_context(recipe: Recipe, processes: int, rank: int) -> _SimulatedContext:
-    """What the cuts are given on one rank of a job."""
+    """Return the session context from which the partitions of one rank are made."""
     net, straight = Net(recipe.runtime.deadline_seconds, times_calls=False), SimulatedGroups()
     mesh = Mesh.without_groups(recipe.strategy.degrees, rank)
+    # Attention sends over its process group directly, not through a collective.
     context_axis = replace(mesh.axes["context"], lease=cast(GroupLease, straight))
     return _SimulatedContext(
         recipe=recipe,
@@ -207,29 +208,31 @@ def simulate_ranks(recipe: Recipe, task: Task, model: nn.Module, processes: int)
         recipe: its strategy has its replicas filled in.
         model: the task's, without values.
     Raises:
-        StrategyError, TaskError: the model cannot be cut so.
+        StrategyError, TaskError: the model cannot be partitioned in this way.
     """
     degrees = recipe.strategy.degrees
-    cuts: dict[int, tuple[ModelPlacement, StagePartition | None]] = {}
-    alike: dict[
-        tuple[int, ...], dict[str, TensorPlacement]
-    ] = {}  # ranks of one shard group differ in their place only
+    layout_by_stage: dict[int, tuple[ModelPlacement, StagePartition | None]] = {}
+    # Ranks of one shard group differ in their place only.
+    held_by_coordinates: dict[tuple[int, ...], dict[str, TensorPlacement]] = {}
     sizes = [1, *(degrees[axis] for axis in AXES[1:])]
     for rank, inside in enumerate(product(*map(range, sizes))):
         coordinates = dict(zip(AXES, inside, strict=True))
         stage, place = coordinates["pipeline"], coordinates["shard"]
-        if stage not in cuts:
-            cuttings = _partitions(simulated_context(recipe, processes, rank), task, model)
-            placement = _placement_after(model, cuttings)
-            cuts[stage] = placement, next((c.stage for c in cuttings if c.stage is not None), None)
-        placement, cut = cuts[stage]
-        others = tuple(n for axis, n in coordinates.items() if axis != "shard")
-        if others not in alike:
-            alike[others] = placement.at(coordinates)
-        held = alike[others]
+        if stage not in layout_by_stage:
+            partitions = _partitions(simulated_context(recipe, processes, rank), task, model)
+            placement = _placement_after(model, partitions)
+            layout_by_stage[stage] = (
+                placement,
+                next((partition.stage for partition in partitions if partition.stage is not None), None),
+            )
+        placement, stage_partition = layout_by_stage[stage]
+        key = tuple(n for axis, n in coordinates.items() if axis != "shard")
+        if key not in held_by_coordinates:
+            held_by_coordinates[key] = placement.at(coordinates)
+        held = held_by_coordinates[key]
         if degrees["shard"] > 1:
-            held = {name: replace(one, place=place) for name, one in held.items()}
-        yield SimulatedRank(rank, coordinates, held, cut)
+            held = {name: replace(tensor_placement, place=place) for name, tensor_placement in held.items()}
+        yield SimulatedRank(rank, coordinates, held, stage_partition)
 
 
 def _partitions(context: SessionContext, task: Task, model: nn.Module) -> list[ModelPartition]:
@@ -237,10 +240,10 @@ def _partitions(context: SessionContext, task: Task, model: nn.Module) -> list[M
     return [spec.load()(context, material) for spec in context.recipe.strategy.cuts]
 
 
-def _placement_after(model: nn.Module, cuttings: Sequence[ModelPartition]) -> ModelPlacement:
+def _placement_after(model: nn.Module, partitions: Sequence[ModelPartition]) -> ModelPlacement:
     placement = ModelPlacement(tuple(trained_parameters(model)))
-    for cutting in cuttings:
-        placement = placement.cut(cutting.transform)
+    for partition in partitions:
+        placement = placement.cut(partition.transform)
     return placement
 
 
@@ -251,7 +254,7 @@ class FakeModel:
     Args:
         seen: see `ShardedModel.seen`.
         exchanged: bytes that tensor ranks would have sent each other so far.
-        straight: what context ranks would have sent each other so far.
+        straight: process groups of context ranks, with the bytes of their largest calls.
     """
 
     model: nn.Module
@@ -263,13 +266,15 @@ class FakeModel:
 def make_fake_model(
     recipe: Recipe, task: Task, place: SimulatedRank, processes: int, fake: FakeTensorMode
 ) -> FakeModel:
-    """Make it, in a mode."""
+    """Return the model of a rank, with its partitions applied, made of fake tensors of the mode `fake`."""
     model = copy_to_meta(task.model)
     if recipe.memory.recomputes:
         recompute_blocks(model, task.blocks, recipe.memory.recompute)
     context = simulated_context(recipe, processes, place.global_rank)
-    cuttings = [
-        c for c in _partitions(context, task, model) if c.transform.axis not in _AXES_OF_WHOLE_MODULES
+    partitions = [
+        partition
+        for partition in _partitions(context, task, model)
+        if partition.transform.axis not in _AXES_OF_WHOLE_MODULES
     ]
     dtypes = {slot.name: p.dtype for slot, p in trained_parameters(model).items()}
     dtypes |= {name: p.dtype for name, p in model.named_parameters()}
@@ -279,18 +284,19 @@ def make_fake_model(
 
     with fake:
         sharded_model = shard_model(
-            model, _placement_after(model, cuttings), place.coordinates, links=[model], make=make
+            model, _placement_after(model, partitions), place.coordinates, links=[model], make=make
         )
         for module in model.modules():
             for name, value in module._buffers.items():
                 if value is not None:
+                    # Buffers are on `meta`, and operations with fake tensors need one device.
                     module._buffers[name] = torch.empty_like(value, device="cpu")
-        for cutting in cuttings:
-            sharded_model = cutting.prepare(sharded_model)
+        for partition in partitions:
+            sharded_model = partition.prepare(sharded_model)
     collectives = context.made
     return FakeModel(
         sharded_model.model,
         sharded_model.seen,
-        lambda: sum(one.exchanged for one in collectives),
+        lambda: sum(collective.exchanged for collective in collectives),
         context.straight,
     )

@@ -74,15 +74,15 @@ def best_fitting_cut(
     search.wait([])
     while search.waiting:
         _, _, places, limits = heappop(search.waiting)
-        own = [places[stage::num_stages] for stage in range(num_stages)]
-        wrong = search.known(own)
-        if wrong is None:
-            found = [(stage, own[stage]) for stage, fit in enumerate(fits(places)) if not fit]
-            if not found:
+        stage_parts = [places[stage::num_stages] for stage in range(num_stages)]
+        misfit = search.known(stage_parts)
+        if misfit is None:
+            too_large = [(stage, stage_parts[stage]) for stage, fit in enumerate(fits(places)) if not fit]
+            if not too_large:
                 return places
-            search.too_large += found
-            wrong = found[0]
-        search.split(limits, *wrong)
+            search.too_large += too_large
+            misfit = too_large[0]
+        search.split(limits, *misfit)
     return []
 
 
@@ -100,23 +100,28 @@ class _CutSearch:
         """Add the best cut within these limits to the queue, if there is one."""
 
         def allowed(part: int, place: range) -> bool:
-            return all(self._covers(place, one.place) == one.holds for one in limits if one.part == part)
+            return all(
+                self._covers(place, limit.place) == limit.holds for limit in limits if limit.part == part
+            )
 
         places = partition_evenly(self._weights, self._num_stages * self._chunks, self._sizes, allowed)
         if places:
+            # The number breaks ties, since ranges cannot be compared.
             heappush(self.waiting, (_cut_cost(self._weights, places), next(self._numbers), places, limits))
 
-    def known(self, own: Sequence[Sequence[range]]) -> tuple[int, Sequence[range]] | None:
+    def known(self, stage_parts: Sequence[Sequence[range]]) -> tuple[int, Sequence[range]] | None:
         """Return a stage of a cut that is known not to fit, with the parts that are too large."""
         matches = (
             (stage, parts)
             for stage, parts in self.too_large
-            if all(self._covers(place, other) for place, other in zip(own[stage], parts, strict=True))
+            if all(self._covers(place, other) for place, other in zip(stage_parts[stage], parts, strict=True))
         )
         return next(matches, None)
 
     def split(self, limits: list[_PartLimit], stage: int, parts: Sequence[range]) -> None:
         """Add the cuts within these limits whose stage does not have all of these parts."""
+        # Murty's branching: the k-th set keeps the first k parts and excludes the next, so no cut occurs
+        # twice.
         wanted = [_PartLimit(stage + k * self._num_stages, place, True) for k, place in enumerate(parts)]
         for number, limit in enumerate(wanted):
             self.wait([*limits, *wanted[:number], limit._replace(holds=False)])
@@ -125,7 +130,7 @@ class _CutSearch:
 def _cut_cost(weights: Sequence[int], places: Sequence[range]) -> tuple[int, int]:
     """Return the key by which cuts are ordered: the heaviest part, then the sum of squares."""
     sums = [sum(weights[i] for i in place) for place in places]
-    return max(sums), sum(one**2 for one in sums)
+    return max(sums), sum(total**2 for total in sums)
 
 
 def _contains(place: range, other: range) -> bool:
@@ -146,13 +151,13 @@ def cut_within_budget(
         StrategyError: no cut fits; names the one that needs least.
         TaskError: as in `plan_memory`.
     """
-    tried: list[MemoryPlan] = []
-    for way in _recompute_variants(recipe):
-        budget = _StageBudget(way, task, processes, tried)
+    plans: list[MemoryPlan] = []
+    for variant in _recompute_variants(recipe):
+        budget = _StageBudget(variant, task, processes, plans)
         places = best_fitting_cut(weights, sizes, recipe.strategy.pipeline, budget.fits, chunks)
         if places:
             return BudgetedCut(places, budget.peaks(places))
-    least, budget_bytes = min(tried, key=lambda plan: plan.peak), recipe.memory.budget or 0
+    least, budget_bytes = min(plans, key=lambda plan: plan.peak), recipe.memory.budget or 0
     raise StrategyError(
         f"no cut of {len(weights)} modules into {_describe_stages(recipe, chunks)} keeps memory.budget ="
         f" {format_bytes(budget_bytes)}; stages={least.recipe.strategy.stages} needs least of all that were"
@@ -180,11 +185,11 @@ class _StageBudget:
 
     Args:
         recipe: with the recomputation of the run.
-        tried: list to which every plan is appended.
+        plans: list to which every plan is appended.
     """
 
-    def __init__(self, recipe: Recipe, task: Task, processes: int, tried: list[MemoryPlan]) -> None:
-        self._recipe, self._task, self._processes, self._tried = recipe, task, processes, tried
+    def __init__(self, recipe: Recipe, task: Task, processes: int, plans: list[MemoryPlan]) -> None:
+        self._recipe, self._task, self._processes, self._tried = recipe, task, processes, plans
 
     def peaks(self, places: Sequence[range]) -> list[int]:
         """Return the peak of each stage in the steps, without the building of the model."""
@@ -192,11 +197,11 @@ class _StageBudget:
         recipe = self._recipe.replace(strategy=self._recipe.strategy.replace(stages=stages))
         plan = plan_memory(recipe, self._task, self._processes)
         self._tried.append(plan)
-        found = [0] * recipe.strategy.pipeline
+        peak_by_stage = [0] * recipe.strategy.pipeline
         for rank in plan.ranks:
             steps = (parts.total for when, parts in rank.moments.items() if not when.startswith("building"))
-            found[rank.stage] = max(found[rank.stage], *steps)
-        return found
+            peak_by_stage[rank.stage] = max(peak_by_stage[rank.stage], *steps)
+        return peak_by_stage
 
     def fits(self, places: Sequence[range]) -> list[bool]:
         """Return which stages fit."""
@@ -205,4 +210,5 @@ class _StageBudget:
         except TaskError:
             if self._recipe.memory.recompute != "blocks":
                 raise
-            return [False] * self._recipe.strategy.pipeline  # the model has no blocks
+            # A model without blocks cannot be recomputed, so nothing fits.
+            return [False] * self._recipe.strategy.pipeline

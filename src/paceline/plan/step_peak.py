@@ -36,7 +36,7 @@ class StepWork:
     @property
     def evaluation(self) -> int:
         """Return the bytes of a forward in an evaluation."""
-        return max(one.evaluation for one in self.footprints)
+        return max(footprint.evaluation for footprint in self.footprints)
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class StepWalk:
     """
 
     def __init__(self, steady: MemoryByKind, sums: GradientSumMemory, work: StepWork) -> None:
-        late = max(one.passed for one in work.footprints) + work.messages
+        late = max(footprint.passed for footprint in work.footprints) + work.messages
         self._steady, self._sums, self._work = replace(steady, wire=steady.wire + late), sums, work
         self._split = {a.place for a in work.order if a.kind == "W"}
         self._last_part = max(a.part for a in work.order)
@@ -82,10 +82,13 @@ class StepWalk:
 
     def peak(self) -> MemoryByKind:
         """Return the memory of the largest moment."""
+        # By the total of each moment: kinds reach their largest values at different moments.
         return max((instant.memory for instant in self.instants()), key=lambda memory: memory.total)
 
     def _kept(self) -> int:
-        return sum(n * one.kept for n, one in zip(self._in_flight, self._work.footprints, strict=True))
+        return sum(
+            n * footprint.kept for n, footprint in zip(self._in_flight, self._work.footprints, strict=True)
+        )
 
     def _forward(self, action: PipelineAction) -> Iterator[MemoryInstant]:
         number, chunk = action.chunk, self._work.footprints[action.chunk]
@@ -190,6 +193,6 @@ def agreement_memory(
         work: work of the step before; a backend can still hold its last messages inside a replica.
         agreement: bytes of temporary tensors of the average.
     """
-    late = max(one.passed for one in work.footprints)
+    late = max(footprint.passed for footprint in work.footprints)
     grads = sums.stays + sums.own
     return replace(steady, gathered=0, gradients=grads, activations=agreement, wire=steady.wire + late)

@@ -58,11 +58,11 @@ def waiting_partial_sums(shards: Sequence[int]) -> list[int]:
         shards: consecutive shards, in the order in which they are run.
     """
     carry = TreeAccumulator(covering_nodes(range(min(shards), max(shards) + 1)) if shards else [])
-    found = []
+    num_waiting = []
     for shard in shards:
         carry.push(range(shard, shard + 1), torch.empty(0))
-        found.append(carry.num_sums)
-    return found
+        num_waiting.append(carry.num_sums)
+    return num_waiting
 
 
 def model_state_bytes(num_values: int) -> dict[str, int]:
@@ -93,7 +93,8 @@ def gloo_copies(shard: int) -> float:
     return 0 if shard <= 2 else 1 + 1 / shard
 
 
-_ROUNDS = 2  # micro-batches after which all permanent buffers exist
+# Micro-batches after which all permanent buffers exist.
+_ROUNDS = 2
 
 
 class ScatterMemory(NamedTuple):
@@ -126,16 +127,20 @@ def scatter_memory(reduction: GradientReduction) -> ScatterMemory:
         return ScatterMemory(stay, [_once_per_step(reduction)], 0, memory.num_bytes - stay)
     rank = _SimulatedScatterRank(reduction, path, memory)
     under_way = rank.run()
-    stays = [*rank.blocks, *path.received]
-    come = [*_gather_buffers(reduction, memory)]
-    most = max((found for one in under_way for _, found in one), default=0)
+    kept_tensors = [*rank.blocks, *path.received]
+    gather_tensors = [*_gather_buffers(reduction, memory)]
+    most = max((num_bytes for samples in under_way for _, num_bytes in samples), default=0)
+    # A rank with fewer micro-batches confirms scatters later, so simulating equal ranks is no bound.
     if reduction.blocks and not reduction.is_even:
         most = _most_behind_bytes(reduction)
     # Backends, and other chunks of a stage, can keep a scatter longer than the simulation does.
     if not (reduction.blocks and reduction.is_even):
         under_way = [[(0, most)]]
     learning = _first_backward_bytes(reduction) if reduction.blocks else most
-    stay, gathered = _storage_bytes(stays), _storage_bytes([*stays, *come]) - _storage_bytes(stays)
+    stay, gathered = (
+        _storage_bytes(kept_tensors),
+        _storage_bytes([*kept_tensors, *gather_tensors]) - _storage_bytes(kept_tensors),
+    )
     return ScatterMemory(stay + sum(path.shared_bytes.values()), under_way, learning, gathered)
 
 
@@ -177,16 +182,17 @@ class _SimulatedScatterRank:
         )
         for number, laid in enumerate(reduction.often):
             tensors = meta_tensors(laid.members, reduction.item_bytes)
-            parts = {one.computes: one.parts for one in laid.members}
+            parts = {placement.computes: placement.parts for placement in laid.members}
             most, name = reduction.recipe.runtime.bucket_bytes, scatter_buffer_prefix(number)
-            one = ScatterReducer(tensors, parts, ways, most, name=name)
-            self._rows[one] = max(x.rows[0].nbytes for x in laid.buffers)  # of what a scatter brings
-            self._by_name |= {slot.name: (one, slot) for slot in tensors}
+            reducer = ScatterReducer(tensors, parts, ways, most, name=name)
+            # The result of a scatter is one row of its bucket.
+            self._rows[reducer] = max(bucket.rows[0].nbytes for bucket in laid.buffers)
+            self._by_name |= {slot.name: (reducer, slot) for slot in tensors}
 
     @property
     def blocks(self) -> list[Tensor]:
         """Return the memory of buckets that stays."""
-        return [x for one in self._rows for x in one.blocks.kept]
+        return [x for reducer in self._rows for x in reducer.blocks.kept]
 
     def run(self) -> list[list[tuple[int, int]]]:
         """Return for each micro-batch pairs (bytes of complete gradients, temporary bytes of scatters)."""
@@ -245,49 +251,56 @@ def _completion_order(completes: list[str], names: list[str]) -> list[str]:
 
 def _receive_buffers(reduction: GradientReduction, memory: Workspace) -> Iterator[Tensor]:
     """Yield the receive buffers of buckets that are scattered once a step."""
-    for number, one in enumerate(reduction.scattered_once_per_step):
-        (num_rows, width), dtype = one.rows.shape, one.rows.dtype
+    for number, bucket in enumerate(reduction.scattered_once_per_step):
+        (num_rows, width), dtype = bucket.rows.shape, bucket.rows.dtype
         for turn in range(min(MAX_IN_FLIGHT, number + 1)):
-            yield memory.take(transfer_buffer_name(turn), (num_rows - 1, width), dtype, one.rows.device)
+            yield memory.take(transfer_buffer_name(turn), (num_rows - 1, width), dtype, bucket.rows.device)
 
 
 def _once_per_step(reduction: GradientReduction) -> list[tuple[int, int]]:
     """Return `ScatterMemory.under_way` of buckets that are scattered once a step."""
     buckets = reduction.scattered_once_per_step if reduction.receives == "route" else []
-    sizes, done, found = [one.flat.nbytes + one.rows[0].nbytes for one in buckets], 0, [(0, 0)]
-    for number, bucket in enumerate(buckets):  # buckets leave in order
+    sizes, done, samples = [bucket.flat.nbytes + bucket.rows[0].nbytes for bucket in buckets], 0, [(0, 0)]
+    # Buckets are launched in this order, whatever order their gradients are complete in.
+    for number, bucket in enumerate(buckets):
         done += sum(slot_bytes(slot, reduction.item_bytes) for slot in bucket.slots)
-        found.append((done, sum(sizes[max(0, number + 1 - MAX_IN_FLIGHT) : number + 1])))
-    return found if len(reduction.reductions) == 1 else [(0, 0), (1, sum(sorted(sizes)[-MAX_IN_FLIGHT:]))]
+        samples.append((done, sum(sizes[max(0, number + 1 - MAX_IN_FLIGHT) : number + 1])))
+    return samples if len(reduction.reductions) == 1 else [(0, 0), (1, sum(sorted(sizes)[-MAX_IN_FLIGHT:]))]
 
 
 def _gather_buffers(reduction: GradientReduction, memory: Workspace) -> Iterator[Tensor]:
     """Yield the buffers through which parameters are gathered, in turn."""
     shapes = gather_buckets(reduction.held, reduction.item_bytes, reduction.recipe.runtime.bucket_bytes)
-    for number, one in enumerate(shapes):
-        flat, name = one.flat, transfer_buffer_name(number % MAX_IN_FLIGHT)
+    for number, bucket in enumerate(shapes):
+        flat, name = bucket.flat, transfer_buffer_name(number % MAX_IN_FLIGHT)
         yield memory.take(name, flat.shape, flat.dtype, flat.device)
 
 
 def _most_behind_bytes(reduction: GradientReduction) -> int:
     """Return the bytes of all unconfirmed buckets, of one that is filled, and of what they receive."""
     return _first_backward_bytes(reduction) + sum(
-        _largest_run_bytes(reduction, laid) for laid in reduction.often
+        _largest_run_bytes(reduction, layout) for layout in reduction.often
     )
 
 
 def _first_backward_bytes(reduction: GradientReduction) -> int:
     """Return the bytes of scatters at the end of the first backward, in place of the gradients."""
-    arriving = int(reduction.passing * sum(_largest_run_bytes(reduction, one) for one in reduction.often))
-    rows = reduction.allocates_own_row * sum(
-        max(x.rows[0].nbytes for x in one.buffers) for one in reduction.often
+    arriving = int(
+        reduction.passing * sum(_largest_run_bytes(reduction, layout) for layout in reduction.often)
     )
-    return arriving + rows + sum(max(x.flat.nbytes for x in one.buffers) for one in reduction.often)
+    rows = reduction.allocates_own_row * sum(
+        max(bucket.rows[0].nbytes for bucket in layout.buffers) for layout in reduction.often
+    )
+    return (
+        arriving
+        + rows
+        + sum(max(bucket.flat.nbytes for bucket in layout.buffers) for layout in reduction.often)
+    )
 
 
-def _largest_run_bytes(reduction: GradientReduction, laid: BucketLayout) -> int:
+def _largest_run_bytes(reduction: GradientReduction, layout: BucketLayout) -> int:
     """Return the most bytes of consecutive buckets that can be unconfirmed."""
-    sizes = [one.flat.nbytes for one in laid.buffers]
+    sizes = [bucket.flat.nbytes for bucket in layout.buffers]
     most = min(max_unconfirmed_buckets(sizes, reduction.behind), len(sizes))
     return max(sum((sizes + sizes)[first : first + most]) for first in range(len(sizes)))
 
@@ -331,7 +344,7 @@ class GradientSumMemory:
         if not self.under_way:
             return 0
         by_done = self.under_way[min(micro_batch, len(self.under_way) - 1)]
-        return next((found for least, found in reversed(by_done) if least <= done), 0)
+        return next((num_bytes for least, num_bytes in reversed(by_done) if least <= done), 0)
 
 
 def gradient_sum_memory(reduction: GradientReduction) -> GradientSumMemory:
@@ -346,22 +359,21 @@ def gradient_sum_memory(reduction: GradientReduction) -> GradientSumMemory:
     buckets = _whole_bytes(reduction.buckets) + sizes.shared
     if strategy.shard == 1:
         return GradientSumMemory(buckets)
-    alone = (
-        reduction.sharers == strategy.shard
-    )  # else the own row is summed over replicas, in a buffer of its own
+    # With further replicas, the own row is summed over them in a buffer of its own.
+    alone = reduction.sharers == strategy.shard
     at_once = not (reduction.common or reduction.scattered_once_per_step)
-    own = _row_bytes(reduction.buckets) if at_once or (reduction.common and not alone) else 0
+    own_row_bytes = _row_bytes(reduction.buckets) if at_once or (reduction.common and not alone) else 0
     before, waiting = (
         [[(0, 0)]] * (reduction.most_micro_batches - 1),
         [1] * (reduction.most_micro_batches - 1) + [0],
     )
-    found = scatter_memory(reduction)
+    scatters = scatter_memory(reduction)
     return GradientSumMemory(
-        buckets + found.stay + _slice_bytes(reduction),
-        own,
+        buckets + scatters.stay + _slice_bytes(reduction),
+        own_row_bytes,
         moved=int(at_once),
         waiting=waiting,
-        under_way=[*before, *found.under_way],
+        under_way=[*before, *scatters.under_way],
     )
 
 
@@ -369,16 +381,19 @@ def _ordered_sums(reduction: GradientReduction) -> GradientSumMemory:
     """Return the memory of sums in one order (`reproducible`)."""
     strategy, sizes, sharers = reduction.recipe.strategy, reduction.sizes, reduction.sharers
     blocks = [split_evenly(reduction.shards, reduction.runners, rank) for rank in range(reduction.runners)]
-    found = [waiting_partial_sums(shards) for block in blocks for shards in _shards_by_stage(strategy, block)]
-    waiting = max(found, key=lambda one: (max(one), sum(one)))
+    waiting_by_rank = [
+        waiting_partial_sums(shards) for block in blocks for shards in _shards_by_stage(strategy, block)
+    ]
+    waiting = max(waiting_by_rank, key=lambda counts: (max(counts), sum(counts)))
     if sharers == 1:
         return GradientSumMemory(sizes.shared, at_end=True, waiting=waiting, stays=sizes.computes)
     nodes = max(len(covering_nodes(block)) for block in blocks)
     buckets = nodes * _whole_bytes(reduction.buckets) + sizes.shared
-    moved, own = _ordered_wire_bytes(reduction, nodes)
-    apart = strategy.shard > 1  # else a gradient has its sum, and lets go of it before the next backward
+    moved, row_bytes = _ordered_wire_bytes(reduction, nodes)
+    # Without shards the sum becomes the gradient itself, and is released before the next backward.
+    apart = strategy.shard > 1
     sums = GradientSumMemory(buckets, moved=moved, leaves=True, waiting=[*waiting[:-1], 0])
-    return replace(sums, own=own) if apart else replace(sums, stays=own)
+    return replace(sums, own=row_bytes) if apart else replace(sums, stays=row_bytes)
 
 
 def _ordered_wire_bytes(reduction: GradientReduction, nodes: int) -> tuple[int, int]:
@@ -405,15 +420,15 @@ def _shards_by_stage(strategy: Strategy, block: range) -> list[list[int]]:
 
 def _scattered_sums(reduction: GradientReduction) -> GradientSumMemory:
     """Return the memory of gradients that leave with every micro-batch (ZeRO 2 and 3)."""
-    met = _whole_bytes(one for one in reduction.buckets if one.way.meets)
-    found = scatter_memory(reduction)
-    buckets = found.stay + met + reduction.sizes.shared + _slice_bytes(reduction)
+    presummed_bytes = _whole_bytes(bucket for bucket in reduction.buckets if bucket.way.meets)
+    scatters = scatter_memory(reduction)
+    buckets = scatters.stay + presummed_bytes + reduction.sizes.shared + _slice_bytes(reduction)
     return GradientSumMemory(
         buckets,
         _row_bytes(reduction.buckets),
         leaves=True,
-        under_way=found.under_way,
-        learning=found.learning,
+        under_way=scatters.under_way,
+        learning=scatters.learning,
     )
 
 
@@ -421,7 +436,7 @@ def _slice_bytes(reduction: GradientReduction) -> int:
     """Return the bytes of slices that are added at a time in shared memory, one per path and dtype."""
     if not reduction.common:
         return 0
-    paths = {(_scatter_path(reduction, one.way), one.way.item_bytes) for one in reduction.buckets}
+    paths = {(_scatter_path(reduction, bucket.way), bucket.way.item_bytes) for bucket in reduction.buckets}
     return sum(CHUNK_VALUES * item_bytes for _, item_bytes in paths)
 
 
@@ -432,11 +447,11 @@ def _scatter_path(reduction: GradientReduction, way: BucketPath) -> object:
 
 
 def _whole_bytes(buckets: Iterable[BucketBytes]) -> int:
-    return sum(one.whole for one in buckets)
+    return sum(bucket.whole for bucket in buckets)
 
 
 def _row_bytes(buckets: Iterable[BucketBytes]) -> int:
-    return sum(one.row for one in buckets)
+    return sum(bucket.row for bucket in buckets)
 
 
 _READ_AT_ONCE_BYTES = 2**24
@@ -475,13 +490,13 @@ def gather_memory(reduction: GradientReduction) -> GatherMemory:
 def _shared_part_bytes(reduction: GradientReduction) -> int:
     """Return the bytes of the rank's own parts in shared memory, which other ranks read."""
     shapes = gather_buckets(reduction.held, reduction.item_bytes, _READ_AT_ONCE_BYTES)
-    by_width = sorted(shapes, key=lambda one: one.rows.shape[1])
-    return sum({one.rows.dtype: one.rows[0].nbytes for one in by_width}.values())
+    by_width = sorted(shapes, key=lambda bucket: bucket.rows.shape[1])
+    return sum({bucket.rows.dtype: bucket.rows[0].nbytes for bucket in by_width}.values())
 
 
 def _gathers_after_update(reduction: GradientReduction) -> GatherMemory:
     shapes = gather_buckets(reduction.held, reduction.item_bytes, reduction.recipe.runtime.bucket_bytes)
-    sizes = [one.flat.nbytes for one in shapes]
+    sizes = [bucket.flat.nbytes for bucket in shapes]
     together = max((sum(sizes[k : k + MAX_IN_FLIGHT]) for k in range(len(sizes))), default=0)
     arriving = gloo_copies(reduction.recipe.strategy.shard) * together
     return GatherMemory(scatter_memory(reduction).gathered, arriving=int(arriving))

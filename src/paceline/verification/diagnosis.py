@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 FlatGradients = Tensor
 """Gradients of some tensors, flattened and joined, float64 [N]."""
 FIT_TOLERANCE = 1e-3
-_DIGITS_LOST = 1e-3  # relative rounding error of sums in float16, and mostly in bfloat16
+# Relative rounding error of sums in float16, and mostly in bfloat16.
+_DIGITS_LOST = 1e-3
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,7 @@ def diagnose_gradient(evidence: GradientEvidence) -> ErrorDiagnosis:
         for cause, text, predict in _FORMULAS
         if (residual := _residual(evidence, predict)) < FIT_TOLERANCE
     ]
+    # Several formulas can fit, as for equal shards: the smallest residual is the most likely cause.
     return min(fitting, key=lambda d: d.residual, default=_constant_factor(evidence))
 
 
@@ -102,25 +104,25 @@ def _residual(
     evidence: GradientEvidence, predict: Callable[[GradientEvidence, int], FlatGradients | None]
 ) -> float:
     worst = 0.0
-    for rank, seen in enumerate(evidence.observed):
+    for rank, observed in enumerate(evidence.observed):
         predicted = predict(evidence, rank)
         if predicted is None:
             return 1.0
-        worst = max(worst, _distance(seen, predicted))
+        worst = max(worst, _distance(observed, predicted))
     return worst
 
 
-def _distance(seen: FlatGradients, predicted: FlatGradients) -> float:
-    scale = max(float(predicted.norm()), float(seen.norm()), 1e-300)
-    return float((seen - predicted).norm()) / scale
+def _distance(observed: FlatGradients, predicted: FlatGradients) -> float:
+    scale = max(float(predicted.norm()), float(observed.norm()), 1e-300)
+    return float((observed - predicted).norm()) / scale
 
 
 def _constant_factor(evidence: GradientEvidence) -> ErrorDiagnosis:
-    right, seen = evidence.right, evidence.observed[0]
-    factor = float(seen @ right) / max(float(right @ right), 1e-300)
-    if abs(factor) < 1e-6 or _distance(seen, factor * right) > FIT_TOLERANCE:
+    right, observed = evidence.right, evidence.observed[0]
+    factor = float(observed @ right) / max(float(right @ right), 1e-300)
+    if abs(factor) < 1e-6 or _distance(observed, factor * right) > FIT_TOLERANCE:
         return UNKNOWN_CAUSE
-    lost = _distance(seen, right)
+    lost = _distance(observed, right)
     if lost < _DIGITS_LOST:
         text = f"the relative error is about {lost:.1e}: summed or sent in a dtype with fewer digits"
         return ErrorDiagnosis("digits lost", text, lost)
@@ -149,6 +151,7 @@ def _mean_of_means(weights: str) -> Callable[[GradientEvidence, int], FlatGradie
     def predict(e: GradientEvidence, rank: int) -> FlatGradients | None:
         sizes: Sequence[float] = getattr(e, weights)
         shares = [sum(sizes[i] for i in split_evenly(len(sizes), e.world, r)) for r in range(e.world)]
+        # With equal shares the mistake has no effect, so it cannot be the cause.
         if min(shares) == max(shares) or min(shares) == 0:
             return None
         whole = sum(shares)
@@ -170,9 +173,9 @@ def _same_data(e: GradientEvidence, rank: int) -> FlatGradients | None:
     return e.world * e.of_rank(0)
 
 
-def _without(e: GradientEvidence, place: int) -> FlatGradients | None:
+def _without(e: GradientEvidence, index: int) -> FlatGradients | None:
     parts = [split_evenly(len(e.shards), e.world, r) for r in range(e.world)]
-    missing = [e.shards[part[place]] for part in parts if len(part) > 1]
+    missing = [e.shards[shard_range[index]] for shard_range in parts if len(shard_range) > 1]
     return e.right - torch.stack(missing).sum(0) if missing else None
 
 
@@ -321,7 +324,8 @@ def _wrong_clip(e: UpdateEvidence, clip_norm: float) -> ErrorDiagnosis:
     )
 
 
-_UPDATE_TOLERANCE = 1e-2  # relative to the change of the parameters
+# Relative to the change of the parameters.
+_UPDATE_TOLERANCE = 1e-2
 _UNCOMPARED_OPTIONS = ("params", "param_names", "lr", "initial_lr")
 
 
@@ -337,23 +341,23 @@ def diagnose_update(v: StrategyVerifier, update: int, reference: ReferenceUpdate
 
 def _other_options(v: StrategyVerifier) -> ErrorDiagnosis | None:
     pairs = zip(v.session.state.optimizer.param_groups, v.oracle.optimizer.param_groups, strict=False)
-    for number, (seen, right) in enumerate(pairs):
-        for key in right.keys() - set(_UNCOMPARED_OPTIONS):
-            if seen.get(key) != right[key]:
-                text = f"'{key}' of group {number} is {seen.get(key)} and should be {right[key]}"
+    for number, (actual, expected) in enumerate(pairs):
+        for key in expected.keys() - set(_UNCOMPARED_OPTIONS):
+            if actual.get(key) != expected[key]:
+                text = f"'{key}' of group {number} is {actual.get(key)} and should be {expected[key]}"
                 return ErrorDiagnosis("wrong optimizer options", text)
     return None
 
 
 def _other_update(v: StrategyVerifier, update: int, reference: ReferenceUpdate) -> ErrorDiagnosis:
     names = [f"model/{n}" for n in reference.final]
-    seen = _change(reference.before, v.now, names)
+    observed = _change(reference.before, v.now, names)
     for cause, text, variant in _VARIANTS:
         v.oracle_state.load(reference.before, reference.scalars)
         variant(v, update, reference)
         predicted = _change(reference.before, v.oracle_state.tensors(), names)
-        scale = max(float(seen.norm()), float(predicted.norm()), 1e-300)
-        if float((seen - predicted).norm()) <= _UPDATE_TOLERANCE * scale:
+        scale = max(float(observed.norm()), float(predicted.norm()), 1e-300)
+        if float((observed - predicted).norm()) <= _UPDATE_TOLERANCE * scale:
             return ErrorDiagnosis(cause, text)
     return ErrorDiagnosis(
         "different update", "gradients agree, but the update does not: check the state of the optimizer"

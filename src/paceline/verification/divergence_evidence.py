@@ -53,7 +53,8 @@ def diagnose_failure(
     gathered = _gather_sums(verifier, tensors) if failure.quantity in ("gradient", "loss") else []
     observed = [gathered[rank] for rank in _ranks_of_sum(verifier, failure)] if gathered else []
     diagnosis = UNKNOWN_CAUSE
-    whole_batch = verifier.session.recipe.batch.sync_batchnorm  # then the oracle has no shards of ranks
+    # With statistics of the whole batch the oracle runs one forward, so there are no shards to compare.
+    whole_batch = verifier.session.recipe.batch.sync_batchnorm
     if reference is not None and not (whole_batch and stage is _explain_gradient):
         diagnosis = stage(verifier, step, update, reference, tensors, observed)
     return _broadcast_diagnosis(verifier, diagnosis)
@@ -70,14 +71,16 @@ def _explain_gradient(
     v.oracle_state.load(reference.before, reference.scalars)
     micro_batches = v.oracle.work.micro_batches(step)
     shards = list(v.oracle.shards(micro_batches))
-    again = sum(s.total for s in shards)
-    if abs(again - reference.sums.total) > 1e-5 * sum(abs(s.total) for s in shards):
+    repeated_total = sum(s.total for s in shards)
+    if abs(repeated_total - reference.sums.total) > 1e-5 * sum(abs(s.total) for s in shards):
         if v.loop is not None:
             return replace(
                 UNKNOWN_CAUSE,
                 explanation="the losses depend on values that the loop keeps from earlier batches",
             )
-        return replace(NOT_REPEATED, explanation=NOT_REPEATED.explanation.format(reference.sums.total, again))
+        return replace(
+            NOT_REPEATED, explanation=NOT_REPEATED.explanation.format(reference.sums.total, repeated_total)
+        )
     if not tensors:
         return replace(
             UNKNOWN_CAUSE,
@@ -112,9 +115,9 @@ def _explain_tail(
     record = v.record
     rates = {k: float(v.oracle.options(max(0, update + k))[0]["lr"]) for k in (-1, 0, 1)}
     names = sorted(reference.final)
-    seen, right = _flatten(record.final, names, v), _flatten(reference.final, names, v)
-    ratio = float(seen @ right) / max(float(right @ right), 1e-300)
-    proportional = float((seen - ratio * right).norm()) <= 1e-3 * max(float(seen.norm()), 1e-300)
+    actual, expected = _flatten(record.final, names, v), _flatten(reference.final, names, v)
+    ratio = float(actual @ expected) / max(float(expected @ expected), 1e-300)
+    proportional = float((actual - ratio * expected).norm()) <= 1e-3 * max(float(actual.norm()), 1e-300)
     return diagnose_after_reduction(
         UpdateEvidence(
             ratio=ratio if proportional else None,
@@ -221,6 +224,7 @@ def _gather_sums(v: StrategyVerifier, names: list[str]) -> list[Tensor]:
 
 def _broadcast_diagnosis(v: StrategyVerifier, diagnosis: ErrorDiagnosis) -> ErrorDiagnosis:
     text = json.dumps([diagnosis.cause, diagnosis.explanation, diagnosis.residual]).encode()
+    # Of fixed size, since other ranks do not know the length of the text.
     data = torch.zeros(4096, dtype=torch.uint8)
     data[: len(text)] = torch.tensor(list(text[:4096]), dtype=torch.uint8)
     data = v.net.broadcast(data.to(v.session.runner.sharded_model.device), v.session.mesh.world).wait().cpu()

@@ -37,12 +37,18 @@ from paceline.verification.oracle import as_reals
 NamedTensors = Mapping[str, Tensor]
 UNIT_ROUNDOFF = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}
 _U = UNIT_ROUNDOFF["fp32"]
-_KERNEL_SLACK = 8  # roundings of a kernel that splits its loop by the alignment of its input
-_OTHER_KERNELS_SLACK = 64  # compiled kernels and partial sums round between different operations
-_MULTIPLIER_SLACK = 16  # roundings of a division, a clip and a store
-_PROBABLE = 8  # standard deviations of a sum of rounding errors
-_FIRST_ORDER = 8  # factor for the higher orders of the error of an update
-_TINY = 2.0**-126  # below this float32 is subnormal and has fewer digits
+# Roundings of a kernel that splits its loop by the alignment of its input.
+_KERNEL_SLACK = 8
+# Compiled kernels and partial sums round between different operations.
+_OTHER_KERNELS_SLACK = 64
+# Roundings of a division, a clip and a store.
+_MULTIPLIER_SLACK = 16
+# Standard deviations of a sum of rounding errors.
+_PROBABLE = 8
+# Factor for the higher orders of the error of an update.
+_FIRST_ORDER = 8
+# Below this float32 is subnormal and has fewer digits.
+_TINY = 2.0**-126
 
 
 @dataclass(frozen=True)
@@ -217,7 +223,7 @@ def compare_tensors(
 
 def first_failure(comparisons: Sequence[TensorComparison]) -> TensorComparison | None:
     """Return the first comparison whose error exceeds its bound; None: all are within."""
-    return next((one for one in comparisons if not one.ok), None)
+    return next((comparison for comparison in comparisons if not comparison.ok), None)
 
 
 def _reference_values(
@@ -230,7 +236,8 @@ def _reference_values(
 
 def _largest_error(mine: Tensor | None, reference: Tensor, present: bool) -> float:
     if (mine is not None) != present:
-        return float("inf")  # a tensor that only one side has differs whatever its values are
+        # A tensor that only one side has differs whatever its values are.
+        return float("inf")
     if mine is None or not mine.numel():
         return 0.0
     difference = (as_reals(mine).reshape(-1).to(torch.float64) - reference).abs().max()

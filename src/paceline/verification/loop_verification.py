@@ -153,9 +153,15 @@ class OracleLoopReplicas:
 
         Replicas take turns, since a call of `loop.reduce` needs the values of all of them.
         """
-        owned = [[m for m in micro_batches if self._owner(m) == rank] for rank in range(len(self._loops))]
-        for turn in range(max(map(len, owned), default=0)):
-            yield [(self._loops[rank], own[turn]) for rank, own in enumerate(owned) if turn < len(own)]
+        batches_by_replica = [
+            [m for m in micro_batches if self._owner(m) == rank] for rank in range(len(self._loops))
+        ]
+        for turn in range(max(map(len, batches_by_replica), default=0)):
+            yield [
+                (self._loops[rank], replica_batches[turn])
+                for rank, replica_batches in enumerate(batches_by_replica)
+                if turn < len(replica_batches)
+            ]
 
     def _request(self, loop: OracleLoop, micro_batch: MicroBatch, number: int) -> LoopRequest:
         """Continue a loop to its next request, with a new batch for the first update of a step."""
@@ -163,7 +169,8 @@ class OracleLoopReplicas:
         loop.model.zero_grad()
         if number:
             return loop.go_on(self._result)
-        loop.go_on(None)  # under gradient accumulation its previous micro-batch is still open
+        # Under gradient accumulation, the previous micro-batch of the loop is still open.
+        loop.go_on(None)
         self._write_values(loop)
         loop.model.train()
         loop.step_number = micro_batch.step
@@ -260,11 +267,11 @@ class OwnLoopRounds(Iterator[StepStats]):
         self._thread.end()
 
     def _run(self) -> None:
-        with fitting(self._session, None, ()) as found:
-            self._recorded = _RecordedOwnLoop(self._session, found, after_round=self._thread.hand_over)
+        with fitting(self._session, None, ()) as fit:
+            self._recorded = _RecordedOwnLoop(self._session, fit, after_round=self._thread.hand_over)
             self._loop(self._recorded)
             self._recorded.end()
-            self._reason = found.schedule.reason
+            self._reason = fit.schedule.reason
 
 
 class _RecordedOwnLoop(OwnLoop):
@@ -325,13 +332,15 @@ class LoopPair:
         """
         run, first = self.rounds.evaluations, self._compared
         self._compared = len(run)
-        own = self._replicas.own_evaluations if self._replicas is not None else [None] * len(run)
-        if len(own) < len(run):
+        oracle_evaluations = (
+            self._replicas.own_evaluations if self._replicas is not None else [None] * len(run)
+        )
+        if len(oracle_evaluations) < len(run):
             raise StrategyError(
                 "run a second time, for the oracle, the loop does not evaluate where it did",
                 next_step="let loop.step_number decide when the loop evaluates",
             )
-        pairs = list(zip(run, own, strict=True))[first:]
+        pairs = list(zip(run, oracle_evaluations, strict=True))[first:]
         return [evaluation_values(mine, theirs, kernels) for mine, theirs in pairs if mine is not None]
 
     def close(self) -> None:
@@ -374,7 +383,8 @@ class OwnLoopLoss:
         draws = GeneratorStates()
         resolve_reductions([loop], [loop.go_on(None)])
         draws.put_back()
-        for _ in range(_MOST_TURNS):  # a loop need not make every update in every step
+        # A loop need not make every update in every step.
+        for _ in range(_MOST_TURNS):
             (request,) = resolve_reductions([loop], [loop.take(batch)])
             if request is None:
                 raise missing_step_error()

@@ -96,12 +96,14 @@ def tree_sum(leaves: Mapping[int, Tensor]) -> Tensor:
     """
     total = _subtree_sum(leaves, 0, 1 << max(leaves).bit_length())
     assert total is not None
-    return total + 0.0  # -0.0 becomes 0.0, as in a run
+    # Turns -0.0 into 0.0, as a run does, so that both sides have the same bits.
+    return total + 0.0
 
 
 def _subtree_sum(leaves: Mapping[int, Tensor], first: int, width: int) -> Tensor | None:
     if width == 1:
         return leaves.get(first)
+    # Fixed halves, not a running sum: the bits must not depend on how shards are spread over ranks.
     left = _subtree_sum(leaves, first, width // 2)
     right = _subtree_sum(leaves, first + width // 2, width // 2)
     if left is None or right is None:
@@ -316,7 +318,8 @@ class Oracle:
         before = self.buffers()
         for micro_batch in micro_batches:
             with untied_parameters(self.model) as uses:
-                if uses:  # a second pass gives the gradients of the single uses
+                # A pass of its own, since it gives the gradients of the single uses and not their sum.
+                if uses:
                     self._forward_backward(micro_batch, before, scale)
             sizes = gradient_magnitudes(uses, scale)
             loss = self._forward_backward(micro_batch, before, scale)

@@ -63,11 +63,14 @@ class LoopThread:
         else:
             self._has_begun, self._running = True, self._pool.submit(self._function)
             self._running.add_done_callback(lambda done: self._from_loop.put(None))
-        request = self._from_loop.get()  # a tuple, since the function may hand over None
-        if request is None:  # the function has returned or failed
+        # A tuple, since the function may hand over None, which here means that it has ended.
+        request = self._from_loop.get()
+        # The function has returned or failed.
+        if request is None:
             self.is_over = True
             self._pool.shutdown()
-            self._running.result()  # raises its error
+            # Raises the error of the function, if it has failed.
+            self._running.result()
         return request[0] if request else None
 
     def hand_over(self, value: Any = None) -> Any:
@@ -80,6 +83,7 @@ class LoopThread:
 
     def end(self) -> None:
         """End the function at its present `hand_over`; can be called twice, and before it has begun."""
+        # In a fork the thread does not exist, and waiting for it would never end.
         if os.getpid() != self._pid or self.is_over:
             return
         self.is_over = self._ends = True
@@ -170,6 +174,7 @@ class OracleLoop:
     def batches(self) -> Iterator[Any]:
         """Yield batches as `OwnLoop.batches`, without an end."""
         while True:
+            # Grad mode and autocast belong to a thread, so the loop's thread enters them itself.
             batch, learns = self._thread.hand_over()
             self._losses, self._updated = [], False
             with torch.set_grad_enabled(learns), self._autocast():
@@ -186,7 +191,8 @@ class OracleLoop:
         total = torch.stack([loss.total.reshape(()) for loss in self._losses]).sum()
         request, self._losses = RequestedUpdate(part, Loss(total, self._losses[0].count)), []
         update: UpdateResult | None = self._thread.hand_over(request)
-        torch.clear_autocast_cache()  # it holds weights from before the update
+        # The cache holds casts of the weights from before the update.
+        torch.clear_autocast_cache()
         self._updated = update is not None
         if update is not None and self._rates is not None:
             self._rates.step()

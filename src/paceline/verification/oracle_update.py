@@ -60,6 +60,7 @@ class UpdateConditioning:
         # Large enough that the change is not lost in the rounding of the gradients.
         delta = max([2.0**-12, *(8 * unit_roundoff(g) for g in self.gradients.values())])
         sensitivities = dict.fromkeys(unchanged, 0.0)
+        # In both directions, since one of them can cancel in a moment of the optimizer.
         for state_change in (delta, -delta):
             vars(self.oracle.optimizer).update(copy.deepcopy(attributes))
             changed = self._after(update, delta, state_change, options)
@@ -125,6 +126,7 @@ def measure_rounding_noise(
                 noise[name] = max(noise[name], largest_magnitude(g - sums[name]))
     with torch.no_grad():
         for name, p in parameters.items():
+            # Copied back, not changed back: a second multiplication would round again.
             p.copy_(originals[name])
     return noise
 
@@ -188,7 +190,8 @@ class ReferenceUpdate:
                 update
             )
             self.moved |= {f"model/{n}": largest_magnitude(change) for n, change in self.sums.buffers.items()}
-        oracle.set_buffers(buffers)  # `measure` has loaded those of before
+        # `measure` has loaded the buffers from before the update.
+        oracle.set_buffers(buffers)
         for name, p in oracle.model.named_parameters():
             p.grad = self.final[name].clone() if name in self.final else None
         oracle.update(update)

@@ -56,7 +56,13 @@ class PlainEvaluation:
             if name
             for key, value in _metrics_by_name(result).items()
         }
-        return next((replace(one, metrics=metrics) if name else one for name, one in results.items()), None)
+        return next(
+            (
+                replace(evaluation, metrics=metrics) if name else evaluation
+                for name, evaluation in results.items()
+            ),
+            None,
+        )
 
     def _evaluate_set(self, model: nn.Module, step: int, held_out: Any) -> Evaluation:
         options = self._recipe.evaluate

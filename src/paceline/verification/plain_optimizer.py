@@ -55,10 +55,10 @@ class PlainSchedule:
         start, length = 0, max(1, self.steps - recipe.warmup_steps)
         if recipe.cycle_steps is not None:
             start, length = _cycle(t, recipe.cycle_steps, recipe.cycle_factor)
-        part = min(1.0, (t - start) / length)
+        progress = min(1.0, (t - start) / length)
         if recipe.decay == "linear":
-            return 1.0 + (recipe.final - 1.0) * part
-        return recipe.final + 0.5 * (1.0 - recipe.final) * (1.0 + cos(pi * part))
+            return 1.0 + (recipe.final - 1.0) * progress
+        return recipe.final + 0.5 * (1.0 - recipe.final) * (1.0 + cos(pi * progress))
 
 
 def _cycle(t: int, first_length: int, factor: int) -> tuple[int, int]:
@@ -101,8 +101,8 @@ def plain_optimizer(model: nn.Module, recipe: OptimizerRecipe, fused_allowed: bo
         case "rmsprop":
             return torch.optim.RMSprop(groups, r.lr, alpha=r.alpha, eps=r.eps, momentum=r.momentum)
     # PyTorch has no counterpart of other optimizers, so both sides run the same implementation.
-    own: torch.optim.Optimizer = r.spec.load()(model, groups, r, fused=fused)
-    return own
+    optimizer: torch.optim.Optimizer = r.spec.load()(model, groups, r, fused=fused)
+    return optimizer
 
 
 def _can_be_fused(p: nn.Parameter) -> bool:

@@ -43,7 +43,8 @@ def repeats_in_fork(probe: Callable[[], str]) -> bool:
         try:
             os.write(writing, probe().encode())
         finally:
-            os._exit(0)  # without atexit handlers and open files, which belong to the parent
+            # Skips atexit handlers and open files, which belong to the parent.
+            os._exit(0)
     os.close(writing)
     try:
         ready, _, _ = select.select([reading], [], [], _FORK_SECONDS)
@@ -58,7 +59,8 @@ def repeats_in_fork(probe: Callable[[], str]) -> bool:
 TaskFacts = Mapping[str, Any]
 TaskFault = tuple[TensorComparison, ErrorDiagnosis]
 _PLAIN = (str, bytes, int, float, bool, type(None))
-_HOST_TOLERANCE = 1e-3  # CPUs of different kinds round differently
+# CPUs of different kinds round differently.
+_HOST_TOLERANCE = 1e-3
 
 
 def check_task(oracle: Oracle, group: RankGroup, net: Net) -> TaskFault | None:
@@ -181,7 +183,8 @@ def _numbers(oracle: Oracle, micro_batches: tuple[MicroBatch, ...]) -> list[floa
     """Return loss, count and norm of the gradient of the first shard, with NaN as -1."""
     shard = next(iter(list(oracle.shards(micro_batches))))
     numbers = [shard.total, shard.count, plain_norm(shard.gradients.values())]
-    return [x if x == x else -1.0 for x in numbers]  # NaN differs from itself
+    # NaN differs from itself, so two equal results would not compare as equal.
+    return [x if x == x else -1.0 for x in numbers]
 
 
 def _probe(oracle: Oracle, micro_batch: MicroBatch) -> str:

@@ -45,10 +45,14 @@ from paceline.verification.oracle import (
 from paceline.verification.preflight import TaskFault, sha_of_batch
 
 _MOST_TENSORS = 64
-_STEPS = (2e-3, 1e-3)  # relative to the size of a tensor; if the slopes differ, the loss has a kink
-_SLOPE_TOLERANCE = 0.05  # of a slope
-_FP32_ROUNDOFF = 2.0**-23  # losses are often float32, whatever the model is
-_CLEAR_OF_ROUNDING = 20.0  # factor of the rounding error of a slope
+# Relative to the size of a tensor; if the slopes differ, the loss has a kink.
+_STEPS = (2e-3, 1e-3)
+# Relative to a slope.
+_SLOPE_TOLERANCE = 0.05
+# Losses are often float32, whatever the model is.
+_FP32_ROUNDOFF = 2.0**-23
+# Factor of the rounding error of a slope.
+_CLEAR_OF_ROUNDING = 20.0
 
 
 def check_gradient(oracle: Oracle, world: int) -> TaskFault | None:
@@ -58,7 +62,8 @@ def check_gradient(oracle: Oracle, world: int) -> TaskFault | None:
     try:
         model, batch = model.double(), tree_map(_as_double, batch)
         slopes = _derivatives(oracle, model, batch)
-    except (RuntimeError, TypeError, ValueError):  # the model has layers that need one dtype
+    # Layers that work in one dtype only cannot be checked in float64.
+    except (RuntimeError, TypeError, ValueError):
         return None
     for name, (measured, computed, noise) in slopes.items():
         difference = abs(measured - computed)
@@ -77,6 +82,7 @@ def _derivatives(oracle: Oracle, model: nn.Module, batch: Any) -> Mapping[str, t
     trained = {
         n: p for n, p in model.named_parameters() if p.requires_grad and p.numel() and not _is_hooked(p)
     }
+    # Evenly spread over the model, so that large models stay cheap and every depth is tested.
     names = list(trained)[:: max(1, -(-len(trained) // _MOST_TENSORS))]
     total = _loss_in_double(oracle, model, batch)
     grads = torch.autograd.grad(total, [trained[n] for n in names], allow_unused=True)
@@ -125,7 +131,8 @@ def _as_double(value: Any) -> Any:
     return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
-_CHANGE_TOLERANCE = 1e-3  # of the change
+# Relative to the change of the parameters.
+_CHANGE_TOLERANCE = 1e-3
 
 
 def check_single_update(oracle: Oracle, world: int) -> TaskFault | None:
@@ -153,12 +160,12 @@ def _stepped_twice(oracle: Oracle, before: dict[str, Tensor], world: int) -> Tas
             stepped.step()
         ends.append(_change(oracle, before))
         _restore(oracle, before)
-    once, twice, seen = ends
-    if _distance(seen, once) <= _CHANGE_TOLERANCE or _distance(seen, twice) > _CHANGE_TOLERANCE:
+    once, twice, observed = ends
+    if _distance(observed, once) <= _CHANGE_TOLERANCE or _distance(observed, twice) > _CHANGE_TOLERANCE:
         return None
     text = f"the update is that of two steps of {kind.__name__}: its step, or a hook of it, takes another one"
     comparison = TensorComparison(
-        -1, "update", "all parameters", (float((seen - once).abs().max()),) * world, 0.0
+        -1, "update", "all parameters", (float((observed - once).abs().max()),) * world, 0.0
     )
     return comparison, ErrorDiagnosis("stepped twice", text)
 
@@ -166,11 +173,11 @@ def _stepped_twice(oracle: Oracle, before: dict[str, Tensor], world: int) -> Tas
 def _without_hooks(kind: Any, oracle: Oracle) -> torch.optim.Optimizer:
     """Return PyTorch's optimizer over the same parameters, with copies of options and state."""
     # Without __init__, whose arguments are unknown.
-    made: torch.optim.Optimizer = object.__new__(kind)
+    optimizer: torch.optim.Optimizer = object.__new__(kind)
     plain = {n: v for n, v in vars(oracle.optimizer).items() if "_hooks" not in n and n != "step"}
-    made.__dict__.update(copy.deepcopy(plain, {id(p): p for p in oracle.model.parameters()}))
-    made.__dict__.update({n: OrderedDict() for n in vars(oracle.optimizer) if "_hooks" in n})
-    return made
+    optimizer.__dict__.update(copy.deepcopy(plain, {id(p): p for p in oracle.model.parameters()}))
+    optimizer.__dict__.update({n: OrderedDict() for n in vars(oracle.optimizer) if "_hooks" in n})
+    return optimizer
 
 
 @contextmanager
@@ -206,7 +213,8 @@ def _distance(a: Tensor, b: Tensor) -> float:
     return float((a - b).norm()) / max(float(a.norm()), float(b.norm()), 1e-300)
 
 
-_BATCH_SIZE_SLACK = 1e4  # roundings of a forward whose kernels depend on the batch size
+# Roundings of a forward whose kernels depend on the batch size.
+_BATCH_SIZE_SLACK = 1e4
 
 
 def check_user_code(oracle: Oracle, compute: str, world: int) -> TaskFault | None:
@@ -228,11 +236,13 @@ def check_loss_sums(oracle: Oracle, compute: str, world: int) -> TaskFault | Non
     if len(oracle.task.data) < 2:
         return None
     with generators_seeded(0):
-        one, other = read_samples(oracle.task, [0, 1])  # only once: augmented data differs in every read
-    if _collate_draws(oracle, [one, other]):
+        # Only once: augmented data differs in every read.
+        sample, other_sample = read_samples(oracle.task, [0, 1])
+    if _collate_draws(oracle, [sample, other_sample]):
         return None
     first, second, twice, both = (
-        _loss_of_samples(oracle, samples) for samples in ([one], [other], [one, one], [one, other])
+        _loss_of_samples(oracle, samples)
+        for samples in ([sample], [other_sample], [sample, sample], [sample, other_sample])
     )
     near = min(0.3, _BATCH_SIZE_SLACK * UNIT_ROUNDOFF[compute])
     for name, loss, expected in (
@@ -244,19 +254,19 @@ def check_loss_sums(oracle: Oracle, compute: str, world: int) -> TaskFault | Non
             bound = near * max(abs(loss[index]), abs(expected[index]), floor)
             error = abs(loss[index] - expected[index])
             if error > bound:
-                found, right = f"{loss[index]:.6g}", f"{expected[index]:.6g}"
-                text = f"the {quantity} of {name} is {found}, and the sum over single samples is {right}"
+                actual, right = f"{loss[index]:.6g}", f"{expected[index]:.6g}"
+                text = f"the {quantity} of {name} is {actual}, and the sum over single samples is {right}"
                 comparison = TensorComparison(-1, "loss", f"{quantity} of {name}", (error,) * world, bound)
                 return comparison, _diagnose_loss(text, first, loss)
     return None
 
 
-def _diagnose_loss(text: str, one: Sequence[float], two: Sequence[float]) -> ErrorDiagnosis:
+def _diagnose_loss(text: str, single: Sequence[float], pair: Sequence[float]) -> ErrorDiagnosis:
     """Name the cause from (total, count) of one sample and of two."""
-    if two[1] == one[1]:
+    if pair[1] == single[1]:
         advice = "return Loss(sum, number of items), or Loss.mean(mean, number of items)"
         return ErrorDiagnosis("the loss counts a batch as one item", f"{text}: {advice}")
-    if abs(two[0]) < 1.5 * abs(one[0]):
+    if abs(pair[0]) < 1.5 * abs(single[0]):
         advice = "it is a mean instead of a sum; return Loss.mean(value, count)"
         return ErrorDiagnosis("the loss is a mean", f"{text}: {advice}")
     return ErrorDiagnosis("the loss does not add up", text)

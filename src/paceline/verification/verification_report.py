@@ -80,7 +80,8 @@ def _comparison_record(f: TensorComparison) -> dict[str, Any]:
         "tensor": f.tensor,
         "part": f.part,
         "class": "bitwise" if f.error == 0.0 else "rounding",
-        "error": min(f.error, 1e308),  # JSON has no infinity
+        # JSON has no infinity, which is the error of a missing tensor.
+        "error": min(f.error, 1e308),
         "bound": f.bound,
         "ok": f.ok,
         "step": f.step,

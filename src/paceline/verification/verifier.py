@@ -127,7 +127,8 @@ class StrategyVerifier:
         compute, axes = recipe.precision.compute, session.mesh.axes
         same = not recipe.runtime.compile and session.runner.sharded_model.device.type == "cpu"
         in_parts = recipe.batch.sync_batchnorm or any(axes[axis].size > 1 for axis in ("tensor", "context"))
-        same = same and (compute == "fp32" or not in_parts)  # bf16 rounds every partial product
+        # In half precision every partial product is rounded, so parts do not add up to the same bits.
+        same = same and (compute == "fp32" or not in_parts)
         self.kernels = KernelAgreement(same, compute, in_parts)
         self.previous: Tensors | None = None
         self.record = WholeUpdateRecord()
@@ -159,7 +160,9 @@ class StrategyVerifier:
     def _compare_step(self, step: int, rounds: Iterator[Any]) -> bool:
         update = self.session.state.updates
         before = self.session.snapshot()
+        # The step changes the tensors in place, and rank 0 starts the oracle from those of before.
         before = before.copied() if self.session.is_first else before
+        # Drop updates that were made outside of the compared steps.
         self.recorder.take()
         if next(rounds, None) is None:
             return False
@@ -182,8 +185,8 @@ class StrategyVerifier:
         record, reference = self.record, None
         if self.session.is_first:
             reference = self._reference_update(number, before)
-        for one in self.loop.evaluations(self.kernels) if self.loop is not None else ():
-            self._compare(one.step, "evaluation", one.mine, one.theirs, one.bounds, one.mine)
+        for values in self.loop.evaluations(self.kernels) if self.loop is not None else ():
+            self._compare(values.step, "evaluation", values.mine, values.theirs, values.bounds, values.mine)
         if record.update is None or record.update.applied:
             self._compare_sums(step, reference)
         if record.update is not None and record.update.applied:
@@ -247,6 +250,7 @@ class StrategyVerifier:
             self._compare(step, "state", mine, None, None, mine)
             return
         clip, final, theirs = self.oracle.clip_norm, reference.final, self.oracle_state.tensors()
+        # Within the error of the norm, one side may clip and the other may not.
         clipped = clip is not None and reference.norm * (1.0 + norm_error(final)) > clip
         error = multiplier_error(final, clipped)
         self._compare(step, "final gradient", self.record.final, final, final_bounds(final, error), like)
@@ -296,7 +300,8 @@ class StrategyVerifier:
         like: Mapping[str, Tensor],
     ) -> None:
         if self.session.recipe.reproducible and bounds is not None:
-            bounds = dict.fromkeys(bounds, 0.0)  # both sides must have the same bits
+            # Both sides must have the same bits.
+            bounds = dict.fromkeys(bounds, 0.0)
         reference = (theirs, bounds) if self.session.is_first else (None, None)
         device = self.session.runner.sharded_model.device
         world = self.session.mesh.world

@@ -112,7 +112,8 @@ def _without_extras(recipe: Recipe) -> Recipe:
 def _oracle_of_session(recipe: Recipe, task: Task, cluster: Cluster, device: torch.device) -> Oracle:
     """Build the oracle of a session, on a copy of its model."""
     shards = num_micro_batches(recipe, cluster.world_size)
-    at_once = recipe.batch.sync_batchnorm  # statistics of the whole batch are those of one forward of it
+    # Statistics of the whole batch are those of one forward of it.
+    at_once = recipe.batch.sync_batchnorm
     oracle = build_oracle(
         recipe, replace(task, model=copy_model(task.model)), device, 1 if at_once else shards
     )
@@ -137,6 +138,7 @@ def _require_comparable(recipe: Recipe) -> None:
 def _require_no_random_numbers(oracle: Oracle) -> None:
     """Refuse a task with random numbers: ranks draw for their own samples, the oracle for all at once."""
     (first,) = oracle.work.micro_batches(0)
+    # Another key changes nothing but random numbers, so different losses show that some are drawn.
     other = replace(first, key=first.key + 1)
     losses = {float(shard.total) for shard in oracle.shards((first, other))}
     if len(losses) > 1:

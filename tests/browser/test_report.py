@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from paceline.report import read_run, render_page, summarize_run
-from paceline.report.rank_balance import rank_times
 from paceline.report.number_format import format_number
+from paceline.report.rank_balance import rank_times
 from tests.conftest import EVERY, STEPS, Trained
 
 if TYPE_CHECKING:

@@ -96,7 +96,11 @@ def test_what_is_sent_and_what_is_kept_is_all_that_there_was() -> None:
         path: CodingCollective, net: Net
     ) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor], dict[str, Tensor]]:
         sums = steps(path, net, all_reduced)
-        kept = {} if path.feedback is None else {k: v.clone() for k, v in path.feedback.residuals("0", N).items()}
+        kept = (
+            {}
+            if path.feedback is None
+            else {k: v.clone() for k, v in path.feedback.residuals("0", N).items()}
+        )
         if path.feedback is not None:
             path.feedback.clear("0")
         rows = steps(path, net, scattered)
@@ -163,7 +167,9 @@ def test_residuals_survive_a_move_to_another_collective() -> None:
                 net.step = step
                 all_reduced(one, values(step, group.rank))
                 one.feedback.commit()
-            other.feedback.set_residuals("0", {k: v.clone() for k, v in one.feedback.residuals("0", N).items()})
+            other.feedback.set_residuals(
+                "0", {k: v.clone() for k, v in one.feedback.residuals("0", N).items()}
+            )
             a, b = (all_reduced(path, values(9, group.rank)) for path in (one, other))
             wrong += [] if torch.equal(a, b) else [word]
             for path in (one, other):

@@ -38,9 +38,7 @@ CODECS: dict[str, Make] = {
     "sign": SignCodec,
     "topk:0.01": lambda kernels: TopKCodec(make_keep_count(0.01), kernels=kernels),
     "topk:0.4": lambda kernels: TopKCodec(make_keep_count(0.4), kernels=kernels),
-    "topk:7+int4": lambda kernels: TopKCodec(
-        make_keep_count(7), BlockIntCodec(4, kernels=kernels), kernels
-    ),
+    "topk:7+int4": lambda kernels: TopKCodec(make_keep_count(7), BlockIntCodec(4, kernels=kernels), kernels),
 }
 LENGTHS = (1, 7, 255, 257, 1025, 65_536, 65_539, 150_001)
 KEYS = CodecKeys(5, 6)
@@ -120,7 +118,9 @@ def test_kernels_write_the_bytes_of_the_operations_that_they_replace(
 @NEEDS_COMPILER
 def test_kernels_that_round_otherwise_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tmp_path / "kernels.c"
-    source.write_text(codec_kernels._KERNEL_SOURCE.read_text().replace("rintf(", "roundf("))  # halves away from zero
+    source.write_text(
+        codec_kernels._KERNEL_SOURCE.read_text().replace("rintf(", "roundf(")
+    )  # halves away from zero
     monkeypatch.setattr(codec_kernels, "_KERNEL_SOURCE", source)
     other = load_kernels(tmp_path)
     assert other is not None

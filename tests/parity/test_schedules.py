@@ -167,7 +167,12 @@ def off_by_one(self: ChunkExecutor, action: PipelineAction, *samples: int) -> An
 
 
 TWINS: dict[str, tuple[Any, str, Any, str]] = {
-    "gradients of weights forgotten": (InFlightMicroBatch, "backward_weights", lambda self: None, "zero-bubble"),
+    "gradients of weights forgotten": (
+        InFlightMicroBatch,
+        "backward_weights",
+        lambda self: None,
+        "zero-bubble",
+    ),
     "off by one": (
         ChunkExecutor,
         "_receive_inputs",

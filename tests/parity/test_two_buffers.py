@@ -62,7 +62,8 @@ def test_a_stage_of_four_keeps_two_versions_and_backward_uses_that_of_its_forwar
         def look(step: int, updates: int) -> None:
             take(step, updates)
             places.update(
-                next(iter(version.weights.values())).data_ptr() for version in weights.versions_by_step.values()
+                next(iter(version.weights.values())).data_ptr()
+                for version in weights.versions_by_step.values()
             )
 
         weights.add_version = look

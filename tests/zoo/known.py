@@ -50,7 +50,11 @@ REFUSED: tuple[tuple[str, tuple[str, ...], str], ...] = (  # kinds, ways, words 
     ("loss-closes-over-*", LANES, "of a model outside of its arguments"),
     ("half-weights", ("same-bits-zero*",), "depends on where it is cut"),
     ("mixed-types", ("same-bits-zero*",), "depends on where it is cut"),
-    ("channels-last-fused", ("same-bits-*",), "a fused optimizer rounds depending on how a tensor is partitioned"),
+    (
+        "channels-last-fused",
+        ("same-bits-*",),
+        "a fused optimizer rounds depending on how a tensor is partitioned",
+    ),
 )
 
 

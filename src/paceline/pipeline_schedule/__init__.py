@@ -1,6 +1,4 @@
-"""Pipeline schedules as tables of actions: standard ones, files, and a simulation that checks them.
-Torch-free.
-"""
+"""Pipeline schedules as tables of actions: standard schedules, files and a simulation; without torch."""
 
 from paceline.pipeline_schedule.schedule_formats import (
     describe_timeline,

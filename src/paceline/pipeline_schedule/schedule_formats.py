@@ -47,6 +47,7 @@ def read_schedule_csv(path: Path) -> ScheduleTable:
             f"the schedule {path} cannot be read: {error}",
             next_step='write one with "paceline schedule show 1f1b --csv FILE", and give its path',
         ) from error
+    # The line comes after the time, so rows of equal times keep the order of the file.
     actions = sorted(_parse_row(row, line, path) for line, row in enumerate(rows, 2))
     if not actions:
         raise StrategyError(f"the schedule {path} has no rows", next_step=_format_hint())
@@ -88,9 +89,7 @@ _NAMES = {"F": "forward", "B": "backward", "W": "gradients of weights"}
 
 
 def render_text(proof: ScheduleTimeline) -> Iterator[str]:
-    """Yield one line for each stage, with a cell for each unit of time; letters are chunks, parts follow a
-    dot.
-    """
+    """Yield a line for each stage, with a cell for each time unit; letters are chunks, parts follow a dot."""
     unit, parted = min(row.seconds for row in proof.rows), _stages_with_parts(proof)
     width = max(len(_action_label(row, parted)) for row in proof.rows) + 1
     for stage in range(len(proof.in_flight)):

@@ -44,9 +44,7 @@ class PipelineAction(NamedTuple):
         return self.micro_batch, self.chunk, self.part
 
     def ends(self, split: Collection[ActionKey]) -> bool:
-        """Return whether this is the last action of its micro-batch, if the backwards in `split` are
-        split.
-        """
+        """Return whether this ends its micro-batch, given the actions whose backward is split."""
         return self.kind == "W" or (self.kind == "B" and self.place not in split)
 
 
@@ -96,6 +94,7 @@ def previous_chunk(stage: int, action: PipelineAction, num_stages: int) -> tuple
     """Return the stage and the forward whose output a forward needs, or None for the first chunk."""
     if stage > 0:
         return stage - 1, action
+    # Chunks go around: the last stage hands on to the first, which runs the next chunk.
     return (num_stages - 1, action._replace(chunk=action.chunk - 1)) if action.chunk else None
 
 
@@ -121,10 +120,10 @@ def count_messages_by_source(table: ScheduleTable, stage: int) -> Mapping[int, i
 
 
 def max_messages_in_flight(table: ScheduleTable, stage: int, to: int) -> int:
-    """Return the most messages of a stage that another may not have received yet, given the orders of both.
+    """Return the most messages of a stage that another may not have received yet, by the orders of both.
 
-    They are forwards whose gradient has not returned, and gradients of forwards that the other has not
-    followed up.
+    These are outputs whose gradient has not returned, and gradients for which the other stage has not run its
+    backward.
     """
     num_parts = table.parts[stage]
     return _max_open_forwards(table, stage, to, num_parts) + _max_open_forwards(table, to, stage, num_parts)
@@ -134,7 +133,7 @@ def _max_open_forwards(table: ScheduleTable, stage: int, receiver: int, num_part
     """Return the most forwards of a stage that went to another one and whose backward has not run.
 
     Args:
-        parts: number of parts of a micro-batch in which they are counted.
+        num_parts: number of parts of a micro-batch in which they are counted.
     """
     open_places, most = set[ActionKey](), 0
     for action in table.orders[stage]:
@@ -145,6 +144,7 @@ def _max_open_forwards(table: ScheduleTable, stage: int, receiver: int, num_part
             continue
         part_range = overlapping_parts(action.part, table.parts[stage], num_parts)
         places = {action._replace(part=part).place for part in part_range}
+        # A backward that returns shows that the forward was received, so no acknowledgement is counted.
         open_places = open_places | places if action.kind == "F" else open_places - places
         most = max(most, len(open_places))
     return most
@@ -156,9 +156,7 @@ def overlapping_parts(part: int, num_parts: int, num_other_parts: int) -> range:
 
 
 def part_samples(num_samples: int, num_parts: int, part: int) -> range:
-    """Return the samples of a part. With fewer samples than parts the first parts are empty; the last never
-    is.
-    """
+    """Return the samples of a part; with fewer samples than parts, some are empty, but never the last."""
     return range(num_samples * part // num_parts, num_samples * (part + 1) // num_parts)
 
 
@@ -286,14 +284,17 @@ def _require_divisible_parts(table: ScheduleTable, parts_by_stage: Sequence[int]
 def _require_complete(
     table: ScheduleTable, parts_by_stage: Sequence[int], stage: int, num_micro_batches: int
 ) -> set[ActionKey]:
-    """Return which backwards of a stage are split; raise StrategyError if an action is missing or out of
-    order.
+    """Return which backwards of a stage are split.
+
+    Raises:
+        StrategyError: an action is missing or out of order.
     """
     order, num_parts = table.orders[stage], parts_by_stage[stage]
     at = {action: number for number, action in enumerate(order)}
     keys = [*product(range(num_micro_batches), range(table.chunks), range(num_parts))]
     wanted = {PipelineAction(kind, *key) for kind in "FB" for key in keys}
     split = {a.place for a in order if a.kind == "W"}
+    # Fewer keys than actions: one occurs twice.
     if len(at) < len(order) or {a for a in at if a.kind != "W"} != wanted or not split <= {*keys}:
         raise StrategyError(
             f"the schedule of stage {stage} does not run each of {num_micro_batches} micro-batches forward"
@@ -316,6 +317,7 @@ def _require_complete(
 
 def _require_ascending(order: Sequence[PipelineAction], stage: int) -> None:
     forwards = [(a.chunk, a.micro_batch, a.part) for a in order if a.kind == "F"]
+    # The sort is stable, so within a chunk it keeps the order in which the stage runs them.
     if sorted(forwards, key=lambda entry: entry[0]) != sorted(forwards):
         raise StrategyError(
             f"the schedule of stage {stage} runs forwards out of order: give the micro-batch that comes first"
@@ -348,6 +350,7 @@ def _describe_action(action: PipelineAction, num_parts: int) -> str:
 
 
 def _action_seconds(action: PipelineAction, split: set[ActionKey]) -> float:
+    # A backward computes two products for each of the forward: gradients of inputs and of weights.
     return 2.0 if action.kind == "B" and action.place not in split else 1.0
 
 

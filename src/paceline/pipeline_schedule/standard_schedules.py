@@ -51,14 +51,14 @@ def one_f_one_b(num_stages: int, num_items: int, parts: Sequence[int] = ()) -> S
     for stage, (n, max_in_flight) in enumerate(zip(parts, _max_parts_in_flight(parts), strict=True)):
         forwards, backwards = (_actions_in_parts(kind, range(num_items), n) for kind in "FB")
         turn = _parts_per_turn(parts, stage)
+        # Minus one: the forward of a turn is in flight, too, when its backward begins.
         ahead = -(-max_in_flight // turn) - 1
         orders.append(_alternate(_group_by_turn(forwards, turn), _group_by_turn(backwards, turn), ahead))
     return ScheduleTable([[*chain.from_iterable(order)] for order in orders])
 
 
 def pipedream_2bw(num_stages: int, counts: Sequence[int]) -> ScheduleTable:
-    """Return 1F1B over the micro-batches of several steps without a flush between them, at most one update
-    behind.
+    """Return 1F1B over several steps without a flush between them, at most one update behind.
 
     A step's first forward waits for the last backward of the step two before it.
 
@@ -77,6 +77,7 @@ def pipedream_2bw(num_stages: int, counts: Sequence[int]) -> ScheduleTable:
 def _bounded_staleness_order(ahead: int, needed: Sequence[int]) -> Iterator[PipelineAction]:
     """Yield forwards that are `ahead` of the backwards, but wait for the backwards that each needs."""
     done = 0
+    # The last entry has no forward: it stands for the backwards that are left at the end.
     for number, least in enumerate([*needed, len(needed)]):
         until = max(least, number - ahead) if number < len(needed) else len(needed)
         yield from (PipelineAction("B", k) for k in range(done, until))
@@ -86,11 +87,10 @@ def _bounded_staleness_order(ahead: int, needed: Sequence[int]) -> Iterator[Pipe
 
 
 def interleaved(num_stages: int, num_micro_batches: int, chunks: int | str = 2) -> ScheduleTable:
-    """Return 1F1B over several chunks of the model on every rank: 1/v of the bubble, with more micro-batches
-    in flight.
+    """Return 1F1B over v chunks of the model on every rank.
 
-    Micro-batches go through the chunks in groups of p. If the last group is smaller, stages run more
-    forwards ahead, as few as are possible.
+    It has 1/v of the bubble of 1F1B, and more micro-batches in flight. Micro-batches go through the chunks in
+    groups of p. If the last group is smaller, stages run more forwards ahead, as few as are possible.
 
     Source: Narayanan et al. 2021, Efficient Large-Scale Language Model Training, arXiv:2104.04473, section
     2.2.2.
@@ -143,11 +143,9 @@ def _actions_in_parts(kind: str, micro_batches: Iterable[int], num_parts: int) -
 
 
 def _max_parts_in_flight(parts: Sequence[int]) -> list[int]:
-    """Return by stage how many of its parts 1F1B keeps: those of which the next stage keeps some, and those
-    in flight.
+    """Return by stage how many parts 1F1B keeps: those of which the next one keeps some, and those in flight.
 
-    What the next stage keeps need not begin where a part of this stage begins. It is never more than without
-    parts.
+    The parts of two stages need not begin at the same samples. The number is never larger than without parts.
     """
     max_parts = [1]
     for later, earlier in pairwise(reversed(parts)):
@@ -173,6 +171,7 @@ def _alternate(forwards: Sequence[T], backwards: Sequence[T], ahead: int) -> lis
     def order() -> Iterator[T]:
         yield from forwards[:ahead]
         for index, backward in enumerate(backwards):
+            # A slice, since no forward is left for the last backwards.
             yield from forwards[ahead + index : ahead + index + 1]
             yield backward
 

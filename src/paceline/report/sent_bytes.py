@@ -84,7 +84,9 @@ def has_closed_form(strategy: str) -> bool:
     parsed = _parse_strategy(strategy)
     if parsed is None:
         return False
-    plain = parsed.layout == "replicate" and parsed.lanes == 1 and not parsed.servers and parsed.codec_spec.exact
+    plain = (
+        parsed.layout == "replicate" and parsed.lanes == 1 and not parsed.servers and parsed.codec_spec.exact
+    )
     return plain and parsed.route_spec.ring_bytes and parsed.sync_spec.extra_tally_bytes is not None
 
 

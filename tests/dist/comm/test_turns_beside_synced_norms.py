@@ -59,7 +59,9 @@ def steps(cluster: Cluster, waits: bool) -> int:
             },
         }
     )
-    always = (lambda context: ScatterWindow(context.workspace)) if waits else gradient_reduction._scatter_order
+    always = (
+        (lambda context: ScatterWindow(context.workspace)) if waits else gradient_reduction._scatter_order
+    )
     with patch.object(gradient_reduction, "_scatter_order", always):
         session = build_session(recipe, task, cluster, CPU, warn=lambda _: None)
     try:

@@ -223,9 +223,7 @@ def test_a_rank_that_is_started_anew_meets_the_others_and_its_earlier_life_does_
             store.set("began anew", "1")
         store.wait_for_keys(["died"], 60.0)
         candidate = MemberCandidate(rank, "", store, cpu, 9.0, "late")
-        membership = form_first_membership(
-            candidate, InitialRendezvous(2, 1, "the job", SetupDeadline(60.0))
-        )
+        membership = form_first_membership(candidate, InitialRendezvous(2, 1, "the job", SetupDeadline(60.0)))
         return membership.prefix, store.check(["began anew"])
 
     (first, _), (second, after) = run_ranks(come, 2)

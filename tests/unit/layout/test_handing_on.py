@@ -169,7 +169,9 @@ def test_one_that_grows_after_it_was_complete_is_an_error() -> None:
     backward(model, handing, Sink())
     backward(model, handing, Sink())
     model.recomputes = True
-    with pytest.raises(TaskError, match=r"the gradient of 'middle\.(weight|bias)' changed after it was complete"):
+    with pytest.raises(
+        TaskError, match=r"the gradient of 'middle\.(weight|bias)' changed after it was complete"
+    ):
         backward(model, handing, Sink())
 
 

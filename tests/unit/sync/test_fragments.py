@@ -33,7 +33,9 @@ def test_each_leaves_once_in_h_steps_and_one_at_most_is_under_way(
     steps = fragments * each + min(rest, fragments - 1)
     delay = data.draw(st.integers(0, steps // fragments))
     streaming = FragmentSchedule(steps, fragments, delay)
-    left = [[step for step in range(1, 4 * steps + 1) if streaming.sends_after(n, step)] for n in range(fragments)]
+    left = [
+        [step for step in range(1, 4 * steps + 1) if streaming.sends_after(n, step)] for n in range(fragments)
+    ]
     for mine in left:
         assert len(mine) == 4 and all(b - a == steps for a, b in pairwise(mine))
     ways = sorted(step for mine in left for step in mine)

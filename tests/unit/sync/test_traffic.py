@@ -158,7 +158,9 @@ def test_a_steady_push_and_ticket_allocate_nothing(word: str) -> None:
     def step(number: int) -> None:
         worker.encode_push(pushes[number], (number, 1))
         worker.settle_push(dropped=number % 3 == 0)
-        worker.decode_parameters(server.encode_parameters(1, [*newest[number].values()], number), there, 1, number)
+        worker.decode_parameters(
+            server.encode_parameters(1, [*newest[number].values()], number), there, 1, number
+        )
 
     for number in range(7):
         step(number)

@@ -271,8 +271,9 @@ def _whole_tree(shards: int) -> range:
 def build_delta_reduction(
     context: SessionContext, sharded_model: ShardedModel, tensors: Mapping[TensorSlot, Tensor], name: str = ""
 ) -> GradientReduction:
-    """Return the reduction over replicas of what each rank updates; collective over ranks that update the
-    same.
+    """Return the reduction over replicas of the parts that each rank updates.
+
+    Collective over ranks that update the same parts.
 
     Args:
         tensors: by the slot that this rank updates; may be empty.

@@ -21,8 +21,9 @@ _REDUCTIONS_ATTRIBUTE = "_paceline_buffers"
 
 
 def set_buffer_reductions(model: nn.Module, buffer_reductions: Mapping[str, str]) -> None:
-    """Set how the changes of buffers are reduced; copies of the modules and parts of the model keep the
-    setting.
+    """Set how the changes of buffers are reduced.
+
+    Copies of the modules and parts of the model keep the setting.
 
     Args:
         buffer_reductions: by name of the buffer: "mean", "sum" or "first".
@@ -87,8 +88,7 @@ class MicroBatchBuffers:
             self._restore()
 
     def swap_in(self, held: Sequence[Tensor] | None = None) -> None:
-        """Put other tensors into the modules for the next forward or backward, as micro-batches of a
-        pipeline alternate.
+        """Put the buffers of another micro-batch into the modules, for its next forward or backward.
 
         Args:
             held: the buffers that the forward of the same micro-batch left, for its backward; a forward gets
@@ -99,8 +99,7 @@ class MicroBatchBuffers:
             module._buffers[name] = original.clone() if held is None else held[i]
 
     def swap_out(self, micro_batch: int, chunk: int, *, counts: bool = True) -> list[Tensor]:
-        """Record what a micro-batch has changed so far in a chunk of the model, and put the original buffers
-        back.
+        """Record the change of a micro-batch in a chunk so far, and put the original buffers back.
 
         Args:
             counts: whether to record it; False for a part of a backward that is run a second time.
@@ -256,9 +255,7 @@ def _view_as_real(b: Tensor) -> Tensor:
 
 
 def _difference(buffer: Tensor, base: Tensor) -> Tensor:
-    """Return now - base in float64 [numel]; 0 where they are equal, also for infinities and large
-    integers.
-    """
+    """Return buffer - base, float64 [numel]; 0 where both are equal, also if infinite or a large integer."""
     a, b = _view_as_real(buffer.detach()), _view_as_real(base)
     if a.is_meta:
         return torch.zeros(a.numel(), dtype=torch.float64)

@@ -175,9 +175,7 @@ class ContextTransform:
     axis = "context"
 
     def cut(self, held: TensorPlacement, coordinate: int) -> TensorPlacement | None:
-        """Keep the tensor and sum its gradient over the axis: each rank has the gradient of its own
-        positions.
-        """
+        """Keep the tensor and sum its gradient over the axis: each rank has that of its own positions."""
         return replace(held, sums=(*held.sums, self.axis), counts=held.counts and coordinate == 0)
 
 

@@ -38,8 +38,7 @@ _BufferPlace = tuple[dict[str, Tensor | None], str]
 
 
 def checkpoint_contexts(block: nn.Module, modes: Sequence[ContextManager]) -> CheckpointContexts | None:
-    """Return the `context_fn` of `torch.utils.checkpoint.checkpoint` for one forward, or None if it needs
-    none.
+    """Return the `context_fn` of a checkpoint for one forward; None if the forward needs none.
 
     Args:
         modes: function modes around the forward; backward runs outside of them, so they are entered again.
@@ -183,9 +182,7 @@ class BlockCall:
         self._results: list[Tensor] | None = None
 
     def __call__(self, _at: Tensor) -> Any:
-        """Run the block: first with the arguments of the model, later with arguments that are computed
-        again.
-        """
+        """Run the block, first with the arguments of the model and later with recomputed arguments."""
         # Dropped before the first run: holding the arguments would keep the activations alive.
         first_arguments, self._passed = self._passed, None
         if first_arguments is not None:

@@ -44,8 +44,7 @@ def seed_micro_batch(
 def append_rng_state(
     tensors: Sequence[Tensor], fresh: Tensor | None, device: torch.device
 ) -> tuple[Sequence[Tensor], float]:
-    """Append the state of the global generator to the tensors that a chunk sends, if the chunk has drawn
-    from it.
+    """Append the state of the global generator to the outputs of a chunk that has drawn from it.
 
     Args:
         fresh: state of the generator before the chunk; None if it is not tracked.

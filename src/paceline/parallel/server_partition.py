@@ -124,9 +124,7 @@ class ServerTransform:
     axis = "replica"
 
     def cut(self, held: TensorPlacement, coordinate: int) -> TensorPlacement | None:
-        """Let a server update its rows; workers, whose coordinates follow those of the servers, update
-        nothing.
-        """
+        """Let a server update its rows; workers, whose coordinates follow, update nothing."""
         spans: Sequence[tuple[int, int] | None] = (*self.plan[held.computes.name], None)
         slots = tuple(self._part(held.computes, span) for span in spans)
         return replace(held, parts=slots, place=min(coordinate, len(spans) - 1))

@@ -213,9 +213,7 @@ def _parameter_values(p: nn.Parameter, make: ParameterFactory | None) -> Paramet
 
 
 def _computed_parameter(p: nn.Parameter, held: TensorPlacement, values: ParameterFactory) -> nn.Parameter:
-    """Return what the rank computes with: the parameter itself, allocated if it is on `meta`, or a part of
-    it.
-    """
+    """Return the parameter with which a rank computes: the whole one, allocated if on `meta`, or a part."""
     slot = held.computes
     if slot.is_whole and not p.is_meta:
         return p
@@ -230,9 +228,7 @@ def _computed_parameter(p: nn.Parameter, held: TensorPlacement, values: Paramete
 
 
 def _updated_parameter(p: nn.Parameter, held: TensorPlacement, values: ParameterFactory) -> nn.Parameter:
-    """Return what the optimizer gets: the parameter, a view of a part of it, or a part with memory of its
-    own.
-    """
+    """Return the parameter that a rank updates: the computed one, a view of it, or a part of its own."""
     updated = held.updates
     assert updated is not None
     if not held.kept:
@@ -300,9 +296,7 @@ def outermost_dims(model: nn.Module) -> dict[str, int]:
 
 
 def refuse_compile(context: SessionContext, word: str) -> None:
-    """Raise StrategyError if `runtime.compile` is set: the word would change modules after they were
-    traced.
-    """
+    """Raise StrategyError if `runtime.compile` is set, since `word` changes modules after they are traced."""
     if context.recipe.runtime.compile:
         raise StrategyError(
             f"runtime.compile traces the model once, and {word} changes how its modules run",

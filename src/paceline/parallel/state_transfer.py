@@ -69,9 +69,7 @@ def take_snapshot(state: TrainState, mesh: Mesh, net: Net) -> StateSnapshot:
 
 
 def common_scalars(state: TrainState, mesh: Mesh, net: Net) -> dict[str, Any]:
-    """Return everything that is not a tensor, merged over ranks; collective, equal on every rank of a
-    replica.
-    """
+    """Return the whole state except for tensors, merged over ranks; collective, equal in a replica."""
     scalars = state.scalars()
     updating = mesh.world if _has_servers(state) else mesh.inside
     for text in all_gather_texts(json.dumps(scalars["optimizer"]), updating, net):
@@ -166,8 +164,7 @@ def gather_whole(pieces: Sequence[TensorPiece], group: RankGroup, net: Net) -> d
 def gather_in_slices(
     pieces: Sequence[TensorPiece], group: RankGroup, net: Net
 ) -> Iterator[dict[str, Tensor]]:
-    """Yield whole tensors as `gather_whole` returns them, some at a time; each item that is taken is
-    collective.
+    """Yield whole tensors as `gather_whole` returns them, some at a time; every step is collective.
 
     A slice is no larger than the largest tensor, or `_SLICE_BYTES` if that is more.
     """

@@ -66,8 +66,7 @@ _READ_BYTES = 2**24
 
 
 class GatherAfterUpdate:
-    """All-gather of updated parameters after an optimizer step; calling it is collective over the shard
-    group.
+    """All-gather of updated parameters after an optimizer step; calls are collective over the shard group.
 
     Args:
         sharded_model: its updated parts are views of what they are parts of.

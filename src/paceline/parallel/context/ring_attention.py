@@ -60,9 +60,7 @@ class AttentionKernel(Protocol):
         causal: bool,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of q, k and v; `whole` is the output over all keys, not only those of this
-        block.
-        """
+        """Return the gradients of q, k and v of a block; `whole` is the output over all blocks of keys."""
 
 
 class FlashCpuKernel:

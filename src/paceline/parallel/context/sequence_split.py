@@ -143,8 +143,7 @@ class SequencePart:
         return self.take(torch.arange(self.length, device=device), 0)
 
     def dim_in(self, shape: Sequence[int], what: str) -> int:
-        """Return the dimension along which a tensor of the model has the positions, as tensors of the batch
-        have them.
+        """Return the dimension of a tensor along which this rank's positions are, as in tensors of the batch.
 
         Raises:
             TaskError: no such dimension, or several, have the right size.

@@ -41,8 +41,9 @@ def record_call(loss: ModelFunction, batch: Any, *, training: bool) -> ModelCall
 
 
 class _CallRecorded(BaseException):
-    """Exception that ends the loss where it calls the model; a BaseException, so that `except Exception`
-    lets it pass.
+    """Exception that ends a loss where it calls the model.
+
+    It is a BaseException, so that `except Exception` in the loss lets it pass.
     """
 
     def __init__(self, call: ModelCall) -> None:
@@ -285,9 +286,7 @@ class StageModule(nn.Module):
 
 
 class WritableInput(torch.autograd.Function):
-    """Identity on a received tensor that a module may change in place, which a leaf of autograd does not
-    allow.
-    """
+    """Identity whose result may be changed in place, which autograd forbids for received tensors (leaves)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -100,9 +100,7 @@ class MessageHeader(NamedTuple):
         return cls(num_words, note, key, attempt, _kinds_in(tuple(words[_FIXED_WORDS:num_words])))
 
     def words(self) -> list[int]:
-        """Return the words: their number, number of tensors, note, key, attempt; dtype and sizes of each
-        tensor.
-        """
+        """Return numbers of words and tensors, note, key and attempt, then dtype and sizes of each tensor."""
         # The bits of the float, as all words are integers.
         (bits,) = struct.unpack("q", struct.pack("d", self.note))
         return [

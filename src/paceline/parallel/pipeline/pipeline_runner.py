@@ -166,9 +166,7 @@ class PipelineRunner:
         sums: LossSums,
         scale: float,
     ) -> None:
-        """Run a forward, if there is something to run: a small micro-batch may have fewer samples than
-        parts.
-        """
+        """Run a forward, unless the part has no samples, as in a micro-batch with fewer samples than parts."""
         micro_batch = loaded[action.micro_batch]
         if part_samples(len(micro_batch.micro_batch.indices), self._num_parts, action.part):
             in_flight[action.place] = self.executor.forward(action, micro_batch, sums, scale, None)
@@ -183,9 +181,7 @@ class PipelineRunner:
         sink: GradientSink,
         order: _StageOrder,
     ) -> None:
-        """Run a backward, or its second half, and hand gradients on: those of the chunk, after its last
-        backward.
-        """
+        """Run a backward or its second half; after the last one of a chunk, hand on its gradients."""
         is_complete = action.part == self._num_parts - 1
         is_last = is_complete and order.last[action.chunk] == action.micro_batch
         # Parts add to one gradient, which is that of the micro-batch only after its last part.
@@ -218,9 +214,7 @@ class PipelineRunner:
         return self._wire.num_sent
 
     def wait_until_received(self, num_sent: int) -> None:
-        """Wait until the neighbours have received what had been sent when `num_sent` was read; then its
-        memory is free.
-        """
+        """Wait for the receivers of what was sent before `num_sent` was read; its memory is free then."""
         self._wire.flush(most=self._wire.num_sent - num_sent)
 
     def abort(self) -> None:
@@ -393,9 +387,7 @@ class ThreadedPipelineRunner(ThreadedRunnerBase):
         return sums[-1]
 
     def _hand_on(self, stage_gradients: Sequence[_StageGradients], sink: GradientSink) -> None:
-        """Hand every gradient on once; shared ones are summed within their shard, as in the backward of one
-        thread.
-        """
+        """Hand on every gradient once, those of shared parameters by shard, as a single thread does."""
         slots = [*self.sharded_model.computes]
         shard_ranges = sorted(
             {shards for gradients in stage_gradients for _, shards in gradients.shared},

@@ -170,8 +170,7 @@ _NUM_SAMPLES = 2
 def check_sample_independence(
     task: Task, model: nn.Module, chunks: Sequence[Sequence[nn.Module]], parts_by_stage: Sequence[int]
 ) -> None:
-    """Run two samples together through every chunk, and one by one through those whose stage has several
-    parts.
+    """Compare the results of two samples together and one by one, in chunks whose stage has several parts.
 
     Args:
         chunks: links of the model, by chunk.

@@ -193,9 +193,7 @@ class _AutogradGraph:
         return ancestors
 
     def entries(self, leaf: Node, leads_to_inputs: set[Node]) -> set[Node]:
-        """Return the operations on paths to the inputs that a weight goes into; without one, those of the
-        outputs.
-        """
+        """Return the operations that use a weight, on paths to the inputs or among those of outputs."""
         entry_nodes: set[Node] = set()
         waiting, seen = [leaf], {leaf}
         while waiting:

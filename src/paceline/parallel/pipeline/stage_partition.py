@@ -161,8 +161,9 @@ def partition_evenly(
     sizes: Sequence[int] | None = None,
     allowed: Callable[[int, range], bool] = lambda index, span: True,
 ) -> list[range]:
-    """Return contiguous parts, each with parameters: the heaviest as light as possible, the others as even;
-    pure.
+    """Return contiguous parts, each with parameters, such that the heaviest is as light as possible; pure.
+
+    Among such partitions the others are as even as possible.
 
     Args:
         weights: of the links: numbers of parameters, or times.
@@ -239,9 +240,7 @@ def partition_into_stages(context: SessionContext, material: TaskMaterial) -> Mo
 
 
 def _require_one_addition(material: TaskMaterial, partition: StagePartition) -> None:
-    """Raise StrategyError if more than two modules on several stages share a tensor, where sums are
-    ordered.
-    """
+    """Raise StrategyError if more than two modules on several stages share a tensor."""
     links = module_chain(material.task, material.model)
     tensors = {slot.name: p for slot, p in trained_parameters(material.model).items()}
     for name in partition.shared:

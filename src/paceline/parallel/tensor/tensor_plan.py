@@ -281,8 +281,9 @@ def plan_tensor_cuts(entries: Sequence[TensorPlanEntry], degree: int) -> TensorC
 
 
 def _refuse_gathered(block: str, linears: Sequence[LinearCut]) -> None:
-    """Raise TaskError if a gathered layer is in a block that is split by positions: it has only a part of
-    them.
+    """Raise TaskError if a gathered layer is in a block that is split by positions.
+
+    Its inputs would be only a part of the positions.
     """
     for cut in linears:
         if cut.word == "gathered" and cut.name.startswith(f"{block}."):
@@ -297,9 +298,7 @@ def _even_spans(size: int, degree: int) -> list[Span]:
 
 
 def _require_tied_alike(cuts: TensorCuts, model: nn.Module) -> None:
-    """Raise TaskError if a tensor is split in one module and not, or differently, in another that shares
-    it.
-    """
+    """Raise TaskError unless modules that share a tensor split it alike."""
     known: dict[int, tuple[str, int, Sequence[Span]]] = {}
     planned: dict[tuple[int, str], tuple[int, Sequence[Span]]] = {}
     for cut in cuts.layers:
@@ -447,8 +446,7 @@ def _key_dropout_by_position(module: KeyedDropout, positions: PositionPartition)
 
 
 def partition_tensors(context: SessionContext, material: TaskMaterial) -> ModelPartition:
-    """Return the partition of tensor=N: large layers, by the plan of the task or of its model, and that of
-    the recipe.
+    """Return the partition of tensor=N: large layers, by the plan of the task, its model and the recipe.
 
     Raises:
         StrategyError: there is no plan, or the model is compiled.

@@ -166,7 +166,7 @@ class PipelineRunner:
         sums: LossSums,
         scale: float,
     ) -> None:
-        """Run a forward, unless the part has no samples, as in a micro-batch with fewer samples than parts."""
+        """Run a forward, unless the part has no samples, since a micro-batch may have fewer than parts."""
         micro_batch = loaded[action.micro_batch]
         if part_samples(len(micro_batch.micro_batch.indices), self._num_parts, action.part):
             in_flight[action.place] = self.executor.forward(action, micro_batch, sums, scale, None)

@@ -1,9 +1,9 @@
 """Build the documentation site: `make site` writes build/site, and fails at a dead link.
 
 The pages are the Markdown files of the repository, copied to build/site-pages with README.md as the start
-page. A link from one page to another is rewritten to its new place. A link to any other file of the repository
-becomes plain text, so that the site needs no network. A link to a file that does not exist is an error, and so
-is a link to a heading that does not exist (mkdocs reports it in strict mode).
+page. A link from one page to another is rewritten to its new place. A link to any other file of the
+repository becomes plain text, so that the site needs no network. A link to a file that does not exist is an
+error, and so is a link to a heading that does not exist (mkdocs reports it in strict mode).
 """
 
 from __future__ import annotations

@@ -44,7 +44,8 @@ def codec_of(word: str) -> Codec:
         ("topk:0.01+int4", lambda n: -(-math.ceil(0.01 * n) // 2) + 4 * -(-math.ceil(0.01 * n) // 256)
                            + math.ceil(0.01 * n) * index_bytes(n)),
         ("randomk:0.01", lambda n: 1 + 4 * math.ceil(0.01 * n)),
-        ("lowrank:2", lambda n: 4 * n if (m := near_square_span(n)).rows * m.columns <= 2 * (m.rows + m.columns)
+        ("lowrank:2", lambda n: 4 * n
+                      if (m := near_square_span(n)).rows * m.columns <= 2 * (m.rows + m.columns)
                       else 4 * (n - m.rows * m.columns + 2 * (m.rows + m.columns))),
     ],
 )  # fmt: skip

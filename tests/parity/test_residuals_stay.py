@@ -122,10 +122,10 @@ def nothing_moved(cluster: Cluster, forgets: bool) -> bool:
     if forgets:
         rule.reducer.abort = rule.reducer.commit
     nothing = torch.zeros(0, dtype=torch.float64)
-    movement.begin()
+    delta.begin()
     delta.start_sum(0.0, 0.0)
     delta.finish_sum(StepTally(0.0, 0.0, 0.0, {}, 0.0, (), nothing))
-    movement.mix(0.0)
+    delta.mix(0.0)
     after = [value for _, _, value in rule.reducer.residuals()]
     assert any(bool(value.any()) for value in before)
     return all(torch.equal(a, b) for a, b in zip(before, after, strict=True))

@@ -211,7 +211,8 @@ def with_a_loss(cluster: Cluster, lost: int, steps: int) -> str:
         list(session.rounds())
     except (Left, CommunicationError) as error:
         return f"{type(error).__name__} {error}"
-    return f"whole {session.rule.ledger.applied} {trajectory_of([], session).parameters['layers.0.weight'].sum()}"
+    weight = trajectory_of([], session).parameters["layers.0.weight"]
+    return f"whole {session.rule.ledger.applied} {weight.sum()}"
 
 
 @pytest.mark.capability("B4", "N5")

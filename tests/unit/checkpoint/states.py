@@ -43,7 +43,7 @@ def change(state: TrainState, settle: Callable[[], None] = lambda: None) -> None
 
 @contextmanager
 def saver(url: object, state: TrainState, **changes: Any) -> Iterator[CheckpointSaver]:
-    """A saver of a single rank; `newest`, `best`, `exchange` and the fields of `SaveSettings` may be given."""
+    """A saver of one rank; `newest`, `best`, `exchange` and the fields of `SaveSettings` may be given."""
     shelf = CheckpointCatalog.read(StorageFolder(str(url))).claim()
     exchange = changes.pop("exchange", lambda text: [text])
     keep = RetentionCounts(changes.pop("newest", 2), changes.pop("best", 0))

@@ -363,7 +363,7 @@ class FakeTensorRun:
             live.begin()
             with tracker, self._precision.autocast():
                 outputs = as_tuple(run(x))
-            kept, forward = live.now, dict(live.peaks)
+            kept_bytes, forward = live.now, dict(live.peaks)
             # Detached: the next chunk must not keep the graph of this one.
             sent = [t.detach() for t in outputs]
             live.begin()
@@ -376,7 +376,7 @@ class FakeTensorRun:
         passed = LATE_MESSAGES * (self._fake_model.exchanged() - before + self._fake_model.straight.largest)
         by_position = {position: most for (position, _), most in forward.items()}
         footprint = MicroBatchFootprint(
-            kept, by_position, backward, passed, *crossing, completed=dict(live.completed)
+            kept_bytes, by_position, backward, passed, *crossing, completed=dict(live.completed)
         )
         return replace(footprint, entries=tracker.entries, completes=completes), sent
 

@@ -131,15 +131,15 @@ def gather_buckets(
 
 
 def _plan_part_buffers(
-    held: Sequence[TensorPlacement],
+    placements: Sequence[TensorPlacement],
     item_bytes: Mapping[str, int],
     most_bytes: int,
     *,
     in_turn: bool,
     multiple: int = 1,
 ) -> list[PartBuffer]:
-    tensors = meta_tensors(held, item_bytes)
-    parts = {placement.computes: placement.parts for placement in held}
+    tensors = meta_tensors(placements, item_bytes)
+    parts = {placement.computes: placement.parts for placement in placements}
     together = bucket_bytes_of(tensors.values(), most_bytes) if in_turn else most_bytes
     return [
         PartBuffer(slots, tensors, parts, _meta_buffer, multiple) for slots in plan_buckets(tensors, together)

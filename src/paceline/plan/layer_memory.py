@@ -99,13 +99,13 @@ def layer_memories(
 
 def _layer_memory(
     layer: str,
-    held: Sequence[TensorPlacement],
+    placements: Sequence[TensorPlacement],
     activations: int,
     item_bytes: Mapping[str, int],
     state_ratio: float,
 ) -> LayerMemory:
     updates = parameters = gradients = 0
-    for placement in held:
+    for placement in placements:
         computed_bytes = slot_bytes(placement.computes, item_bytes)
         updated_bytes = 0 if placement.updates is None else slot_bytes(placement.updates, item_bytes)
         parameters += computed_bytes if placement.kept else updated_bytes

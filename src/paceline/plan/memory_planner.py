@@ -94,11 +94,11 @@ class _ReductionMemory:
         # Ranks of one shard group hold parts of the same tensors, so their bytes are computed once.
         key = tuple(n for axis, n in rank.coordinates.items() if axis != "shard")
         if key not in self._known:
-            held = [*rank.held.values()]
-            gathers = not (self._common or all(placement.kept for placement in held))
+            placements = [*rank.held.values()]
+            gathers = not (self._common or all(placement.kept for placement in placements))
             reduction = GradientReduction(
-                *(self._recipe, held, self._item_bytes),
-                sizes=count_parameter_bytes(held, self._item_bytes),
+                *(self._recipe, placements, self._item_bytes),
+                sizes=count_parameter_bytes(placements, self._item_bytes),
                 shards=self._shards,
                 common=self._common,
                 receives=self._receives,

@@ -153,9 +153,9 @@ def moments_by_stage(
         pairs = zip(work.footprints, less.footprints, strict=True)
         saved = [_saved_by_call(a, b, num_blocks) for a, b in pairs]
         largest = largest_by_stage.setdefault(place.coordinates["pipeline"], {})
-        for again, variant_walks in ((False, walks), (True, lean_walks)):
+        for recomputes, variant_walks in ((False, walks), (True, lean_walks)):
             for moment in (
-                _moment_bytes(instant, saved, num_blocks, again)
+                _moment_bytes(instant, saved, num_blocks, recomputes)
                 for walk in variant_walks
                 for instant in walk.instants()
             ):
@@ -190,16 +190,18 @@ def _kept_by_call(footprint: MicroBatchFootprint, calls: Sequence[int]) -> list[
     return [after - before for before, after in pairwise([*lives, footprint.kept])]
 
 
-def _moment_bytes(instant: MemoryInstant, saved: SavedByCall, num_blocks: int, again: bool) -> MomentBytes:
+def _moment_bytes(
+    instant: MemoryInstant, saved: SavedByCall, num_blocks: int, recomputes: bool
+) -> MomentBytes:
     call, inside = divmod(instant.position, 2)
     saved_by_block = [0] * num_blocks
     for block, size in _kept_by_other_calls(instant, saved, call):
         if block >= 0:
             saved_by_block[block] += size
     running_block = saved[instant.chunk][call][0] if inside else -1
-    only = (running_block, again) if running_block >= 0 else (_SAME_AS_PLAIN if again else None)
+    only = (running_block, recomputes) if running_block >= 0 else (_SAME_AS_PLAIN if recomputes else None)
     return MomentBytes(
-        instant.memory.total + (sum(saved_by_block) if again else 0), tuple(saved_by_block), only
+        instant.memory.total + (sum(saved_by_block) if recomputes else 0), tuple(saved_by_block), only
     )
 
 
@@ -267,13 +269,13 @@ def fewest_seconds(seconds: Sequence[float], sums: Sequence[MomentBytes], budget
     return None if best is None else best[2]
 
 
-def _bytes_by_block(sums: Sequence[MomentBytes], num_blocks: int, again: bool) -> Tensor:
+def _bytes_by_block(sums: Sequence[MomentBytes], num_blocks: int, recomputes: bool) -> Tensor:
     """Return the bytes that each block adds at each moment, recomputed or not, [L + 1, M]."""
     table = torch.zeros(num_blocks + 1, len(sums), dtype=torch.float64)
     for index, moment in enumerate(sums):
-        if again:
+        if recomputes:
             table[:-1, index] = -torch.tensor(moment.saved, dtype=torch.float64)
-        if moment.only is not None and moment.only[1] != again:
+        if moment.only is not None and moment.only[1] != recomputes:
             table[moment.only[0], index] = -torch.inf
     return table
 

@@ -229,10 +229,12 @@ def simulate_ranks(recipe: Recipe, task: Task, model: nn.Module, processes: int)
         key = tuple(n for axis, n in coordinates.items() if axis != "shard")
         if key not in held_by_coordinates:
             held_by_coordinates[key] = placement.at(coordinates)
-        held = held_by_coordinates[key]
+        placements = held_by_coordinates[key]
         if degrees["shard"] > 1:
-            held = {name: replace(tensor_placement, place=place) for name, tensor_placement in held.items()}
-        yield SimulatedRank(rank, coordinates, held, stage_partition)
+            placements = {
+                name: replace(tensor_placement, place=place) for name, tensor_placement in placements.items()
+            }
+        yield SimulatedRank(rank, coordinates, placements, stage_partition)
 
 
 def _partitions(context: SessionContext, task: Task, model: nn.Module) -> list[ModelPartition]:

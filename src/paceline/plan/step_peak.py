@@ -109,7 +109,7 @@ class StepWalk:
         # How many sets of gradients of this chunk exist before and after this backward.
         before = self._num_gradients(number)
         after = self._num_sums(self._ended[number] + completes) if completes == ends and not learns else 1
-        moved = self._sums.moved if action == self._last[number] else 0
+        copies_per_byte = self._sums.moved if action == self._last[number] else 0
         self._in_flight[number] -= 1
         at_end = self._sums.at_end
         for position, done, freed, alive in _backward_samples(
@@ -121,7 +121,9 @@ class StepWalk:
                 base,
                 activations=self._kept() + alive,
                 gradients=others + grads,
-                wire=base.wire + moved * done + (self._sums.learning if learns and done == total else 0),
+                wire=base.wire
+                + copies_per_byte * done
+                + (self._sums.learning if learns and done == total else 0),
             )
             yield MemoryInstant(memory, number, position, tuple(self._in_flight))
         self._in_flight[number] += 0 if ends else 1

@@ -177,16 +177,16 @@ class _SimulatedScatterRank:
         self._home = {name: number for number, block in enumerate(reduction.blocks) for name in block}
         self._rows: dict[ScatterReducer, int] = {}
         self._by_name: dict[str, tuple[ScatterReducer, TensorSlot]] = {}
-        ways = ScatterPaths(
+        paths = ScatterPaths(
             path, SimulatedCollective(path.group, path.net), path.group, path.net, self._pacer, memory
         )
-        for number, laid in enumerate(reduction.often):
-            tensors = meta_tensors(laid.members, reduction.item_bytes)
-            parts = {placement.computes: placement.parts for placement in laid.members}
+        for number, layout in enumerate(reduction.often):
+            tensors = meta_tensors(layout.members, reduction.item_bytes)
+            parts = {placement.computes: placement.parts for placement in layout.members}
             most, name = reduction.recipe.runtime.bucket_bytes, scatter_buffer_prefix(number)
-            reducer = ScatterReducer(tensors, parts, ways, most, name=name)
+            reducer = ScatterReducer(tensors, parts, paths, most, name=name)
             # The result of a scatter is one row of its bucket.
-            self._rows[reducer] = max(bucket.rows[0].nbytes for bucket in laid.buffers)
+            self._rows[reducer] = max(bucket.rows[0].nbytes for bucket in layout.buffers)
             self._by_name |= {slot.name: (reducer, slot) for slot in tensors}
 
     @property
@@ -389,10 +389,10 @@ def _ordered_sums(reduction: GradientReduction) -> GradientSumMemory:
         return GradientSumMemory(sizes.shared, at_end=True, waiting=waiting, stays=sizes.computes)
     nodes = max(len(covering_nodes(block)) for block in blocks)
     buckets = nodes * _whole_bytes(reduction.buckets) + sizes.shared
-    moved, row_bytes = _ordered_wire_bytes(reduction, nodes)
+    num_copies, row_bytes = _ordered_wire_bytes(reduction, nodes)
     # Without shards the sum becomes the gradient itself, and is released before the next backward.
     apart = strategy.shard > 1
-    sums = GradientSumMemory(buckets, moved=moved, leaves=True, waiting=[*waiting[:-1], 0])
+    sums = GradientSumMemory(buckets, moved=num_copies, leaves=True, waiting=[*waiting[:-1], 0])
     return replace(sums, own=row_bytes) if apart else replace(sums, stays=row_bytes)
 
 
@@ -440,10 +440,10 @@ def _slice_bytes(reduction: GradientReduction) -> int:
     return sum(CHUNK_VALUES * item_bytes for _, item_bytes in paths)
 
 
-def _scatter_path(reduction: GradientReduction, way: BucketPath) -> object:
+def _scatter_path(reduction: GradientReduction, path: BucketPath) -> object:
     """Return an identifier of the path; reductions with every micro-batch have one each."""
     inside = {"shard", "pipeline", "tensor"}
-    return way.number if reduction.leaves_often and not way.meets else frozenset(way.axes) - inside
+    return path.number if reduction.leaves_often and not path.meets else frozenset(path.axes) - inside
 
 
 def _whole_bytes(buckets: Iterable[BucketBytes]) -> int:
@@ -503,7 +503,10 @@ def _gathers_after_update(reduction: GradientReduction) -> GatherMemory:
 
 
 def _gathers_on_use(reduction: GradientReduction) -> GatherMemory:
-    blocks, rest = reduction.by_block
+    blocks, rest_bytes = reduction.by_block
     shard = reduction.recipe.strategy.shard
-    computing, beginning = gathered_bytes(blocks, rest, shard), int((2 + gloo_copies(shard)) * rest)
+    computing, beginning = (
+        gathered_bytes(blocks, rest_bytes, shard),
+        int((2 + gloo_copies(shard)) * rest_bytes),
+    )
     return GatherMemory(max(blocks, default=0), computing, beginning)

@@ -76,7 +76,7 @@ def check_task(oracle: Oracle, group: RankGroup, net: Net) -> TaskFault | None:
 def collect_task_facts(oracle: Oracle) -> dict[str, Any]:
     """Return hashes and numbers of what this rank has built, reads and computes, as JSON values."""
     micro_batches = oracle.work.micro_batches(0)
-    data, again = (
+    data, repeated_data = (
         [sha_of_batch(read_micro_batch(oracle.task, micro_batch)) for micro_batch in micro_batches]
         for _ in range(2)
     )
@@ -84,7 +84,7 @@ def collect_task_facts(oracle: Oracle) -> dict[str, Any]:
         "model": {n: sha_of_batch(t) for n, t in oracle.model.state_dict().items() if isinstance(t, Tensor)},
         "length": len(oracle.task.data),
         "data": data,
-        "reads alike": data == again,
+        "reads alike": data == repeated_data,
     }
     first, second = (_numbers(oracle, micro_batches[:1]) for _ in range(2))
     after = {n: sha_of_batch(p) for n, p in oracle.model.named_parameters()}

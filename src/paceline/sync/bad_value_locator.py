@@ -42,6 +42,7 @@ class LossRecorder:
     def __call__(self, model: Any, batch: Any) -> Loss:
         """Return the loss of the inner function."""
         loss = self._loss(model, batch)
+        # Kept as tensors: reading a number would wait for the device in every micro-batch.
         if model.training and isinstance(loss, Loss):
             self._losses.append((loss.total.detach(), loss.count))
         return loss
@@ -134,6 +135,7 @@ class BadValueLocator:
         if not bad_evidence:
             text = f"{what} in step {step}: the values of each rank are finite, but their sum is not"
             return NumericError(text, where=f"step {step}", next_step=_NEXT_STEP)
+        # A bad loss explains bad gradients, and `max` returns the first rank that has one.
         named = max(bad_evidence, key=lambda evidence: evidence.loss_is_bad)
         if not named.loss_is_bad:
             named = bad_evidence[-1]  # the last stage is nearest to the loss, where backward begins
@@ -155,8 +157,9 @@ class BadValueLocator:
 
     def _gather_evidence(self, losses: Sequence[RecordedLoss], sums: Gradients) -> list[RankEvidence]:
         """Return the evidence of every rank of the group, by rank. Wire: one ragged all_gather."""
-        own = json.dumps(asdict(self._collect_evidence(losses, sums)))
-        return [RankEvidence(**json.loads(text)) for text in all_gather_texts(own, self.group, self.net)]
+        # As JSON, which Python writes with NaN and infinity too; names of tensors differ in length by rank.
+        own_text = json.dumps(asdict(self._collect_evidence(losses, sums)))
+        return [RankEvidence(**json.loads(text)) for text in all_gather_texts(own_text, self.group, self.net)]
 
     def _collect_evidence(self, losses: Sequence[RecordedLoss], sums: Gradients) -> RankEvidence:
         rank = self.group.ranks[self.group.rank]
@@ -176,6 +179,7 @@ class BadValueLocator:
             bad += [(slot.name, num_bad, grad.numel())] if num_bad else []
             norms[slot.name] = float(torch.linalg.vector_norm(grad))
         if bad:
+            # Backward reaches the last tensor of the model first, so the trouble most likely began there.
             return RankEvidence(rank, loss, *bad[-1], num_tensors=len(bad), own=own)
         return RankEvidence(rank, loss, max(norms, key=lambda name: norms[name], default=""), own=own)
 

@@ -64,9 +64,8 @@ class DiLoCo(ExtraState):
         runner: this rank's part of the model.
         replicas, net, phases: as for `LocalRoundLoop`.
     Wire: every H steps one all_reduce of the parameters that a rank updates, and one of the tally, over the
-    ranks
-        that hold the same part of each replica. Inside a replica: the traffic of a step, and a gather after
-        H.
+        ranks that hold the same part of each replica. Inside a replica: the traffic of a step, and a gather
+        after H.
     """
 
     def __init__(
@@ -108,6 +107,7 @@ class DiLoCo(ExtraState):
         # The weights are known only after the tally, so the sum cannot start earlier.
         self._delta.start_sum(local_round.count, tally.count)
         self._delta.finish_sum(tally)
+        # Without mixing the anchors replace the parameters, so all replicas continue from equal bits.
         self._delta.mix(0.0)
         return tally, sums
 
@@ -134,12 +134,14 @@ def plan_memory(query: MemoryQuery) -> RuleMemory:
     Each is as large as what the rank updates. At the end of a round the rank computes its parameter changes
     one tensor at a time, so the largest tensor counts twice there.
     """
-    own, strategy = query.sizes.updates, query.recipe.strategy
-    parts = [one.updates for one in query.held.values() if one.updates is not None]
-    momentum = own if strategy.sync_spec.has_outer_optimizer and query.recipe.outer.momentum else 0
+    update_bytes, strategy = query.sizes.updates, query.recipe.strategy
+    parts = [placement.updates for placement in query.held.values() if placement.updates is not None]
+    momentum = update_bytes if strategy.sync_spec.has_outer_optimizer and query.recipe.outer.momentum else 0
     return RuleMemory(
-        state=own + momentum,
-        wire=own if strategy.degrees["replica"] > 1 else 0,
+        state=update_bytes + momentum,
+        # A single replica sends nothing, so it has no buckets.
+        wire=update_bytes if strategy.degrees["replica"] > 1 else 0,
+        # Twice: the change of a tensor and its product with the weight exist at the same time.
         agreement=2 * max((slot_bytes(part, query.item_bytes) for part in parts), default=0),
     )
 

@@ -108,6 +108,7 @@ class EveryStep:
             The sums over all ranks, and what the update did.
         """
         self.phases.begin("data")
+        # Errors of collectives name the step in which they happened.
         self._net.step = update_step.state.step
         count = work.num_micro_batches(update_step.state.step)
         # The factor is known before the reduction begins, because a codec rescales its errors by it.
@@ -144,6 +145,7 @@ class EveryStep:
             num_shards: shards of the step on all ranks.
         """
         self.phases.begin("communication")
+        # Before `close`: a rank that clips its own gradient must know its items before anything is sent.
         if self._on_run is not None:
             self._on_run(sums, scale)
         self.reducer.close()
@@ -152,7 +154,9 @@ class EveryStep:
         agreement = local_tally.agree(self._net, self._group, runner.sharded_model.device)
         grads, tally = self.reducer.finish(), agreement.wait()
         self.phases.begin("optimizer")
+        # Before the update, so that a guard that skips the step can undo the change of the buffers.
         runner.buffers.end_step(tally.buffers, tally.micro_batches)
+        # One rank with a gradient is enough: all replicas have to update the same parameters.
         used = tally.used_names(runner.sharded_model.slots)
         update = self._apply(update_step, grads.agreed(used, scale), tally)
         # A codec adopts the error of this step only if the update counted; otherwise it keeps the last one.
@@ -213,6 +217,7 @@ class ShardRecordingStream(Iterator[LoadedBatch]):
 
 def gradient_scale(work: MicroBatchWork, state: TrainState, items_per_sample: int) -> float:
     """Return the factor that losses of the state's step are multiplied with before backward."""
+    # A power of two only changes the exponent of a float, so this factor rounds nothing.
     return state.scale.value / power_of_two_below(work.num_samples(state.step) * items_per_sample)
 
 

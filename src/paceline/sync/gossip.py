@@ -67,7 +67,10 @@ def peer_at_clock(rank: int, clock: int, size: int) -> int | None:
     """
     last = size + size % 2 - 1
     turn = clock % clocks_per_turn(size)
+    # The last rank stays in place while the others turn around it; it meets the rank that would otherwise
+    # meet itself.
     if rank == last:
+        # Solve 2 * peer = turn modulo `last`: as `last` is odd, (last + 1) / 2 is the inverse of 2.
         peer = turn * ((last + 1) // 2) % last
     else:
         peer = (turn - rank) % last
@@ -266,6 +269,7 @@ class GossipSGD:
             if peer != rank:
                 message = ChannelMessage("end", {"step": local_round.step})
                 self._channel.send(peer, message, self._net.deadline_seconds)
+        # Halves can still arrive between the answers, and must be added as well.
         while len(self._end_steps) < self._replicas.size:
             self._handle(self._channel.receive(self._net.deadline_seconds))
         local_round.end_with(self._end_steps.values())
@@ -281,6 +285,7 @@ class GossipSGD:
             fields |= self._exchange.message_fields()
         self._channel.send(
             self._replicas.ranks[peer],
+            # Not marked as immutable: the next step changes these sums, so the channel has to copy them.
             ChannelMessage("half", fields, self.push_sum.sums),
             self._net.deadline_seconds,
         )
@@ -324,6 +329,8 @@ class GossipSGD:
         """Add a half, or keep it until this rank has finished the clock that it belongs to."""
         clock = int(message.fields["clock"])
         if self.pending_halves.is_early(clock):
+            # A fast peer can be ahead. Its half counts once this rank has finished that clock, so no delay is
+            # negative.
             self._early[clock] = message
             return
         self._delays.append(self.pending_halves.take(clock))
@@ -343,6 +350,7 @@ class GossipSGD:
         )
         max_delay = self._net.all_reduce(oldest, self._replicas, "max")
         all_reduce_coalesced(self.push_sum.sums, self._net, self._replicas)
+        # Push-sum loses no weight: the weights add up to the number of replicas, so they are not summed.
         self.push_sum.weight = float(self._replicas.size)
         self.push_sum.load_mean()
         return tally, {

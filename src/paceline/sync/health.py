@@ -1,9 +1,8 @@
 """Numeric health: a loss or gradient that is not finite, and a loss that jumps, handled before the update.
 
 A guard is a part of the update step. It checks the agreed loss, receives an agreed gradient that is not
-finite, and
-passes trouble to an action: stop the run, skip the step, roll back to a checkpoint, or lower the rates. While
-all is well it reads numbers that are on the host anyway, and sends nothing.
+finite, and passes trouble to an action: stop the run, skip the step, roll back to a checkpoint, or lower the
+rates. While all is well it reads numbers that are on the host anyway, and sends nothing.
 
 With lowered rates every rate is that of the schedule times `factor` to the power of `times`, from the update
 at which trouble was found; `times` is in checkpoints, so a resumed run continues with the lowered rates.
@@ -74,6 +73,7 @@ class LossSpikeDetector(ExtraState):
         median = self.median()
         if self.factor is None or median is None:
             return False
+        # Not loss > factor * median: with a negative median every usual loss would be a spike.
         return loss - median > (self.factor - 1) * abs(median)
 
     def accept(self, loss: float) -> None:
@@ -146,6 +146,7 @@ class NumericGuard:
 
     def accept(self, record: PendingUpdate) -> None:
         """Record the loss of a step that was not skipped: an observer of the update step."""
+        # Not `applied`: an fp16 overflow skips the update as well, but the loss of that step is sound.
         if record.tally.count and not record.refused:
             self._skipped = 0
             self.detector.accept(_mean_loss(record))
@@ -163,6 +164,7 @@ class NumericGuard:
                 next_step=f"{why.next_step}; health.max_skips limits how many steps are skipped",
             )
         self._skipped += 1
+        # The buffers have moved already: the rule ends their step before it updates.
         self._locator.runner.buffers.abort_step()
         self.note("skip", {"step": record.state.step, "reason": why.what})
         record.refused = True
@@ -242,9 +244,10 @@ class RateLowering(ExtraState):
 
         While the loss stays a spike, compared with the losses before, rates are lowered once per window.
         """
-        # Within a window after lowering the loss is still high, which says nothing of the new rates.
+        # Within a window after lowering the loss is still high, which shows nothing about the new rates.
         if record.state.step >= self.judge_from_step:
             self._lower(guard, record, error)
+            # The part `rate` has run before this check, so this step still has the higher rate.
             self.set_rate(record)
 
     def skip_step(self, guard: NumericGuard, record: PendingUpdate, error: NumericError) -> None:

@@ -92,9 +92,9 @@ class SharedCounters:
         """Return whether any rank was asked to stop."""
         return bool(self.stops.any())
 
-    def request_stop(self, asked: bool) -> None:
+    def request_stop(self, is_requested: bool) -> None:
         """Publish whether this rank was asked to stop."""
-        self.stops[self._rank] = int(asked)
+        self.stops[self._rank] = int(is_requested)
 
     def reach(self, step: int) -> None:
         """Publish that this rank has taken all steps before `step`."""
@@ -200,7 +200,9 @@ class Hogwild:
         expires = time.monotonic() + self._net.deadline_seconds
         self._phases.begin("communication")
         while (rank := self._slowest_behind(step)) is not None:
+            # A request to stop can come during the wait, and the other ranks have to see it.
             self.shared_counters.request_stop(self._stop_requested())
+            # A rank that is asked to stop begins no further step, so waiting for it would never end.
             if self.shared_counters.stopping and not local_round.is_agreed:
                 return False
             if time.monotonic() > expires:
@@ -216,6 +218,7 @@ class Hogwild:
     def _slowest_behind(self, step: int) -> int | None:
         """Return a rank that this one has to wait for; None: there is none."""
         rank = self.shared_counters.behind(step, self._bound)
+        # A speed that another rank has just written can take a moment to be visible: poll again.
         return self._replicas.rank if rank is None and not self._loop.shares.is_ready(step) else rank
 
     def _step(self, local_round: LocalRound, take: TakeStep) -> None:
@@ -223,6 +226,7 @@ class Hogwild:
         self.shared_counters.request_stop(self._stop_requested())
         updates_before = self.shared_counters.updates
         update = take()
+        # Before this rank counts its own update, so only those of other ranks are included.
         self._staleness.append(self.shared_counters.updates - updates_before)
         if update.applied:
             self.shared_counters.count()
@@ -240,8 +244,8 @@ class Hogwild:
         }
 
 
+# The tally only estimates a share, so a sample of the values is enough.
 _MAX_TALLY_SIZE = 1 << 16
-_TALLY_ITEM_BYTES = 4
 
 
 def build_hogwild(context: SessionContext, layout: ModelLayout, state: TrainState) -> SyncRule:
@@ -251,7 +255,6 @@ def build_hogwild(context: SessionContext, layout: ModelLayout, state: TrainStat
         StrategyError: the ranks have no shared memory.
     """
     world, sharded_model = context.mesh.world, layout.runner.sharded_model
-    bound = context.recipe.strategy.sync_word.argument
     bound = context.recipe.strategy.sync_word.argument
     num_ones = _tally_size(max(p.numel() for p in sharded_model.computes.values()))
     if world.size == 1:

@@ -3,8 +3,7 @@
 A round is a number of steps that a replica takes by itself, with all ranks that it is spread over. The rules
 of this kind (local SGD, DiLoCo, gossip, Hogwild!) differ in where a round ends, in what they do before and
 after a step, and in how the replicas meet: three functions that they pass to `LocalRoundLoop`. Each replica
-has
-an optimizer, a loss scale and a number of updates of its own, because a replica without samples makes no
+has an optimizer, a loss scale and a number of updates of its own, because a replica without samples makes no
 update and an expert is used by some replicas only; `ReplicaOptimizerState` keeps them in checkpoints.
 
 Invariant: a round that an error interrupted continues with the interrupted step. After a round all ranks have
@@ -61,6 +60,7 @@ class ReplicaOptimizerState(ExtraState):
 
     def pieces(self) -> list[TensorPiece]:
         """Return this rank's tensors of its replica, and one text with everything else."""
+        # A checkpoint holds only tensors, so these numbers are stored as the bytes of a JSON text.
         text = torch.frombuffer(bytearray(json.dumps(self._values()), "utf-8"), dtype=torch.uint8)
         pieces = [TensorPiece(TensorSlot.whole(self._text, text), text)]
         for piece in self._state.optimizer_pieces():
@@ -138,17 +138,17 @@ class LocalRound:
 
     @property
     def step(self) -> int:
-        """The next step."""
+        """Return the next step."""
         return self.first + len(self.results)
 
     @property
     def count(self) -> float:
-        """The items of all steps that were applied."""
+        """Return the items of all steps that were applied."""
         return sum(tally.count for tally, _ in self.results)
 
     @property
     def skipped(self) -> float:
-        """The number of steps that were not applied."""
+        """Return the number of steps that were not applied."""
         return float(sum(not update.applied for _, update in self.results))
 
     def end_with(self, steps: Iterable[int]) -> None:
@@ -218,6 +218,7 @@ class LocalRoundLoop:
                     step(local_round, take)
                 self._phases.begin("communication")
                 tally, rule_metrics = meet(local_round, runner)
+                # Only now: if `meet` fails, the next call finds the round complete and meets again.
                 self._round = None
                 steps, update = range(local_round.first, local_round.end), local_round.results[-1][1]
                 stats = step_stats(steps, feed.work, state, tally, update, self._phases, self._net)
@@ -231,13 +232,14 @@ class LocalRoundLoop:
         Args:
             local_round: the round that ends.
             runner: this rank's part of the model.
-            own: numbers of the rule that are summed with the tally.
+            rule_sums: numbers of the rule that are summed with the tally.
         Returns:
             The tally of the task, and the sums of the rule.
         """
         round_tally = sum_tallies([tally for tally, _ in local_round.results])
         rule_sums |= self.shares.round_sums()
         change = runner.buffers.weighted_change_since(local_round.buffers, round_tally.micro_batches)
+        # The sums of the rule travel inside the tally, so they need no collective of their own.
         metrics_and_sums = {
             **round_tally.metrics,
             **{f"{_RULE_PREFIX}{name}": value for name, value in rule_sums.items()},
@@ -266,6 +268,7 @@ class LocalRoundLoop:
         def take() -> UpdateResult:
             work = self.shares.assign(streams.feed.work, state.step)
             counter = SampleCountingStream(streams.stream(work, state.step))
+            # Only local work: the time in communication is mostly the wait for other ranks.
             seconds_before = self._phases.spent(*LOCAL_PHASES)
             tally, update = self.inner.step(work, counter, runner, update_step)
             local_round.results.append((_zero_if_skipped(tally, update), update))
@@ -295,7 +298,9 @@ class ReopenedStream:
 
     def stream(self, work: MicroBatchWork, step: int) -> BatchStream:
         """Return the stream of `work`, positioned at `step`, which is the next step of the caller."""
+        # By identity: an assignment returns the same object as long as the shares stay.
         if self._stream is None or work is not self._work:
+            # The old stream reads ahead, and would load micro-batches that now belong to other ranks.
             self.__exit__()
             self._work, self._stream = work, replace(self.feed, work=work).from_step(step)
         return self._stream

@@ -44,6 +44,7 @@ class OuterOptimizer:
 
     def optimizer(self, anchors: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """Build SGD over the anchors; a rank can have none of them."""
+        # A group, because SGD rejects an empty list of parameters but accepts an empty group.
         return torch.optim.SGD(
             [{"params": [*anchors]}],
             lr=self.lr,
@@ -60,9 +61,8 @@ class OuterStep:
     Args:
         outer: settings of the optimizer.
         norm: the norm of the delta of a whole replica; collective over its ranks.
-        bring: updates what a rank computes with after what it updates has changed; collective over the ranks
-            of
-            its replica.
+        bring: updates what a rank computes with after what it updates has changed; collective over the
+            ranks of its replica.
     """
 
     outer: OuterOptimizer
@@ -96,6 +96,7 @@ class ParameterDelta:
     ) -> None:
         self.anchors, self.reducer, self._total_items = anchors, reducer, 1.0
         outer, self._bring = step.outer, step.bring
+        # Nesterov momentum applies a new delta twice at once: by itself, and through the momentum buffer.
         self.share = outer.lr * (1.0 + outer.momentum)
         self._updates: list[Tensor] = [runner.sharded_model.updates[slot] for slot in anchors]
         state = TrainState(runner.sharded_model, outer.optimizer(anchors.values()), LossScale())
@@ -114,8 +115,7 @@ class ParameterDelta:
         Args:
             count: the weight of this replica: its items.
             total_items: about the sum of all weights, equal on all ranks. Dividing by it before coding makes
-                the
-                quantisation error a part of a mean, independent of the number of items in a round.
+                the quantisation error a part of a mean, independent of the number of items in a round.
         """
         self._total_items = total_items or 1.0
         self.reducer.begin()
@@ -131,6 +131,7 @@ class ParameterDelta:
         Args:
             tally: with the items of all replicas.
         """
+        # The deltas were divided before the sum, so the update step divides by the rest only.
         tally = replace(tally, count=tally.count / self._total_items)
         if self._step.apply(self.reducer.finish(), tally).applied:
             self.reducer.commit()
@@ -169,6 +170,7 @@ class ParameterDelta:
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Load what `pieces` returned."""
         states = self._step.state.optimizer.state
+        # A checkpoint without momentum was saved before the first outer step, so no old buffer may stay.
         states.clear()
         for slot, anchor in self.anchors.items():
             if (momentum := tensors.get(f"{_MOMENTUM_PREFIX}{slot.name}")) is not None:

@@ -92,6 +92,8 @@ class PipeDream:
         while state.step < feed.num_steps:
             self._phases.take()
             first, end = state.step, feed.next_pause(state.step)
+            # While the pipeline is full, stages have made different numbers of updates: only a whole round
+            # can be undone.
             self._undo, buffers = _remember_stage(state, self._stage), runner.buffers.values()
             sums, update = self.flow.run(first, end, feed, update_step)
             change = runner.buffers.change_since(buffers)
@@ -100,6 +102,8 @@ class PipeDream:
             self._phases.begin("communication")
             tally = agreement.wait()
             self._phases.begin("optimizer")
+            # Each stage has moved its own buffers. All ranks start again from the old values and add the
+            # agreed change.
             runner.buffers.reset(buffers)
             runner.buffers.end_step(tally.buffers, 1.0)  # a sum of one term: every stage moved its own
             state.step, self._undo = end, _no_undo
@@ -129,6 +133,7 @@ class PipeDream:
             count=count,
             metrics={**metrics, **staleness, _SQUARED_NORM: update.grad_norm**2},
             stops=float(self._stop_requested()),
+            # Stages have updated already, so no rank needs to know which parameters were used.
             used=[0.0] * len(runner.sharded_model.slots),
             buffers=change,
         )

@@ -36,7 +36,7 @@ class ResidualSource(Protocol):
     def residuals(self) -> Sequence[tuple[str, TensorSlot, Tensor]]:
         """Return the errors, each with its side, its slot, and the values in the shape of the slot."""
 
-    def set_residuals(self, found: Mapping[tuple[str, str], Tensor]) -> None:
+    def set_residuals(self, errors: Mapping[tuple[str, str], Tensor]) -> None:
         """Continue from these errors, by side and name of the slot."""
 
 
@@ -124,6 +124,7 @@ class ResidualState(ExtraState):
             pieces.append(
                 TensorPiece(TensorSlot(f"{side}/{slot.name}", shape, part, axes), value.unsqueeze(0))
             )
+        # The unit is saved with the errors, because another rule may use another factor.
         if pieces:
             unit = self._unit
             pieces.append(_scalar_piece(SCALE, unit.scale))
@@ -136,6 +137,7 @@ class ResidualState(ExtraState):
         If the number of ranks has changed, it takes all rows.
         """
         rank, first = self._group.rank, self._first
+        # Ranks before `first` serve and code nothing: they take no row, and the first sender adopts theirs.
         own_rows = slice(rank if rank > first else 0, rank + 1 if rank >= first else 0)
         wanted: dict[str, SlotIndex] = {word: () for word in (SCALE, ITEMS) if word in shapes}
         for full, (rows, *_) in shapes.items():
@@ -167,14 +169,15 @@ class ResidualState(ExtraState):
             )
         scale = float(tensors[SCALE]) if SCALE in tensors else self._unit.scale
         factor = self._unit.resume(scale, float(tensors[ITEMS]) if ITEMS in tensors else None)
+        # A factor of 1 is the usual case, and multiplying would copy every error.
         if factor != 1.0:
             residuals = {side_and_name: value * factor for side_and_name, value in residuals.items()}
         self._reducer.set_residuals(residuals)
 
 
 def _scalar_piece(word: str, value: float) -> TensorPiece:
-    one = torch.tensor([value], dtype=torch.float64)
-    return TensorPiece(TensorSlot.whole(word, one), one)
+    scalar = torch.tensor([value], dtype=torch.float64)
+    return TensorPiece(TensorSlot.whole(word, scalar), scalar)
 
 
 _SHARE_PREFIX = "share/"
@@ -212,6 +215,7 @@ class DeltaResidualState(ExtraState):
         them.
         """
         shares, residuals = strip_prefix(tensors, _SHARE_PREFIX), dict[str, Tensor]()
+        # All deltas of a rule have the same outer optimizer, hence the same share.
         own_share = next((delta.share for delta in self._deltas), 1.0)
         for full, rows in tensors.items():
             side, _, name = full.partition("/")
@@ -260,5 +264,5 @@ class DeltaResidualFlush(ExtraState):
         }
         sums = {(side, name): tensors[full].sum(0) for full, (side, _, name) in sides_and_names.items()}
         with torch.no_grad():
-            for name, lost in sum_residuals(sums).items():
-                self._parameters[name][1].sub_(lost * float(tensors[f"{_SHARE_PREFIX}{name}"]))
+            for name, error in sum_residuals(sums).items():
+                self._parameters[name][1].sub_(error * float(tensors[f"{_SHARE_PREFIX}{name}"]))

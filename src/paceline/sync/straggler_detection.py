@@ -3,8 +3,7 @@
 Every few steps all ranks exchange how long a micro-batch takes them to read and to compute. A rank that
 stands out in two windows in a row is named. Time in communication belongs to no single rank, because a rank
 with a slow link and the rank that waits for it take equally long. So when all ranks communicate more slowly
-than
-before, each rank sends some bytes to the next one in a ring: a slow host shows as two slow links.
+than before, each rank sends some bytes to the next one in a ring: a slow host shows as two slow links.
 
 Invariant: all ranks judge by the same numbers, so they agree on when to probe.
 Wire: every `WINDOW_STEPS` steps one all_gather of 24 bytes per rank; a probe adds 3 x 64 KiB and 8 bytes
@@ -68,6 +67,7 @@ def find_slow_rank(data: Sequence[float], compute: Sequence[float], factor: floa
     usual = max(_MIN_SECONDS, median(totals[i] for i in others))
     if totals[rank] < factor * usual:
         return None
+    # Reading and computing are compared separately: the cause is the phase with the larger excess.
     excess = {
         name: seconds[rank] - median(seconds[i] for i in others)
         for name, seconds in (("data", data), ("compute", compute))
@@ -99,12 +99,14 @@ def faster_link_seconds(received: Sequence[float]) -> list[float]:
         received: as for `find_slow_link`.
     """
     ring = len(received)
+    # A slow host slows both of its links; next to one slow link the other is as fast as before.
     faster = [min(received[rank], received[(rank + 1) % ring]) for rank in range(ring)]
     return [max(_MIN_SECONDS, seconds) for seconds in faster]
 
 
 def probe_links(net: Net, group: RankGroup, device: torch.device) -> list[float]:
     """Return the shortest of a few times in which each rank receives from the one before it; collective."""
+    # The shortest of a few, because noise only makes a probe longer.
     seconds = [ring_receive_seconds(net, group, _PROBE_BYTES, device) for _ in range(_PROBES)]
     return [column[0] for column in gather_numbers(net, group, [min(seconds)], device)]
 
@@ -151,6 +153,7 @@ class StragglerJudge:
         Args:
             communication: seconds in the phase, by rank.
         """
+        # The rank that arrives last waits least, so the shortest time is that of the links alone.
         shortest = max(_MIN_SECONDS, min(communication))
         usual = median(self._waits) if len(self._waits) >= _MIN_WINDOWS else None
         if usual is not None and shortest >= self._factor * usual:
@@ -217,6 +220,7 @@ class StragglerDetection:
         self._window.append((phases["data"] / num_run, compute / num_run, phases["communication"]))
         if (stats.step + 1) % WINDOW_STEPS:
             return
+        # The median, so that one slow step in a window names no rank.
         medians = [median(column) for column in zip(*self._window, strict=True)]
         by_rank = gather_numbers(self._net, self._group, medians, device)
         data, compute_by_rank, communication = map(list, zip(*by_rank, strict=True))

@@ -2,10 +2,9 @@
 every-step.
 
 Under a rule with servers a slow worker is judged by the time of its answers (`StopWhenRecovered`). A slow
-rank
-that serves computes nothing that would show its speed: it runs a few micro-batches at the end of each round
-(`TrialServerRule`), and workers report how long theirs took. Replicas that train alone exchange their times
-at the end of each round, or probe their links as in straggler detection if a link was slow
+rank that serves computes nothing that would show its speed: it runs a few micro-batches at the end of each
+round (`TrialServerRule`), and workers report how long theirs took. Replicas that train alone exchange their
+times at the end of each round, or probe their links as in straggler detection if a link was slow
 (`ReplicaRecoveryRule`).
 
 A rank is named as slow if it takes `factor` times as long as others in two windows. It has recovered if it
@@ -165,6 +164,7 @@ class StopWhenRecovered:
         return applied
 
     def drop_worker(self, worker: int, ticket: WorkTicket | None) -> None:
+        # Every-step would need the lost worker, so from here on the run stays with its server.
         self._has_all_workers, self._recovered = False, None
         self._inner.drop_worker(worker, ticket)
 
@@ -220,10 +220,12 @@ def run_trial(feed: TrainingFeed, runner: ModelRunner, state: TrainState, phases
 
     Parameters and buffers stay as they are, gradients are dropped, and no sample counts.
     """
+    # After the last step there is no next one; the work of the last is the same.
     step, buffers = min(state.step, feed.num_steps - 1), runner.buffers.values()
     micro_batches = feed.work.part(0, 1).micro_batches(step, state.updates)[:MAX_TRIAL_MICRO_BATCHES]
     # Without collectives: the other ranks are not part of a trial.
     sink = LocalReducer(runner.sharded_model.computes)
+    # The trial belongs to no round: its times are removed from the record, before and after it.
     phases.take()
     with feed.open(micro_batches) as stream:
         runner.run(stream, len(micro_batches), sink, state.scale.value)
@@ -305,8 +307,8 @@ def measure_compute(num_run: Callable[[int], int], group: RankGroup, net: Net) -
 
     def measure(stats: StepStats, steps: range, device: torch.device) -> list[float]:
         phases, num_micro_batches = stats.phases, max(1, sum(map(num_run, steps)))
-        mine = (phases["data"] + phases["forward"] + phases["backward"]) / num_micro_batches
-        seconds = torch.tensor([mine], dtype=torch.float64, device=device)
+        own_seconds = (phases["data"] + phases["forward"] + phases["backward"]) / num_micro_batches
+        seconds = torch.tensor([own_seconds], dtype=torch.float64, device=device)
         return [float(column) for column in net.all_gather(seconds, group, equal=True).wait()]
 
     return measure

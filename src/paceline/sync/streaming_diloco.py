@@ -1,4 +1,4 @@
-"""Streaming DiLoCo: replicas train alone, and their parameter deltas are averaged while they go on.
+"""Streaming DiLoCo: replicas train alone, and their parameter deltas are averaged while they keep training.
 
 The parameters are cut into fragments. Every H steps each fragment is sent, at a step of its own: what it has
 changed since it was sent last, weighted by items, is summed over the replicas during the steps that follow.
@@ -6,15 +6,13 @@ changed since it was sent last, weighted by items, is summed over the replicas d
 mixing x its own parameters + (1 - mixing) x the result.
 
 A round is at least as long as the run may go without a pause, in whole H; it ends early where a received
-fragment says that a rank was asked to stop. At its end everything in flight is received, and all fragments
+fragment shows that a rank was asked to stop. At its end everything in flight is received, and all fragments
 agree as in `DiLoCo`: one fragment without delay or mixing is DiLoCo, to the bit.
 
-Invariant: fragments are sent and received at the same steps on every rank, and one is in flight at most.
-After
-a round all replicas hold equal parameters and buffers; the inner optimizers stay different.
+Invariant: fragments are sent and received at the same steps on every rank, and at most one is in flight.
+After a round all replicas hold equal parameters and buffers; the inner optimizers stay different.
 Source: Douillard et al. 2025, Streaming DiLoCo with overlapping communication, arXiv:2501.18512, section 2
-and
-Algorithm 2.
+and Algorithm 2.
 """
 
 from __future__ import annotations
@@ -57,7 +55,7 @@ class FragmentSchedule(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Return whether all parameters are averaged at once while nobody computes, as in DiLoCo."""
+        """Return whether all parameters are averaged at once while no replica computes, as in DiLoCo."""
         return self == FragmentSchedule(self.steps)
 
     def sends_after(self, number: int, step: int) -> bool:
@@ -79,6 +77,7 @@ def plan_fragments(sizes: Sequence[int], fragments: int) -> list[range]:
     for index, size in enumerate(sizes, start=1):
         done += size
         num_left = fragments - len(ends)
+        # Cut where a share of the values is reached, or where every tensor left has to be a fragment.
         is_due = done * fragments >= total * (len(ends) + 1) or len(sizes) - index < num_left
         if num_left > 1 and is_due and len(sizes) - index >= num_left - 1:
             ends.append(index)
@@ -189,9 +188,9 @@ class StreamingDiLoCo(ExtraState):
             reduction = reducer(fragment_anchors, number)
             delta = ParameterDelta(fragment_anchors, runner, outer, reduction)
             self.fragments.append(ParameterFragment(delta, inner.pending_residual))
-        self.deltas = [one.delta for one in self.fragments]
-        reducers = [one.reducer for one in self.deltas]
-        by_slot = {slot: one.delta.reducer for one in self.fragments for slot in one.anchors}
+        self.deltas = [fragment.delta for fragment in self.fragments]
+        reducers = [delta.reducer for delta in self.deltas]
+        by_slot = {slot: f.delta.reducer for f in self.fragments for slot in f.anchors}
         self.reducer = CombinedReduction(by_slot, reducers)
 
     def rounds(self, feed: TrainingFeed, runner: ModelRunner, update_step: UpdateStep) -> Iterator[StepStats]:
@@ -215,6 +214,7 @@ class StreamingDiLoCo(ExtraState):
             fragment.total_items += local_round.num_items[-1]
         is_last = local_round.step == local_round.end
         self._exchange_fragments(local_round.results[-1][0], len(local_round.results), is_last=is_last)
+        # All ranks receive the same tally after the same step, so all of them end the round here.
         if any(fragment.stops for fragment in self.fragments):
             local_round.end_with([local_round.step])
 
@@ -223,9 +223,11 @@ class StreamingDiLoCo(ExtraState):
         self._phases.begin("communication")
         for fragment in self.fragments:
             fragment.num_items += tally.count
+            # Receive before anything is sent, so that at most one fragment is in flight.
             if fragment.is_in_flight and step - fragment.sent_step >= self.streaming.delay:
                 fragment.receive(self.streaming.mixing)
         for number, fragment in enumerate(self.fragments):
+            # After the last step all fragments agree anyway.
             if self.streaming.sends_after(number, step) and not is_last:
                 at_once = not self.streaming.delay
                 fragment.send(step, tally.stops, *self._wire, waits=at_once)
@@ -238,6 +240,7 @@ class StreamingDiLoCo(ExtraState):
             if fragment.is_in_flight:
                 fragment.receive(self.streaming.mixing)
         for fragment in self.fragments:
+            # No step is left that could hide the sum, so it can wait for the exact number of items.
             fragment.send(len(local_round.results), 0.0, *self._wire, waits=True)
             fragment.receive(0.0)
         return self._loop.agree(local_round, runner, skipped=local_round.skipped)

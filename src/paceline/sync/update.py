@@ -96,6 +96,7 @@ def _folded_step(optimizer: Any, divisor: float) -> None:
     try:
         optimizer.step()
     finally:
+        # Left behind, it would also divide the gradients of a step that is not taken through `scaled_step`.
         del optimizer.grad_scale
 
 
@@ -288,6 +289,7 @@ def clip_to(clip_norm: float | None) -> UpdatePart:
 
     def part(record: PendingUpdate) -> None:
         if clip_norm is not None and record.norm > clip_norm:
+            # The norm is that of the divided gradient, so clip and division become one factor.
             record.multiplier = clip_norm / record.norm / record.divisor
 
     return part
@@ -300,6 +302,8 @@ def step_optimizer(record: PendingUpdate) -> None:
         TaskError: the optimizer changes the rates of its groups.
     """
     for slot, p in record.updates.items():
+        # None where no rank had a gradient: the optimizer skips it, while zeros would still decay the
+        # parameter.
         p.grad = record.grads.tensors.get(slot)
     groups = record.state.optimizer.param_groups
     # A rate that the optimizer changes itself would be overwritten by the schedule without notice.

@@ -142,6 +142,7 @@ def build_average(
 
     def bring(world: RankGroup) -> None:
         if strategy.servers:
+            # Workers hold no average, so each server sends its parts to all ranks.
             for server in range(strategy.servers):
                 broadcast_coalesced(
                     [*server_values(sharded_model, server).values()], context.net, world, server

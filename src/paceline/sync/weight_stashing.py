@@ -96,6 +96,7 @@ class GradientSum:
         """Add the gradients of a micro-batch, in the order of the trained weights; they are removed from the
         list.
         """
+        # Taken from the end of the list, so that each gradient is freed once it has been added.
         for name in reversed(self._names):
             g = grads.pop()
             if g is not None:
@@ -131,12 +132,14 @@ def update_stage(
     tally = StepTally(0.0, 0.0, count, {}, 0.0, [0.0] * len(stage.sharded_model.slots), no_buffers)
     update = update_step.apply(grads.of_stage(stage, scale), tally)
     for p in stage.sharded_model.updates.values():
+        # Otherwise the gradients would stay in memory until the next backward of this stage.
         p.grad = None
     return update
 
 
 def is_untouched(weights: StageWeights) -> bool:
     """Return whether the weights were not written to since they were made."""
+    # PyTorch counts the in-place writes to a tensor; a new tensor has version 0.
     return all(w._version == 0 for w in weights.values())
 
 
@@ -206,6 +209,7 @@ class WeightStashFlow:
     ) -> StashedStep:
         """Run a step forward with a copy of the present weights, and stash the copy."""
         stage, step_sums = self._stage, LossSums(self._stage.metric_names)
+        # A copy, because updates of earlier steps change the parameters before this step goes backward.
         weights = {
             n: p.detach().clone().requires_grad_(p.requires_grad)
             for n, p in stage.executor.weights[0].parameters.items()
@@ -272,6 +276,8 @@ class DoubleBufferedWeights:
         for name, p in self._parameters.items():
             if p.requires_grad:
                 spare = self._spare.get(name)
+                # The optimizer writes in place, so the present values move to the buffer that it may write
+                # to.
                 other = p.data.clone() if spare is None else spare.copy_(p.data)
                 self._spare[name], p.data = p.data, other
 
@@ -284,6 +290,7 @@ class DoubleBufferedWeights:
 
     def _present_version(self, updates: int) -> WeightVersion:
         """Return the present parameters as leaf tensors that share their memory."""
+        # Leaves of their own keep this version reachable when `p` points to the other buffer.
         leaves = {n: p.data.requires_grad_(p.requires_grad) for n, p in self._parameters.items()}
         return WeightVersion(leaves, updates)
 
@@ -367,6 +374,7 @@ class TwoBufferFlow:
         """Return a step in flight; its first forward starts it, with weights that are one update old."""
         if step not in self._steps:
             self._stage.begin_step()
+            # The first step of a round has no older version: all stages hold the same one then.
             version = self.weights.versions_by_step[max(step - 1, min(self.weights.versions_by_step))]
             scale = gradient_scale(work, state, self._items_per_sample)
             sums = LossSums(self._stage.metric_names)

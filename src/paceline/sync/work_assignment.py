@@ -71,7 +71,7 @@ class SpeedBalancedRule:
 
     Args:
         inner: takes the steps.
-        deal: returns the same work with the given number of shards for each rank.
+        assign_shares: returns the same work with the given number of shards for each rank.
         shares: shards of each rank of `group` at the start.
         group: the ranks that share the shards of a step.
         net: this rank's collectives.
@@ -108,6 +108,8 @@ class SpeedBalancedRule:
                 for stats in rounds:
                     shares = self._observe(stats, own_feed.work, runner.sharded_model.device)
                     yield stats
+                    # The open stream loads the micro-batches of the old shares, so the rounds start again
+                    # with another feed.
                     if shares != self.shares:
                         self.shares = shares
                         break
@@ -186,6 +188,7 @@ class SharedMemorySpeeds:
 
     def seconds_by_rank(self, window: int) -> Sequence[float] | None:
         words: list[int] = self._words[window % len(self._words)].tolist()
+        # Rows are reused and start as zeros: another number is an older window, and 0 is none.
         if any(word >> _BITS != window + 1 for word in words):
             return None
         return [(word & (1 << _BITS) - 1) * _UNIT_SECONDS for word in words]
@@ -241,7 +244,7 @@ class SampleCountingStream(Iterator[LoadedBatch]):
 class EvenAssignment:
     """The assignment in which every rank runs the part of each batch that its work gives it.
 
-    It is the base of others: a rule calls `assign` and `record_run` in each step, `round_sums` and
+    Other assignments derive from it: a rule calls `assign` and `record_run` in each step, `round_sums` and
     `end_round` at the end of a round.
     """
 
@@ -316,7 +319,7 @@ class SpeedAssignment(EvenAssignment):
 
     @property
     def weight(self) -> float:
-        """The weight of this rank's update in the present step."""
+        """Return the weight of this rank's update in the present step."""
         assert self._own_work is not None, "nothing was dealt"
         if not self._divides:
             return 1.0
@@ -412,6 +415,7 @@ class SpeedAssignment(EvenAssignment):
         if isinstance(optimizer, torch.optim.SGD) or None in self._rates:
             record.multiplier *= self.weight
             return
+        # Adam divides the gradient by its own size, so a factor of the gradient would have no effect.
         for group in optimizer.param_groups:
             group["lr"] *= self.weight
 

@@ -82,7 +82,7 @@ class PushFormat(Protocol):
 
     def encode(
         self,
-        new_accumulator: GradientReduction,
+        accumulator: GradientReduction,
         sums: LossSums,
         runner: ModelRunner,
         scale: float,
@@ -131,9 +131,11 @@ class UnorderedPushes:
             pairs = [
                 (part, slot, grads[slot]) for slot, part in iter_server_parts(runner.sharded_model, server)
             ]
+            # Unscaled, because pushes of one update can come from tickets with different loss scales.
             unscaled_grads = {
                 part: view_part(g, slot, part) / scale for part, slot, g in pairs if g is not None
             }
+            # Buffers belong to no server, so one of them collects their changes.
             change = buffer_change if server == PRIMARY_RANK else buffer_change.new_empty(0)
             used = [g is not None for _, _, g in pairs]
             messages.append(
@@ -185,6 +187,7 @@ def _add_present(parts: list[Tensor | None]) -> Tensor | None:
     present = [part for part in parts if part is not None]
     if len(present) < 2:
         return present[0] if present else None
+    # A new tensor: adding in place would change memory that a message still holds.
     total = present[0] + present[1]
     for part in present[2:]:
         total += part
@@ -229,10 +232,10 @@ class TreeOrderedPushes:
             "rows": sums.per_micro_batch().tolist(),
             "metrics": [*metrics],
             "scale": scale,
-            "nodes": [sorted(found) for found in by_node],
+            "nodes": [sorted(node_sums) for node_sums in by_node],
         }
         changes = runner.buffers.changes_of(assigned.shards) or [runner.buffers.sum_changes([])]
-        nodes = [found[node] for found in by_node for node in sorted(found)]
+        nodes = [node_sums[node] for node_sums in by_node for node in sorted(node_sums)]
         return [(fields, [torch.stack(changes), *nodes])]
 
     def add(self, messages: Sequence[ChannelMessage], runner: ModelRunner) -> PushTotal:

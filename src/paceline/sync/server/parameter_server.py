@@ -7,8 +7,8 @@ parameters to all ranks. With several servers each holds some parts of the model
 that it does, and the secondary servers do the same with their parts, in the same order.
 
 A worker that is gone, or silent until the deadline, is lost and does not return: its work is handed out
-again, and the others go on while they are enough. At the end of a round all ranks learn which ranks are left,
-and what is collective between two rounds (evaluation, records, saves) is among those.
+again, and the others continue while enough of them are left. At the end of a round all ranks learn which
+ranks are left, and what is collective between two rounds (evaluation, records, saves) is among those.
 
 Invariant: every push carries the version of the parameters that it read, and the update step divides by the
 items of the pushes that it used. Between two rounds all ranks that are left hold the parameters and buffers
@@ -96,7 +96,7 @@ class WorkerTable:
         return self._tickets.pop(rank, None)
 
     def recall(self, is_late: Callable[[WorkTicket], bool]) -> list[int]:
-        """Return the workers whose work is late and that were not told so."""
+        """Return the workers whose work is late and that were not recalled yet."""
         working = {rank: ticket for rank, (ticket, _) in self._tickets.items()}
         late = [rank for rank, ticket in working.items() if is_late(ticket) and rank not in self._recalled]
         self._recalled.update(late)
@@ -216,6 +216,7 @@ class PrimaryServer(ShardServer):
             self._send_heartbeats(self.worker_table.idle)
         deadlines = self.worker_table.deadlines(self.channel.last_activity, self.net.deadline_seconds)
         try:
+            # Wake up for whichever is due first: a heartbeat, or the deadline of a silent worker.
             message = self.receive(max(0.0, min(self._next_heartbeat, *deadlines.values()) - now))
         except CommunicationError as error:
             if error.peer is not None:
@@ -250,6 +251,7 @@ class PrimaryServer(ShardServer):
         self.transfer.forget(rank)
         self.channel.drop(rank)
         self.server_group.broadcast("lose", {"rank": rank})
+        # The ticket counts as taken again when it is handed out to another worker.
         self.ledger.taken -= ticket is not None
         self._policy.drop_worker(self.worker_table.number(rank), ticket)
         lost = {"rank": rank, "reason": why, "workers_left": len(self.worker_table.left)}
@@ -260,6 +262,7 @@ class PrimaryServer(ShardServer):
         self.ledger.taken += 1
         self._last_number = self._ticket_numbers[rank] = self._last_number + 1
         fields = {**asdict(ticket), "number": self._last_number, "version": state.updates, "to": rank}
+        # The other servers follow these broadcasts in order, so their pieces have the same version.
         self.server_group.broadcast("ticket", fields)
         fields |= {"scale": state.scale.value, "dropped": self._take_dropped_flag(rank)}
         tensors = runner.buffers.values()
@@ -276,11 +279,13 @@ class PrimaryServer(ShardServer):
         self, message: ChannelMessage, runner: ModelRunner, update_step: UpdateStep, ages: WorkLedger
     ) -> UpdateResult | None:
         ticket_and_version = self.worker_table.record_answer(message.sender)
+        # After an error the worker holds no known parameters, so the next ticket carries all of them.
         if message.fields.get("forgot"):
             self.transfer.forget(message.sender)
             self.server_group.broadcast("forget", {"rank": message.sender})
         if message.fields.get("stops"):
             self._policy.stop()
+        # At the start of a round a worker is ready without having had a ticket.
         if ticket_and_version is None:
             return None
         (ticket, version), worker = ticket_and_version, self.worker_table.number(message.sender)
@@ -341,12 +346,14 @@ class PrimaryServer(ShardServer):
             "left": self.left,
             "news": self.record_events(self._round_events()),
         }
+        # Every rank receives exact parameters now, so differences to what a worker had are void.
         self.transfer.forget()
         tensors = [*runner.buffers.values(), *self.parts(runner)]
         self.server_group.broadcast("end", fields)
         self.server_group.broadcast("share", {}, tensors)
         for rank in self.worker_table.left:
             self.send(rank, "pause", {**fields, "dropped": self._take_dropped_flag(rank)}, tensors)
+        # After sending: if servers first waited for each other, none would send.
         self.load_other_parts(runner)
         self.server_group.rest()
         self.flush(self._drop_worker, lambda: self._send_heartbeats(self.worker_table.left))
@@ -394,6 +401,7 @@ class SecondaryServer(ShardServer):
 
     def _apply(self, fields: Mapping[str, Any], runner: ModelRunner, update_step: UpdateStep) -> None:
         missing = [number for number in fields["numbers"] if number not in self._pushed]
+        # Rank 0 applies a push only once every server has reported it, so none can be missing.
         if missing:
             raise internal_rule_error(f"server rank {self.rank} is missing push {missing[0]} of an update")
         messages = [self._pushed.pop(number) for number in fields["numbers"]]

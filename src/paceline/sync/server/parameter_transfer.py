@@ -97,24 +97,24 @@ class ServerResiduals:
     def residuals(self) -> Sequence[tuple[str, TensorSlot, Tensor]]:
         """Return the errors by whole tensor; values that no server here holds are zero."""
         wholes = {slot.name: slot for slot in self._sharded_model.computes}
-        found: dict[tuple[str, TensorSlot], Tensor] = {}
+        errors: dict[tuple[str, TensorSlot], Tensor] = {}
         for coder in self._coders.values():
             for side, part, value in coder.residuals():
                 whole = wholes[part.name]
-                values = found.setdefault((side, whole), torch.zeros(whole.shape))
+                values = errors.setdefault((side, whole), torch.zeros(whole.shape))
                 values[part.inside(whole)] = value
-        return [(side, whole, values) for (side, whole), values in found.items()]
+        return [(side, whole, values) for (side, whole), values in errors.items()]
 
-    def set_residuals(self, found: Mapping[tuple[str, str], Tensor]) -> None:
+    def set_residuals(self, errors: Mapping[tuple[str, str], Tensor]) -> None:
         wholes = {slot.name: slot for slot in self._sharded_model.computes}
         for server, coder in self._coders.items():
             parts = {part.name: part for part in server_slots(self._sharded_model, server)}
-            own = {
+            part_errors = {
                 (side, name): view_part(value, wholes[name], parts[name])
-                for (side, name), value in found.items()
+                for (side, name), value in errors.items()
                 if name in parts
             }
-            coder.set_residuals(own)
+            coder.set_residuals(part_errors)
 
 
 TicketPlace = tuple[int, int]
@@ -147,7 +147,7 @@ class ParameterTransfer(Protocol):
         """Decode gradients on the server."""
 
     def settle_push(self, *, dropped: bool) -> None:
-        """Tell the worker's side whether its last push was dropped."""
+        """Adopt the error of the last push on the worker, or discard it if the push was dropped."""
 
     def encode_parameters(self, rank: int, newest: Sequence[Tensor], version: int) -> list[Tensor]:
         """Encode the newest values of a server's parts for a worker; `version` is their number of updates."""
@@ -201,8 +201,10 @@ class CodedTransfer:
                 values = torch.add(values, error, alpha=weight, out=self._workspace.like("sum", values))
             payload = self._encode_apart(f"push {slot.name}", values, keys)
             if error is not None:
+                # A value that is not finite must not enter the error, or it would spoil every later push.
                 new_error = values.sub_(self._decode(payload, values, keys)).nan_to_num_(0.0, 0.0, 0.0)
                 new_error = new_error if weight == 1.0 else new_error.div_(weight)
+                # Pending until the server says whether this push counted.
                 self._pending[slot] = self._take_error_memory(slot).copy_(new_error.view(slot.sizes))
             payloads.append(payload)
         return payloads
@@ -231,6 +233,7 @@ class CodedTransfer:
         """Encode the difference to what the worker has; the bytes are valid until the next ticket."""
         known = self._worker_parameters.get(rank)
         if known is None:
+            # A copy of what the worker has: the server updates its own parameters in place.
             self._worker_parameters[rank] = [p.contiguous().clone() for p in newest]
             return [*newest]
         coded = []
@@ -247,6 +250,7 @@ class CodedTransfer:
         self, tensors: Sequence[Tensor], parts: Sequence[Tensor], rank: int, version: int
     ) -> None:
         if rank not in self._worker_parameters:
+            # On a worker the model itself holds the values; the key only marks that it has some.
             self._worker_parameters[rank] = []
             for p, value in zip(parts, tensors, strict=True):
                 p.copy_(value)
@@ -266,16 +270,16 @@ class CodedTransfer:
         """Return this rank's unscaled errors; on a server they are zero."""
         return [("sent", slot, value) for slot, value in (self._errors | self._pending).items()]
 
-    def set_residuals(self, found: Mapping[tuple[str, str], Tensor]) -> None:
-        self._pending, sums = {}, sum_residuals(found)
+    def set_residuals(self, errors: Mapping[tuple[str, str], Tensor]) -> None:
+        self._pending, sums = {}, sum_residuals(errors)
         for slot in self._errors:
             value = sums.get(slot.name)
             self._errors[slot] = torch.zeros(slot.sizes) if value is None else value.clone().cpu()
 
     def _take_error_memory(self, slot: TensorSlot) -> Tensor:
         """Return CPU memory for a new error; the present one must survive a push that is dropped."""
-        found = self._spare.pop(slot, None)
-        return torch.empty(slot.sizes) if found is None else found
+        memory = self._spare.pop(slot, None)
+        return torch.empty(slot.sizes) if memory is None else memory
 
     def _encode_apart(self, name: str, values: Tensor, keys: CodecKeys) -> Tensor:
         """Encode values [1, n] into memory that no other encoding writes; a ragged row has room for the
@@ -332,6 +336,7 @@ class SparseRowTransfer:
         since = self._worker_versions.get(rank)
         self._worker_versions[rank] = version
         return [
+            # The server updates `p` in place while the message may still be on its way.
             tensor.detach().clone() if tensor is p else tensor
             for number, p in enumerate(newest)
             for tensor in _pack_rows(
@@ -386,6 +391,7 @@ class _RowVersions:
     def _skip_comparison(self, number: int, p: Tensor, version: int) -> None:
         self._last[number].fill_(version)
         self._num_skips[number] -= 1
+        # The next version is compared again, and needs these values.
         if not self._num_skips[number]:
             self._before[number].copy_(p)
 
@@ -430,9 +436,9 @@ def _is_at_least_half(rows: Tensor) -> bool:
     return 2 * int(rows.count_nonzero()) >= len(rows)
 
 
-def _differs(before: Tensor, now: Tensor) -> Tensor:
+def _differs(before: Tensor, after: Tensor) -> Tensor:
     """Return which rows differ, bool [n]; NaN equals NaN."""
-    same = (before == now) | (before.isnan() & now.isnan())
+    same = (before == after) | (before.isnan() & after.isnan())
     return (~same).flatten(1).any(1)
 
 

@@ -200,6 +200,7 @@ def _build_server(
     )
     if rank != PRIMARY_RANK:
         return SecondaryServer(rank, group, replace(connections, channel=group))
+    # Around the group: only messages for the policy are replayed, not those between servers.
     channel = replay_arrival_order(group, context.recipe.debug.replay_arrivals)
     workers = context.mesh.world.ranks[num_servers:]
     return PrimaryServer(policy, workers, round_events, group, replace(connections, channel=channel))

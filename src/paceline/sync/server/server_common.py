@@ -2,9 +2,8 @@
 it.
 
 Rank 0 decides, in one order, and broadcasts what it does; each server applies the same updates to its own
-parts.
-A push counts once all servers have it: the others report it to rank 0, which only then receives it. So a
-worker that is lost half-way has pushed to all servers or to none.
+parts. A push counts once all servers have it: the others report it to rank 0, which only then receives it. So
+a worker that is lost half-way has pushed to all servers or to none.
 
 Invariant: replies between servers are matched by their kind, one per server and exchange. A lost server ends
 the job with an error that names it; only rank 0 decides that a worker is lost.
@@ -183,6 +182,7 @@ class ServerGroup:
         except CommunicationError as error:
             if error.peer is None:
                 raise
+            # It has sent its parts, so it may leave; this is an error only if it is needed again.
             if error.peer in self.others and self._replies["share", error.peer]:
                 self._lost_server = error
             elif error.peer in self.others:
@@ -201,9 +201,11 @@ class ServerGroup:
         elif kind == "have":
             self._holders[message.fields["number"]].add(sender)
             self._deliver_if_held(message.fields["number"])
+        # Only rank 0 waits for the reports; the other servers store a push as it arrives.
         elif kind == "push" and self._decides:
             self._pushes[message.fields["number"]] = message
             self._deliver_if_held(message.fields["number"])
+        # Rank 0 sends heartbeats and the others answer each of them; the answers end here.
         elif kind != "alive" or not self._decides:
             if kind == "ready":  # the worker has dropped its work, so a push in progress is incomplete
                 self._forget_pushes(sender)
@@ -234,8 +236,8 @@ def require_same_updates(what: str, num_updates: int, others: Mapping[int, int])
 
     Args:
         what: the moment, for the message.
-        mine: the number of updates on this server.
-        theirs: the number of updates of other servers, by rank.
+        num_updates: the number of updates on this server.
+        others: the number of updates of other servers, by rank.
     Raises:
         CommunicationError: they differ; names a server.
     """
@@ -375,6 +377,7 @@ class ShardServer(ServerParticipant):
         """Receive the parts of the other servers."""
         self.phases.begin("communication")
         for rank, message in self.server_group.gather_replies("share").items():
+            # Only rank 0 sends the buffers, in front of its parts.
             tensors = message.tensors if rank else load_buffers(message.tensors, runner)
             load_server_values(tensors, server_values(runner.sharded_model, rank))
 
@@ -389,6 +392,7 @@ class ShardServer(ServerParticipant):
         while not is_flushed:
             try:
                 self.phases.begin("communication")
+                # Half a deadline at a time, so that heartbeats reach the workers that already wait.
                 is_flushed = self.channel.flush(self.net.deadline_seconds / 2)
                 if not is_flushed:
                     send_heartbeat()

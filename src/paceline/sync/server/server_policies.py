@@ -4,8 +4,8 @@ A ticket is one part of one step. A policy decides when a worker gets a ticket a
 
 - `AsynchronousUpdates`: every push is an update at once (Downpour SGD).
 - `BackupWorkers`: a step uses the first pushes that arrive, and drops the others. Workers that run late work
-are
-  told so, and drop it between two micro-batches, so a slow worker delays the end of a round by one of them.
+  are recalled and drop it between two micro-batches, so a slow worker delays the end of a round by one of
+  them.
 - `BoundedStaleness`: a push is applied as it arrives, and no worker gets more than S clocks ahead.
 
 In `BoundedStaleness` a clock is one global batch. Its parts are handed out in order, to whichever worker
@@ -176,6 +176,7 @@ class AsynchronousUpdates:
 
     def ticket(self, worker: int) -> WorkTicket | None:
         """Return the next part in order, whichever worker asks."""
+        # Returned work comes first, because it is older than any work still to come.
         if self._returned:
             return self._returned.popleft()
         if self._next >= self._end:
@@ -243,6 +244,7 @@ class BackupWorkers:
         return WorkTicket(self._step, worker)
 
     def push(self, worker: int, push: WorkerPush) -> Sequence[WorkerPush] | None:
+        # The step has had its update; this gradient belongs to older parameters.
         if push.ticket.step != self._step:
             return None
         self._collected.append(push)
@@ -332,6 +334,7 @@ class BoundedStaleness:
         """Return the push as an update; with a bound of 0 wait for all pushes of its clock."""
         clock = push.ticket.step
         self._missing[clock] = self._missing.get(clock, self._num_workers) - 1
+        # Clocks can complete out of order, so one push can move the first open clock by several.
         while self._missing.get(self.step) == 0:
             del self._missing[self.step]
             self.step += 1

@@ -105,7 +105,7 @@ class ServerWorker(ServerParticipant):
                 continue
             if message.kind not in _IGNORED_KINDS:
                 self._arrived[message.sender].append(message)
-        pieces = [one.popleft() for one in self._arrived]
+        pieces = [arrived.popleft() for arrived in self._arrived]
         if len({(piece.kind, piece.fields["number"], piece.fields["version"]) for piece in pieces}) > 1:
             raise internal_rule_error("the servers have sent pieces of different tickets")
         return pieces
@@ -150,6 +150,7 @@ class ServerWorker(ServerParticipant):
         """
         for loaded in stream:
             yield loaded
+            # Between two micro-batches, so that late work costs at most one of them.
             while self._checks_for_recall and (message := self._poll_recall()) is not None:
                 if message.kind == "recall":
                     raise RecalledError
@@ -168,6 +169,7 @@ class ServerWorker(ServerParticipant):
         fields = pieces[PRIMARY_RANK].fields
         tensors_and_transfers = zip(_tensors_by_server(pieces, runner), self.transfers, strict=True)
         for server, (tensors, transfer) in enumerate(tensors_and_transfers):
+            # Before the next gradients are coded: only now it is known whether the last push counted.
             transfer.settle_push(dropped=fields["dropped"])
             parts = [*server_values(runner.sharded_model, server).values()]
             transfer.decode_parameters(tensors, parts, fields["to"], fields["version"])
@@ -182,6 +184,7 @@ class ServerWorker(ServerParticipant):
         tensors_and_transfers = zip(_tensors_by_server(pieces, runner), self.transfers, strict=True)
         for server, (tensors, transfer) in enumerate(tensors_and_transfers):
             transfer.settle_push(dropped=fields["dropped"])
+            # The parameters below are exact, so the next ticket has to start with whole ones.
             transfer.forget()
             load_server_values(tensors, server_values(runner.sharded_model, server))
         return self.adopt_round(fields, state)

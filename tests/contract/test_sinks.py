@@ -12,6 +12,7 @@ from paceline.observe import Sink, SinkSite, StepStats
 from paceline.observe.progress import build_progress
 from paceline.observe.sinks import GuardedSink, build_json_lines, build_text_log
 from paceline.testing.contracts import SinkContract
+from paceline.testing.contracts.sink_contract import make_step
 
 
 class TestJsonLines(SinkContract):
@@ -68,7 +69,7 @@ def test_the_first_error_of_a_sink_is_one_warning_and_the_end_of_it(method: str)
     sink = GuardedSink("tensorboard", broken, warnings.append)
     for _ in range(3):
         sink.event("checkpoint", {})
-        sink.step(None)  # type: ignore[arg-type]  # passed on as it is
+        sink.step(make_step(0))
     sink.close()
     assert len(warnings) == 1
     assert (
@@ -83,7 +84,7 @@ def test_a_sink_that_does_not_raise_receives_everything_and_no_warning() -> None
     whole = Broken()
     sink = GuardedSink("whole", whole, pytest.fail)
     sink.event("run", {})
-    sink.step(None)  # type: ignore[arg-type]
+    sink.step(make_step(0))
     sink.close()
     assert whole.calls == ["event", "step", "close"]
 
@@ -96,4 +97,4 @@ def test_an_interrupt_passes_through() -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        GuardedSink("x", Interrupted(), pytest.fail).step(None)  # type: ignore[arg-type]
+        GuardedSink("x", Interrupted(), pytest.fail).step(make_step(0))

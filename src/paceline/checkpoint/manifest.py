@@ -98,10 +98,10 @@ def _plain_or_table(value: Any) -> str:
     return "table" if isinstance(value, dict) else "plain"
 
 
-_KeptValue = Annotated[
+_SavedValue = Annotated[
     Annotated[Plain, Tag("plain")] | Annotated[OptimizerValue, Tag("table")], Discriminator(_plain_or_table)
 ]
-_KEPT_VALUE: TypeAdapter[Any] = TypeAdapter(_KeptValue)
+_SAVED_VALUE: TypeAdapter[Any] = TypeAdapter(_SavedValue)
 
 
 def check_optimizer_value(value: Any, name: str) -> None:
@@ -110,7 +110,7 @@ def check_optimizer_value(value: Any, name: str) -> None:
     Raises:
         ValueError: it is something else; names it.
     """
-    validate(_KEPT_VALUE, _limit_depth(value), f"optimizer.{name}")
+    validate(_SAVED_VALUE, _limit_depth(value), f"optimizer.{name}")
 
 
 def _known_dtype(code: str) -> str:
@@ -132,13 +132,16 @@ class _ChunkModel(StrictModel):
     offsets: list[Count]
     sizes: list[Count]
 
+    def to_chunk(self) -> TensorChunk:
+        return TensorChunk(self.name, self.dtype, tuple(self.shape), tuple(self.offsets), tuple(self.sizes))
 
-def _to_chunk(model: _ChunkModel) -> TensorChunk:
-    shape, offsets, sizes = tuple(model.shape), tuple(model.offsets), tuple(model.sizes)
+
+def _check_chunk(model: _ChunkModel) -> _ChunkModel:
+    shape, offsets, sizes = model.shape, model.offsets, model.sizes
     inside = all(start + size <= whole for start, size, whole in zip(offsets, sizes, shape, strict=False))
     if not (len(shape) == len(offsets) == len(sizes) <= _MAX_AXES and inside):
         raise ValueError(f"the chunk lies outside of '{model.name[:80]}'")
-    return TensorChunk(model.name, model.dtype, shape, offsets, sizes)
+    return model
 
 
 class _FileModel(StrictModel):
@@ -146,26 +149,30 @@ class _FileModel(StrictModel):
     name: Annotated[str, Field(pattern=r"\Arank-[0-9]{5,9}(\.[0-9]{1,4}-of-[0-9]{1,4})?\.safetensors\z")]
     num_bytes: Count
     checksum: Annotated[str, AfterValidator(_known_checksum)]
-    chunks: list[Annotated[_ChunkModel, AfterValidator(_to_chunk)]]
+    chunks: list[Annotated[_ChunkModel, AfterValidator(_check_chunk)]]
+
+    def to_record(self) -> TensorFileRecord:
+        chunks = tuple(chunk.to_chunk() for chunk in self.chunks)
+        return TensorFileRecord(self.name, self.num_bytes, self.checksum, chunks)
 
 
-def _to_file(model: _FileModel) -> TensorFileRecord:
-    chunks: list[TensorChunk] = model.chunks  # type: ignore[assignment]  # made by the validator of its items
+def _check_file(model: _FileModel) -> _FileModel:
+    chunks = model.to_record().chunks
     if len({*chunk_keys(chunks)}) != len(chunks):
         raise ValueError(f"{model.name} has two chunks at one place of a tensor")
     if model.num_bytes < _LENGTH_BYTES + sum(chunk.num_bytes for chunk in chunks):
         raise ValueError(f"{model.name} is too short for its chunks")
-    return TensorFileRecord(model.name, model.num_bytes, model.checksum, tuple(chunks))
+    return model
 
 
-def _unique_names(files: list[TensorFileRecord]) -> list[TensorFileRecord]:
+def _unique_names(files: list[_FileModel]) -> list[_FileModel]:
     names = [file.name for file in files]
     if len({*names}) != len(names):
         raise ValueError("two files have the same name")
     return files
 
 
-_Files = Annotated[list[Annotated[_FileModel, AfterValidator(_to_file)]], AfterValidator(_unique_names)]
+_Files = Annotated[list[Annotated[_FileModel, AfterValidator(_check_file)]], AfterValidator(_unique_names)]
 
 
 class _ScaleModel(StrictModel):
@@ -178,7 +185,7 @@ class _ScalarsModel(StrictModel):
     updates: Count
     updates_per_step: Annotated[Count, Field(gt=0)] = 1  # older manifests lack this key, and `others`
     scale: _ScaleModel
-    optimizer: dict[str, Annotated[_KeptValue, Field()]]
+    optimizer: dict[str, Annotated[_SavedValue, Field()]]
     optimizer_kind: str
     groups: list[dict[str, Plain]]
     others: dict[str, Any] = Field(default_factory=dict)
@@ -230,10 +237,10 @@ def _check_apart(name: str, parts: Sequence[TensorChunk]) -> None:
     """Check that no two boxes share a value. Boxes that end before the next one begins are not compared."""
     boxes = [part for part in parts if prod(part.sizes)]
     open_boxes: list[TensorChunk] = []
-    for box in sorted(boxes, key=lambda one: one.offsets):
+    for box in sorted(boxes, key=lambda chunk: chunk.offsets):
         begin = box.offsets[0] if box.offsets else 0
-        open_boxes = [one for one in open_boxes if one.offsets and one.offsets[0] + one.sizes[0] > begin]
-        if any(_boxes_overlap(one, box) for one in open_boxes) or (not box.offsets and len(boxes) > 1):
+        open_boxes = [b for b in open_boxes if b.offsets and b.offsets[0] + b.sizes[0] > begin]
+        if any(_boxes_overlap(other, box) for other in open_boxes) or (not box.offsets and len(boxes) > 1):
             raise ValueError(f"two chunks of '{name[:80]}' overlap")
         open_boxes.append(box)
 
@@ -334,10 +341,10 @@ class Manifest:
     def _checked(cls, record: dict[str, Any]) -> Manifest:
         # Before validation: a model would recurse into nested values.
         _limit_optimizer_depth(record)
-        files: Sequence[TensorFileRecord] = validate(_MANIFEST, record).files  # type: ignore[assignment]
+        files = tuple(file.to_record() for file in validate(_MANIFEST, record).files)
         check_cover([chunk for file in files for chunk in file.chunks])
         # Everything but the files is kept as it was written, so that a copy has the same seal.
-        return cls(**{**record, "origin": CheckpointOrigin(**record["origin"]), "files": tuple(files)})
+        return cls(**{**record, "origin": CheckpointOrigin(**record["origin"]), "files": files})
 
 
 def hash_state(files: Sequence[TensorFileRecord], scalars: Mapping[str, Any]) -> str:
@@ -355,9 +362,9 @@ def missing_tensors(files: Sequence[TensorFileRecord]) -> list[str]:
     return sorted(name for name, count in whole.items() if filled[name] != count)
 
 
-def _limit_optimizer_depth(record: Any) -> None:
+def _limit_optimizer_depth(record: Mapping[str, Any]) -> None:
     """Raise if a value of the optimizer is nested too deeply, before a model recurses into it."""
-    scalars = record.get("scalars") if isinstance(record, dict) else None
+    scalars = record.get("scalars")
     optimizer = scalars.get("optimizer") if isinstance(scalars, dict) else None
     for value in optimizer.values() if isinstance(optimizer, dict) else ():
         _limit_depth(value)
@@ -383,8 +390,7 @@ def decode_part(data: bytes) -> tuple[list[TensorFileRecord], Mapping[str, Any]]
     if not isinstance(record, dict) or record.pop(_SEAL, None) != seal(record):
         raise ValueError("the report of a rank is damaged")
     _limit_optimizer_depth(record)
-    files: list[TensorFileRecord] = validate(_PART, record).files  # type: ignore[assignment]
-    return files, record["scalars"]
+    return [file.to_record() for file in validate(_PART, record).files], record["scalars"]
 
 
 _MANIFEST, _PART = TypeAdapter(_ManifestModel), TypeAdapter(_PartModel)

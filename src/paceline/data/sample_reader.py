@@ -203,16 +203,15 @@ class MicroBatchReader(Dataset[ReadReply]):
             return batch
         with seeded_generators(key(micro_batch_key, "loader"), self._numpy_bits):
             samples = self._samples(indices)
-            try:
+            with self._describe_errors(indices, "cannot be collated"):
                 return self._collate(samples)
-            except Exception as error:
-                raise self._failure(f"samples {_indices_text(indices)} cannot be collated", error) from error
 
     def _samples(self, indices: list[int]) -> list[Any]:
         if not self._cache.capacity_bytes:
             return list(self._fetch(indices))
         by_index = {index: self._cache.get(index) for index in indices}
         missing = [index for index in indices if by_index[index] is CACHE_MISS]
+        # A source that draws random numbers must not be cached: its first draw would be repeated.
         before = self._streams() if missing else ()
         samples = self._fetch(missing)
         if missing and self._streams() != before:
@@ -236,12 +235,8 @@ class MicroBatchReader(Dataset[ReadReply]):
         fetch_many = getattr(self._source, "__getitems__", None)
         if not callable(fetch_many) or not indices:
             return [self._fetch_one(index) for index in indices]
-        try:
+        with self._describe_errors(indices, "cannot be read together", retries=indices):
             samples = fetch_many(indices)
-        except Exception as error:
-            for index in indices:  # one of these raises, and its error has the index of the sample
-                self._fetch_one(index)
-            raise self._failure(f"samples {_indices_text(indices)} cannot be read together", error) from error
         if len(samples) != len(indices):
             raise DataError(
                 f"__getitems__ returned {len(samples)} samples for {len(indices)} indices",
@@ -255,6 +250,25 @@ class MicroBatchReader(Dataset[ReadReply]):
             return self._source[index]
         except Exception as error:
             raise self._failure(f"sample {index} cannot be read", error) from error
+
+    @contextmanager
+    def _describe_errors(
+        self, indices: list[int], problem: str, retries: Sequence[int] = ()
+    ) -> Iterator[None]:
+        """Turn any error in the block into a DataError that names the samples.
+
+        Args:
+            indices: of the samples.
+            problem: the end of the sentence about them.
+            retries: indices of samples that are first read one by one.
+        """
+        try:
+            yield
+        except Exception as error:
+            # One of these raises, and its error has the index of the sample.
+            for index in retries:
+                self._fetch_one(index)
+            raise self._failure(f"samples {_indices_text(indices)} {problem}", error) from error
 
     def _failure(self, what: str, error: Exception) -> DataError:
         frame = traceback.extract_tb(error.__traceback__)[-1]

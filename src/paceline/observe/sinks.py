@@ -99,18 +99,23 @@ class GuardedSink:
         sink = self._sink
         if sink is None:
             return
-        try:
-            method(sink)
-        except Exception as error:  # noqa: BLE001, whatever a foreign sink raises, the run goes on
+        error = _call_guarded(method, sink)
+        if error is not None:
             self._sink = None
             self._warn(
                 f"the sink '{self._word}' failed and is off from now on: {type(error).__name__}: {error}"
             )
             # It may hold a file or a connection. A second error would only hide the first.
-            try:
-                sink.close()
-            except Exception:  # noqa: BLE001
-                return
+            _call_guarded(lambda failed: failed.close(), sink)
+
+
+def _call_guarded(method: Callable[[Sink], object], sink: Sink) -> Exception | None:
+    """Call a method of a sink, and return the error that it raises, if any."""
+    try:
+        method(sink)
+    except Exception as error:  # noqa: BLE001, whatever a foreign sink raises, the run goes on
+        return error
+    return None
 
 
 class JsonLinesSink:

@@ -65,6 +65,7 @@ def find_run(files: StorageFolder, manifests: Sequence[Manifest]) -> tuple[str, 
         and (sealed or run_in_file in num_checkpoints or (not num_checkpoints and len(values) == 1))
     ):
         return run_in_file, sealed
+    # `max` returns the first of several equals, so the newest run wins a tie.
     newest_first = sorted(manifests, key=lambda manifest: -manifest.serial)
     return max(
         (manifest.origin.run for manifest in newest_first), key=lambda run: num_checkpoints[run], default=""
@@ -77,6 +78,7 @@ def find_losses(files: StorageFolder, manifests: Sequence[Manifest], run: str) -
     for manifest in sorted(manifests, key=lambda manifest: manifest.serial):
         losses.update(_parse_losses(manifest.losses) if manifest.origin.run == run else {})
     values, sealed = read_sealed_table(files, LOSSES_FILE)
+    # The file can know more than every manifest: a step is evaluated after its checkpoint was written.
     losses_in_file = _parse_losses(values) if sealed or not losses else {}
     return {**losses, **losses_in_file}
 
@@ -247,6 +249,7 @@ class CheckpointCatalog:
         if not self.is_run_file_valid:
             self.files.publish(RUN_FILE, encode_sealed_table({"run": run}))
         for name in [*self.broken]:
+            # Only drafts: a damaged checkpoint keeps its files, in case they can be repaired.
             if self.files.size(f"{name}/{MANIFEST_FILE}") is None:
                 self.files.remove(name)
                 del self.broken[name]
@@ -297,6 +300,7 @@ class CheckpointCatalog:
         Raises:
             CheckpointError: another job has published a checkpoint of this name.
         """
+        # Checked right before the write: another job can have published since the draft began.
         require_unpublished(self.files, name)
         self.files.publish(f"{name}/{MANIFEST_FILE}", manifest.to_json())
         self.whole.append(CatalogEntry(name, manifest.step, manifest.serial))
@@ -313,9 +317,8 @@ class CheckpointCatalog:
         self._drop_damaged()
         retained = choose_retained(self.whole, newest, best, self.losses)
         for entry in [entry for entry in self.whole if entry.name not in retained]:
-            self.files.remove(
-                f"{entry.name}/{MANIFEST_FILE}"
-            )  # first: a crash here must leave no half checkpoint
+            # The manifest first: a crash in between leaves a draft and no half checkpoint.
+            self.files.remove(f"{entry.name}/{MANIFEST_FILE}")
             self.files.remove(entry.name)
             self.whole.remove(entry)
 

@@ -153,6 +153,7 @@ class ManifestReader(StorageReader):
 
     def _verified(self, file: TensorFileRecord) -> Mapping[str, Tensor]:
         try:
+            # A bytearray, because `torch.frombuffer` warns about memory that cannot be written to.
             data = bytearray(self.files.read(f"{self.name}/{file.name}"))
         except OSError as error:
             raise unusable_checkpoint_error(self.files, self.name, f"{file.name}: {error}") from error
@@ -245,7 +246,7 @@ class _PieceLoadPlanner(DefaultLoadPlanner):
 
 def _slot_of_part(name: str, shape: tuple[int, ...], index: SlotIndex) -> TensorSlot:
     whole = index or tuple(slice(None) for _ in shape)
-    return TensorSlot(name, shape, tuple(span_of_index(one, n) for one, n in zip(whole, shape, strict=True)))
+    return TensorSlot(name, shape, tuple(span_of_index(i, n) for i, n in zip(whole, shape, strict=True)))
 
 
 def _chunk_metadata(piece: TensorPiece) -> ChunkStorageMetadata:
@@ -256,5 +257,6 @@ def _load_pieces(tensors: dict[str, Tensor], pieces: Sequence[TensorPiece], read
     try:
         load_with(tensors, storage_reader=reader, planner=_PieceLoadPlanner(pieces), no_dist=True)
     except CheckpointException as error:  # a BaseException that carries what was raised
+        # DCP wraps what was raised; our own error names the file, so it is the better one.
         original = next((e for e, _ in error.failures.values() if isinstance(e, CheckpointError)), None)
         raise original or unusable_checkpoint_error(reader.files, reader.name, str(error)) from error

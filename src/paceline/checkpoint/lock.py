@@ -1,9 +1,8 @@
 """The lock of a folder: one job at a time writes to it, and a dead owner does not hold it.
 
 On a file system it is the kernel's lock (flock), which ends with its process, and which NFS 4 carries from
-host to host.
-A store without locks, and a host whose locks others do not see, is watched: an owner writes a new number
-every few seconds, so an owner whose number stands still is dead.
+host to host. A store without locks, and a host whose locks others do not see, is watched: an owner writes a
+new number every few seconds, so an owner whose number stands still is dead.
 
 Invariant: a process that is known to live never loses its lock.
 Not done here: two jobs that reach an object store in the same second can both see it empty; the one that
@@ -98,7 +97,7 @@ class FolderLock:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(handle)
-            raise self._taken(self._read()) from None
+            raise self._locked_error(self._read()) from None
         except OSError:  # the file system has none
             os.close(handle)
             return None
@@ -113,7 +112,8 @@ class FolderLock:
             is_visible
             and process_start_ticks(_int_or_zero(record.get("pid"))) == _int_or_zero(record.get("start")) != 0
         ):
-            raise self._taken(record)
+            raise self._locked_error(record)
+        # An owner on this kernel that is not among the visible processes has ended, so nothing is watched.
         expires = time.monotonic() + (0 if is_visible else watch_seconds)
         if not is_visible:
             self._log(
@@ -125,14 +125,16 @@ class FolderLock:
             if (new_record := self._read()) != record:
                 if not new_record:
                     return  # it has released the folder
-                raise self._taken(new_record)
+                raise self._locked_error(new_record)
 
     def _write_heartbeats(self) -> None:
         while not self._released.wait(self._heartbeat_seconds):
             try:
+                # Under the kernel's lock there is no second owner; without it another one may have won the
+                # race.
                 other = {} if self._handle is not None else self._read()
                 if other.get("owner", self._record["owner"]) != self._record["owner"]:
-                    self._log(f"{self._taken(other)}")
+                    self._log(f"{self._locked_error(other)}")
                     return
                 self._write()
             except OSError:
@@ -146,9 +148,8 @@ class FolderLock:
         if self._handle is None:
             self._files.publish(LOCK_FILE, data)
             return
-        os.pwrite(
-            self._handle, data.ljust(_MAX_RECORD_BYTES // 4), 0
-        )  # in place: the lock is of this very file
+        # In place: the lock belongs to this very file, and a rename would leave it on the old one.
+        os.pwrite(self._handle, data.ljust(_MAX_RECORD_BYTES // 4), 0)
 
     def _read(self) -> Mapping[str, Any]:
         try:
@@ -158,9 +159,9 @@ class FolderLock:
             return {}
         return record if isinstance(record, dict) else {}
 
-    def _taken(self, by: Mapping[str, Any]) -> CheckpointError:
+    def _locked_error(self, owner: Mapping[str, Any]) -> CheckpointError:
         return CheckpointError(
-            f"another job is writing to this folder: {_describe_owner(by)}",
+            f"another job is writing to this folder: {_describe_owner(owner)}",
             where=self._files.url,
             next_step="wait until it ends or stop it, or choose another run_dir or checkpoint.folder",
         )
@@ -184,9 +185,9 @@ def _own_record() -> dict[str, Any]:
     }
 
 
-def _is_visible_from_here(there: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
+def _is_visible_from_here(owner: Mapping[str, Any], reader: Mapping[str, Any]) -> bool:
     """Return whether the processes of an owner are visible here: same kernel, same process namespace."""
-    return bool(here["boot"]) and all(there.get(key) == here[key] for key in ("boot", "processes"))
+    return bool(reader["boot"]) and all(owner.get(key) == reader[key] for key in ("boot", "processes"))
 
 
 def _describe_owner(owner: Mapping[str, Any]) -> str:

@@ -115,23 +115,23 @@ class ModelWeightsSource:
         return average if self.which != "last" and average in self.stored.shapes else name
 
 
-def model_weights_of(found: LoadedCheckpoint, which: WhichWeights | None = None) -> dict[str, Tensor]:
+def model_weights_of(checkpoint: LoadedCheckpoint, which: WhichWeights | None = None) -> dict[str, Tensor]:
     """Return parameters and persistent buffers by name, tied ones once, with averages in place of their
     parameters.
 
     Args:
-        found: a checkpoint.
+        checkpoint: a checkpoint.
         which: "last" ignores an average; None: the average, if the checkpoint has one.
     Raises:
         CheckpointError: the average is requested, and there is none.
     """
-    own = _without_prefix(_MODEL_PREFIX, found.tensors)
-    average = _without_prefix(_AVERAGE_PREFIX, found.tensors)
+    weights = _without_prefix(_MODEL_PREFIX, checkpoint.tensors)
+    average = _without_prefix(_AVERAGE_PREFIX, checkpoint.tensors)
     if which == "average" and not average:
-        raise _no_average_error(found.name)
+        raise _no_average_error(checkpoint.name)
     if which == "last":
-        return own
-    return own | {name: value.to(own[name].dtype) for name, value in average.items()}
+        return weights
+    return weights | {name: value.to(weights[name].dtype) for name, value in average.items()}
 
 
 def _no_average_error(name: str) -> CheckpointError:
@@ -141,21 +141,24 @@ def _no_average_error(name: str) -> CheckpointError:
     )
 
 
-def with_tied_names(own: Mapping[str, Tensor], found: LoadedCheckpoint) -> dict[str, Tensor]:
+def with_tied_names(weights: Mapping[str, Tensor], checkpoint: LoadedCheckpoint) -> dict[str, Tensor]:
     """Return the weights under every name of the model's state dict."""
-    tied: Mapping[str, str] = found.scalars["tied"]
-    return {**own, **{name: own[first].clone() for name, first in tied.items()}}
+    tied: Mapping[str, str] = checkpoint.scalars["tied"]
+    # Clones, because safetensors refuses tensors that share memory.
+    return {**weights, **{name: weights[first].clone() for name, first in tied.items()}}
 
 
 def _without_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {n.removeprefix(prefix): value for n, value in tensors.items() if n.startswith(prefix)}
 
 
-def export_weights(found: LoadedCheckpoint, path: Path, which: WhichWeights | None = None) -> ExportedWeights:
+def export_weights(
+    checkpoint: LoadedCheckpoint, path: Path, which: WhichWeights | None = None
+) -> ExportedWeights:
     """Write parameters and persistent buffers under the names of the model's state dict.
 
     Args:
-        found: a checkpoint.
+        checkpoint: a checkpoint.
         path: of the file; a file that is there is replaced at once, or stays if the write fails.
         which: as for `model_weights_of`.
     Raises:
@@ -166,12 +169,13 @@ def export_weights(found: LoadedCheckpoint, path: Path, which: WhichWeights | No
             f"cannot export to '{path}': its name does not end in .safetensors",
             next_step=f"--to {path.with_suffix('.safetensors')}",
         )
-    own = model_weights_of(found, which)
-    named = with_tied_names(own, found)
+    weights = model_weights_of(checkpoint, which)
+    named = with_tied_names(weights, checkpoint)
+    # In the same folder, because a rename is atomic only within one file system.
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(named, draft, {"format": "pt", **_export_metadata(found, named)})
+        save_file(named, draft, {"format": "pt", **_export_metadata(checkpoint, named)})
         draft.replace(path)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
@@ -181,25 +185,25 @@ def export_weights(found: LoadedCheckpoint, path: Path, which: WhichWeights | No
         ) from error
     finally:
         draft.unlink(missing_ok=True)
-    count = sum(value.numel() for value in own.values())
-    return ExportedWeights(path, found.name, found.manifest.step, len(named), count)
+    count = sum(value.numel() for value in weights.values())
+    return ExportedWeights(path, checkpoint.name, checkpoint.manifest.step, len(named), count)
 
 
-def _export_metadata(found: LoadedCheckpoint, named: Mapping[str, Tensor]) -> dict[str, str]:
+def _export_metadata(checkpoint: LoadedCheckpoint, named: Mapping[str, Tensor]) -> dict[str, str]:
     """Return the origin of the weights as texts, which is all that safetensors keeps."""
-    origin = found.manifest.origin
+    origin = checkpoint.manifest.origin
     return {
         "task": str(tomllib.loads(origin.recipe)["task"]),
-        "step": str(found.manifest.step),
+        "step": str(checkpoint.manifest.step),
         "run": origin.run,
-        "checkpoint": found.name,
+        "checkpoint": checkpoint.name,
         "strategy": origin.strategy,
         "recipe": origin.recipe,
         "recipe_sha256": hashlib.sha256(origin.recipe.encode()).hexdigest(),
         "versions": json.dumps(origin.versions),
-        "tied": json.dumps(found.scalars["tied"]),
+        "tied": json.dumps(checkpoint.scalars["tied"]),
         VALUES_KEY: _digest(sorted(named.items())),
-        **{key: said for key, said in origin.versions.items() if key == VOCABULARY_KEY},
+        **{key: value for key, value in origin.versions.items() if key == VOCABULARY_KEY},
     }
 
 

@@ -174,6 +174,7 @@ class WeightFile:
             texts = parse_metadata(header)
             self._checksum, self._values = checksum, texts.get(VALUES_KEY)
             self.vocabulary = texts.get(VOCABULARY_KEY, "")
+            # Everything was opened, so from here on the caller closes the file.
             stack.pop_all()
         self.checksum_source = checksum.by if checksum else "the export" if self._values else None
 
@@ -187,6 +188,7 @@ class WeightFile:
         Raises:
             ValueError: it is damaged.
         """
+        # A remote file would be transferred twice, so `fill` verifies it on the way.
         if self._ranges.local and self.checksum_source:
             self._stream_tensors({}, check=True)
 
@@ -348,8 +350,8 @@ def _open_files(place: str) -> Sequence[WeightFile]:
     known = known_checksums(files, names, pin or None)
     with ExitStack() as stack:
         opened = []
-        for one in names:
-            opened.append(WeightFile(files, one, known.get(one)))
+        for file_name in names:
+            opened.append(WeightFile(files, file_name, known.get(file_name)))
             stack.callback(opened[-1].close)
         stack.pop_all()
         return opened
@@ -388,6 +390,7 @@ def _list_weight_files(files: StorageFolder) -> list[str]:
     except ValueError as error:
         raise ValueError(f"{_INDEX} has no weight_map of file names: {error}") from error
     names = {*index.weight_map.values()}
+    # A path in an index could lead out of the folder.
     if not names or not all(name == Path(name).name for name in names):
         raise ValueError(f"{_INDEX} names a file that is not next to it")
     return sorted(names)

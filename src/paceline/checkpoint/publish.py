@@ -77,6 +77,7 @@ def write_part(
 
     def write() -> None:
         written = writer.write(files, folder, staged)
+        # The report comes last, because it states that all files before it are on the disk.
         files.publish(f"{folder}/{report_name(rank)}", encode_part(written, scalars))
 
     write_with_retries(write, files, [f"{folder}/{file.draft.name}" for file in staged], patience)
@@ -115,6 +116,7 @@ def write_with_retries(
             return write()
         except OSError as error:
             for name in names:
+                # What a failed attempt has left takes the space that the next one needs.
                 files.remove(name)
             if not is_disk_full(error) or time.monotonic() >= expires:
                 raise refuse(files.place(names[0]) if names else files.url, error) from error

@@ -65,6 +65,7 @@ class TensorChunk:
 
     @property
     def num_bytes(self) -> int:
+        """Return the bytes of the box."""
         return prod(self.sizes) * dtype_of_code(self.dtype).itemsize
 
 
@@ -106,6 +107,7 @@ def encode_header(chunks: Sequence[TensorChunk]) -> bytes:
         begin, end = end, end + chunk.num_bytes
         entries[key] = {"dtype": chunk.dtype, "shape": chunk.sizes, "data_offsets": [begin, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
+    # Padding aligns the data, so that readers can map tensors in place.
     text += b" " * (-len(text) % _ALIGNMENT)
     return len(text).to_bytes(8, "little") + text
 
@@ -124,15 +126,16 @@ def decode_tensors(data: bytes | bytearray) -> dict[str, Tensor]:
 
 def _decode(data: bytes | bytearray) -> dict[str, Tensor]:
     length = int.from_bytes(data[:8], "little")
-    found = {}
+    tensors = {}
     for name, entry in parse_entries(bytes(data[8 : 8 + length]), len(data) - length - 8).items():
         count = (entry.end - entry.begin) // entry.dtype.itemsize
+        # `torch.frombuffer` refuses to read 0 values.
         if count:
             flat = torch.frombuffer(data, dtype=entry.dtype, count=count, offset=8 + length + entry.begin)
         else:
             flat = torch.empty(0, dtype=entry.dtype)
-        found[name] = flat.view(entry.shape)
-    return found
+        tensors[name] = flat.view(entry.shape)
+    return tensors
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Saving on one rank: agree on who writes what, copy the state, and train on while the copy is written.
+"""Saving on one rank: agree on which rank writes which part, copy the state, and write it in the background.
 
 Invariant: one save at a time is in progress, and it writes the state at the call of `save`. An error in the
 background is raised by the next call on this rank; it is never lost.
@@ -71,7 +71,7 @@ class SaveSettings:
 
 
 class CheckpointSaver:
-    """Saves one state repeatedly.
+    """The saver of one state, for one save after another.
 
     Args:
         state: the state; call `settle` before it is updated.
@@ -112,6 +112,7 @@ class CheckpointSaver:
         Raises:
             CheckpointError: this save, or the one before it, failed on this rank.
         """
+        # One save at a time: the staging buffer still belongs to the one before.
         self.finish()
         with self._blocking():
             self._name, writers, written = self._agree()
@@ -140,6 +141,7 @@ class CheckpointSaver:
         Raises:
             CheckpointError, DeadlineError: it failed.
         """
+        # Cleared first, so that an error is raised once, and not by every later call.
         writing, self._writing = self._writing, None
         if writing is not None:
             with self._blocking():
@@ -218,16 +220,17 @@ class CheckpointSaver:
 
         def make_table() -> str:
             pieces = [box for piece in self._state.pieces() for box in piece.boxes()]
+            # In place, because the exchange calls this function again if a rank is lost meanwhile.
             pieces_by_chunk[:] = [(chunk_of_piece(piece), piece) for piece in pieces]
             table = render_table(chunk for chunk, _ in pieces_by_chunk)
             return json.dumps({"name": name, "rank": self._saving.rank, "table": table})
 
-        heard = [json.loads(text) for text in self._exchange(make_table)]
-        plan = plan_writes([parse_table(told["table"]) for told in heard], self._saving.shared)
-        by_rank = {int(told["rank"]): part for told, part in zip(heard, plan, strict=True)}
+        replies = [json.loads(text) for text in self._exchange(make_table)]
+        plan = plan_writes([parse_table(reply["table"]) for reply in replies], self._saving.shared)
+        by_rank = {int(reply["rank"]): chunks for reply, chunks in zip(replies, plan, strict=True)}
         own_chunks = by_rank[self._saving.rank]
         written = [(chunk, piece) for chunk, piece in pieces_by_chunk if chunk in own_chunks]
-        return str(heard[0]["name"]), {rank: bool(part) for rank, part in by_rank.items()}, written
+        return str(replies[0]["name"]), {rank: bool(chunks) for rank, chunks in by_rank.items()}, written
 
     @contextmanager
     def _blocking(self) -> Iterator[None]:

@@ -91,6 +91,7 @@ class StagingBuffer:
     def complete(self) -> None:
         """Copy the rest while training computes; returns when nothing is left."""
         self._copy(np.copyto)  # releases the GIL
+        # The other thread may still be copying a block that it has taken from the queue.
         self._to_copy.join()
 
     @property
@@ -114,6 +115,7 @@ class StagingBuffer:
         for _ in draft.chunks:
             tensor, is_steady = next(tensors_left)
             values = _on_host(tensor)
+            # Only a view can be copied later; a copy from another device already holds the present values.
             if is_steady and values.ctypes.data == tensor.data_ptr():
                 self._copy_later(self._buffer[offset : offset + values.nbytes], values)
             else:

@@ -75,6 +75,7 @@ class MappedFile:
         for first in range(begin, end, BLOCK_BYTES):
             last = min(first + BLOCK_BYTES, end)
             yield memoryview(self._map)[first:last]
+            # Otherwise every page that was read would stay in memory as long as the map.
             page = first - first % mmap.PAGESIZE
             self._map.madvise(mmap.MADV_DONTNEED, page, last - page)
 
@@ -137,6 +138,7 @@ def retry_connection(act: Callable[[], _T]) -> _T:
         except (FileNotFoundError, PermissionError, NoRangesError):
             raise
         except _connection_errors() as error:
+            # A client error is an answer and no broken connection: another attempt gets the same one.
             refused = 400 <= getattr(error, "status", 0) < 500
             if refused or pause == _MAX_TRIES - 1:
                 raise OSError(str(error) or type(error).__name__) from error
@@ -292,11 +294,13 @@ def _require_regular_file(path: str) -> str:
 
 def _replace_local(path: str, data: bytes) -> None:
     place = Path(path)
+    # In the same folder, because a rename is atomic only within one file system.
     draft = place.with_name(f".{place.name}.{os.getpid()}")
     try:
         with draft.open("wb") as stream:
             stream.write(data)
             stream.flush()
+            # Before the rename, or a power cut could leave the new name without its bytes.
             os.fsync(stream.fileno())
         draft.replace(place)
     finally:

@@ -49,7 +49,9 @@ def plan_writes(tables: Sequence[Iterable[TensorChunk]], shared: bool = True) ->
                 holders.setdefault(chunk, []).append(rank)
     load = [0] * len(tables)
     chunks_by_rank: list[set[TensorChunk]] = [set() for _ in tables]
+    # The largest first balances best; names and offsets make the order equal on all ranks.
     for chunk in sorted(holders, key=lambda c: (-c.num_bytes, c.name, c.offsets)):
+        # Without `shared` all loads count as 0, so the first holder writes.
         writer = min(holders[chunk], key=lambda rank: (load[rank] * shared, rank))
         load[writer] += chunk.num_bytes
         chunks_by_rank[writer].add(chunk)
@@ -106,6 +108,7 @@ class FileDraft:
 
     @property
     def num_bytes(self) -> int:
+        """Return the bytes of the whole file."""
         return len(self.header) + sum(chunk.num_bytes for chunk in self.chunks)
 
 

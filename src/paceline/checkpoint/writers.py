@@ -116,6 +116,7 @@ class ProcessWriter:
             try:
                 return self._write_by_process(files, folder, staged)
             except WriterLostError as error:
+                # Closing kills the process on purpose, so this thread must not write in its place.
                 if self._closed:
                     raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED), folder) from error
                 self._handle_lost_process(error)

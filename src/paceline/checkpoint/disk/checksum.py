@@ -1,7 +1,7 @@
 """Checksums of checkpoint files: XXH3 with 128 bits.
 
 It finds damage, except with a probability of 2**-128, in a tenth of the CPU time of SHA-256. It does not
-protect against somebody who changes a file on purpose; neither would SHA-256, because the manifest could be
+protect against deliberate changes of a file; neither would SHA-256, because the manifest could be
 changed as well.
 
 Source: XXH3 of the xxHash library, through its Python package.

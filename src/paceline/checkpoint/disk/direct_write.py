@@ -48,6 +48,7 @@ class Writeback:
             self._sync(self._begin, self._end, _SEND)
             self._in_flight.append((self._begin, self._end))
             self._begin = self._end
+        # Waiting for the oldest window bounds the pages that are not on the disk yet.
         if len(self._in_flight) > _MAX_WINDOWS:
             begin, end = self._in_flight.popleft()
             self._sync(begin, end, _WAIT)
@@ -136,6 +137,7 @@ class HashedFileWrite:
 
     def _write(self, block: memoryview) -> None:
         whole = len(block) // PAGE_BYTES * PAGE_BYTES
+        # Only whole pages can bypass the cache; the last bytes of a file go through it.
         for part in (block[:whole], block[whole:]):
             if len(part) % PAGE_BYTES:
                 self._disable_direct_io()

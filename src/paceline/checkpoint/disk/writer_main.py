@@ -90,6 +90,8 @@ class _WriteBatch:
         if not self._is_hurried:
             self._is_hurried = True
             for thread in self._threads:
+                # A thread cannot raise its priority again, so it ends after its block, and a new one
+                # continues.
                 thread.join()
             self._start(self._write)
 

@@ -169,11 +169,11 @@ def _describe_container(value: Any, key: str, tensors: NamedTensors) -> dict[str
         return {"is": value}
     for word, kind in _ROWS.items():
         if type(value) is kind:
-            return {word: [_describe_container(one, key, tensors) for one in value]}
+            return {word: [_describe_container(item, key, tensors) for item in value]}
     if type(value) is deque:
-        return {"deque": [value.maxlen, [_describe_container(one, key, tensors) for one in value]]}
+        return {"deque": [value.maxlen, [_describe_container(item, key, tensors) for item in value]]}
     if type(value) is dict and all(map(_is_plain, value)):
-        return {"table": [[k, _describe_container(one, key, tensors)] for k, one in value.items()]}
+        return {"table": [[k, _describe_container(item, key, tensors)] for k, item in value.items()]}
     raise UnsavableEntryError(_unquoted(key), f"as {type(value).__name__}")
 
 
@@ -184,11 +184,11 @@ def _rebuild(shape: ContainerSpec, names: Mapping[str, Any], place: Callable[[An
         return shape["is"]
     for word, kind in _ROWS.items():
         if word in shape:
-            return kind(_rebuild(one, names, place) for one in shape[word])
+            return kind(_rebuild(item, names, place) for item in shape[word])
     if "deque" in shape:
         longest, rows = shape["deque"]
-        return deque((_rebuild(one, names, place) for one in rows), longest)
-    return {k: _rebuild(one, names, place) for k, one in shape["table"]}
+        return deque((_rebuild(item, names, place) for item in rows), longest)
+    return {k: _rebuild(item, names, place) for k, item in shape["table"]}
 
 
 def _is_plain(value: Any) -> bool:
@@ -251,7 +251,7 @@ def _state_options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def _is_plain_tuple(value: Any) -> bool:
     """Return whether a value is a tuple of JSON values, such as betas that a scheduler changes."""
-    return type(value) is tuple and all(isinstance(one, _PLAIN) for one in value)
+    return type(value) is tuple and all(isinstance(item, _PLAIN) for item in value)
 
 
 def _as_tuple(value: Any) -> Any:
@@ -265,6 +265,7 @@ def _copy_options(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _same(a: Any, b: Any) -> bool:
+    # By type as well: True equals 1, but an optimizer can tell them apart.
     if a is b or type(a) is not type(b):
         return a is b
     return torch.equal(a, b) if isinstance(a, torch.Tensor) else isinstance(a, _COMPARED) and bool(a == b)
@@ -309,7 +310,7 @@ class OptimizerState:
             CheckpointError: it keeps something that cannot be saved.
         """
         pieces = []
-        for slot, tensors, _ in self._kept():
+        for slot, tensors, _ in self._entries():
             for key, value in tensors.items():
                 place = whole_moment if is_nested_name(key) or not slot.name else moment_slot
                 pieces.append(TensorPiece(place(f"optimizer/{slot.name}/{key}", value, slot), value))
@@ -317,9 +318,13 @@ class OptimizerState:
 
     def values(self) -> dict[str, Any]:
         """Return everything that is no tensor as JSON values by `NAME/KEY`."""
-        return {f"{slot.name}/{key}": value for slot, _, kept in self._kept() for key, value in kept.items()}
+        return {
+            f"{slot.name}/{key}": value
+            for slot, _, values in self._entries()
+            for key, value in values.items()
+        }
 
-    def _kept(self) -> Iterator[tuple[TensorSlot, dict[str, Tensor], dict[str, Any]]]:
+    def _entries(self) -> Iterator[tuple[TensorSlot, dict[str, Tensor], dict[str, Any]]]:
         """Yield for each parameter its slot, its tensors and its JSON values."""
         self._refuse_unsaved_state()
         optimized = self.optimized()
@@ -370,6 +375,7 @@ class OptimizerState:
         is_custom = type(self._optimizer).state_dict is not torch.optim.Optimizer.state_dict
         extra_keys: set[str] = set()
         if is_custom or self._optimizer._optimizer_state_dict_post_hooks:
+            # Only a changed `state_dict` can have other entries, and calling it costs time in every save.
             extra_keys = self._optimizer.state_dict().keys() - _TABLES
         inner = [
             name
@@ -425,6 +431,7 @@ class OptimizerState:
         by_name: dict[str, dict[str, Any]] = {}
         for full in [*entries]:
             name, key = _split(full)
+            # Moved one by one, so that no table keeps a tensor alive that was loaded.
             by_name.setdefault(name, {})[key] = entries.pop(full)
         self._optimizer.state.clear()
         slots = {p: slot for slot, p in self.optimized()}

@@ -5,7 +5,7 @@ is a box. A span can have several runs: the heads of one rank in a fused query, 
 of rows.
 
 Invariant: a checkpoint, a resize and a parameter server know tensors as `TensorPiece`s only, and the parts of
-all ranks of an axis cover the whole tensor. This module does not decide who holds what
+all ranks of an axis cover the whole tensor. This module does not decide which rank holds which part
 (`parallel.placement`).
 """
 
@@ -75,14 +75,14 @@ def offset_in_span(index: int, span: Span) -> int:
 
 
 def sub_span(span: Span, start: int, stop: int) -> Span:
-    """Some neighbouring places of a span, by their number in it."""
-    found, before = [], 0
+    """Return the indices with numbers `start` to `stop` - 1 of a span, counted from its first index."""
+    runs, before = [], 0
     for first, last in span_runs(span):
         a, b = max(start - before, 0), min(stop - before, last - first)
-        found.append((first + a, first + max(a, b)))
+        runs.append((first + a, first + max(a, b)))
         before += last - first
-    kept = join_runs(found)
-    return kept if span_length(kept) else (span[0] + start, span[0] + start)
+    joined = join_runs(runs)
+    return joined if span_length(joined) else (span[0] + start, span[0] + start)
 
 
 @dataclass(frozen=True)
@@ -105,6 +105,7 @@ class TensorSlot:
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        # Name and part tell slots apart; a frozen dataclass can only set a field like this.
         object.__setattr__(self, "_hash", hash((self.name, self.part)))
 
     def __hash__(self) -> int:
@@ -310,6 +311,7 @@ def first_tied_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Return for each name the first name of the same tensor; the two differ where tensors are tied."""
     seen: dict[tuple[Any, ...], str] = {}
     return {
+        # By memory and not by identity: tied names can be different tensor objects.
         name: seen.setdefault((value.untyped_storage()._cdata, value.storage_offset(), value.shape), name)
         if value.numel()
         else name

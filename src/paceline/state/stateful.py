@@ -34,6 +34,7 @@ def state_to_json(name: str, value: Any) -> Any:
     if isinstance(value, Mapping):
         if all(isinstance(key, str) for key in value) and _PAIRS not in value:
             return {key: state_to_json(f"{name}.{key}", item) for key, item in value.items()}
+        # Keys of JSON objects are strings, so other keys are kept in pairs.
         items = value.items()
         return {_PAIRS: [[state_to_json(name, k), state_to_json(f"{name}.{k}", item)] for k, item in items]}
     if type(value) in (list, tuple):

@@ -1,8 +1,7 @@
 """Training state: what a checkpoint contains, and nothing else.
 
 Invariant: a run that is stopped, saved, loaded and continued computes the same as the run without a stop.
-What
-is not here is not state: the order of samples, dropout masks and the learning rate are functions of `step`
+Nothing else is state: the order of samples, dropout masks and the learning rate are functions of `step`
 and `updates`. Writing and reading files is the task of `checkpoint`.
 """
 
@@ -54,6 +53,7 @@ class LossScale:
 
     @property
     def dynamic(self) -> bool:
+        """Return whether the scale changes."""
         return self.growth_steps > 0
 
     @property
@@ -190,11 +190,13 @@ class TrainState:
             with torch.no_grad():
                 for name, piece in pieces.items():
                     piece.tensor.copy_(values.pop(name))
+            # A state without moments fits any optimizer, but its numbers belong to the one that saved them.
             is_same_kind = scalars["optimizer_kind"] == type(self.optimizer).__name__
             self.kept.take(values, scalars["optimizer"] if is_same_kind else {})
             self.groups.restore(scalars["groups"])
             self.step, self.updates = int(scalars["step"]), convert_updates(scalars, self.updates_per_step)
             self.scale = replace(self.scale, **scalars["scale"])
+            # Callbacks may register after loading; `keep` then gives them their saved state.
             self._unclaimed = dict(scalars.get("others", {}))
             for name, other in self.others.items():
                 self.keep(name, other)

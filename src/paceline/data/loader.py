@@ -161,8 +161,10 @@ class SampleLoader:
 
     def open(self, micro_batches: Iterable[MicroBatch]) -> LoaderStream | LazyBatchStream:
         """Start to read micro-batches, which may be endless; close the stream, or use it in a `with`."""
+        # Workers get a copy of their cache at the start, so each stream has its own.
         cache = SampleCache(self._cache.capacity_bytes) if self.num_workers else self._cache
         reader = MicroBatchReader(self._source, self._collate, cache)
+        # For a GPU even reading in this process goes through DataLoader, which pins the memory.
         if not self.num_workers and self._device.type != "cuda":
             return LazyBatchStream(self._read_inline(reader, micro_batches))
         feed = _RequestSampler(micro_batches)
@@ -226,6 +228,7 @@ class LoaderStream(Iterator[LoadedBatch]):
         micro_batch = self._feed.ahead.popleft()
         if reply.failure is not None:
             self.close()
+            # An error that was sent by another process has lost its cause, so its trace becomes a note.
             if reply.failure.__cause__ is None:
                 reply.failure.add_note(reply.trace)
             raise reply.failure
@@ -245,6 +248,7 @@ class LoaderStream(Iterator[LoadedBatch]):
         if isinstance(batches, _MultiProcessingDataLoaderIter):
             batches._shutdown_workers()  # `del` would do it, but a traceback may still refer to the iterator
             for worker in batches._workers:
+                # A worker that is blocked in the source does not react to the request to end.
                 worker.kill()
                 worker.join()
 
@@ -255,6 +259,7 @@ class LoaderStream(Iterator[LoadedBatch]):
             try:
                 return next(batches)
             except RuntimeError as error:
+                # PyTorch raises a plain RuntimeError, so only its message tells a time-out from a crash.
                 if not str(error).startswith(_TIMEOUT_MESSAGE):
                     raise
                 if time.monotonic() >= expires:

@@ -84,6 +84,7 @@ class KeyedPermutation:
         """Map positions, int64 [N] in range(num_samples), to sample indices, int64 [N]."""
         cells = self._encrypt(positions.astype(np.uint64))
         outside = np.flatnonzero(cells >= self.num_samples)
+        # Cycle walking: the permutation of the grid leads back into the range, so this loop ends.
         while outside.size:
             cells[outside] = self._encrypt(cells[outside])
             outside = outside[cells[outside] >= self.num_samples]
@@ -106,9 +107,8 @@ def _hash_below(words: _UintArray, bound: int) -> _UintArray:
 
 def _add_modulo(a: _UintArray, b: _UintArray, modulus: int) -> _UintArray:
     total = a + b
-    return np.minimum(
-        total, total - np.uint64(modulus)
-    )  # below modulus, the difference wraps to a huge number
+    # Below the modulus the difference wraps to a huge number, so the minimum is the total.
+    return np.minimum(total, total - np.uint64(modulus))
 
 
 class _OrderCache:
@@ -231,7 +231,7 @@ class SamplerOrder:
         return self._places.steps_per_epoch
 
     def fingerprint(self) -> str:
-        return blake2b(self._ask(0).tobytes(), digest_size=16).hexdigest()
+        return blake2b(self._draw_indices(0).tobytes(), digest_size=16).hexdigest()
 
     def batch_size(self, step: int) -> int:
         return self._places.batch_size(step)
@@ -239,27 +239,30 @@ class SamplerOrder:
     def batch(self, step: int, part: range | None = None) -> SampleIndices:
         epoch = self._places.epoch_of(step)
         if epoch != self._epoch:
-            self._indices, self._epoch = self._ask(epoch), epoch
+            self._indices, self._epoch = self._draw_indices(epoch), epoch
         return self._indices[self._places.batch(step, part)]
 
-    def _ask(self, epoch: int) -> SampleIndices:
+    def _draw_indices(self, epoch: int) -> SampleIndices:
         set_epoch = getattr(self._sampler, "set_epoch", None)
         if callable(set_epoch):
             set_epoch(epoch)
+        # The state of the global generators would depend on what the process has drawn before.
         with seeded_generators(key(self._seed, "sampler", epoch), np.random.MT19937()):
-            found = np.fromiter(map(int, self._sampler), dtype=np.int64)
-        if len(found) != len(self._places_of_epoch):
-            raise self._wrong(f"yields {len(found)} indices, but its length is {len(self._places_of_epoch)}")
-        if len(found) and not 0 <= found.min() <= found.max() < self._num_samples:
-            raise self._wrong(f"gave the index {found.max()}, and there are {self._num_samples} samples")
-        return found
+            indices = np.fromiter(map(int, self._sampler), dtype=np.int64)
+        if len(indices) != len(self._places_of_epoch):
+            raise self._wrong(
+                f"yields {len(indices)} indices, but its length is {len(self._places_of_epoch)}"
+            )
+        if len(indices) and not 0 <= indices.min() <= indices.max() < self._num_samples:
+            raise self._wrong(f"gave the index {indices.max()}, and there are {self._num_samples} samples")
+        return indices
 
     @property
     def _places_of_epoch(self) -> range:
         return range(self._places.num_samples)
 
     def _require_repeatable(self) -> None:
-        if not np.array_equal(self._ask(0), self._ask(0)):
+        if not np.array_equal(self._draw_indices(0), self._draw_indices(0)):
             raise self._wrong("gives another order when it is called again with the same seed")
 
     def _wrong(self, what: str) -> DataError:

@@ -31,17 +31,18 @@ _PLAIN = (str, bytes, int, float, bool, type(None))
 def sample_digest(sample: Any) -> str:
     """Return a hash of the numbers, strings and tensors of a sample; of other values only their type."""
     leaves, shape = tree_flatten(sample)
-    found = blake2b(str(shape).encode(), digest_size=16)
+    digest = blake2b(str(shape).encode(), digest_size=16)
     for leaf in leaves:
-        found.update(_bytes_of(leaf))
-    return found.hexdigest()
+        digest.update(_bytes_of(leaf))
+    return digest.hexdigest()
 
 
 def _bytes_of(leaf: Any) -> bytes:
     if isinstance(leaf, Tensor):
-        kept = leaf.detach().cpu().contiguous()
+        values = leaf.detach().cpu().contiguous()
         return (
-            f"{kept.dtype}{tuple(kept.shape)}".encode() + kept.reshape(-1).view(torch.uint8).numpy().tobytes()
+            f"{values.dtype}{tuple(values.shape)}".encode()
+            + values.reshape(-1).view(torch.uint8).numpy().tobytes()
         )
     if isinstance(leaf, np.ndarray):
         return f"{leaf.dtype}{leaf.shape}".encode() + leaf.tobytes()
@@ -72,13 +73,13 @@ class StreamOrder:
 
 
 class StreamPositions:
-    """A stream as a `Source`: sample i is the one at position i of the endless stream.
+    """A stream as map-style data: sample i is at position i of the endlessly repeated stream.
 
     Args:
-        stream: gives its samples anew at each `iter`; `set_epoch(n)` is called before the n-th time if there
-            is one.
-        size: samples a batch.
-        parts: the stream is read in so many parts, one for each shard of a batch; 1: as a whole.
+        stream: yields its samples from the first one at each `iter`; its `set_epoch(n)`, if it has one, is
+            called before pass n.
+        size: samples per batch.
+        parts: number of parts in which the stream is read, one for each shard of a batch; 1: as a whole.
         seed: of the run.
     """
 
@@ -88,7 +89,10 @@ class StreamPositions:
         self._cursors: dict[int, StreamCursor] = {}
 
     def __len__(self) -> int:
-        """Samples of a batch: as many as a look at the data takes. Positions go on behind that."""
+        """Return the samples of a batch, which is as many as an inspection of the data needs.
+
+        Larger positions are valid as well: the stream is endless.
+        """
         return self.size
 
     def __getitem__(self, index: int) -> Any:
@@ -98,7 +102,7 @@ class StreamPositions:
 
     @property
     def about(self) -> str:
-        """What a user should know of how it is read."""
+        """Return one sentence for users about how the stream is read."""
         how = (
             "every rank reads all of it and trains on its part"
             if self._parts == 1
@@ -110,11 +114,12 @@ class StreamPositions:
         )
 
     def fingerprint(self) -> str:
-        """Of the first sample of all.
+        """Return the hash of the first sample.
 
         Raises:
-            DataError: it is another one when the stream is read again.
+            DataError: the first sample differs when the stream is read again.
         """
+        # A new cursor each time, so that the stream is really read twice.
         once, again = (sample_digest(self._open(0).step(0)[0]) for _ in range(2))
         if once != again:
             raise DataError(
@@ -133,50 +138,52 @@ class StreamPositions:
 
     def _open(self, part: int) -> StreamCursor:
         stream: Any = self.stream
-        own = stream if self._parts == 1 else stream.shard(num_shards=self._parts, index=part)
-        return StreamCursor(own, len(self._places[part]), key(self._seed, "stream", part))
+        shard = stream if self._parts == 1 else stream.shard(num_shards=self._parts, index=part)
+        return StreamCursor(shard, len(self._places[part]), key(self._seed, "stream", part))
 
 
 class StreamCursor:
-    """Reads one stream, or one part of it, a step at a time.
+    """A reader of one stream, or of one part of it, step by step.
 
     Args:
         stream: see `StreamPositions`.
-        count: samples a step.
-        stream_key: seeds what the stream draws.
+        count: samples per step.
+        stream_key: the seed of random numbers that the stream draws.
     """
 
     def __init__(self, stream: Iterable[Any], count: int, stream_key: int) -> None:
         self._stream, self._count, self._key = stream, count, stream_key
         self._numpy_bits = np.random.MT19937()
-        self._at = self._epoch = -1
+        self._step = self._epoch = -1
         self._samples: list[Any] = []
-        self._rest: Iterator[Any] = iter(())
+        self._iterator: Iterator[Any] = iter(())
 
     def step(self, number: int) -> list[Any]:
-        """The samples of a step; those of the last one are kept."""
-        if number < self._at or not self._samples:
+        """Return the samples of a step; those of the last step are cached."""
+        # A stream cannot go back, so an earlier step is reached from the beginning.
+        if number < self._step or not self._samples:
             self._rewind()
-        for step in range(self._at + 1, number + 1):
+        for step in range(self._step + 1, number + 1):
             self._samples = []  # after an error it begins anew
             with seeded_generators(key(self._key, step), self._numpy_bits):
                 self._samples = [self._next() for _ in range(self._count)]
-            self._at = step
+            self._step = step
         return self._samples
 
     def _rewind(self) -> None:
-        self._at = self._epoch = -1
-        self._samples, self._rest = [], iter(())
+        self._step = self._epoch = -1
+        self._samples, self._iterator = [], iter(())
 
     def _next(self) -> Any:
-        for sample in self._rest:
+        # A `for` that returns takes one sample, and does nothing at the end of a pass.
+        for sample in self._iterator:
             return sample
         self._epoch += 1
         set_epoch = getattr(self._stream, "set_epoch", None)
         if callable(set_epoch):
             set_epoch(self._epoch)
-        self._rest = iter(self._stream)
-        for sample in self._rest:
+        self._iterator = iter(self._stream)
+        for sample in self._iterator:
             return sample
         return self._refuse_empty()
 

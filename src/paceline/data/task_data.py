@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 def unpack_data_loader(task: Task, recipe: Recipe) -> Task:
-    """The task with the data set, the collate function and the sampler of its loader.
+    """Return the task with the data set, the collate function and the sampler of its DataLoader.
 
     Raises:
-        DataError: an argument of the loader says something else than the recipe, or has no meaning here.
+        DataError: an argument of the DataLoader contradicts the recipe, or is not supported.
     """
     loader: DataLoader[Any] = task.data
     require_samples("data", loader.dataset)
@@ -38,13 +38,13 @@ def unpack_data_loader(task: Task, recipe: Recipe) -> Task:
             next_step="give the data set itself, Task(data=dataset, collate=..., sampler=...), and the rest"
             " in the recipe's [batch] and [loader]",
         )
-    own = loader.collate_fn
-    collate = task.collate if own is default_collate or loader.batch_size is None else own
+    loader_collate, is_default = loader.collate_fn, loader.collate_fn is default_collate
+    collate = task.collate if is_default or loader.batch_size is None else loader_collate
     return replace(task, data=loader.dataset, collate=collate, sampler=_sampler_of(loader) or task.sampler)
 
 
 def _sampler_of(loader: DataLoader[Any]) -> Any:
-    """One that orders samples as neither `shuffle=True` nor `shuffle=False` does."""
+    """Return the sampler if it orders samples in another way than `shuffle` does; None: it does not."""
     if is_stream(loader.dataset) or type(loader.sampler) is SequentialSampler or _shuffles(loader):
         return None
     return loader.sampler
@@ -56,24 +56,24 @@ def _shuffles(loader: DataLoader[Any]) -> bool:
 
 
 def _differences_from_recipe(loader: DataLoader[Any], recipe: Recipe) -> Iterator[str]:
-    """What both say, and say differently."""
+    """Yield a sentence for each setting that differs between the DataLoader and the recipe."""
     batch = recipe.batch
-    said = {
+    settings = {
         "batch_size": (loader.batch_size, "batch.size", batch.size),
         "drop_last": (loader.drop_last, "batch.drop_last", batch.drop_last),
         "num_workers": (loader.num_workers, "loader.workers", recipe.loader.workers),
     }
     if not is_stream(loader.dataset) and _sampler_of(loader) is None:
-        said["shuffle"] = (_shuffles(loader), "batch.shuffle", batch.shuffle)
+        settings["shuffle"] = (_shuffles(loader), "batch.shuffle", batch.shuffle)
     if loader.num_workers:
-        said["prefetch_factor"] = (loader.prefetch_factor, "loader.prefetch", recipe.loader.prefetch)
-    for name, (own, called, value) in said.items():
-        if own != value:
-            yield f"{name} is {own}, and {called} = {value}"
+        settings["prefetch_factor"] = (loader.prefetch_factor, "loader.prefetch", recipe.loader.prefetch)
+    for name, (loader_value, recipe_key, value) in settings.items():
+        if loader_value != value:
+            yield f"{name} is {loader_value}, and {recipe_key} = {value}"
 
 
 def _unsupported_arguments(loader: DataLoader[Any], task: Task) -> Iterator[str]:
-    """What nobody would read."""
+    """Yield a sentence for each argument of the DataLoader that would have no effect."""
     if not is_stream(loader.dataset) and type(loader.batch_sampler) not in (BatchSampler, type(None)):
         yield f"batch_sampler ({type(loader.batch_sampler).__name__}): batches are cut by batch.size"
     unread = {
@@ -93,18 +93,19 @@ def _unsupported_arguments(loader: DataLoader[Any], task: Task) -> Iterator[str]
 
 
 def prepare_data(task: Task, recipe: Recipe) -> Task:
-    """The task with data that is asked for by index; a task that has it already is returned.
+    """Return the task with map-style data; a task that has it already is returned unchanged.
 
     Raises:
-        DataError, RecipeError: something that was given has no meaning here; says what to give.
+        DataError, RecipeError: an argument of the task is not supported; says which to use instead.
     """
     if isinstance(task.data, DataLoader):
         task = unpack_data_loader(task, recipe)
-    kept = {
+    held_out = {
         name: read_held_out(name, source, recipe) for name, source in held_out_sets(task.held_out).items()
     }
-    if any(kept[name] is not source for name, source in held_out_sets(task.held_out).items()):
-        task = replace(task, held_out=kept.get("", kept))
+    # Replaced only if a set has changed, so that an unchanged task stays the same object.
+    if any(held_out[name] is not source for name, source in held_out_sets(task.held_out).items()):
+        task = replace(task, held_out=held_out.get("", held_out))
     if is_stream(task.data):
         return _prepare_stream(task, recipe)
     if task.sampler is None:
@@ -115,7 +116,7 @@ def prepare_data(task: Task, recipe: Recipe) -> Task:
 
 
 def build_order(recipe: Recipe, task: Task) -> BatchOrder:
-    """Which samples make up every batch: the task's order, or the recipe's."""
+    """Return the order of samples: the task's if it has one, else the recipe's."""
     if task.order is not None:
         return cast(BatchOrder, task.order)
     batch = recipe.batch
@@ -125,10 +126,10 @@ def build_order(recipe: Recipe, task: Task) -> BatchOrder:
 
 
 def read_held_out(name: str, source: Any, recipe: Recipe) -> SampleSource:
-    """A held-out set that is asked for by index; of a stream as many samples as the recipe says.
+    """Return a held-out set as map-style data; of a stream, the first samples.
 
     Raises:
-        RecipeError: it does not say.
+        RecipeError: the set is a stream, and the recipe does not limit the number of samples.
     """
     if not is_stream(source):
         return cast(SampleSource, source)
@@ -170,7 +171,7 @@ def _prepare_stream(task: Task, recipe: Recipe) -> Task:
 
 
 def _num_parts(stream: Any, shards: int | None) -> int:
-    """One for each shard of a batch, if the recipe fixes their number and the stream has as many parts."""
+    """Return one part per shard of a batch, or 1 if their number is open or the stream has fewer parts."""
     if shards is None or not callable(getattr(stream, "shard", None)):
         return 1
     return shards if shards <= getattr(stream, "num_shards", shards) else 1

@@ -43,10 +43,10 @@ def corpus_files(spec: str | Sequence[str], base_dir: Path | None = None) -> lis
         DataError: a spec matches no file.
     """
     specs = [spec] if isinstance(spec, str) else spec
-    found = [path for one in specs for path in _find_files(one, base_dir or Path())]
-    if not found:
+    paths = [path for text in specs for path in _find_files(text, base_dir or Path())]
+    if not paths:
         raise DataError("no text was named", next_step='name files, folders, patterns or "stdlib"')
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(paths))
 
 
 def _find_files(spec: str, base_dir: Path) -> list[Path]:
@@ -56,39 +56,40 @@ def _find_files(spec: str, base_dir: Path) -> list[Path]:
     if path.is_file():
         return [path]
     if path.is_dir():
-        found = list(_walk(path, frozenset({"__pycache__"})))
+        paths = list(_walk(path, frozenset({"__pycache__"})))
     else:
         anchor = Path(path.anchor)
         pattern = path.relative_to(anchor).as_posix()
-        found = sorted(match for match in anchor.glob(pattern) if match.is_file())
-    if not found:
+        paths = sorted(match for match in anchor.glob(pattern) if match.is_file())
+    if not paths:
         raise DataError(
             f"no text files found for {spec!r}",
             where=str(path),
             next_step='name a file, a folder with files, a pattern such as "texts/**/*.txt", or "stdlib"',
         )
-    return found
+    return paths
 
 
 def _stdlib_files() -> list[Path]:
     root = Path(sysconfig.get_path("stdlib"))
-    found = [
+    paths = [
         path
         for path in _walk(root, _NOT_STDLIB)
         if path.suffix == ".py" and not path.name.startswith(_NOT_STDLIB_FILES)
     ]
-    if not found:
+    if not paths:
         raise DataError(
             "this Python has no sources of its standard library",
             where=str(root),
             next_step="name your own text files or folder instead",
         )
-    return found
+    return paths
 
 
 def _walk(root: Path, skip: frozenset[str]) -> Iterator[Path]:
     """Yield the files below `root` in a fixed order, without hidden ones or links to folders."""
     for folder, subfolders, names in os.walk(root):
+        # In place, because `os.walk` descends into the folders that are left in this list.
         subfolders[:] = sorted(name for name in subfolders if name not in skip and not name.startswith("."))
         for name in sorted(names):
             if not name.startswith(".") and (path := Path(folder, name)).is_file():
@@ -117,6 +118,7 @@ def split_files(
         )
     budget_bytes = fraction * sum(num_bytes.values())
     held_out: set[str] = set()
+    # By a hash of the content, so that the split does not depend on names or on the order of files.
     for digest in sorted(num_bytes, key=lambda digest: key(seed, "held-out", digest)):
         if num_bytes[digest] <= budget_bytes and len(held_out) + 1 < len(num_bytes):
             held_out.add(digest)
@@ -181,10 +183,14 @@ def open_corpus(
         cut = len(tokens) - int(held_out * len(tokens))
         split = f"last {len(tokens) - cut} of {len(tokens)} tokens held out"
         return TextCorpus(tokens[:cut], tokens[cut:], f"{digest}-{cut}", split)
-    train, kept = split_files(files, held_out, seed)
-    tokens, kept_tokens = (map_tokens(part, tokenizer, cache_dir) for part in (train, kept))
-    digest = f"{digest}-{tokens_digest(kept, tokenizer)}"
-    return TextCorpus(tokens, kept_tokens, digest, f"{len(kept)} of {len(files)} files held out")
+    train_files, held_out_files = split_files(files, held_out, seed)
+    tokens, held_out_tokens = (
+        map_tokens(part, tokenizer, cache_dir) for part in (train_files, held_out_files)
+    )
+    digest = f"{digest}-{tokens_digest(held_out_files, tokenizer)}"
+    return TextCorpus(
+        tokens, held_out_tokens, digest, f"{len(held_out_files)} of {len(files)} files held out"
+    )
 
 
 class TextWindows:
@@ -234,5 +240,6 @@ class TextWindows:
             raise IndexError(f"windows {positions.min()} to {positions.max()} of {len(self)}")
         (stride,) = self.tokens.strides
         shape, strides = (len(self), self.context + 1), (self.context * stride, stride)
+        # A view, because neighbouring windows share a token; only the chosen windows are copied.
         windows = as_strided(self.tokens, shape, strides, writeable=False)
         return torch.from_numpy(windows[positions].astype(np.int64))

@@ -61,8 +61,8 @@ def matches_seal(path: Path) -> bool:
         return False
     try:
         with _seal_path(path).open("rb") as small:
-            said = json.loads(small.read(_MAX_SEAL_BYTES))
-        expected = (said["num_bytes"], said["blake2b"])
+            record = json.loads(small.read(_MAX_SEAL_BYTES))
+        expected = (record["num_bytes"], record["blake2b"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False
     return path.stat().st_size == expected[0] and _file_hash(path) == expected[1]
@@ -169,15 +169,15 @@ def _is_whole(path: Path) -> bool:
 def _write_token_file(
     files: Sequence[TextFile], tokenizer: Tokenizer, kind: np.dtype[Any], path: Path
 ) -> None:
-    partial = path.with_suffix(
-        ".tmp"
-    )  # one name: the lock is held, and what a killed writer left is overwritten
+    # One name is enough: the lock is held, and what a killed writer has left is overwritten.
+    partial = path.with_suffix(".tmp")
     try:
         with partial.open("wb") as out:
             for file in files:
                 _write_tokens(file, tokenizer, kind, out)
             out.flush()
             os.fsync(out.fileno())
+        # The seal first: after a crash in between no file matches it, and the tokens are made again.
         write_seal(partial, path)
         partial.replace(path)
     except OSError as error:
@@ -207,6 +207,7 @@ def _write_tokens(file: TextFile, tokenizer: Tokenizer, kind: np.dtype[Any], out
             where=str(file.path),
             next_step="leave it out, convert it, or use the byte tokenizer, which takes any file",
         ) from error
+    # The name of the token file is a hash of the content that was read first.
     if digest.hexdigest() != file.digest:
         raise DataError(
             "a file changed while it was read", where=str(file.path), next_step="start the run again"
@@ -236,9 +237,9 @@ def _locked(cache_dir: Path, deadline_seconds: float) -> Iterator[None]:
             f"cannot write to the token cache: {error}", next_step="choose a folder that can be written to"
         ) from error
     with lock:
-        give_up = time.monotonic() + deadline_seconds
+        expires = time.monotonic() + deadline_seconds
         while not _try_lock(lock):
-            if time.monotonic() > give_up:
+            if time.monotonic() > expires:
                 raise DataError(
                     f"another process has been writing tokens for more than {deadline_seconds:g} s",
                     where=lock.name,

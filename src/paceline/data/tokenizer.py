@@ -38,16 +38,16 @@ def vocabulary_of(text: str) -> str:
         ValueError: the text is no tokenizer.json.
     """
     try:
-        found = json.loads(text)
-        model = found["model"]
-        added = sorted([entry["id"], entry["content"]] for entry in found.get("added_tokens") or [])
+        content = json.loads(text)
+        model = content["model"]
+        added = sorted([entry["id"], entry["content"]] for entry in content.get("added_tokens") or [])
         pieces = _pieces(model["vocab"])
-        merges = [one.split(" ", 1) if isinstance(one, str) else one for one in model.get("merges") or []]
+        merges = [pair.split(" ", 1) if isinstance(pair, str) else pair for pair in model.get("merges") or []]
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"this is no tokenizer.json: {error!r}"[:200]) from None
     known = {piece for piece in pieces if isinstance(piece, str)}
-    rest = [[number, piece] for number, piece in added if piece not in known]
-    values = json.dumps([pieces, rest, merges], sort_keys=True).encode()
+    others = [[number, piece] for number, piece in added if piece not in known]
+    values = json.dumps([pieces, others, merges], sort_keys=True).encode()
     return hashlib.sha256(values).hexdigest()[:32]
 
 
@@ -79,12 +79,12 @@ def read_end_of_text(config: str | None) -> str | None:
         ValueError: it is no valid file.
     """
     try:
-        found = json.loads(_read_file(config)) if config else {}
+        content = json.loads(_read_file(config)) if config else {}
     except FileNotFoundError:
         return None
     except RecursionError:
         raise ValueError(f"{_CONFIG_FILE} is nested too deeply") from None
-    token = _get("eos_token", found)
+    token = _get("eos_token", content)
     token = _get("content", token) or token
     return token if type(token) is str else None
 
@@ -114,29 +114,30 @@ def _read_file(place: str) -> str:
     if "://" in place:
         filesystem, path = url_to_fs(place)
         with filesystem.open(path, "rb") as stream:
-            found = bytes(stream.read(_MAX_FILE_BYTES + 1))
+            data = bytes(stream.read(_MAX_FILE_BYTES + 1))
     else:
         if Path(place).exists() and not Path(place).is_file():
             raise OSError("not a regular file")
         with Path(place).open("rb") as file:
-            found = file.read(_MAX_FILE_BYTES + 1)
-    if len(found) > _MAX_FILE_BYTES:
+            data = file.read(_MAX_FILE_BYTES + 1)
+    if len(data) > _MAX_FILE_BYTES:
         raise ValueError(f"it has more than {_MAX_FILE_BYTES} bytes")
-    return found.decode()
+    return data.decode()
 
 
 def _check_ids(value: Any) -> None:
     """Check all integers: ids are in the vocabulary, in `added_tokens` and in post-processors."""
+    # Level by level and not by recursion, because a file can be nested to any depth.
     level = [value]
     while level:
         inside: list[Any] = []
-        for one in level:
-            if isinstance(one, dict):
-                inside += one.values()
-            elif isinstance(one, list):
-                inside += one
-            elif type(one) is int and not 0 <= one < _MAX_TOKENS:
-                raise ValueError(f"it has the number {str(one)[:20]}, which is no token's")
+        for item in level:
+            if isinstance(item, dict):
+                inside += item.values()
+            elif isinstance(item, list):
+                inside += item
+            elif type(item) is int and not 0 <= item < _MAX_TOKENS:
+                raise ValueError(f"it has the number {str(item)[:20]}, which is no token's")
         level = inside
 
 
@@ -229,6 +230,7 @@ class BpeTokenizer:
         Raises:
             UnicodeDecodeError: the file is not UTF-8.
         """
+        # Incremental, because a chunk can end within a character.
         decoder = codecs.getincrementaldecoder("utf-8")()
         pending = ""
         for chunk in chunks:
@@ -314,6 +316,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: str | Path) -> BpeTok
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
+    # In the same folder, where a rename is atomic; the process id keeps two writers apart.
     partial = Path(f"{path}.{os.getpid()}.tmp")
     partial.parent.mkdir(parents=True, exist_ok=True)
     partial.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")

@@ -149,8 +149,10 @@ class LockstepWork:
         places = self._places(step)
         if not places:
             return ()
+        # The shards of a replica are neighbours, so one range of the order covers all of them.
         first, last = places[0][1].start, places[-1][1].stop
         indices = self.order.batch(step, range(first, last))
+        # All micro-batches are views of this array, so nothing may write to it.
         indices.flags.writeable = False
         return tuple(
             MicroBatch(

@@ -76,5 +76,6 @@ class AdaBound(torch.optim.Optimizer):
 
 def rate_bounds(group: dict[str, Any], t: float) -> tuple[float, float]:
     """Return the lowest and highest rate of a value in update t, counted from 1."""
+    # The schedule changes `lr`, and the final rate follows it by the same ratio.
     final = group["final_lr"] * group["lr"] / group["base_lr"] if group["base_lr"] else 0.0
     return final * (1 - 1 / (group["gamma"] * t + 1)), final * (1 + 1 / (group["gamma"] * t))

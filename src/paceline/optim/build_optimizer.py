@@ -24,7 +24,7 @@ _EXACT = (torch.float32, torch.float64)
 
 
 def build_optimizer(model: nn.Module, recipe: OptimizerRecipe, fused_allowed: bool) -> torch.optim.Optimizer:
-    """Make the optimizer that the recipe names.
+    """Build the optimizer that the recipe names.
 
     Args:
         model: its parameters that require a gradient are updated, each once, however many names it has.
@@ -87,10 +87,10 @@ def _supports_fused(p: nn.Parameter) -> bool:
 
 
 def _fill_missing_momentum(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """After the first step no parameter is without a momentum: from nothing a gradient adds up to the same.
+    """Give every parameter a momentum after the first step; a zero momentum leads to the same updates.
 
-    PyTorch's fused SGD takes momenta of all parameters or of none, so one whose first gradient comes later
-    (an expert that nobody was sent to) would end the run.
+    PyTorch's fused SGD takes momenta of all parameters or of none, so a parameter whose first gradient comes
+    later (an expert that received no token) would end the run.
     """
     for group in optimizer.param_groups:
         for p in group["params"]:
@@ -99,7 +99,7 @@ def _fill_missing_momentum(optimizer: torch.optim.Optimizer, args: Any, kwargs: 
 
 
 def is_decayed(parameter: nn.Parameter, decay_on: str) -> bool:
-    """Say whether a parameter decays: all do, or those with two dimensions or more.
+    """Return whether a parameter decays: all do, or those with two dimensions or more.
 
     Biases and the scales of normalisations have fewer, whatever their names are.
     """
@@ -116,31 +116,33 @@ def _group_by_decay(trained: list[NamedParameter], decay_on: str, decay: float) 
 def sgd(
     model: nn.Module, groups: ParamGroups, recipe: OptimizerRecipe, *, fused: bool
 ) -> torch.optim.Optimizer:
-    """See `OptimizerSpec`."""
-    made = torch.optim.SGD(groups, recipe.lr, momentum=recipe.momentum, nesterov=recipe.nesterov, fused=fused)
+    """Build SGD for `OptimizerSpec`."""
+    optimizer = torch.optim.SGD(
+        groups, recipe.lr, momentum=recipe.momentum, nesterov=recipe.nesterov, fused=fused
+    )
     if fused and recipe.momentum:
-        made.register_step_post_hook(_fill_missing_momentum)
-    return made
+        optimizer.register_step_post_hook(_fill_missing_momentum)
+    return optimizer
 
 
 def adam(
     model: nn.Module, groups: ParamGroups, recipe: OptimizerRecipe, *, fused: bool
 ) -> torch.optim.Optimizer:
-    """See `OptimizerSpec`."""
+    """Build Adam for `OptimizerSpec`."""
     return torch.optim.Adam(groups, recipe.lr, betas=recipe.betas, eps=recipe.eps, fused=fused)
 
 
 def adamw(
     model: nn.Module, groups: ParamGroups, recipe: OptimizerRecipe, *, fused: bool
 ) -> torch.optim.Optimizer:
-    """See `OptimizerSpec`."""
+    """Build AdamW for `OptimizerSpec`."""
     return torch.optim.AdamW(groups, recipe.lr, betas=recipe.betas, eps=recipe.eps, fused=fused)
 
 
 def rmsprop(
     model: nn.Module, groups: ParamGroups, recipe: OptimizerRecipe, *, fused: bool
 ) -> torch.optim.Optimizer:
-    """See `OptimizerSpec`; PyTorch has no fused kernel of it."""
+    """Build RMSprop for `OptimizerSpec`; PyTorch has no fused kernel of it."""
     return torch.optim.RMSprop(
         groups, recipe.lr, alpha=recipe.alpha, eps=recipe.eps, momentum=recipe.momentum
     )
@@ -149,7 +151,7 @@ def rmsprop(
 def adabound(
     model: nn.Module, groups: ParamGroups, recipe: OptimizerRecipe, *, fused: bool
 ) -> torch.optim.Optimizer:
-    """See `OptimizerSpec`; nobody has a fused kernel of it."""
+    """Build AdaBound for `OptimizerSpec`; there is no fused kernel of it."""
     return AdaBound(
         groups, recipe.lr, betas=recipe.betas, eps=recipe.eps, final_lr=recipe.final_lr, gamma=recipe.gamma
     )

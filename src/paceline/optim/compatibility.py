@@ -185,23 +185,24 @@ _ONE_BY_ONE = _SplitMethod(lambda tensors: [[t] for t in tensors], lambda parts:
 
 
 def _matches_in_parts(optimizer: torch.optim.Optimizer, cut: _SplitMethod) -> bool:
-    """Whether some steps come to the same in parts; its class may know better.
+    """Return whether updates in parts give the same values, unless the class declares it.
 
     Raises:
-        StrategyError: it cannot be tried, or leaves what is in its groups as it was.
+        StrategyError: the optimizer cannot be tried, or does not update the parameters in its groups.
     """
-    says_so = getattr(type(optimizer), "elementwise", None) is True
-    found = _run_trial(_SHAPES, optimizer, cut)
-    if isinstance(found, Exception):
-        found = _run_trial(_SHAPES[:2], optimizer, cut)  # some take matrices only
-    if isinstance(found, Exception):
-        if says_so:
+    is_declared = getattr(type(optimizer), "elementwise", None) is True
+    result = _run_trial(_SHAPES, optimizer, cut)
+    if isinstance(result, Exception):
+        result = _run_trial(_SHAPES[:2], optimizer, cut)  # some take matrices only
+    if isinstance(result, Exception):
+        if is_declared:
             return True
         raise StrategyError(
-            f"{type(optimizer).__name__} cannot be tried on parts of tensors: {found}",
+            f"{type(optimizer).__name__} cannot be tried on parts of tensors: {result}",
             next_step="say `elementwise = True` in its class if it updates each value by itself",
-        ) from found
-    starts, whole, joined = found
+        ) from result
+    starts, whole, joined = result
+    # With a rate of 0 nothing moves, so a trial shows nothing.
     if optimizer.param_groups[0].get("lr") != 0 and all(map(torch.equal, whole, starts)):
         raise StrategyError(
             f"{type(optimizer).__name__} does not update what is in its groups, but tensors that it knows"
@@ -209,8 +210,9 @@ def _matches_in_parts(optimizer: torch.optim.Optimizer, cut: _SplitMethod) -> bo
             next_step="let step() go through self.param_groups, or choose a strategy in which every rank"
             " updates all parameters",
         )
+    # Kernels round differently for other shapes, so equal bits are not required.
     near = _TOLERANCE * max(float(x.abs().max()) for x in starts)
-    return says_so or all(float((a - b).abs().max()) <= near for a, b in zip(whole, joined, strict=True))
+    return is_declared or all(float((a - b).abs().max()) <= near for a, b in zip(whole, joined, strict=True))
 
 
 _TrialResult = tuple[list[Tensor], list[Tensor], list[Tensor]]
@@ -256,9 +258,11 @@ def copy_for_parameters(optimizer: torch.optim.Optimizer, parameters: Sequence[n
 
 def _copy_without_state(optimizer: torch.optim.Optimizer) -> Any:
     """Return a copy without state and with copied attributes, in which parameters have no gradient."""
+    # Without `__init__`, because the arguments of a foreign class are unknown.
     twin: Any = object.__new__(type(optimizer))
     known: dict[int, Any] = {}
     for p in (p for group in optimizer.param_groups for p in group["params"]):
+        # The memo of `deepcopy`: parameters are shared and not copied.
         known[id(p)], p.grad = p, None
     for name, value in vars(optimizer).items():
         if name not in ("state", "param_groups"):

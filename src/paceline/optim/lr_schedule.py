@@ -10,7 +10,7 @@ The factor multiplies the base rate of every parameter group:
     factor(t) = peak * decay(t - warmup_steps)               after it
 
 where `peak` is 1, or what batch scaling makes of it. A decay that ends with the run (cosine, linear) holds
-its final value past the end; one without an end (constant, exponential, restarts) goes on.
+its final value past the end; one without an end (constant, exponential, restarts) continues.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class LearningRateSchedule:
     decay: DecayFunction
 
     def factor(self, update: int) -> float:
-        """Give the factor of the base rate at `update` = 0, 1, ...; exact in float64."""
+        """Return the factor of the base rate at `update` = 0, 1, ...; exact in float64."""
         if update < self.warmup_steps:
             return self.start + (self.peak - self.start) * update / self.warmup_steps
         return self.peak * self.decay(update - self.warmup_steps)
@@ -61,7 +61,7 @@ class LearningRateSchedule:
 
 
 def build_schedule(recipe: ScheduleRecipe, steps: int, batch_size: int) -> LearningRateSchedule:
-    """Make the schedule of a run of `steps` updates with a global batch of `batch_size` samples.
+    """Build the schedule of a run of `steps` updates with a global batch of `batch_size` samples.
 
     Call it again when the batch size changes (an elastic resize): the scaling rule is then re-applied.
 
@@ -77,7 +77,7 @@ def build_schedule(recipe: ScheduleRecipe, steps: int, batch_size: int) -> Learn
 
 
 def batch_scale(recipe: ScheduleRecipe, batch_size: int) -> float:
-    """Give the factor by which the rate grows with the batch: k, sqrt(k) or 1, for k = size / base size.
+    """Return the factor by which the rate grows with the batch: k, sqrt(k) or 1, for k = size / base size.
 
     The base rate belongs to `base_batch` samples. With a fixed batch per worker, k is the number of workers.
 
@@ -101,7 +101,7 @@ def cosine(update: int, steps: int, final: float) -> float:
 
 
 def linear(update: int, steps: int, final: float) -> float:
-    """Go straight from 1 at update 0 to `final` at `steps`, and hold it."""
+    """Fall linearly from 1 at update 0 to `final` at `steps`, and hold it."""
     return 1.0 + (final - 1.0) * min(update / steps, 1.0)
 
 
@@ -115,6 +115,7 @@ def warm_restarts(update: int, cycle_steps: int, cycle_factor: int, final: float
 
     Source: Loshchilov & Hutter 2017, SGDR, arXiv:1608.03983, section 3 (T_0, T_mult).
     """
+    # With a factor of 1 the remainder below is enough, and this loop would be long.
     while update >= cycle_steps and cycle_factor > 1:
         update, cycle_steps = update - cycle_steps, cycle_steps * cycle_factor
     return cosine(update % cycle_steps, cycle_steps, final)

@@ -1,9 +1,8 @@
 """The base of an optimizer that the user writes: a rule for one group of parameters, and no more.
 
-Invariant: whatever the rule keeps in `self.state[parameter]` and in its groups is in `state_dict()`, the
-number of updates too, so that a resumed run goes on where it stopped.
-
-Several optimizers as one: another update rule for each group of parameters.
+Invariant: whatever the rule keeps in `self.state[parameter]` and in its groups is in `state_dict()`, and so
+is the number of updates, so that a resumed run continues where it stopped. `ByGroup` joins several optimizers
+into one, with an update rule of its own for each group of parameters.
 """
 
 from __future__ import annotations
@@ -48,8 +47,8 @@ class UserOptimizer(torch.optim.Optimizer, ABC):
             grads: their gradients, of the same shapes, already averaged, unscaled and clipped.
             step: how many updates this group has had: 0 at the first.
 
-        `self.group` is the group whose turn it is; `self.state[param]` is a dict for what the rule
-        remembers about a parameter, and is saved.
+        `self.group` is the group that is being updated; `self.state[param]` is a dict for the rule's state of
+        a parameter, and is saved.
         """
 
     @torch.no_grad()
@@ -77,6 +76,7 @@ class UserOptimizer(torch.optim.Optimizer, ABC):
         params = [p for p in group["params"] if p.grad is not None]
         if params:
             self.update(params, [p.grad for p in params], group["step"])
+        # Counted without gradients as well, so that the number is equal on all ranks.
         group["step"] += 1
 
 
@@ -119,7 +119,7 @@ class ByGroup(torch.optim.Optimizer):
         self._gather()
 
     def _gather(self) -> None:
-        """Groups and state are kept here; a layout may have given groups other parameters."""
+        """Share groups and state with the members; a layout may have replaced parameters of the groups."""
         for i, member in enumerate(self.members):
             member.param_groups = [group for group in self.param_groups if group[_MEMBER] == i]
             member.state = self.state
@@ -130,6 +130,7 @@ class ByGroup(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        # A layout or a loaded checkpoint can have replaced groups and state since the last step.
         self._gather()
         for member in self.members:
             if any(group["params"] for group in member.param_groups):
@@ -138,5 +139,5 @@ class ByGroup(torch.optim.Optimizer):
 
 
 def member_optimizers(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:
-    """The optimizers that one is made of; most are one."""
+    """Return the optimizers that an optimizer is made of; most consist of themselves only."""
     return optimizer.members if isinstance(optimizer, ByGroup) else (optimizer,)

@@ -1,7 +1,7 @@
-"""What differs between the recipe of a run and the one it is to go on with, and whether it may. Pure.
+"""The comparison of the recipe of a run with the recipe that it is resumed with; pure.
 
-Invariant: every key has one answer. A change is refused if the checkpoint would mean something else under it:
-other samples in a step, other random numbers, other tensors. Everything else may change, and is told.
+Invariant: every key has one answer. A change is refused if the checkpoint would have another meaning under
+it: other samples in a step, other random numbers, other tensors. All other changes are allowed and reported.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _HARMLESS = (
 
 
 class RecipeChange(NamedTuple):
-    """One key that differs.
+    """A key that differs.
 
     Args:
         key: dotted.
-        before, after: as TOML; "left out" if there is none.
+        before, after: values as TOML; "left out" if there is none.
         refusal: why it must not change; empty if it may.
-        matters: what is computed from here on depends on it.
+        matters: the rest of the run computes other values.
     """
 
     key: str
@@ -61,7 +61,7 @@ class RecipeChange(NamedTuple):
 
 
 def compare_recipes(before: Recipe, after: Recipe) -> list[RecipeChange]:
-    """The keys that differ, in the order of the recipe."""
+    """Return the keys that differ, in the order of the recipe."""
     return [
         RecipeChange(
             dotted_key(path),
@@ -75,12 +75,12 @@ def compare_recipes(before: Recipe, after: Recipe) -> list[RecipeChange]:
 
 
 def refuse_changes(before: Recipe, after: Recipe, run: str) -> list[str]:
-    """Lines that say what changes from here on.
+    """Return a line for each change that has an effect on the rest of the run.
 
     Args:
         run: the run folder, or a checkpoint inside it.
     Raises:
-        RecipeError: something differs that must not; names all of it, and what may change.
+        RecipeError: keys differ that must stay the same; names all of them, and the keys that may change.
     """
     changes = compare_recipes(before, after)
     wrong = [change for change in changes if change.refusal]
@@ -102,7 +102,7 @@ def refuse_changes(before: Recipe, after: Recipe, run: str) -> list[str]:
 
 
 def _lies_in(folder: str, path: str) -> bool:
-    """Whether a path is this folder, or inside it."""
+    """Return whether a path is this folder or inside it."""
     return Path(path).resolve().is_relative_to(Path(folder).resolve())
 
 

@@ -8,9 +8,8 @@ Invariant: plain values without torch. A key whose value would have no effect is
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -37,11 +36,13 @@ from paceline.recipe.registry.optimizer_specs import OPTIMIZER_SPECS
 from paceline.recipe.registry.sink_specs import check_sinks
 from paceline.recipe.strategy_text import check_word
 from paceline.recipe.validation import (
+    BYTES_EXPECTED,
     ExpectedText,
     FieldNeed,
     RecipeTable,
     WordChoice,
     expected_message,
+    parse_bytes,
     value_error,
 )
 
@@ -251,37 +252,30 @@ class ScheduleRecipe(RecipeTable):
     ] = Field(default=None, ge=1, description="samples per update for which lr was tuned")
 
 
+_NEEDS_FP16 = FieldNeed(
+    lambda table: table.compute == "fp16", 'with compute = "fp16"', 'found "{t.compute}"', keys=("compute",)
+)
+
+
 class PrecisionRecipe(RecipeTable):
     """The number format of forward and backward; parameters and the update stay fp32."""
 
     compute: Literal["auto", "fp32", "bf16", "fp16"] = Field(
         default="auto", description="format of the activations; auto: bf16 if it is faster on every rank"
     )
-    init_scale: Annotated[
-        float,
-        FieldNeed(
-            lambda table: table.compute == "fp16",
-            'with compute = "fp16"',
-            'found "{t.compute}"',
-            keys=("compute",),
-        ),
-    ] = Field(default=65536.0, gt=0, description="first factor of the loss")
-    growth_steps: Annotated[
-        int,
-        FieldNeed(
-            lambda table: table.compute == "fp16",
-            'with compute = "fp16"',
-            'found "{t.compute}"',
-            keys=("compute",),
-        ),
-    ] = Field(default=200, ge=1, description="finite updates before the factor doubles")
+    init_scale: Annotated[float, _NEEDS_FP16] = Field(
+        default=65536.0, gt=0, description="first factor of the loss"
+    )
+    growth_steps: Annotated[int, _NEEDS_FP16] = Field(
+        default=200, ge=1, description="finite updates before the factor doubles"
+    )
 
 
 # ---------------------------------------------------------------------- data, evaluation, checkpoints
 
 
 class LoaderRecipe(RecipeTable):
-    """How samples are loaded; nothing here changes which samples, or their order."""
+    """The loading of samples; nothing here changes which samples are used, or their order."""
 
     workers: int = Field(default=0, ge=0, description="loader processes per rank; 0: in the training process")
     prefetch: Annotated[
@@ -443,26 +437,6 @@ class HealthRecipe(RecipeTable):
 
 # ---------------------------------------------------------------------- memory
 
-BYTES_EXPECTED = 'bytes, such as "2GiB", "512MiB", "2GB" or 4096'
-_BYTES_TEXT = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b", re.IGNORECASE)
-_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
-
-
-def parse_bytes(value: Any) -> Any:
-    """Convert an amount of memory such as "2GiB" to a number of bytes; None stays None.
-
-    KiB, MiB, GiB and TiB are powers of 1,024; kB, MB, GB and TB powers of 1,000.
-    """
-    if value is None or type(value) is int:
-        return value
-    match = _BYTES_TEXT.fullmatch(value.strip()) if isinstance(value, str) else None
-    prefix = match[2].lower() if match else "i"
-    if match is None or prefix == "i":
-        raise value_error(expected_message(BYTES_EXPECTED, value))
-    base = 1024 if prefix.endswith("i") else 1000
-    return int(float(match[1]) * base ** _POWERS[prefix.removesuffix("i")])
-
-
 _RECOMPUTE_WORDS = ("auto", "none", "blocks", "segments")
 _RECOMPUTE_EXPECTED = 'one of auto, none, blocks, segments, or numbers of blocks as "0,1,4"'
 
@@ -512,10 +486,6 @@ def _sinks() -> tuple[str, ...]:
     return tuple(known_specs(SinkSpec))
 
 
-def _check_sink(text: str) -> str:
-    return check_word(text, SinkSpec)
-
-
 def _check_sinks(words: Sequence[str]) -> Sequence[str]:
     if problem := check_sinks(words):
         raise value_error(problem)
@@ -532,7 +502,7 @@ class LogRecipe(RecipeTable):
         default=64 * 2**20, ge=0, description="size at which a new file begins; 0: one file"
     )
     sinks: Annotated[
-        tuple[Annotated[str, AfterValidator(_check_sink), WordChoice(_sinks)], ...],
+        tuple[Annotated[str, AfterValidator(lambda s: check_word(s, SinkSpec)), WordChoice(_sinks)], ...],
         AfterValidator(_check_sinks),
     ] = Field(
         default=("jsonl", "text", "terminal"),
@@ -560,7 +530,7 @@ class DebugRecipe(RecipeTable):
 
 
 class SecurityRecipe(RecipeTable):
-    """What is encrypted. The key of a job is no part of its recipe: `--token-file`, or PACELINE_TOKEN."""
+    """The encryption. The key of a job is no part of its recipe: `--token-file`, or PACELINE_TOKEN."""
 
     tls: Annotated[Literal["auto", "on", "off"], *TLS_NEEDS] = Field(
         default="auto",
@@ -599,7 +569,7 @@ class OuterRecipe(RecipeTable):
 
 
 class RuntimeRecipe(RecipeTable):
-    """Where and how the processes run; the result does not depend on it beyond rounding."""
+    """The placement and speed of the processes; the result does not depend on it beyond rounding."""
 
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: NVIDIA GPUs if present")
     threads: int = Field(

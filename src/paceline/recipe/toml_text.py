@@ -1,13 +1,8 @@
-"""How values and keys are spelled: in TOML, in error messages, and which word was probably meant.
+"""TOML text: writing values and keys, reading documents, and finding the line of each key.
 
-Invariant: what `toml_value` writes, `tomllib` reads back as an equal value. Nothing here knows recipes.
-
-TOML that anybody may have written, as plain values: every way in which it can be wrong is one error.
-
-On which line each key of a TOML text stands.
-
-Invariant: for text that `tomllib` accepts, every key that it returns has a line here. This reads only the
-structure; values are `tomllib`'s business.
+Invariant: `tomllib` reads what `toml_value` writes as an equal value. A document that cannot be read is one
+error, whatever is wrong with it. For text that `tomllib` accepts, every key that it returns has a line; only
+the structure is parsed here, and `tomllib` reads the values. This module knows nothing of recipes.
 """
 
 from __future__ import annotations
@@ -83,7 +78,7 @@ def dotted_key(path: KeyPath) -> str:
 
 
 def shown_value(value: Any) -> str:
-    """Write a value that was found in place of another, shortened, whatever it is."""
+    """Return a text for an unexpected value in an error message; long values are shortened."""
     if isinstance(value, Mapping):
         return "a table"
     try:
@@ -94,23 +89,23 @@ def shown_value(value: Any) -> str:
 
 
 def closest_word(word: str, words: Iterable[str]) -> str | None:
-    """The one of `words` that `word` was probably meant to be, or None if none is close."""
+    """Return the one of `words` that is most similar to `word`, or None if none is close."""
     from difflib import get_close_matches  # only an error needs it
 
     folded = {other.lower().replace("-", "_"): other for other in words}
-    found = get_close_matches(word.lower().replace("-", "_"), folded, n=1)
-    return folded[found[0]] if found else None
+    matches = get_close_matches(word.lower().replace("-", "_"), folded, n=1)
+    return folded[matches[0]] if matches else None
 
 
 _MAX_DEPTH = 32
-_MAX_INTEGER = 2**1000  # what is larger is no float any more
+_MAX_INTEGER = 2**1000  # larger numbers cannot be converted to float
 
 
 def parse_toml(text: str) -> dict[str, Any]:
     """Read a document.
 
     Raises:
-        tomllib.TOMLDecodeError: it is none, is nested too deeply, or has a number that is too large.
+        tomllib.TOMLDecodeError: it is not valid TOML, is nested too deeply, or has too large a number.
     """
     try:
         values = tomllib.loads(text)
@@ -128,12 +123,12 @@ def _check_limits(values: dict[str, Any]) -> None:
     level: list[Any] = [values]
     for _ in range(_MAX_DEPTH):
         inside: list[Any] = []
-        for one in level:
-            if isinstance(one, dict):
-                inside += one.values()
-            elif isinstance(one, list):
-                inside += one
-            elif type(one) is int and not -_MAX_INTEGER <= one < _MAX_INTEGER:
+        for item in level:
+            if isinstance(item, dict):
+                inside += item.values()
+            elif isinstance(item, list):
+                inside += item
+            elif type(item) is int and not -_MAX_INTEGER <= item < _MAX_INTEGER:
                 raise tomllib.TOMLDecodeError("an integer has hundreds of digits")
         level = inside
     if level:
@@ -181,7 +176,7 @@ def _tokens(text: str) -> list[_Token]:
 
 
 class _LineFinder:
-    """Recursive descent over tokens; `lines` is the result so far."""
+    """A recursive-descent parser over tokens; `lines` is the result so far."""
 
     def __init__(self, tokens: list[_Token]) -> None:
         self.lines: dict[KeyPath, int] = {}
@@ -228,7 +223,7 @@ class _LineFinder:
         self._table = path
 
     def _newest(self, path: KeyPath) -> KeyPath:
-        """A key that names an array of tables means its newest entry."""
+        """Return a path, extended by the newest entry if it names an array of tables."""
         count = self._num_entries.get(path)
         return path if count is None else (*path, count - 1)
 

@@ -15,6 +15,7 @@ Python call): the caller passes a `KeyLocator`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -191,6 +192,26 @@ def expected_message(expectation: str, value: Any, words: Sequence[str] = ()) ->
     message = f"expected {expectation}, found {shown_value(value)}"
     near = closest_word(value, words) if isinstance(value, str) else None
     return f'{message}; did you mean "{near}"?' if near else message
+
+
+BYTES_EXPECTED = 'bytes, such as "2GiB", "512MiB", "2GB" or 4096'
+_BYTES_TEXT = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b", re.IGNORECASE)
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+
+def parse_bytes(value: Any) -> Any:
+    """Convert an amount of memory such as "2GiB" to a number of bytes; None stays None.
+
+    KiB, MiB, GiB and TiB are powers of 1,024; kB, MB, GB and TB powers of 1,000.
+    """
+    if value is None or type(value) is int:
+        return value
+    match = _BYTES_TEXT.fullmatch(value.strip()) if isinstance(value, str) else None
+    prefix = match[2].lower() if match else "i"
+    if match is None or prefix == "i":
+        raise value_error(expected_message(BYTES_EXPECTED, value))
+    base = 1024 if prefix.endswith("i") else 1000
+    return int(float(match[1]) * base ** _POWERS[prefix.removesuffix("i")])
 
 
 def read_problems(error: ValidationError, model: type[BaseModel]) -> Iterator[RecipeProblem]:

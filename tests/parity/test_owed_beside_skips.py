@@ -69,7 +69,7 @@ def end(
 ) -> dict[str, Tensor]:
     plain = PendingResidual.set_residuals
 
-    def ones(owed: PendingResidual, found: Any) -> None:
+    def ones(owed: PendingResidual, residuals: Any) -> None:
         plain(owed, {("sent", slot.name): torch.ones(slot.shape) for slot in owed._tensors})
 
     with patch.object(PendingResidual, "set_residuals", ones if owes else plain):
@@ -89,7 +89,7 @@ def times(cluster: Cluster, sync: str, outer: dict[str, Any], skipped: list[int]
     def kept(owed: PendingResidual, slots: Any, **more: Any) -> None:
         """It is owed still by who has not paid."""
 
-    with patch.object(PendingResidual, "settle", kept if fault else PendingResidual.settle):
+    with patch.object(PendingResidual, "settle_mean", kept if fault else PendingResidual.settle_mean):
         without, with_it = (end(cluster, sync, outer, skipped, owes) for owes in (False, True))
     return [float((without[name] - with_it[name]).mean()) * SIZE / RATE for name in "ab"]
 

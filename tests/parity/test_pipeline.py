@@ -78,7 +78,7 @@ class Deaf:
         self.net = net
 
     def all_reduce(self, x: Tensor, group: RankGroup) -> Any:
-        return self.net.all_reduce(x, replace(group, ranks=group.ranks[:1], rank=0, made=None))
+        return self.net.all_reduce(x, replace(group, ranks=group.ranks[:1], rank=0, process_group=None))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.net, name)

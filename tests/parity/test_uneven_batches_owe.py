@@ -82,8 +82,8 @@ def missing(cluster: Cluster, codec: str, strategy: str, reduction: str, follows
 def missing_at_pauses(cluster: Cluster, sync: str, reduction: str, forgets: bool) -> list[float]:
     """The same of a server, where a run pauses; two workers, each of which codes what it pushes."""
     if forgets:
-        push = CodedTransfer.push
-        CodedTransfer.push = lambda self, grads, place, weight=1.0: push(self, grads, place)
+        push = CodedTransfer.encode_push
+        CodedTransfer.encode_push = lambda self, grads, place, weight=1.0: push(self, grads, place)
     found: list[float] = []
     strategy = f"replicas=2 servers=1 sync={sync}"
     sessions = [session_of(cluster, word, reduction) for word in (strategy, f"{strategy} codec=topk:3")]
@@ -134,11 +134,11 @@ def missing_of_replicas(
 ) -> list[float]:
     """The same of replicas that train alone, by round."""
     if fault == "rounds":
-        leave = ParameterDelta.leave
-        ParameterDelta.leave = lambda self, count, whole: leave(self, count, 24.0)
+        leave = ParameterDelta.start_sum
+        ParameterDelta.start_sum = lambda self, count, whole: leave(self, count, 24.0)
     elif fault == "owed":
-        added = PendingResidual.added
-        PendingResidual.added = lambda self, grads, count: added(self, grads, self._items)
+        added = PendingResidual.add_to
+        PendingResidual.add_to = lambda self, grads, count: added(self, grads, self._items)
     found: list[float] = []
     sessions = [
         session_of(cluster, f"replicas=2 route=native codec={codec} {sync}", reduction, **outer)

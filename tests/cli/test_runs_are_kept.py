@@ -79,7 +79,7 @@ def test_the_folder_has_the_name_of_the_recipe_or_the_one_that_was_asked_for(tmp
     assert names == ["first.try", "sum"]
     for more, why in (
         (["--name", "a/b"], "is not a valid folder name"),
-        (["--name", "a", "--set", "run_dir=x"], "names a new folder, and run_dir = x names one"),
+        (["--name", "a", "--set", "run_dir=x"], "--name a and run_dir = x both set the run folder"),
     ):
         wrong = run(tmp_path, "train", SUM, "-n", 1, *SHORT, *more)
         assert wrong.returncode == 2 and why in wrong.stderr

@@ -34,7 +34,7 @@ def test_versions_and_short_help(tmp_path: Path) -> None:
 def test_strategies_fit_a_screen(tmp_path: Path) -> None:
     lines = run(tmp_path, "strategies").stdout.splitlines()
     assert len(lines) <= 40 and max(map(len, lines)) <= 100
-    assert not any("not supported:" in line for line in lines) and "--all says why" in lines[-1]
+    assert not any("not supported:" in line for line in lines) and "--all prints the reasons" in lines[-1]
     every = run(tmp_path, "strategies", "--all").stdout
     assert every.count("not supported: ") == int(lines[-1].split()[0])
 

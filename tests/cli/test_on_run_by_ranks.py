@@ -39,11 +39,20 @@ def many(task: Task) -> list[Any]:
     return (list(task.held_out["near"]) * 40)[:NUM_SAMPLES]
 
 
+deserialize_correctly = saved_run._deserialize
+
+
+def with_wrong_first_sample(share: bytes) -> tuple[int, list[Any]]:
+    """A share whose place in the source is wrong: those of several ranks come in the reverse order."""
+    first, rows = deserialize_correctly(share)
+    return -first, rows
+
+
 def answers(cluster: Cluster, run_dir: Path, strategy: str | None, mixed: bool = False) -> Any:
     """Losses, predictions, how many numbers of the weights lie here, and under which strategy."""
     torch.set_num_threads(1)
     if mixed:
-        saved_run._first_sample = lambda share: -share[0]  # the twin's mistake
+        saved_run._deserialize = with_wrong_first_sample  # the twin's mistake
     found = SavedRun.find(run_dir, strategy, None, cluster.world_size)
     run = found.open(task_for_inference(found.recipe, None, found.folder), cluster, CPU)
     evaluation, rows = run.evaluate(), list(run.predict(many(run.task)))
@@ -128,7 +137,7 @@ def test_the_layout_of_a_training_is_kept_and_how_it_trained_is_not() -> None:
     sharded = Strategy.parse("replicas=4 shard=2 zero=3 codec=int8")
     assert resolve_inference_strategy(sharded, None, 4) == Strategy.parse("replicas=2 shard=2 zero=3")
     assert resolve_inference_strategy(sharded, None, 1) == Strategy.parse("replicas=1")
-    with pytest.raises(StrategyError, match="nothing is trained"):
+    with pytest.raises(StrategyError, match="an evaluation does not train"):
         resolve_inference_strategy(by_server, "sync=local:4", 2)
 
 
@@ -136,5 +145,5 @@ def test_the_first_samples_of_a_source_and_a_prediction_that_cannot_travel(run: 
     with paceline.open_run(run, max_samples=5) as opened:
         assert len([*opened.predict(opened.task.data)]) == 5
     packed = saved_run._serialize(0, [object()])
-    with pytest.raises(TaskError, match="predictions travel"):
+    with pytest.raises(TaskError, match="these predictions cannot be sent between ranks"):
         saved_run._deserialize(packed)

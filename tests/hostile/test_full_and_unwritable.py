@@ -156,7 +156,7 @@ def test_a_report_is_shown_although_its_page_cannot_be_written(ends: Ends) -> No
     assert ends["trained"].returncode == 0, ends["trained"].stderr
     done = ends["report"]
     assert done.returncode == 2, done.stderr
-    assert "Finished" in done.stdout and "next:  choose another place: -o FILE" in done.stderr
+    assert "Finished" in done.stdout and "next:  choose another file: -o FILE" in done.stderr
     going_on = ends["resume"]
     assert going_on.returncode == 3 and "Read-only file system" in going_on.stderr, going_on.stderr
 

@@ -135,7 +135,7 @@ def test_the_key_of_the_job_vouches_for_an_authority() -> None:
         (sign_authority(THEIRS.authority, 0, "another"), None, "the connection is intercepted"),
         (sign_authority(OURS.authority, 1, KEY), None, "the connection is intercepted"),
         (said, THEIRS, "Rank 1 has another certificate than rank 0"),
-        (UNENCRYPTED, None, "one of both encrypts"),
+        (UNENCRYPTED, None, "one of them encrypts, the other does not"),
     ):
         with pytest.raises(CommunicationError, match=what):
             verify_authority(wrong, 0, 1, KEY, own)

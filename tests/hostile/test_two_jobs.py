@@ -23,7 +23,8 @@ pytestmark = [pytest.mark.capability("N13"), pytest.mark.timeout(240)]
 HOLD = """
 import sys, time
 from pathlib import Path
-from paceline.checkpoint import StorageFolder, FolderLock
+from paceline.checkpoint.lock import FolderLock
+from paceline.checkpoint.storage import StorageFolder
 lock = FolderLock(StorageFolder(sys.argv[1]), print)
 Path(sys.argv[1], "held").touch()
 time.sleep(600)

@@ -77,9 +77,10 @@ def test_what_an_aborted_step_has_left_is_forgotten() -> None:
     inbox = PartReceiver(Post([1, 2], 0), 1, [1, 2], 1)
     inbox.take(0, PipelineAction("F", 3, 0, 0), SAMPLES)
     inbox.abort()
-    inbox._wire = Post([1, 2], 0)
+    post = Post([1, 2], 0)
+    inbox._wire = post
     (x, _), _ = inbox.take(0, PipelineAction("F", 3, 0, 1), SAMPLES)
-    assert inbox._wire.taken == 1 and x.tolist() == [2.0, 3.0, 4.0]
+    assert post.taken == 1 and x.tolist() == [2.0, 3.0, 4.0]
 
 
 def test_a_batch_is_divided_in_all_its_containers() -> None:
@@ -179,7 +180,7 @@ def test_a_mask_of_a_part_is_that_part_of_the_mask() -> None:
         assert torch.equal(flat, dropout(x.flatten(0, 1))[5 * span.start : 5 * span.stop])
     assert torch.equal(torch.cat(found), right)
     dropout.take_samples(range(2, 4), 6)
-    with pytest.raises(TaskError, match="3 rows of 2 samples"):
+    with pytest.raises(TaskError, match="3 rows for 2 samples"):
         dropout(x[:3])
 
 

@@ -130,11 +130,11 @@ def test_parts_are_written_read_and_drawn(tmp_path: Path, capsys: pytest.Capture
 @pytest.mark.parametrize(
     "text, says",
     [
-        ("pipeline=2 rechunk=1,2,4", "a number, which divides its neighbours' or is divided"),
-        ("pipeline=2 rechunk=2,3", "a number, which divides its neighbours' or is divided"),
-        ("rechunk=1,2", "a number, which divides its neighbours' or is divided"),
+        ("pipeline=2 rechunk=1,2,4", "that divides its neighbours' or is divided by them"),
+        ("pipeline=2 rechunk=2,3", "that divides its neighbours' or is divided by them"),
+        ("rechunk=1,2", "that divides its neighbours' or is divided by them"),
         ("pipeline=2 schedule=interleaved:2 rechunk=1,2", "rechunk makes a gpipe, 1f1b or zero-bubble"),
-        ("pipeline=2 schedule=zero-bubble rechunk=2,3", "a number, which divides its neighbours' or is div"),
+        ("pipeline=2 schedule=zero-bubble rechunk=2,3", "that divides its neighbours' or is divided by them"),
         ("pipeline=2 schedule=own.csv rechunk=1,2", "a file names parts itself"),
         ("pipeline=2 lanes=2 rechunk=1,2", "leave out rechunk, or lanes and context"),
         ("pipeline=2 context=2 rechunk=1,2", "leave out rechunk, or lanes and context"),
@@ -154,7 +154,7 @@ def test_it_is_a_word_of_a_strategy_and_not_of_a_reproducible_run() -> None:
     for wrong in ("1,x", "0,1", "1,,2"):
         with pytest.raises(RecipeError, match="a number of parts for each stage"):
             Strategy.parse(f"pipeline=2 rechunk={wrong}")
-    with pytest.raises(RecipeError, match="added part by part has other bits"):
+    with pytest.raises(RecipeError, match="summed part by part has other bits"):
         Recipe(**VALUES, strategy=strategy, reproducible=True)
 
 

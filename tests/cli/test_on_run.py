@@ -160,7 +160,7 @@ def other_model() -> Task:
 def test_what_does_not_fit_is_said(runs: list[Any], tmp_path: Path) -> None:
     run_dir = runs[0][0]
     with (
-        pytest.raises(CheckpointError, match="not those of the task's model"),
+        pytest.raises(CheckpointError, match="do not fit the task's model"),
         paceline.open_run(run_dir, other_model),
     ):
         pass
@@ -174,5 +174,5 @@ def test_what_does_not_fit_is_said(runs: list[Any], tmp_path: Path) -> None:
     with paceline.open_run(run_dir) as run, pytest.raises(PacelineError, match="several sets"):
         list(run.predict(run.task.held_out))
     for wrong in (torch.zeros(3), torch.tensor(1.0), (1, 2), [1, 2, 3]):
-        with pytest.raises(TaskError, match="one for each"):
+        with pytest.raises(TaskError, match="not one prediction for each"):
             split_predictions(wrong, 2)

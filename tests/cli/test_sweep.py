@@ -117,7 +117,7 @@ def test_a_sweep_that_was_stopped_goes_on_and_a_run_that_fails_does_not_end_it(t
             time.sleep(0.01)
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=240)
-    assert process.returncode == 130 and "stopped: the same command" in said
+    assert process.returncode == 130 and "stopped; to continue, run the same command with --out" in said
     done = sweep(tmp_path, "optimizer.lr=0.02,1e38", settings=more)
     assert done.returncode == 1, done.stderr
     found = json.loads(done.stdout)

@@ -54,8 +54,8 @@ def test_an_unweighted_mean_is_not_every_step() -> None:
         plain = DiLoCo._agree
 
         def agree(self: DiLoCo, half: Any, runner: Any) -> Any:
-            same = [(replace(tally, count=1.0), update) for tally, update in half.taken]
-            return plain(self, replace(half, taken=same), runner)
+            same = [(replace(tally, count=1.0), update) for tally, update in half.results]
+            return plain(self, replace(half, results=same), runner)
 
         DiLoCo._agree = agree
         return run(cluster, recipe)

@@ -194,8 +194,8 @@ def test_a_chain_that_is_not_the_model_is_refused(stages: Any, words: str) -> No
             torch.ones(2),
             "2 values (logits, past_key_values)",
         ),
-        ({"logits": object()}, torch.ones(2), "value logits is object of the model and Tensor"),
-        (torch.ones(2), torch.ones(3), "value 0 is float32 [2] of the model and float32 [3]"),
+        ({"logits": object()}, torch.ones(2), "value logits is object in the model and Tensor in the chain"),
+        (torch.ones(2), torch.ones(3), "value 0 is float32 [2] in the model and float32 [3] in the chain"),
         (torch.ones(2), torch.ones(2, dtype=torch.float64), "float64 [2] in the chain"),
         (
             (torch.ones(1), torch.ones(2)),

@@ -161,7 +161,7 @@ def test_what_would_stop_a_run_where_it_switches_is_refused_before_the_start() -
     for text, reason in {
         "replicas=1 servers=2 sync=every-step@9,server": "servers=1",
         "replicas=3 sync=every-step@9,server": "needs a server",
-        "replicas=2 servers=1 sync=server@9,every-step": "at last to one of a server",
+        "replicas=2 servers=1 sync=server@9,every-step": "at last to one with a server",
         "replicas=2 servers=1 sync=every-step@9,backup:2": "one must be left",
     }.items():
         answer = support(Strategy.parse(text), processes=3, shards=6)

@@ -135,7 +135,7 @@ def test_a_matrix_that_changes_whole_is_compared_now_and_then_and_no_change_is_m
             sent = traffic.encode_parameters(1, [p], version)
             sizes.append(len(sent[1]))
             kept = sent[1].clone()
-            end.take(sent, [theirs], 1, version)
+            end.decode_parameters(sent, [theirs], 1, version)
             assert torch.equal(theirs, p)
             p.add_(0.0)
             assert torch.equal(sent[1], kept)

@@ -48,8 +48,8 @@ REFUSED: tuple[tuple[str, tuple[str, ...], str], ...] = (  # kinds, ways, words 
     ("layer-reused", ("same-bits-pipeline-*",), "3 modules on several stages share"),
     ("loss-closes-over-a-part", (*PIPELINES, "stage-threads-*"), "of a model outside of its arguments"),
     ("loss-closes-over-*", LANES, "of a model outside of its arguments"),
-    ("half-weights", ("same-bits-zero*",), "depends on where it is cut"),
-    ("mixed-types", ("same-bits-zero*",), "depends on where it is cut"),
+    ("half-weights", ("same-bits-zero*",), "depends on how it is partitioned"),
+    ("mixed-types", ("same-bits-zero*",), "depends on how it is partitioned"),
     (
         "channels-last-fused",
         ("same-bits-*",),

@@ -112,7 +112,7 @@ def test_what_cannot_be_exported_is_refused_with_a_next_step(
 ) -> None:
     with pytest.raises(CheckpointError, match=r"--to .*model\.safetensors"):
         export(trained[0] / "1", tmp_path / "model.bin")
-    with pytest.raises(RecipeError, match="no run folder"):
+    with pytest.raises(RecipeError, match="is not a run folder"):
         export(tmp_path, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match="no manifest"):
         export(trained[0] / "1" / "checkpoints" / "step-00000009", tmp_path / "model.safetensors")

@@ -68,7 +68,7 @@ def test_a_partition_is_named_on_both_sides(lab, tmp_path) -> None:
     found = made.run(train(tmp_path, "-n", "4", *short, *LONG), faults=plan, settle_seconds=60.0)
     assert set(found.exit_codes.values()) == {4} and found.forced == []
     silent = {
-        host: [line.partition(" (")[0][-6:] for line in found.output[host] if "does not answer" in line]
+        host: [line.partition(" (")[0][-6:] for line in found.output[host] if "does not respond" in line]
         for host in made.hosts
     }
     assert silent["h0"] == ["node 1", "node 2", "node 3"]

@@ -152,7 +152,7 @@ def test_a_rank_that_ends_while_a_group_is_made_is_named_at_once() -> None:
         return caught.value.what
 
     found = run_ranks(make, 3, may_die=(2,))
-    assert found[0] == found[1] == "rank 2 left while the group 'shard' of ranks (0, 1, 2) was made"
+    assert found[0] == found[1] == "rank 2 left while the group 'shard' of ranks (0, 1, 2) was created"
 
 
 def test_a_rank_that_does_not_come_while_a_group_is_made_is_named_at_the_deadline() -> None:

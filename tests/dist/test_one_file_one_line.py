@@ -122,7 +122,6 @@ def test_the_package_trains_with_a_codec_and_a_sink_of_one_file_and_one_line_eac
 
 
 @pytest.mark.capability("Z1")
-@pytest.mark.timeout(100)
 def test_the_new_words_are_listed(source: Path) -> None:
     listed = run(source, "strategies", "--json")
     assert listed.returncode == 0, listed.stderr

@@ -26,24 +26,21 @@ def test_the_quota_of_a_container_is_kept(quota: str, number: int, tmp_path: Pat
 def test_no_quota_and_a_large_one_leave_all_cores(quota: str, tmp_path: Path) -> None:
     files(tmp_path, cpu__max=quota)
     found = find_cores(tmp_path, tmp_path / "none")
-    assert found.number == HERE and "control group" not in found.reason
+    assert found.number == HERE and "cgroup" not in found.reason
 
 
 def test_the_tightest_group_around_a_process_counts(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("0::/slice/job\n")
     files(tmp_path / "slice", cpu__max="50000 100000")
     files(tmp_path / "slice" / "job", cpu__max="max 100000")
-    assert (
-        find_cores(tmp_path, tmp_path / "mine").reason
-        == f"the time of 0.5 cores (of {HERE}, by the control group)"
-    )
+    assert find_cores(tmp_path, tmp_path / "mine").reason == f"a cgroup quota of 0.5 cores (of {HERE})"
 
 
 def test_groups_of_the_first_version(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("5:memory:/x\n3:cpu,cpuacct:/job\n")
     place = tmp_path / "cpu,cpuacct" / "job"
     files(place, cpu__cfs_quota_us="25000", cpu__cfs_period_us="100000")
-    assert find_cores(tmp_path, tmp_path / "mine").reason.startswith("the time of 0.25 cores")
+    assert find_cores(tmp_path, tmp_path / "mine").reason.startswith("a cgroup quota of 0.25 cores")
     files(place, cpu__cfs_quota_us="-1")
     assert find_cores(tmp_path, tmp_path / "mine").number == HERE
 

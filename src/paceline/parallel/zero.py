@@ -10,15 +10,8 @@ gradients is complete and the next block computes. While a block computes, the n
 Parameters outside of all blocks are gathered for a whole `run`. A gathered parameter has the bits of the
 whole one. Only the memory of a parameter is freed, never its object or shape, so autograd finds in backward
 what it saved in forward.
-
-Gathers run in one order on every rank, whatever order each rank uses the blocks in (`GatherCycle`). A cycle
-gathers every block once in their order for forwards, and, unless it is an evaluation, once in reverse for
-backwards. A rank that needs a block takes part in the gathers before it and drops what it does not need; a
-block that the cycle has passed comes in the next one. So ranks may skip blocks, use them in another order or
-several times, as their samples require: a gather of one block never meets that of another.
-
-A parameter that is used outside its block, as by a loss, is gathered with its block at its first use and
-stays until the end of the micro-batch, since it is unknown which backward needs it.
+Gathers run in one order on every rank, whatever order it uses the blocks in (`GatherCycle`). A parameter that
+is used outside its block, as by a loss, stays until the end of the micro-batch.
 
 Sources: Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, sections 5.1 and 5.3; Zhao et al. 2023, PyTorch
 FSDP, arXiv:2304.11277, section 3.2.

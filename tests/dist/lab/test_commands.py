@@ -79,7 +79,7 @@ def test_what_a_killed_lab_leaves_is_gone_after_clean() -> None:
     process.communicate(timeout=120)
     assert record.folder.exists(), "a kill cannot be caught, so something is left"
     listed = paceline("lab", "ps").stdout
-    assert "its process is gone" in listed
+    assert "its process has ended" in listed
     done = paceline("lab", "clean")
     assert done.returncode == 0 and "removed" in done.stdout
     assert footprint.find_leftovers() == []

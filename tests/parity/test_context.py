@@ -229,5 +229,7 @@ def test_a_model_that_mixes_positions_is_refused_by_name() -> None:
 
 
 def test_reproducible_is_refused_for_what_the_cut_says_of_itself() -> None:
-    with pytest.raises(RecipeError, match="context=1 with reproducible, found context=2: sums over the positions"):
+    with pytest.raises(
+        RecipeError, match="context=1 with reproducible, found context=2: sums over the positions"
+    ):
         Recipe(**{**recipe("replicas=1 context=2").model_dump(), "reproducible": True})

@@ -18,7 +18,7 @@ from paceline.recipe.recipe import LoaderRecipe
 from tests.unit.data.test_loader import CPU, Numbers, micro_batches, read, recipe
 
 
-def loader_workers() -> list[Any]:
+def loader_workers() -> list[multiprocessing.process.BaseProcess]:
     """Return the living loader workers; idle ranks of other tests are no daemons."""
     return [child for child in multiprocessing.active_children() if child.daemon]
 

@@ -109,7 +109,10 @@ def test_a_token_that_is_none_is_an_error() -> None:
 
 
 TWINS: dict[str, tuple[str, Any]] = {
-    "the largest logit of this rank only": ("vocab_parallel._largest", lambda part, vocabulary: part.amax(-1)),
+    "the largest logit of this rank only": (
+        "vocab_parallel._largest",
+        lambda part, vocabulary: part.amax(-1),
+    ),
     "targets of others are counted": (
         "vocab_parallel.VocabularyPartition.place",
         lambda self, tokens: ((tokens - self.own[0]).clamp(0, self.own[1] - self.own[0] - 1), tokens < -1),

@@ -198,7 +198,8 @@ def test_where_it_is_not_allowed_one_error_says_what_is_missing_and_what_still_w
     )
     assert done.returncode == 6 and done.stderr.startswith("error: The system does not let this user")
     assert (
-        "making a net namespace" in done.stderr and "without it still work: processes on the" in done.stderr
+        "creating a net namespace" in done.stderr
+        and "without a lab you can use processes on the" in done.stderr
     )
 
 

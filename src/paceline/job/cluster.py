@@ -309,7 +309,7 @@ class Cluster:
 
     @property
     def store_access(self) -> StoreAccess:
-        """How this process reaches the store of the job."""
+        """Access of this process to the store of the job."""
         return StoreAccess(
             number=self.global_rank,
             address=self.address,

@@ -41,7 +41,7 @@ LOG_INTERVAL_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class SetupDeadline:
-    """How long to wait during the set-up, and where to log now and then which ranks are missing."""
+    """Deadline of the set-up, and the function that logs now and then which ranks are missing."""
 
     seconds: float
     log: Callable[[str], object] = lambda text: None

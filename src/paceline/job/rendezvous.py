@@ -29,7 +29,7 @@ _BACKLOG = 1024
 
 @dataclass(frozen=True)
 class StoreAccess:
-    """How one process reaches the store.
+    """Access of one process to the store.
 
     Args:
         number: number of this process in the job.

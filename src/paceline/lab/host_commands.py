@@ -66,7 +66,7 @@ class HostProcess:
 
     @property
     def has_entered(self) -> bool:
-        """Whether the command runs inside its host, or has already ended."""
+        """Return whether the command runs inside its host, or has already ended."""
         return bool(host_pids(self._space.first)) or self.poll()
 
     @property

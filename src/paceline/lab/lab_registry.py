@@ -40,7 +40,7 @@ class ProcessIdentity:
 
     @property
     def alive(self) -> bool:
-        """Whether the process still runs (a zombie does not)."""
+        """Return whether the process still runs (a zombie does not)."""
         return self.started > 0 and process_start_ticks(self.pid) == self.started
 
 

@@ -158,4 +158,4 @@ def test_a_late_and_a_lost_stage_are_named_in_memory_and_by_the_backend() -> Non
     assert "rank 1 is gone" in beside[1]
     assert "receive from rank 1 failed" in across[0]
     for text in (*beside, *across, *beyond):
-        assert "group 'pipeline-WireByHost' (0, 1, 2, 3), step 7" in text
+        assert "group 'pipeline-MultiHostTransport' (0, 1, 2, 3), step 7" in text

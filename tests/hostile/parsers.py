@@ -17,9 +17,10 @@ from paceline.job.store_protocol import StoreMessage as Asked
 from paceline.job.store_protocol import decode_members, encode_message, pop_message
 from paceline.launch.fork_server import ForkRequest
 from paceline.recipe.toml_text import parse_toml
-from tests.hostile import checks, formats
+from tests.hostile import formats
+from tests.hostile import parser_checks as checks
 from tests.hostile.formats import changed, damaged, encoded, lines_of, record_of, tensor_file, values
-from tests.hostile.notice import read_notice, urls
+from tests.hostile.notice_server import read_notice, urls
 
 HEAD, BODIES = ChannelMessage("x", {"a": 1}, [torch.ones(3)]).encode()
 FRAME = b"".join((HEAD, *BODIES))
@@ -30,7 +31,10 @@ LETTER = len(encoded(formats.ORDER)).to_bytes(8, "big") + encoded(formats.ORDER)
 HELLO = encode_hello(1, bytes(range(32))) + bytes(32)
 
 PARSERS: dict[str, tuple[Callable[[], st.SearchStrategy[Any]], checks.Check]] = {
-    "recipe": (lambda: st.one_of(damaged(formats.RECIPE), st.binary(max_size=200)), checks.read_recipe),
+    "recipe": (
+        lambda: st.one_of(damaged(formats.RECIPE), st.binary(max_size=200)),
+        checks.read_recipe,
+    ),
     "override": (
         lambda: st.one_of(
             st.text(max_size=40),

@@ -3,7 +3,7 @@
 In the suite a thousand inputs for each, the same ones in every run: Hypothesis draws every fifth, and
 `havoc` makes the others of these. In the soak a hundred thousand, of which every tenth is drawn. An input
 may take two seconds of the processor and `ROOM_BYTES` of memory; one that waits for ever ends with the
-test. What was found once stands in `test_found.py`, by name.
+test. What was found once stands in `test_fuzz_findings.py`, by name.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from tests.hostile.checks import Check
-from tests.hostile.havoc import havoc
+from tests.hostile.mutations import havoc
+from tests.hostile.parser_checks import Check
 from tests.hostile.parsers import CHANGES, PARSERS
 
 pytestmark = [pytest.mark.capability("N10", "N13"), pytest.mark.timeout(240)]

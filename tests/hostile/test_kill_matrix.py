@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from tests.dist.launch.actors import as_users_have_it
-from tests.hostile.kills import MOMENTS, OWN, SIGNALS, TARGETS, trials
-from tests.hostile.traces import left_of, name_of, things
+from tests.hostile.kill_trials import MOMENTS, OWN, SIGNALS, TARGETS, trials
+from tests.hostile.leftovers import left_of, name_of, things
 
 pytestmark = [pytest.mark.capability("N10"), pytest.mark.timeout(1500)]
 ROOT = Path(__file__).parents[2]
@@ -36,7 +36,7 @@ pytestmark.append(pytest.mark.skipif(not may_unshare(), reason="needs namespaces
 
 
 def attempt(folder: Path, *chosen: int) -> list[dict[str, Any]]:
-    words = [*OWN, sys.executable, "-m", "tests.hostile.kills", str(folder), *map(str, chosen)]
+    words = [*OWN, sys.executable, "-m", "tests.hostile.kill_trials", str(folder), *map(str, chosen)]
     done = subprocess.run(
         words, cwd=ROOT, capture_output=True, text=True, check=False, env=as_users_have_it()
     )

@@ -13,7 +13,7 @@ from torch import nn
 from paceline import Task
 from paceline.models import KeyedDropout
 from tests.known_mistakes.mistake import Story
-from tests.known_mistakes.pieces import (
+from tests.known_mistakes.refused_tasks import (
     Functional,
     Noisy,
     Stream,

@@ -13,13 +13,13 @@ from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe, Strategy
 from paceline.testing import run_ranks
 from paceline.testing.parity import run_strategy
-from tests.known_mistakes import gradients, shares, steps
+from tests.known_mistakes import data_and_seeds, gradients, steps
 from tests.known_mistakes.loop import NUM_SAMPLES, SIZE, STEPS, End, Loop, Setup, build, loss_of, samples
 
 WORLD, ROUNDING, APART = 2, 2e-6, 2e-3
 MISTAKES: Mapping[str, type[Loop]] = {
     name: found
-    for module in (gradients, steps, shares)
+    for module in (gradients, steps, data_and_seeds)
     for name, found in vars(module).items()
     if isinstance(found, type) and issubclass(found, Loop) and "story" in vars(found)
 }

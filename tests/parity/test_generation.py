@@ -12,7 +12,7 @@ from paceline.models import generate
 from paceline.recipe import Recipe
 from paceline.testing import run_ranks
 from paceline.testing.parity import build_test_session
-from tests.parity.test_products import gpt
+from tests.parity.test_strategy_combinations import gpt
 from tests.texts import SMALL_TEXT
 
 PROMPT = torch.tensor([80, 97, 99, 101])

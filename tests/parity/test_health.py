@@ -18,7 +18,7 @@ from paceline.session import fit
 from paceline.sync.update import lower_scale_or, raise_error
 from paceline.testing import run_ranks
 from paceline.testing.parity import build_test_session
-from tests.parity.unhealthy import (
+from tests.parity.bad_value_job import (
     BAD_STEP,
     STEPS,
     STRATEGIES,

@@ -19,8 +19,8 @@ from paceline.task import Loss, Task
 from paceline.testing import run_ranks
 from paceline.testing.parity import Trajectory, build_test_session, whole_trajectory
 from paceline.verification import VerificationReport, compare_with_oracle
-from tests.parity.test_products import verify
-from tests.parity.test_schedules import deep
+from tests.parity.test_pipeline_schedules import deep
+from tests.parity.test_strategy_combinations import verify
 
 SMALLER = "replicas=1 pipeline=3 schedule=1f1b rechunk=1,2,4"
 FEW_SAMPLES: dict[str, Any] = {"batch": {"size": 7, "shards": 4}}  # some have one sample, and parts have none

@@ -17,7 +17,7 @@ from paceline.task import Loss, Task
 from paceline.testing import run_ranks
 from paceline.testing.parity import CPU
 from paceline.verification import VerificationReport, compare_with_oracle
-from tests.parity.innocent import INNOCENT, Augmented, loss, samples, seeded, small
+from tests.parity.correct_tasks import CORRECT_TASKS, Augmented, loss, samples, seeded, small
 
 Build = Callable[[Cluster], Task]
 
@@ -204,5 +204,5 @@ def test_what_strict_sees_of_a_mean_every_session_refuses_too(wrong: Any, cause:
 @pytest.mark.parametrize("name", ["plain", "channels-last", "attention", "bf16-parameters", "scalar-gates"])
 def test_strict_is_quiet_on_right_losses(name: str) -> None:
     recipe = Recipe(task="given", steps=20, batch={"size": 13, "shards": 4})
-    report = compare_with_oracle(recipe, INNOCENT[name][0](), Cluster.single(), CPU, 2, strict=True)
+    report = compare_with_oracle(recipe, CORRECT_TASKS[name][0](), Cluster.single(), CPU, 2, strict=True)
     assert report.ok, report.diagnosis

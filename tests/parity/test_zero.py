@@ -15,7 +15,7 @@ from paceline.session import Components
 from paceline.testing import run_ranks
 from paceline.testing.parity import CPU, build_test_session, make_task, run_oracle
 from paceline.verification import VerificationReport, compare_with_oracle
-from tests.parity.unhealthy import build, recipe
+from tests.parity.bad_value_job import build, recipe
 from tests.texts import SMALL_TEXT
 
 

@@ -14,7 +14,7 @@ from paceline.testing import run_ranks
 from paceline.testing.parity import CPU
 from paceline.verification import compare_with_oracle
 from paceline.verification.verification_report import conclusion_lines
-from tests.parity.innocent import INNOCENT
+from tests.parity.correct_tasks import CORRECT_TASKS
 
 STEPS = 4
 COUPLED = {"rarely-used"}  # the batch chooses the expert
@@ -32,7 +32,7 @@ WAYS: dict[str, dict[str, Any]] = {
 def verified(cluster: Cluster, way: str, seeds: list[int]) -> dict[tuple[str, int], str]:
     """What is said of each model and seed; nothing if all steps agree."""
     torch.set_num_threads(1)
-    return {(name, seed): one(cluster, way, name, seed) for name in INNOCENT for seed in seeds}
+    return {(name, seed): one(cluster, way, name, seed) for name in CORRECT_TASKS for seed in seeds}
 
 
 def one(cluster: Cluster, way: str, name: str, seed: int) -> str:
@@ -45,10 +45,10 @@ def one(cluster: Cluster, way: str, name: str, seed: int) -> str:
         "runtime": {"bucket_bytes": 64},
         "strategy": Strategy.parse(way),
     }
-    recipe = Recipe(**(settings | INNOCENT[name][1] | WAYS[way]))
+    recipe = Recipe(**(settings | CORRECT_TASKS[name][1] | WAYS[way]))
     try:
         report = compare_with_oracle(
-            recipe, INNOCENT[name][0](), cluster, CPU, STEPS, strict=name not in COUPLED
+            recipe, CORRECT_TASKS[name][0](), cluster, CPU, STEPS, strict=name not in COUPLED
         )
     except PacelineError as error:
         return f"refused: {error}"

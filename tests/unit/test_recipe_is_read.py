@@ -79,14 +79,14 @@ def test_every_field_is_read_outside_the_recipe_room(read: set[tuple[str, str]],
     refused |= {name for name in fields_of(Recipe) if name[0] == "Strategy"}
     # Read by `OptimizerRecipe.spec` inside the recipe room; see tests/unit/optim/test_build.py.
     refused |= {("OptimizerRecipe", "name")}
-    # Read by the rule of strategies with several replicas; see tests/parity/test_local.py.
+    # Read by the rule of strategies with several replicas; see tests/parity/test_local_sgd.py.
     refused |= {name for name in fields_of(Recipe) if name[0] == "OuterRecipe"}
     # Read where a process starts: by `connected`, by `train`, and by the command that launches.
     elsewhere = {("RuntimeRecipe", "device"), ("RuntimeRecipe", "threads")}
-    elsewhere |= {("RuntimeRecipe", "setup_deadline_seconds")}  # see tests/hostile/test_stuck.py
+    elsewhere |= {("RuntimeRecipe", "setup_deadline_seconds")}  # see tests/hostile/test_stopped_processes.py
     # Read where several processes sum; see tests/dist/comm/test_overlap.py.
     elsewhere |= {("RuntimeRecipe", "bucket_bytes")}
-    # Read where several hosts sum; see tests/dist/comm/test_route_by_size.py.
+    # Read where several hosts sum; see tests/dist/comm/test_route_choice.py.
     elsewhere |= {("RuntimeRecipe", "link_profile")}
     elsewhere |= {("CheckpointRecipe", "grace_seconds"), ("CheckpointRecipe", "notice")}
     # Read where a server meets its workers; see tests/hostile/test_tls.py.
@@ -95,11 +95,11 @@ def test_every_field_is_read_outside_the_recipe_room(read: set[tuple[str, str]],
     elsewhere |= {("SecurityRecipe", "certificate")}
     # Read where the strategy has tensor; see tests/parity/test_tensor.py.
     elsewhere |= {("Recipe", "tensor")}
-    # Read by a server; see tests/parity/test_bounded.py.
+    # Read by a server; see tests/parity/test_bounded_staleness.py.
     elsewhere |= {("DebugRecipe", "replay_arrivals")}
-    # Read where a run goes back; see tests/parity/test_roll_back.py.
+    # Read where a run goes back; see tests/parity/test_rollback.py.
     elsewhere |= {("HealthRecipe", "max_roll_backs")}
-    # Read where ranks hold different bits; see tests/parity/test_same_bits_kept.py.
+    # Read where ranks hold different bits; see tests/parity/test_reproducible_verification.py.
     elsewhere |= {("Recipe", "on_divergence")}
     assert fields_of(Recipe) - read - refused - elsewhere == set()
 

@@ -14,7 +14,7 @@ from paceline.errors import CommunicationError
 from paceline.job.cluster import Cluster
 from paceline.job.mesh import Mesh, RankGroup
 from paceline.testing import run_ranks
-from tests.dist.comm.checks import CHECKS, COMPLEX, DTYPES, check_sums, close, value
+from tests.dist.comm.collective_checks import CHECKS, COMPLEX, DTYPES, check_sums, close, value
 
 
 class BrokenNet(Net):

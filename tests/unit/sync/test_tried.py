@@ -13,7 +13,7 @@ from paceline.recipe import Recipe
 from paceline.sync import EveryStep
 from paceline.sync.straggler_recovery import MAX_TRIAL_MICRO_BATCHES, run_trial
 from paceline.testing.parity import build_test_session
-from tests.parity.clock import Clock
+from tests.parity.virtual_clock import Clock
 
 
 @pytest.mark.capability("I9", clause="the way back from a slow server")

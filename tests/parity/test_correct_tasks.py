@@ -8,7 +8,7 @@ from paceline.testing import run_ranks
 from paceline.testing.parity import CPU
 from paceline.verification import VerificationReport, compare_with_oracle
 from paceline.verification.verification_report import conclusion_lines
-from tests.parity.innocent import INNOCENT
+from tests.parity.correct_tasks import CORRECT_TASKS
 
 STEPS = 4
 
@@ -21,19 +21,19 @@ def recipe_of(name: str, **changes: object) -> Recipe:
         "optimizer": {"name": "adamw", "lr": 0.01, "clip_norm": 0.5},
         "runtime": {"bucket_bytes": 64},
     }
-    return Recipe(**(settings | INNOCENT[name][1] | changes))
+    return Recipe(**(settings | CORRECT_TASKS[name][1] | changes))
 
 
 def verified(cluster: Cluster, name: str, **changes: object) -> VerificationReport:
     recipe = recipe_of(name, **changes)
-    return compare_with_oracle(recipe, INNOCENT[name][0](), cluster, CPU, STEPS)
+    return compare_with_oracle(recipe, CORRECT_TASKS[name][0](), cluster, CPU, STEPS)
 
 
 @pytest.mark.capability("Z2")
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.soak), 3])
 def test_right_code_of_users_raises_no_alarm(world: int) -> None:
     def all_of_them(cluster: Cluster) -> dict[str, list[str]]:
-        reports = {name: verified(cluster, name) for name in INNOCENT}
+        reports = {name: verified(cluster, name) for name in CORRECT_TASKS}
         return {name: conclusion_lines(r) for name, r in reports.items() if not (r.ok and r.steps == STEPS)}
 
     assert run_ranks(all_of_them, world)[0] == {}

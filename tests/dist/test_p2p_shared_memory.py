@@ -22,7 +22,7 @@ from paceline.job.mesh import Mesh, RankGroup
 from paceline.parallel.pipeline import HostMemoryTransport, StageTransport
 from paceline.parallel.pipeline.p2p_message import MessageHeader
 from paceline.testing import RanksFailed, run_ranks
-from tests.dist.test_stage_wire import MESSAGES
+from tests.dist.test_p2p_backend import MESSAGES
 
 SIZES = (100, 5000, 100_000, 3)  # values; the third needs larger buffers than all before it
 

@@ -15,7 +15,7 @@ from paceline.recipe import Recipe
 from paceline.testing import run_ranks
 from paceline.testing.parity import CPU
 from paceline.verification import VerificationReport, compare_with_oracle
-from tests.parity.innocent import random_data
+from tests.parity.correct_tasks import random_data
 from tests.parity.test_verification import convnet, make_task
 
 

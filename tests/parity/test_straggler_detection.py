@@ -14,8 +14,8 @@ from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe
 from paceline.testing import run_ranks
 from paceline.testing.parity import build_test_session, make_task
-from tests.parity.clock import own_clock
-from tests.parity.test_balance import Slow, digits
+from tests.parity.test_work_assignment import Slow, digits
+from tests.parity.virtual_clock import own_clock
 
 SECONDS, USUAL = 0.03, 0.01  # a sample that is read slowly, and a micro-batch that is computed as ever
 BEGINS = {"data": 9, "compute": 25, "nothing": 37}

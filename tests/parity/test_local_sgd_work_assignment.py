@@ -16,8 +16,8 @@ from paceline.sync.work_assignment import SpeedAssignment
 from paceline.testing import run_ranks
 from paceline.testing.contracts import RuleContract
 from paceline.testing.parity import Trajectory, build_test_session, make_task, run_oracle, whole_trajectory
-from tests.parity.clock import own_clock
-from tests.parity.test_balance import Slow
+from tests.parity.test_work_assignment import Slow
+from tests.parity.virtual_clock import own_clock
 
 pytestmark = pytest.mark.timeout(240)
 STEPS, TURN = 28, 13

@@ -1,4 +1,4 @@
-"""`python -m tests.hostile.kills FOLDER NUMBER...`: signals to processes of jobs, and what is left.
+"""`python -m tests.hostile.kill_trials FOLDER NUMBER...`: signals to processes of jobs, and what is left.
 
 It runs in namespaces of its own (`OWN`), where every process, port, segment and folder is a job's, or that of
 the fork server from which all of them have their workers. After each trial it prints one line of JSON. It
@@ -27,7 +27,7 @@ from paceline.launch.fork_client import FORK_SERVER_VARIABLE
 from tests.command_jobs import start
 from tests.commands import Command
 from tests.hostile.jobs import prepare
-from tests.hostile.traces import children_of, left_of, name_of, text_of, things
+from tests.hostile.leftovers import children_of, left_of, name_of, text_of, things
 
 OWN = (
     *("unshare", "-Urmnip", "--fork", "--kill-child", "--mount-proc", "sh", "-c"),

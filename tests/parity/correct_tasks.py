@@ -284,7 +284,7 @@ def rarely_used() -> Task:
     return Task(seeded(Experts), samples(), loss)
 
 
-INNOCENT: dict[str, tuple[Callable[[], Task], dict[str, Any]]] = {
+CORRECT_TASKS: dict[str, tuple[Callable[[], Task], dict[str, Any]]] = {
     "plain": (plain, {}),
     "random-data": (random_data, {}),
     "random-data-read-together": (random_data_read_together, {}),

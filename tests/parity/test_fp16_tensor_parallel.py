@@ -14,8 +14,8 @@ from paceline.recipe import Recipe
 from paceline.task import Task
 from paceline.testing import run_ranks
 from paceline.testing.parity import Trajectory, build_test_session, make_task, whole_trajectory
-from tests.parity.test_halves_alone import SAME, SGD
-from tests.parity.test_local_spread import digits
+from tests.parity.test_fp16_local_sgd import SAME, SGD
+from tests.parity.test_local_sgd_sharded_replicas import digits
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.capability("K1", "K2")]
 

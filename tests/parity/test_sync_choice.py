@@ -20,7 +20,7 @@ from paceline.session.build import build_session
 from paceline.sync import sync_choice
 from paceline.testing import run_ranks
 from paceline.testing.parity import make_task, whole_trajectory
-from tests.parity.clock import Clock, own_clock
+from tests.parity.virtual_clock import Clock, own_clock
 
 STEPS, KNOWN = 16, sync_choice.WARMUP_STEPS + sync_choice.TIMED_STEPS
 AUTO = "auto:every-step,local:2,diloco:4"

@@ -17,9 +17,9 @@ from paceline.sync.residuals import DeltaResidualFlush
 from paceline.testing import run_ranks
 from paceline.testing.contracts import RuleContract
 from paceline.testing.parity import build_test_session, whole_trajectory
-from tests.parity.test_local_spread import digits, gpt
-from tests.parity.test_switching import until
-from tests.parity.test_switching_coded import handed
+from tests.parity.test_local_sgd_sharded_replicas import digits, gpt
+from tests.parity.test_rule_switch import until
+from tests.parity.test_rule_switch_residuals import handed
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.capability("I6", "H4", "Z1")]
 SPREADS = ("shard=2 zero=1", "shard=2 zero=2 route=native", "tensor=2", "pipeline=2", "shard=2 zero=3")

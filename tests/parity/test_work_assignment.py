@@ -12,7 +12,7 @@ from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe, Strategy
 from paceline.testing import run_ranks
 from paceline.testing.parity import Trajectory, build_test_session, make_task, run_oracle, trajectory_of
-from tests.parity.clock import Clock, own_clock
+from tests.parity.virtual_clock import Clock, own_clock
 
 STEPS = 28
 TURN = 15  # the step in which the other rank becomes the slow one

@@ -15,7 +15,7 @@ from paceline.task import Task
 from paceline.testing.parity import CPU
 from paceline.verification import build_oracle, compare_with_oracle
 from paceline.verification.strict_checks import check_user_code
-from tests.parity.innocent import INNOCENT, loss, samples, seeded, small
+from tests.parity.correct_tasks import CORRECT_TASKS, loss, samples, seeded, small
 
 
 class Stopped(nn.Module):
@@ -89,8 +89,8 @@ def test_strict_sees_what_both_sides_share(name: str) -> None:
 
 def test_strict_leaves_model_and_optimizer_as_they_were() -> None:
     recipe = Recipe(task="given", steps=20, batch={"size": 13, "shards": 4})
-    for name in INNOCENT.keys() - COUPLED:
-        oracle = build_oracle(recipe, INNOCENT[name][0](), CPU)
+    for name in CORRECT_TASKS.keys() - COUPLED:
+        oracle = build_oracle(recipe, CORRECT_TASKS[name][0](), CPU)
         before = {n: t.clone() for n, t in oracle.model.state_dict().items()}
         assert check_user_code(oracle, "fp32", 1) is None, name
         assert all(torch.equal(t, before[n]) for n, t in oracle.model.state_dict().items()), name

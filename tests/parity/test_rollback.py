@@ -17,7 +17,7 @@ from paceline.job.cluster import Cluster
 from paceline.session import checkpointing, fit
 from paceline.testing import run_ranks
 from paceline.testing.parity import build_test_session
-from tests.parity.unhealthy import BAD_STEP, STEPS, Trained, build, distance, recipe, run_without, train
+from tests.parity.bad_value_job import BAD_STEP, STEPS, Trained, build, distance, recipe, run_without, train
 
 pytestmark = pytest.mark.capability("K8")
 bad = partial(build, math.nan)

@@ -18,7 +18,7 @@ from paceline.recipe import Recipe, Strategy
 from paceline.session import Session
 from paceline.testing import run_ranks
 from paceline.testing.parity import build_test_session
-from tests.parity.plain_local import LocalPlan, train_local
+from tests.parity.local_sgd_reference import LocalPlan, train_local
 
 SIZE, SHARDS, STEPS = 7, 3, 8
 NUM_SAMPLES = 3 * SIZE + 1  # the fourth step of an epoch has one sample: replica 0 has none

@@ -12,7 +12,7 @@ from paceline.comm.routes import HostMessenger
 from paceline.errors import DeadlineError
 from paceline.job.cluster import Cluster
 from paceline.testing import run_ranks
-from tests.dist.test_host_wire import start
+from tests.dist.test_p2p_shared_memory import start
 
 
 def one_by_one(cluster: Cluster, deadline_seconds: float) -> list[float]:

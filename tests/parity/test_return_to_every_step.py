@@ -19,7 +19,7 @@ from paceline.sync import straggler_recovery as tried_out
 from paceline.sync.straggler_detection import SlowRank
 from paceline.testing import run_ranks
 from paceline.testing.parity import Trajectory, build_test_session, whole_trajectory
-from tests.parity.test_takeover import HEALTH, digits, goes_on, waiting
+from tests.parity.test_straggler_recovery import HEALTH, digits, goes_on, waiting
 
 STEPS, RECOVERS, PUSH = 80, (20, 60), straggler_recovery.StopWhenRecovered.push
 

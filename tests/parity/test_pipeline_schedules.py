@@ -27,7 +27,7 @@ from paceline.state.slot import TensorSlot
 from paceline.testing import run_ranks
 from paceline.testing.parity import build_test_session
 from paceline.verification import VerificationReport
-from tests.parity.test_products import gpt, verify
+from tests.parity.test_strategy_combinations import gpt, verify
 from tests.texts import SMALL_TEXT
 
 SHAPE = {"layers": 4, "width": 32, "heads": 2, "context": 16, "dropout": 0.1, "sample_tokens": 0}

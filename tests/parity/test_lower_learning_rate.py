@@ -18,7 +18,7 @@ from paceline.session.fit_loop import fitting
 from paceline.session.own_loop_steps import OwnLoop
 from paceline.testing import run_ranks
 from paceline.testing.parity import build_test_session
-from tests.parity.unhealthy import BAD_STEP, build, recipe, train
+from tests.parity.bad_value_job import BAD_STEP, build, recipe, train
 
 pytestmark = pytest.mark.capability("K8")
 STEPS = 60

@@ -19,7 +19,7 @@ from paceline.session.rule_switch import RoundTotals, measure_gain_of_switch, su
 from paceline.sync.straggler_recovery import RecoveryJudge
 from paceline.testing import run_ranks
 from paceline.testing.parity import Trajectory, build_test_session, whole_trajectory
-from tests.parity.clock import own_clock
+from tests.parity.virtual_clock import own_clock
 
 STEPS, SAMPLES, SLOW_FROM, SLOW_UNTIL = 28, 24, 3, 20
 USUAL = 1.0  # seconds of a micro-batch, however busy the machine is; ten more where a rank is slow

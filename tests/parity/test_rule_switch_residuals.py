@@ -17,8 +17,8 @@ from paceline.sync.residuals import DeltaResidualFlush
 from paceline.sync.server.parameter_transfer import CodedTransfer
 from paceline.testing import run_ranks
 from paceline.testing.parity import build_test_session, whole_trajectory
-from tests.parity.test_switching import SWITCH, goes_on, until
-from tests.parity.test_switching import digits as plain
+from tests.parity.test_rule_switch import SWITCH, goes_on, until
+from tests.parity.test_rule_switch import digits as plain
 
 TOPK = "codec=topk:0.1"
 STREAMED = {"fragments": 2, "delay_steps": 1, "mixing": 0.5}

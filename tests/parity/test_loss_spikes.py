@@ -10,7 +10,7 @@ import pytest
 from paceline.job.cluster import Cluster
 from paceline.sync.health import LossSpikeDetector
 from paceline.testing import run_ranks
-from tests.parity.unhealthy import BAD_STEP, STRATEGIES, build, distance, recipe, run_without, train
+from tests.parity.bad_value_job import BAD_STEP, STRATEGIES, build, distance, recipe, run_without, train
 
 pytestmark = pytest.mark.capability("K8")
 

@@ -9,8 +9,8 @@ import pytest
 
 from paceline.errors import DataError, PacelineError, RecipeError
 from paceline.recipe import load_recipe
-from tests.hostile.checks import read_metrics
 from tests.hostile.formats import METRICS, RANKS, RECIPE, lines_of, right_tokenizer
+from tests.hostile.parser_checks import read_metrics
 
 pytestmark = [pytest.mark.capability("N10"), pytest.mark.timeout(240)]
 

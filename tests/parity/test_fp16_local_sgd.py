@@ -23,7 +23,7 @@ from paceline.sync import update
 from paceline.sync.update import PendingUpdate
 from paceline.testing import run_ranks
 from paceline.testing.parity import Trajectory, build_test_session, whole_trajectory
-from tests.parity.test_local_spread import digits, gpt
+from tests.parity.test_local_sgd_sharded_replicas import digits, gpt
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.capability("K1", "I6")]
 SCALE = 2.0**12

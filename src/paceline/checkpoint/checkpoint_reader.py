@@ -73,11 +73,11 @@ class StoredCheckpoint:
         types = {
             chunk.name: dtype_of_code(chunk.dtype) for file in self.manifest.files for chunk in file.chunks
         }
-        parts = {name: _slot_of_part(name, self.shapes[name], index) for name, index in wanted.items()}
-        tensors = {name: torch.empty(part.sizes, dtype=types[name]) for name, part in parts.items()}
+        slots = {name: _slot_of_part(name, self.shapes[name], index) for name, index in wanted.items()}
+        tensors = {name: torch.empty(slot.sizes, dtype=types[name]) for name, slot in slots.items()}
         with warnings.catch_warnings():  # DCP warns that torch.distributed is off; here each rank reads alone
             warnings.simplefilter("ignore", UserWarning)
-            _load_pieces(tensors, [TensorPiece(part, tensors[name]) for name, part in parts.items()], reader)
+            _load_pieces(tensors, [TensorPiece(slot, tensors[name]) for name, slot in slots.items()], reader)
         return tensors
 
 

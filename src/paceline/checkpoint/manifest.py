@@ -75,7 +75,7 @@ OptimizerValue = Annotated[
     Discriminator(
         _kind_of_value,
         custom_error_type="optimizer_value",
-        custom_error_message="the optimizer's value is encoded in no known way",
+        custom_error_message="an optimizer value has an unknown encoding",
     ),
 ]
 """A list, table or tensor of an optimizer, as `paceline.state.optimizer_state` encodes it."""
@@ -83,7 +83,7 @@ OptimizerValue = Annotated[
 
 def _limit_depth(value: Any) -> Any:
     if isinstance(value, dict) and _is_deeper(value, _MAX_TABLE_DEPTH):
-        raise ValueError(f"the optimizer's value is encoded in no known way: over {_MAX_TABLE_DEPTH} levels")
+        raise ValueError(f"an optimizer value is nested more than {_MAX_TABLE_DEPTH} levels deep")
     return value
 
 
@@ -225,12 +225,12 @@ def check_cover(chunks: Sequence[TensorChunk]) -> None:
     by_name: dict[str, list[TensorChunk]] = {}
     for chunk in chunks:
         by_name.setdefault(chunk.name, []).append(chunk)
-    for name, parts in by_name.items():
-        if len({(part.dtype, part.shape) for part in parts}) != 1:
+    for name, same_name in by_name.items():
+        if len({(chunk.dtype, chunk.shape) for chunk in same_name}) != 1:
             raise ValueError(f"the chunks of '{name[:80]}' are of different tensors")
-        if sum(prod(part.sizes) for part in parts) != prod(parts[0].shape):
+        if sum(prod(chunk.sizes) for chunk in same_name) != prod(same_name[0].shape):
             raise ValueError(f"the chunks of '{name[:80]}' do not fill it")
-        _check_apart(name, parts)
+        _check_apart(name, same_name)
 
 
 def _check_apart(name: str, parts: Sequence[TensorChunk]) -> None:

@@ -43,7 +43,7 @@ VOCABULARY_KEY = "vocabulary"
 """Key of the vocabulary hash in a manifest and in the header of an export; see `Task.vocabulary`."""
 
 
-def require_same_vocabulary(data_vocabulary: str, weights_vocabulary: str, place: str) -> None:
+def require_same_vocabulary(data_vocabulary: str, weights_vocabulary: str, source: str) -> None:
     """Compare two vocabulary hashes; an empty hash is unknown.
 
     Raises:
@@ -53,7 +53,7 @@ def require_same_vocabulary(data_vocabulary: str, weights_vocabulary: str, place
         raise CheckpointError(
             "the task's tokenizer is not the one that these weights were trained with: token ids mean"
             " other text",
-            where=place,
+            where=source,
             next_step="use the tokenizer.json of the weights (options.tokenizer of byte-gpt), or start from"
             " weights with this vocabulary",
         )
@@ -296,13 +296,13 @@ class LoadedWeights:
     num_tensors: int
     unverified_files: tuple[str, ...]
 
-    def warning(self, place: str) -> str | None:
+    def warning(self, source: str) -> str | None:
         """Return a warning about files that were not verified, or None."""
         if not self.unverified_files:
             return None
         few = ", ".join(self.unverified_files[:3])
         return (
-            f"the first weights have no checksum ({few} of {place}), so damage would not be noticed."
+            f"the first weights have no checksum ({few} of {source}), so damage would not be noticed."
             f" Run `sha256sum *{_SUFFIX} > {CHECKSUMS_FILE}` next to them,"
             f" or add {CHECKSUM_PIN}... to the place"
         )
@@ -341,10 +341,10 @@ def load_weights(model: nn.Module, place: str | os.PathLike[str], *, vocabulary:
         )
 
 
-def _open_files(place: str) -> Sequence[WeightFile]:
+def _open_files(source: str) -> Sequence[WeightFile]:
     """Open the files that belong together; ValueError if an index or a checksum is not valid."""
-    place, _, pin = place.partition(CHECKSUM_PIN)
-    folder, name = _split_place(place)
+    source, _, pin = source.partition(CHECKSUM_PIN)
+    folder, name = _split_source(source)
     files = StorageFolder(folder)
     names = [name] if name else _list_weight_files(files)
     known = known_checksums(files, names, pin or None)
@@ -357,16 +357,16 @@ def _open_files(place: str) -> Sequence[WeightFile]:
         return opened
 
 
-def _split_place(place: str) -> tuple[str, str | None]:
-    """Return a folder and the file in it; None if the place is a folder."""
-    if place.startswith("file://"):
-        place = unquote(urlsplit(place).path)
-    if "://" not in place:
-        path = Path(place)
-        return (place, None) if path.is_dir() else (str(path.parent), path.name)
-    path_part, mark, query = place.partition("?")
+def _split_source(source: str) -> tuple[str, str | None]:
+    """Return a folder and the file in it; None if the source is a folder."""
+    if source.startswith("file://"):
+        source = unquote(urlsplit(source).path)
+    if "://" not in source:
+        path = Path(source)
+        return (source, None) if path.is_dir() else (str(path.parent), path.name)
+    path_part, mark, query = source.partition("?")
     if not path_part.endswith(_SUFFIX):
-        return place, None
+        return source, None
     folder, _, name = path_part.rpartition("/")
     return folder, name + mark + query
 
@@ -397,7 +397,7 @@ def _list_weight_files(files: StorageFolder) -> list[str]:
 
 
 def _require_same_tensors(
-    tensors: Mapping[str, Tensor], shapes: Mapping[str, list[int]], place: str | os.PathLike[str]
+    tensors: Mapping[str, Tensor], shapes: Mapping[str, list[int]], source: str | os.PathLike[str]
 ) -> None:
     first = first_tied_names(tensors)
     filled = {first[name] for name in shapes if name in tensors}
@@ -411,15 +411,15 @@ def _require_same_tensors(
     if differences:
         raise CheckpointError(
             f"the weights do not fit this model: {len(differences)} entries differ, first {differences[0]}",
-            where=str(place),
+            where=str(source),
             next_step="give the task the options of the run that wrote them; an export holds its recipe",
         )
 
 
-def _find_vocabulary(place: str, files: Sequence[WeightFile]) -> str:
+def _find_vocabulary(source: str, files: Sequence[WeightFile]) -> str:
     """Return the vocabulary hash of a file's header, or of a `tokenizer.json` next to it; empty: unknown."""
     vocabulary = next((file.vocabulary for file in files if file.vocabulary), "")
-    folder, name = _split_place(place.partition(CHECKSUM_PIN)[0])
+    folder, name = _split_source(source.partition(CHECKSUM_PIN)[0])
     if vocabulary or (name and "://" in folder):  # the server of a single file may have no other files
         return vocabulary
     weight_folder = StorageFolder(folder)
@@ -428,9 +428,9 @@ def _find_vocabulary(place: str, files: Sequence[WeightFile]) -> str:
     return vocabulary_of(read_small_file(weight_folder, TOKENIZER_FILE).decode())
 
 
-def _unreadable_error(place: str | os.PathLike[str], reason: str) -> CheckpointError:
+def _unreadable_error(source: str | os.PathLike[str], reason: str) -> CheckpointError:
     return CheckpointError(
         f"cannot read the weights: {reason}",
-        where=str(place),
+        where=str(source),
         next_step="check init_from; `paceline export RUN --to FILE` writes such a file",
     )

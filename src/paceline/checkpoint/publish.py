@@ -83,11 +83,11 @@ def write_part(
     write_with_retries(write, files, [f"{folder}/{file.draft.name}" for file in staged], patience)
 
 
-def refused_write_error(place: str, error: OSError) -> CheckpointError:
+def refused_write_error(path: str, error: OSError) -> CheckpointError:
     """Return the error for a failed write to a disk or remote store."""
     return CheckpointError(
         f"cannot write a checkpoint: {error}; those saved before are untouched",
-        where=place,
+        where=path,
         next_step="free space, set checkpoint.full_disk_seconds, or choose another checkpoint.folder",
     )
 
@@ -215,14 +215,14 @@ def _remove_expired(catalog: CheckpointCatalog, keep: RetentionCounts, patience:
 
 
 def _require_reports(
-    ranks: Sequence[int], reports: Mapping[int, bytes | None], idle: Collection[int], place: str
+    ranks: Sequence[int], reports: Mapping[int, bytes | None], idle: Collection[int], path: str
 ) -> None:
     """Check that no rank was lost that had something to write."""
-    lost = [rank for rank in ranks if reports[rank] is None and rank not in idle]
-    if lost:
+    lost_ranks = [rank for rank in ranks if reports[rank] is None and rank not in idle]
+    if lost_ranks:
         raise PartLostError(
-            f"rank {lost[0]} was lost before it had written its part of the checkpoint",
-            where=place,
+            f"rank {lost_ranks[0]} was lost before it had written its part of the checkpoint",
+            where=path,
             next_step="--resume RUN continues from the checkpoint before it",
         )
 

@@ -80,7 +80,7 @@ class MappedFile:
             self._map.madvise(mmap.MADV_DONTNEED, page, last - page)
 
     def close(self) -> None:
-        """Release the map; it ends with the last block that is still used."""
+        """Release the memory map; the file stays mapped until the last block that is in use is freed."""
         del self._map
 
 
@@ -236,8 +236,8 @@ class StorageFolder:
             OSError: it is not there, cannot be reached, or is no regular file.
         """
         path = self._checked(self._path(name))
-        place = self.local_path(name)
-        return RemoteFile(self._fs, path) if place is None else MappedFile(place)
+        local = self.local_path(name)
+        return RemoteFile(self._fs, path) if local is None else MappedFile(local)
 
     def size(self, name: str) -> int | None:
         """Return the size of a file; None if it is not there."""
@@ -293,20 +293,20 @@ def _require_regular_file(path: str) -> str:
 
 
 def _replace_local(path: str, data: bytes) -> None:
-    place = Path(path)
+    target = Path(path)
     # In the same folder, because a rename is atomic only within one file system.
-    draft = place.with_name(f".{place.name}.{os.getpid()}")
+    draft = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         with draft.open("wb") as stream:
             stream.write(data)
             stream.flush()
             # Before the rename, or a power cut could leave the new name without its bytes.
             os.fsync(stream.fileno())
-        draft.replace(place)
+        draft.replace(target)
     finally:
         draft.unlink(missing_ok=True)
     # The rename survives a power cut only after the folder itself is synchronised.
-    descriptor = os.open(place.parent, os.O_RDONLY)
+    descriptor = os.open(target.parent, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

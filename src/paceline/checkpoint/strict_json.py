@@ -59,6 +59,6 @@ def validate(adapter: TypeAdapter[T], value: Any, what: str = "") -> T:
     except ValidationError as error:
         # Not all errors are rendered: a damaged file can have as many as it has values.
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        place = "".join(f"[{key}]" if isinstance(key, int) else f".{key[:80]}" for key in first["loc"])
+        position = "".join(f"[{key}]" if isinstance(key, int) else f".{key[:80]}" for key in first["loc"])
         message = first["msg"].removeprefix("Value error, ")
-        raise ValueError(f"{what}{place}: {message}".lstrip(".:").strip()) from None
+        raise ValueError(f"{what}{position}: {message}".lstrip(".:").strip()) from None

@@ -67,7 +67,7 @@ def broadcast_text(text: str, group: RankGroup, net: Net, device: torch.device, 
 
 def all_gather_texts(text: str, group: RankGroup, net: Net) -> list[str]:
     """Return every rank's text, by rank. Wire: one ragged all_gather."""
-    return [part.decode() for part in all_gather_bytes(text.encode(), group, net)]
+    return [encoded.decode() for encoded in all_gather_bytes(text.encode(), group, net)]
 
 
 def all_gather_bytes(data: bytes, group: RankGroup, net: Net) -> list[bytes]:

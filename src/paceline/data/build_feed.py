@@ -25,8 +25,8 @@ def build_feed(context: SessionContext, task: Task, device: torch.device) -> Tra
     """Build the micro-batches of this rank's replica, and their loader."""
     recipe, data, servers = context.recipe, context.mesh.data, context.recipe.strategy.servers
     order = build_order(recipe, task)
-    place = max(0, data.rank - servers), data.size - servers  # servers come first, and do not train
-    work = context.components.work(order, context.shards, recipe.seed, *place)
+    position = max(0, data.rank - servers), data.size - servers  # servers come first, and do not train
+    work = context.components.work(order, context.shards, recipe.seed, *position)
     loader = build_loader(recipe, task, task.data, device)
     return TrainingFeed(work, loader, run_length(recipe, order.steps_per_epoch), state_intervals(recipe))
 

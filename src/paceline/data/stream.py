@@ -96,9 +96,9 @@ class StreamPositions:
         return self.size
 
     def __getitem__(self, index: int) -> Any:
-        step, place = divmod(index, self.size)
-        part = next(k for k, places in enumerate(self._places) if place in places)
-        return self._cursor(part).step(step)[place - self._places[part].start]
+        step, position = divmod(index, self.size)
+        part = next(k for k, positions in enumerate(self._places) if position in positions)
+        return self._cursor(part).step(step)[position - self._places[part].start]
 
     @property
     def about(self) -> str:

@@ -165,8 +165,8 @@ def _prepare_stream(task: Task, recipe: Recipe) -> Task:
             raise DataError(
                 f"the data is a stream, and {where} does not go with it: {why}", next_step=instead
             )
-    parts = _num_parts(stream, batch.shards)
-    positions = StreamPositions(stream, batch.size, parts, recipe.seed)
+    num_parts = _num_parts(stream, batch.shards)
+    positions = StreamPositions(stream, batch.size, num_parts, recipe.seed)
     return replace(task, data=positions, order=StreamOrder(positions))
 
 

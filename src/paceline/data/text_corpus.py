@@ -185,7 +185,7 @@ def open_corpus(
         return TextCorpus(tokens[:cut], tokens[cut:], f"{digest}-{cut}", split)
     train_files, held_out_files = split_files(files, held_out, seed)
     tokens, held_out_tokens = (
-        map_tokens(part, tokenizer, cache_dir) for part in (train_files, held_out_files)
+        map_tokens(subset, tokenizer, cache_dir) for subset in (train_files, held_out_files)
     )
     digest = f"{digest}-{tokens_digest(held_out_files, tokenizer)}"
     return TextCorpus(

@@ -117,8 +117,8 @@ def token_type(vocab_size: int) -> np.dtype[Any]:
 
 def tokens_digest(files: Sequence[TextFile], tokenizer: Tokenizer) -> str:
     """Return the name of the tokens of `files`, which depends on their content but not on their paths."""
-    parts = [_LAYOUT, tokenizer.fingerprint, str(tokenizer.separator), *(file.digest for file in files)]
-    return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
+    fields = [_LAYOUT, tokenizer.fingerprint, str(tokenizer.separator), *(file.digest for file in files)]
+    return hashlib.blake2b("\n".join(fields).encode(), digest_size=16).hexdigest()
 
 
 def map_tokens(

@@ -62,12 +62,14 @@ _MAX_FILE_BYTES = 2**28
 _MAX_TOKENS = 2**24
 
 
-def tokenizer_paths(place: str) -> tuple[str, str | None]:
+def tokenizer_paths(source: str) -> tuple[str, str | None]:
     """Return the places of tokenizer.json and tokenizer_config.json; of a file the second is None."""
-    is_folder = Path(place).is_dir() if "://" not in place else not place.partition("?")[0].endswith(".json")
+    is_folder = (
+        Path(source).is_dir() if "://" not in source else not source.partition("?")[0].endswith(".json")
+    )
     if not is_folder:
-        return place, None
-    folder = place.rstrip("/")
+        return source, None
+    folder = source.rstrip("/")
     return f"{folder}/{TOKENIZER_FILE}", f"{folder}/{_CONFIG_FILE}"
 
 
@@ -93,16 +95,16 @@ def _get(key: str, value: Any) -> Any:
     return value.get(key) if type(value) is dict else None
 
 
-def read_tokenizer_json(place: str) -> str:
+def read_tokenizer_json(source: str) -> str:
     """Read a tokenizer.json.
 
     Args:
-        place: a path or a URL.
+        source: a path or a URL.
     Raises:
         OSError: it cannot be read.
         ValueError: it is no JSON text, or has impossible token ids.
     """
-    text = _read_file(place)
+    text = _read_file(source)
     try:
         _check_ids(json.loads(text))
     except RecursionError:
@@ -110,15 +112,15 @@ def read_tokenizer_json(place: str) -> str:
     return text
 
 
-def _read_file(place: str) -> str:
-    if "://" in place:
-        filesystem, path = url_to_fs(place)
+def _read_file(source: str) -> str:
+    if "://" in source:
+        filesystem, path = url_to_fs(source)
         with filesystem.open(path, "rb") as stream:
             data = bytes(stream.read(_MAX_FILE_BYTES + 1))
     else:
-        if Path(place).exists() and not Path(place).is_file():
+        if Path(source).exists() and not Path(source).is_file():
             raise OSError("not a regular file")
-        with Path(place).open("rb") as file:
+        with Path(source).open("rb") as file:
             data = file.read(_MAX_FILE_BYTES + 1)
     if len(data) > _MAX_FILE_BYTES:
         raise ValueError(f"it has more than {_MAX_FILE_BYTES} bytes")
@@ -267,8 +269,8 @@ def load_tokenizer(path: str | Path) -> BpeTokenizer:
     """
     library = _import_tokenizers()
     try:
-        place, config = tokenizer_paths(str(path))
-        text, end = read_tokenizer_json(place), read_end_of_text(config)
+        source, config = tokenizer_paths(str(path))
+        text, end = read_tokenizer_json(source), read_end_of_text(config)
     except (OSError, ImportError) as error:
         raise DataError(f"cannot read the tokenizer: {error}", next_step="check the path") from error
     except ValueError as error:

@@ -138,7 +138,7 @@ class LockstepWork:
 
     def num_own_samples(self, step: int) -> int:
         """Return the number of samples of this replica in `step`."""
-        return sum(len(place) for _, place in self._places(step))
+        return sum(len(positions) for _, positions in self._places(step))
 
     def num_micro_batches(self, step: int) -> int:
         """Return the number of micro-batches of this replica in `step`, without computing their samples."""
@@ -185,7 +185,7 @@ class LockstepWork:
 
     def _deal(self, num_samples: int) -> list[tuple[int, range]]:
         places = [(shard, split_evenly(num_samples, self.shards, shard)) for shard in self._block()]
-        return [(shard, place) for shard, place in places if place]
+        return [(shard, positions) for shard, positions in places if positions]
 
 
 _MIN_PAUSES = 20

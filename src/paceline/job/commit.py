@@ -78,8 +78,8 @@ class CommitProtocol:
         votes = {first: first_done} | self._collect_votes(others, prefix)
         # all have voted, but for some a peer was lost in the collective: it has voted and ended since
         if not all(votes.values()) and len(votes) == len(ranks):
-            lost = self._wait_for_lost_voters(ranks)
-            votes = {rank: vote for rank, vote in votes.items() if rank not in lost}
+            lost_ranks = self._wait_for_lost_voters(ranks)
+            votes = {rank: vote for rank, vote in votes.items() if rank not in lost_ranks}
         return CommitVerdict(all(votes.values()), tuple(sorted(votes)))
 
     def _collect_votes(self, ranks: Sequence[int], prefix: str) -> dict[int, bool]:
@@ -107,9 +107,9 @@ class CommitProtocol:
         expires = time.monotonic() + min(_LOSS_DETECTION_SECONDS, self._seconds)
         while True:
             lost_members = self._store.lost()
-            lost = {rank for rank in ranks if members[rank] in lost_members}
-            if lost or time.monotonic() >= expires:
-                return lost
+            lost_ranks = {rank for rank in ranks if members[rank] in lost_members}
+            if lost_ranks or time.monotonic() >= expires:
+                return lost_ranks
             time.sleep(_POLL_SECONDS)
 
     def _delete_old_keys(self, ranks: Sequence[int], prefix: str) -> None:

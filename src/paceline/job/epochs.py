@@ -187,7 +187,7 @@ def join_running_job(candidate: MemberCandidate) -> JobMembership:
 
 
 def choose_members(
-    members: Sequence[int], present: Collection[int], joining: Sequence[int], lost: Collection[int]
+    members: Sequence[int], present: Collection[int], joining: Sequence[int], lost_members: Collection[int]
 ) -> list[int]:
     """Return the next members by rank: the remaining ones in their order, then the new ones; pure.
 
@@ -195,10 +195,10 @@ def choose_members(
         members: of the present membership.
         present: members that want to continue.
         joining: processes that have asked to join, perhaps long ago.
-        lost: processes that are gone.
+        lost_members: processes that are gone.
     """
     remaining = [number for number in members if number in present]
-    new = sorted({number for number in joining if number not in members and number not in lost})
+    new = sorted({number for number in joining if number not in members and number not in lost_members})
     return remaining + new
 
 

@@ -75,14 +75,14 @@ def wait_for_members(
             deadline.log(f"waiting until {missing} {has} {what}: {passed:.0f} s of {deadline.seconds:g} s")
 
 
-def members_gone_error(members: Sequence[int], lost: Sequence[int], when: str) -> CommunicationError:
+def members_gone_error(members: Sequence[int], lost_members: Sequence[int], when: str) -> CommunicationError:
     """Return the error to raise when members are gone.
 
     Args:
         members: the numbers of all processes, by rank.
-        lost: the numbers of those that are gone.
+        lost_members: the numbers of those that are gone.
     """
-    ranks = [rank for rank, number in enumerate(members) if number in lost]
+    ranks = [rank for rank, number in enumerate(members) if number in lost_members]
     return CommunicationError(
         f"{format_ranks(ranks)} left {when}", next_step="look at the first rank that ended: it is the cause"
     )

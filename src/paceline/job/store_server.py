@@ -410,11 +410,11 @@ class StoreServer:
         """Answer waits whose keys all exist, whose time is over, or whose watched members are gone."""
         now, pending = time.monotonic(), []
         for wait in self._waiting:
-            missing, lost = self._values.missing(wait.keys), wait.watched & self._lost
+            missing, lost_members = self._values.missing(wait.keys), wait.watched & self._lost
             if not missing:
                 self._reply(wait.client, wait.number, DONE, self._values.get(wait.keys))
-            elif lost:
-                self._reply(wait.client, wait.number, GONE, [encode_members(sorted(lost))])
+            elif lost_members:
+                self._reply(wait.client, wait.number, GONE, [encode_members(sorted(lost_members))])
             elif now >= wait.expires:
                 self._reply(wait.client, wait.number, LATE, missing)
             else:

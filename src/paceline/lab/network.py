@@ -208,9 +208,9 @@ def render_delay_counts(counts: Mapping[str, int]) -> str:
     if not frames:
         return ""
     late = f"{counts['late'] / frames:.1%} of {frames:,} delayed frames were more than 0.5 ms late"
-    lost = f", {counts['lost']:,} were lost on purpose" if counts["lost"] else ""
+    losses = f", {counts['lost']:,} were lost on purpose" if counts["lost"] else ""
     full = f", {counts['overflow']:,} were dropped because the queue was full" if counts["overflow"] else ""
-    return f"{late}{lost}{full}"
+    return f"{late}{losses}{full}"
 
 
 _IP_BATCH, _TC_BATCH, _BRIDGE_BATCH = ["ip", "-batch", "-"], ["tc", "-batch", "-"], ["bridge", "-batch", "-"]
@@ -283,9 +283,9 @@ class LabNetwork:
         lines = [f"link set dev {self.cable(name).far_device} {state}" for name in names]
         self._spaces[SWITCH].tool(_IP_BATCH, lines)
 
-    def set_reachable(self, one: Sequence[str], other: Sequence[str], *, reachable: bool) -> None:
+    def set_reachable(self, hosts: Sequence[str], other_hosts: Sequence[str], *, reachable: bool) -> None:
         """Drop or pass all frames between two groups of hosts, in both directions."""
-        for senders, receivers in ((one, other), (other, one)):
+        for senders, receivers in ((hosts, other_hosts), (other_hosts, hosts)):
             targets = [self.topology.host(name) for name in receivers]
             lines = [render_neighbour(t.address, t.mac if reachable else UNREACHABLE_MAC) for t in targets]
             for sender in senders:

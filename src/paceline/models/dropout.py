@@ -59,9 +59,9 @@ class KeyedDropout(nn.Module):
         """Use a part of the positions, dimension 1: the mask is that part of the mask of all positions."""
         self._positions = positions
 
-    def take_samples(self, own: range, num_samples: int) -> None:
+    def take_samples(self, samples: range, num_samples: int) -> None:
         """Use some samples of a micro-batch, dimension 0: the mask is that part of the mask of all."""
-        self._samples = None if len(own) == num_samples else (own, num_samples)
+        self._samples = None if len(samples) == num_samples else (samples, num_samples)
 
     def take_all(self) -> None:
         """Use all features, positions and samples again."""
@@ -108,17 +108,17 @@ def mask_of_own_positions(module: KeyedDropout, mask: Tensor) -> Tensor:
     return mask if module._positions is None else mask[:, slice(*module._positions.own())]
 
 
-def _mask_of_own_samples(module: KeyedDropout, x: Tensor, own: range, num_samples: int) -> Tensor:
+def _mask_of_own_samples(module: KeyedDropout, x: Tensor, samples: range, num_samples: int) -> Tensor:
     """Return the mask of some samples; all samples have the same number of rows in x."""
-    rows = len(x) // len(own)
-    if rows * len(own) != len(x):
+    rows = len(x) // len(samples)
+    if rows * len(samples) != len(x):
         raise TaskError(
-            f"dropout {module.name!r} gets {len(x)} rows for {len(own)} samples, so it cannot tell which rows"
-            " belong to which sample",
+            f"dropout {module.name!r} gets {len(x)} rows for {len(samples)} samples, so it cannot tell which"
+            " rows belong to which sample",
             next_step="make samples the first dimension of its input, or leave out rechunk",
         )
     mask = draw_mask(module, (rows * num_samples, *shape_of_all_positions(module, x)[1:]), x.device)
-    return mask_of_own_positions(module, mask[rows * own.start : rows * own.stop])
+    return mask_of_own_positions(module, mask[rows * samples.start : rows * samples.stop])
 
 
 def draw_mask(module: KeyedDropout, shape: Sequence[int], device: torch.device) -> Tensor:

@@ -43,14 +43,14 @@ class InitializeByName:
     def __call__(self, model: nn.Module, seed: int) -> None:
         """Set all parameters, and allocate those on `meta`; tied ones are set under their first name."""
         rule = self.make_rule(model)
-        made: dict[int, nn.Parameter] = {}
+        replacements: dict[int, nn.Parameter] = {}
         for name, p in list(model.named_parameters()):
             values = _make_rows(rule, seed, name, p, 0, len(p) if p.dim() else 1)
             if p.is_meta:
-                made[id(p)] = nn.Parameter(values, p.requires_grad)
+                replacements[id(p)] = nn.Parameter(values, p.requires_grad)
             else:
                 p.copy_(values)
-        replace_parameters(model, made)
+        replace_parameters(model, replacements)
 
     @torch.no_grad()
     def part(self, model: nn.Module, seed: int, name: str, part: SlotIndex) -> Tensor:
@@ -75,13 +75,13 @@ def _make_rows(rule: InitRule, seed: int, name: str, p: Tensor, start: int, stop
     if p.numel() <= _BLOCK_VALUES:
         whole = _make_block(rule, key(seed, "initialize", name), name, p, slice(None))
         return whole[start:stop] if p.dim() else whole
-    made = torch.empty(stop - start, *p.shape[1:], dtype=p.dtype)
+    rows = torch.empty(stop - start, *p.shape[1:], dtype=p.dtype)
     for block in range(start // height, -(-stop // height)):
         first, last = block * height, min((block + 1) * height, len(p))
         values = _make_block(rule, key(seed, "initialize", name, block), name, p, slice(first, last))
         a, b = max(start, first), min(stop, last)
-        made[a - start : b - start] = values[a - first : b - first]
-    return made
+        rows[a - start : b - start] = values[a - first : b - first]
+    return rows
 
 
 def _make_block(rule: InitRule, seed: int, name: str, p: Tensor, rows: slice) -> Tensor:
@@ -95,8 +95,8 @@ def _make_block(rule: InitRule, seed: int, name: str, p: Tensor, rows: slice) ->
     rule(name, values, generator)
     if bool(torch.isnan(values).any()):
         raise TaskError(
-            f"the initialisation rule does not set '{name}', and the model was built without memory",
-            next_step="set it in the rule, or build the model with memory",
+            f"the initialisation rule does not set '{name}', and the model was built on the meta device",
+            next_step="set it in the rule, or build the model on the CPU",
         )
     return values
 
@@ -121,12 +121,12 @@ def without_memory() -> Iterator[None]:
         hook.remove()
 
 
-def replace_parameters(model: nn.Module, made: dict[int, nn.Parameter]) -> None:
+def replace_parameters(model: nn.Module, replacements: dict[int, nn.Parameter]) -> None:
     """Replace parameters, by `id`, in all modules that use them."""
     for module in model.modules():
         for name, p in module._parameters.items():
-            if p is not None and id(p) in made:
-                module._parameters[name] = made[id(p)]
+            if p is not None and id(p) in replacements:
+                module._parameters[name] = replacements[id(p)]
 
 
 def fan_in_rule(name: str, values: Tensor, generator: torch.Generator) -> None:

@@ -54,7 +54,7 @@ def _require_right_kernels(optimizer: torch.optim.Optimizer) -> torch.optim.Opti
 
     Raises:
         TaskError: PyTorch's fused SGD on CPUs, over bfloat16 or float16: with momentum it ends 0.6
-            away after six steps, where 0.02 is rounding (PyTorch 2.13; tests/unit/optim/test_fit.py).
+            away after six steps, where 0.02 is rounding (PyTorch 2.13; tests/unit/optim/test_compatibility.py).
     """
     half = (torch.bfloat16, torch.float16)
     for group in optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else ():
@@ -87,8 +87,8 @@ _SHAPES = ((4, 6), (6, 2), (4,))
 
 def rebind_parameters(optimizer: torch.optim.Optimizer, sharded_model: ModelShard) -> None:
     """Make an optimizer of the whole model, which has no state yet, update this rank's parts only."""
-    parts: Mapping[str, nn.Parameter] = {slot.name: p for slot, p in sharded_model.updates.items()}
-    part_of = {p: parts.get(slot.name) for slot, p in sharded_model.computes.items()}
+    updated_by_name: Mapping[str, nn.Parameter] = {slot.name: p for slot, p in sharded_model.updates.items()}
+    part_of = {p: updated_by_name.get(slot.name) for slot, p in sharded_model.computes.items()}
     for group in optimizer.param_groups:
         params = [None if p.is_meta else part_of.get(p, p) for p in group["params"]]
         if "param_names" in group:

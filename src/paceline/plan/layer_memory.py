@@ -70,7 +70,7 @@ def layer_memories(
     held: Mapping[str, TensorPlacement],
     footprints: Sequence[MicroBatchFootprint],
     item_bytes: Mapping[str, int],
-    kept: float,
+    state_ratio: float,
 ) -> list[LayerMemory]:
     """Return the memory of the layers of a rank in ascending order, without those of which it has nothing.
 
@@ -79,7 +79,7 @@ def layer_memories(
         held: placement of each tensor on the rank, by name.
         footprints: footprints of the chunks of the rank.
         item_bytes: bytes of one value, by name.
-        kept: bytes of the optimizer's state per byte of a parameter.
+        state_ratio: bytes of the optimizer's state per byte of a parameter.
     """
     activations = dict.fromkeys([*names.values(), OUTSIDE_LAYERS], 0)
     for chunk in footprints:
@@ -92,7 +92,8 @@ def layer_memories(
         home = next((layer for layer in names.values() if name.startswith(f"{layer}.")), OUTSIDE_LAYERS)
         tensors[home].append(placement)
     rows = (
-        _layer_memory(layer, tensors[layer], size, item_bytes, kept) for layer, size in activations.items()
+        _layer_memory(layer, tensors[layer], size, item_bytes, state_ratio)
+        for layer, size in activations.items()
     )
     return [row for row in rows if row.total]
 

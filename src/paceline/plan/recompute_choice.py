@@ -149,10 +149,10 @@ def moments_by_stage(
         num_blocks: blocks of the model.
     """
     largest_by_stage: dict[int, dict[tuple[tuple[int, ...], tuple[int, bool] | None], int]] = {}
-    for (place, work, walks), (_, less, lean_walks) in zip(plain.walks(), lean.walks(), strict=True):
+    for (rank, work, walks), (_, less, lean_walks) in zip(plain.walks(), lean.walks(), strict=True):
         pairs = zip(work.footprints, less.footprints, strict=True)
         saved = [_saved_by_call(a, b, num_blocks) for a, b in pairs]
-        largest = largest_by_stage.setdefault(place.coordinates["pipeline"], {})
+        largest = largest_by_stage.setdefault(rank.coordinates["pipeline"], {})
         for recomputes, variant_walks in ((False, walks), (True, lean_walks)):
             for moment in (
                 _moment_bytes(instant, saved, num_blocks, recomputes)

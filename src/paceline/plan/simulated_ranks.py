@@ -217,7 +217,7 @@ def simulate_ranks(recipe: Recipe, task: Task, model: nn.Module, processes: int)
     sizes = [1, *(degrees[axis] for axis in AXES[1:])]
     for rank, inside in enumerate(product(*map(range, sizes))):
         coordinates = dict(zip(AXES, inside, strict=True))
-        stage, place = coordinates["pipeline"], coordinates["shard"]
+        stage, shard = coordinates["pipeline"], coordinates["shard"]
         if stage not in layout_by_stage:
             partitions = _partitions(simulated_context(recipe, processes, rank), task, model)
             placement = _placement_after(model, partitions)
@@ -232,7 +232,7 @@ def simulate_ranks(recipe: Recipe, task: Task, model: nn.Module, processes: int)
         placements = held_by_coordinates[key]
         if degrees["shard"] > 1:
             placements = {
-                name: replace(tensor_placement, place=place) for name, tensor_placement in placements.items()
+                name: replace(tensor_placement, place=shard) for name, tensor_placement in placements.items()
             }
         yield SimulatedRank(rank, coordinates, placements, stage_partition)
 
@@ -266,13 +266,13 @@ class FakeModel:
 
 
 def make_fake_model(
-    recipe: Recipe, task: Task, place: SimulatedRank, processes: int, fake: FakeTensorMode
+    recipe: Recipe, task: Task, rank: SimulatedRank, processes: int, fake: FakeTensorMode
 ) -> FakeModel:
     """Return the model of a rank, with its partitions applied, made of fake tensors of the mode `fake`."""
     model = copy_to_meta(task.model)
     if recipe.memory.recomputes:
         recompute_blocks(model, task.blocks, recipe.memory.recompute)
-    context = simulated_context(recipe, processes, place.global_rank)
+    context = simulated_context(recipe, processes, rank.global_rank)
     partitions = [
         partition
         for partition in _partitions(context, task, model)
@@ -286,7 +286,7 @@ def make_fake_model(
 
     with fake:
         sharded_model = shard_model(
-            model, _placement_after(model, partitions), place.coordinates, links=[model], make=make
+            model, _placement_after(model, partitions), rank.coordinates, links=[model], make=make
         )
         for module in model.modules():
             for name, value in module._buffers.items():

@@ -66,7 +66,7 @@ def best_fitting_cut(
         weights, sizes: as in `partition_evenly`.
         fits: returns for a cut which of its stages fit; depends only on the parts of a stage.
         chunks: parts of each stage; stage s of p has the parts s, s + p and so on.
-    Exactness: up to 12 modules as good as trying every cut, tests/unit/layout/test_stages.py. In a longer
+    Exactness: up to 12 modules as good as trying every cut, tests/unit/parallel/pipeline/test_stage_partition.py. In a longer
         chain parts that contain a part which does not fit are also excluded.
     Source: Murty 1968, An Algorithm for Ranking all the Assignments in Order of Increasing Cost (branching).
     """
@@ -112,9 +112,9 @@ class _CutSearch:
     def known(self, stage_parts: Sequence[Sequence[range]]) -> tuple[int, Sequence[range]] | None:
         """Return a stage of a cut that is known not to fit, with the parts that are too large."""
         matches = (
-            (stage, parts)
-            for stage, parts in self.too_large
-            if all(self._covers(place, other) for place, other in zip(stage_parts[stage], parts, strict=True))
+            (stage, spans)
+            for stage, spans in self.too_large
+            if all(self._covers(span, other) for span, other in zip(stage_parts[stage], spans, strict=True))
         )
         return next(matches, None)
 
@@ -127,14 +127,14 @@ class _CutSearch:
             self.wait([*limits, *wanted[:number], limit._replace(holds=False)])
 
 
-def _cut_cost(weights: Sequence[int], places: Sequence[range]) -> tuple[int, int]:
+def _cut_cost(weights: Sequence[int], spans: Sequence[range]) -> tuple[int, int]:
     """Return the key by which cuts are ordered: the heaviest part, then the sum of squares."""
-    sums = [sum(weights[i] for i in place) for place in places]
+    sums = [sum(weights[i] for i in span) for span in spans]
     return max(sums), sum(total**2 for total in sums)
 
 
-def _contains(place: range, other: range) -> bool:
-    return place.start <= other.start and other.stop <= place.stop
+def _contains(span: range, other: range) -> bool:
+    return span.start <= other.start and other.stop <= span.stop
 
 
 def cut_within_budget(
@@ -191,9 +191,9 @@ class _StageBudget:
     def __init__(self, recipe: Recipe, task: Task, processes: int, plans: list[MemoryPlan]) -> None:
         self._recipe, self._task, self._processes, self._tried = recipe, task, processes, plans
 
-    def peaks(self, places: Sequence[range]) -> list[int]:
+    def peaks(self, spans: Sequence[range]) -> list[int]:
         """Return the peak of each stage in the steps, without the building of the model."""
-        stages = ",".join(str(len(place)) for place in places)
+        stages = ",".join(str(len(span)) for span in spans)
         recipe = self._recipe.replace(strategy=self._recipe.strategy.replace(stages=stages))
         plan = plan_memory(recipe, self._task, self._processes)
         self._tried.append(plan)

@@ -75,17 +75,17 @@ def model_state_bytes(num_values: int) -> dict[str, int]:
     return {"fp16 weights": 2 * num_values, "Adam": (2 + 2 + 3 * FP32_BYTES) * num_values}
 
 
-def gathered_bytes(blocks: Sequence[int], rest: int, shard: int) -> int:
+def gathered_bytes(blocks: Sequence[int], unblocked_bytes: int, shard: int) -> int:
     """Return the bytes of whole parameters under ZeRO 3, whose blocks are gathered on use.
 
     Two blocks exist at a time, the present and the previous one, each with the memory that Gloo frees late.
 
     Args:
         blocks: bytes of each block.
-        rest: bytes of parameters in no block, which are gathered once for the whole run.
+        unblocked_bytes: bytes of parameters in no block, which are gathered once for the whole run.
         shard: number of ranks that gather.
     """
-    return int(rest + (2 + 2 * gloo_copies(shard)) * max(blocks, default=0))
+    return int(unblocked_bytes + (2 + 2 * gloo_copies(shard)) * max(blocks, default=0))
 
 
 def gloo_copies(shard: int) -> float:

@@ -272,12 +272,12 @@ def _syntax_error(message: str, text: str, name: str) -> RecipeError:
 def _locator(name: str, text: str, changed: Mapping[KeyPath, str]) -> KeyLocator:
     """Return a locator: the override that set a key, else its line, else the line of its table."""
     lines = {path: f"{name}, line {line}" for path, line in locate_keys(text).items()}
-    inside = {path[:depth]: place for path, place in changed.items() for depth in range(1, len(path))}
+    inside = {path[:depth]: source for path, source in changed.items() for depth in range(1, len(path))}
 
     def locate(paths: Sequence[KeyPath]) -> str:
-        overrides = [place for path in paths for place in _enclosing_places(path, changed)]
+        overrides = [source for path in paths for source in _enclosing_places(path, changed)]
         exact = [lines[path] for path in paths if path in lines]
-        tables = [place for path in paths for place in _enclosing_places(path, {**inside, **lines})]
+        tables = [source for path in paths for source in _enclosing_places(path, {**inside, **lines})]
         return next(iter((*overrides, *exact, *tables)), name)
 
     return locate

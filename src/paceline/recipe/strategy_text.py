@@ -8,7 +8,7 @@ when measurements have chosen one of the listed rules. Once the event has happen
 the text is rewritten with it (`resolve_phases`), so a resumed run switches at the same step.
 
 This module and `recipe.registry` are the only ones that split the text of words or compare their names
-(tests/unit/recipe/test_words_are_compared_in_the_registry.py). The check functions are pydantic validators:
+(tests/unit/recipe/registry/test_words_are_compared_in_the_registry.py). The check functions are pydantic validators:
 they return the text, or raise a `PydanticCustomError` that names the nearest valid spelling. Pure.
 """
 
@@ -227,32 +227,32 @@ def resolve_phases(text: str, step: int, chosen: str = "") -> str:
     return text.replace(f"@{UNTIL_STRAGGLER}", f"@{step}")
 
 
-def append_return(asked: str, resolved: str, step: int) -> str:
+def append_return(configured: str, resolved: str, step: int) -> str:
     """Return the phases of a run whose slow rank has recovered: it goes back, until the next rank is slow.
 
     Args:
-        asked: the phases of the recipe.
+        configured: the phases of the recipe.
         resolved: the phases of the run so far.
         step: the step from which the run goes back.
     """
-    return f"{resolved}@{step},{','.join(asked.split(',')[-2:])}"
+    return f"{resolved}@{step},{','.join(configured.split(',')[-2:])}"
 
 
-def count_returns(asked: str, resolved: str) -> int:
+def count_returns(configured: str, resolved: str) -> int:
     """Return how often a run has gone back to its first rule."""
-    return (len(phases_of(resolved)) - len(phases_of(asked))) // 2
+    return (len(phases_of(resolved)) - len(phases_of(configured))) // 2
 
 
-def is_resolved_from(asked: str, resolved: str) -> bool:
+def is_resolved_from(configured: str, resolved: str) -> bool:
     """Return whether phases are those of a recipe, with events replaced by the steps at which they
     happened.
     """
-    wanted, known = phases_of(asked), phases_of(resolved)
-    if (choices := choices_of(asked)) and resolved != asked:
+    wanted, known = phases_of(configured), phases_of(resolved)
+    if (choices := choices_of(configured)) and resolved != configured:
         rules = [phase.rule for phase in known]
         return rules[0] == choices[0] and len(rules) <= 2 and rules[-1] in choices
     if wanted[-2:-1] and wanted[-2].until == UNTIL_STRAGGLER:  # the last two may have been repeated
-        wanted = (*wanted, *wanted[-2:] * count_returns(asked, resolved))
+        wanted = (*wanted, *wanted[-2:] * count_returns(configured, resolved))
     return len(wanted) == len(known) and all(
         phase.rule == other.rule and (phase.until == other.until or not isinstance(phase.until, int))
         for phase, other in zip(wanted, known, strict=True)

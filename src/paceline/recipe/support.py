@@ -76,8 +76,8 @@ def nearest_supported(
                 changed = filled.replace(**dict(zip(fields, values, strict=True)))
                 candidate = _refill_replicas(changed, processes)
                 if is_supported(candidate):
-                    lost = _LOST_STAGES_COST if has_schedule and candidate.pipeline == 1 else 0
-                    candidates.append((cost + lost, len(candidates), candidate))
+                    lost_stages_cost = _LOST_STAGES_COST if has_schedule and candidate.pipeline == 1 else 0
+                    candidates.append((cost + lost_stages_cost, len(candidates), candidate))
         if candidates:
             return min(candidates)[2]  # of equal costs the first
     return Strategy(replicas=min(processes, shards))
@@ -284,8 +284,8 @@ _RULES = (
     _word_not_built(ChannelSpec, lambda s: s.channel_spec, "what carries messages"),
     _word_not_built(ScheduleSpec, lambda s: s.schedule_spec, "the order of a stage's micro-batches"),
     *_COMBINATIONS,
-    _RefusalRule(lambda strategy, there: num_ranks(strategy) != there.processes, _explain_ranks),
-    _RefusalRule(lambda strategy, there: num_sharers(strategy) > there.shards, _explain_shards),
+    _RefusalRule(lambda strategy, resources: num_ranks(strategy) != resources.processes, _explain_ranks),
+    _RefusalRule(lambda strategy, resources: num_sharers(strategy) > resources.shards, _explain_shards),
 )
 
 
@@ -317,8 +317,8 @@ def _reasons(filled: Strategy, resources: _Resources) -> Iterator[str]:
     phases, codecs = phases_of(filled.sync), filled.codec_alternatives
     with_codec = codecs if len(codecs) > 1 else []
     with_rule = [filled.with_sync(phase.rule) for phase in phases] if len(phases) > 1 else []
-    for part in (*with_codec, *with_rule):
-        yield from _reasons(part, resources)
+    for alternative in (*with_codec, *with_rule):
+        yield from _reasons(alternative, resources)
 
 
 def resolve_strategy(

@@ -112,13 +112,13 @@ def _render_one(run: RecordedRun, at: Path | None) -> list[Html]:
 
 
 def _subtitle(run: RecordedRun, facts: RunFacts) -> str:
-    parts = [str(run.recipe.get("task", "")), facts.strategy]
+    facts_shown = [str(run.recipe.get("task", "")), facts.strategy]
     if run.start:
-        parts.append(f"{run.ranks} process{'es' if run.ranks != 1 else ''} on {run.start['devices']}")
-        parts.append(f"{run.start['parameters']:,} parameters")
+        facts_shown.append(f"{run.ranks} process{'es' if run.ranks != 1 else ''} on {run.start['devices']}")
+        facts_shown.append(f"{run.start['parameters']:,} parameters")
     if facts.started is not None:
-        parts.append(f"{datetime.fromtimestamp(facts.started, UTC):%Y-%m-%d %H:%M} UTC")
-    return " · ".join(part for part in parts if part)
+        facts_shown.append(f"{datetime.fromtimestamp(facts.started, UTC):%Y-%m-%d %H:%M} UTC")
+    return " · ".join(fact for fact in facts_shown if fact)
 
 
 def _footer_text(run: RecordedRun) -> str:
@@ -299,7 +299,7 @@ def render_comparison_page(
     """
     colors = {name: CURVE_COLORS[i % len(CURVE_COLORS)] for i, name in enumerate(groups)}
     header = tag("header", tag("h1", title), tag("div", about, class_="sub"))
-    sections = [part for content in tables for part in _render_table(content, colors)]
+    sections = [section for content in tables for section in _render_table(content, colors)]
     curves = tag("h2", "Held-out curves of every run, over steps, time, samples or bytes")
     return render_document(title, [header, *sections, curves, _render_eval_charts(groups, colors)], wide=True)
 

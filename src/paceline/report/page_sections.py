@@ -73,12 +73,14 @@ def _render_tile(value: str, small: str, name: str) -> Html:
 
 def render_summaries(runs: Sequence[RecordedRun]) -> Html:
     """Return the summary of each run, under its name if there are several."""
-    parts: list[Html] = []
+    paragraphs: list[Html] = []
     for i, run in enumerate(runs):
         if len(runs) > 1:
-            parts.append(tag("h3", run.name, style=f"--tone: var(--{CURVE_COLORS[i % len(CURVE_COLORS)]})"))
-        parts += [tag("p", line) for line in summarize_run(run)]
-    return tag("section", parts, class_="card words")
+            paragraphs.append(
+                tag("h3", run.name, style=f"--tone: var(--{CURVE_COLORS[i % len(CURVE_COLORS)]})")
+            )
+        paragraphs += [tag("p", line) for line in summarize_run(run)]
+    return tag("section", paragraphs, class_="card words")
 
 
 # -- curves ------------------------------------------------------------------------------------------------
@@ -113,8 +115,8 @@ def progress_table(run: RecordedRun) -> dict[str, list[float]]:
         samples += to_float(step["num_samples"])
         totals.append((_steps_taken(step), seconds, samples))
     stride = max(1, len(totals) // _MAX_POINTS)
-    kept = [*totals[:-1:stride], totals[-1]]
-    columns = {name: [row[i] for row in kept] for i, name in enumerate(("step", "seconds", "samples"))}
+    sampled = [*totals[:-1:stride], totals[-1]]
+    columns = {name: [row[i] for row in sampled] for i, name in enumerate(("step", "seconds", "samples"))}
     sent_bytes = cumulative_sent_bytes(run)
     return columns | {"bytes": [sent_bytes(step) for step in columns["step"]]}
 
@@ -206,7 +208,7 @@ def render_rank_times(runs: Sequence[RecordedRun]) -> Html:
     ranks = [(run, rank) for run in runs for rank in rank_times(run)]
     if not ranks:
         return Html("")
-    keys = [tag("span", tag("i", style=f"background: var(--{part})"), part) for part in TIME_PARTS]
+    keys = [tag("span", tag("i", style=f"background: var(--{phase})"), phase) for phase in TIME_PARTS]
     bars = [_render_bar(_rank_name(runs, run, rank), rank) for run, rank in ranks]
     rows = [[_rank_name(runs, run, rank), *_resource_cells(rank)] for run, rank in ranks]
     head = ["", "mean step", "slowest step", "hidden communication", "cores busy", "peak memory"]
@@ -238,19 +240,19 @@ def _rank_name(runs: Sequence[RecordedRun], run: RecordedRun, rank: RankTimes) -
 
 
 def _render_bar(name: str, rank: RankTimes) -> Html:
-    parts = [_render_bar_part(rank, part) for part in TIME_PARTS if rank.share(part) >= 0.0005]
-    return tag("div", tag("span", name), tag("div", parts), class_="bar")
+    segments = [_render_bar_part(rank, phase) for phase in TIME_PARTS if rank.share(phase) >= 0.0005]
+    return tag("div", tag("span", name), tag("div", segments), class_="bar")
 
 
-def _render_bar_part(rank: RankTimes, part: str) -> Html:
-    share = rank.share(part)
-    seconds = format_duration(rank.parts[part] / rank.rounds)
+def _render_bar_part(rank: RankTimes, phase: str) -> Html:
+    share = rank.share(phase)
+    seconds = format_duration(rank.parts[phase] / rank.rounds)
     return tag(
         "b",
         f"{100 * share:.0f}%" if share >= 0.05 else "",
-        class_="light" if part in _LIGHT_PARTS else None,
-        style=f"width: {100 * share:.3f}%; background: var(--{part})",
-        data_tip=f"{part}: {100 * share:.1f} % · {seconds} per round",
+        class_="light" if phase in _LIGHT_PARTS else None,
+        style=f"width: {100 * share:.3f}%; background: var(--{phase})",
+        data_tip=f"{phase}: {100 * share:.1f} % · {seconds} per round",
     )
 
 

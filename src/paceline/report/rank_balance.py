@@ -50,9 +50,9 @@ class RankTimes:
     peak_bytes: float
     slowest_seconds: float
 
-    def share(self, part: str) -> float:
+    def share(self, phase: str) -> float:
         """Return the fraction of the time that a part took, 0 to 1."""
-        return self.parts[part] / self.seconds if self.seconds > 0 else 0.0
+        return self.parts[phase] / self.seconds if self.seconds > 0 else 0.0
 
     @property
     def communication(self) -> float:
@@ -83,7 +83,7 @@ def _rank_times_of(rank: int, records: Iterable[Mapping[str, Any]]) -> RankTimes
         name: sum(r["phases"][name] for r in records) for name in PHASES
     }  # a newer version may add phases
     waiting = min(_sum_field(records, "waiting_seconds"), phases["communication"])
-    parts = {
+    seconds_by_phase = {
         "data": phases["data"],
         "forward": phases["forward"],
         "backward": phases["backward"],
@@ -95,7 +95,7 @@ def _rank_times_of(rank: int, records: Iterable[Mapping[str, Any]]) -> RankTimes
         rank=rank,
         rounds=int(_sum_field(records, "rounds")),
         seconds=seconds,
-        parts={**parts, "other": max(0.0, seconds - sum(parts.values()))},
+        parts={**seconds_by_phase, "other": max(0.0, seconds - sum(seconds_by_phase.values()))},
         hidden_seconds=_sum_field(records, "hidden_seconds"),
         cpu_seconds=_sum_field(records, "cpu_seconds"),
         peak_bytes=max(r["peak_bytes"] for r in records),
@@ -178,7 +178,7 @@ def rank_loads(run: RecordedRun) -> list[RankLoad]:
         RankLoad(
             time.rank,
             coordinates.get(time.rank, {}),
-            sum(time.parts[part] for part in _COMPUTE_PARTS) / time.rounds,
+            sum(time.parts[phase] for phase in _COMPUTE_PARTS) / time.rounds,
             time.parts["transfer"] / time.rounds,
             time.parts["waiting"] / time.rounds,
             sent_bytes.get(time.rank, 0.0),

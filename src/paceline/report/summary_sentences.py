@@ -97,10 +97,10 @@ def _describe_time(ranks: list[RankTimes]) -> Iterator[str]:
     total_seconds = sum(rank.seconds for rank in ranks)
     if total_seconds <= 0:
         return
-    shares = {part: sum(rank.parts[part] for rank in ranks) / total_seconds for part in ranks[0].parts}
+    shares = {phase: sum(rank.parts[phase] for rank in ranks) / total_seconds for phase in ranks[0].parts}
     exposed = shares.pop("transfer") + shares.pop("waiting")
     shares["communication"] = exposed
-    largest = max(shares, key=lambda part: shares[part])
+    largest = max(shares, key=lambda phase: shares[phase])
     yield f"Most of the time of a step went to {largest} ({format_percent(shares[largest])})."
     hidden_seconds = sum(rank.hidden_seconds for rank in ranks)
     if len(ranks) > 1 and hidden_seconds > 0:

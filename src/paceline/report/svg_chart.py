@@ -90,12 +90,12 @@ def downsample(points: Sequence[ChartPoint]) -> list[ChartPoint]:
     size = math.ceil(len(points) / _MAX_BUCKETS)
     if size <= 1:
         return list(points)
-    kept: list[ChartPoint] = []
+    extremes: list[ChartPoint] = []
     for start in range(0, len(points), size):
         bucket = [p for p in points[start : start + size] if math.isfinite(p[1])]
         ends = {min(bucket, key=lambda p: p[1]), max(bucket, key=lambda p: p[1])} if bucket else set()
-        kept += sorted(ends) or [points[start]]
-    return kept
+        extremes += sorted(ends) or [points[start]]
+    return extremes
 
 
 def running_mean(points: Sequence[ChartPoint]) -> list[ChartPoint]:
@@ -198,7 +198,8 @@ def _render_curve(curve: ChartCurve, across: AxisScale, up: AxisScale) -> list[H
     style = f"--color: var(--{curve.color})"
     faint = "line faint" if curve.style == "noisy" else "line"
     paths = [
-        _render_path(scale(part), faint, style=style) for part in finite_segments(downsample(curve.points))
+        _render_path(scale(segment), faint, style=style)
+        for segment in finite_segments(downsample(curve.points))
     ]
     if curve.style == "noisy":
         paths.append(_render_path(scale(running_mean(curve.points)), "line", style=style))

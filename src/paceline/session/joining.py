@@ -45,14 +45,14 @@ def choose_device(name: str, local_rank: int, num_processes: int) -> torch.devic
     return torch.device("cuda", local_rank)
 
 
-def idle_gpu_warning(asked: str, device: torch.device, num_processes: int) -> Iterator[str]:
+def idle_gpu_warning(configured: str, device: torch.device, num_processes: int) -> Iterator[str]:
     """Yield a warning if this host has GPUs that the job could use and does not.
 
     Args:
-        asked: `runtime.device`.
+        configured: `runtime.device`.
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if asked == "auto" and device.type == "cpu" and count:
+    if configured == "auto" and device.type == "cpu" and count:
         yield (
             f"warning: this host has {count} NVIDIA GPUs for {num_processes} processes, so all of them use"
             f" the CPU. Start at most {count} processes to use the GPUs."

@@ -96,10 +96,10 @@ def require_renewable(session: Session) -> None:
         f"codec={strategy.codec}": strategy.is_coded,
         "batch.sync_batchnorm": session.recipe.batch.sync_batchnorm,
     }
-    found = [reason for reason, holds in reasons.items() if holds]
-    if found:
+    conflicts = [reason for reason, holds in reasons.items() if holds]
+    if conflicts:
         raise StrategyError(
-            f"members cannot change in a running process with {', '.join(found)}:"
+            f"members cannot change in a running process with {', '.join(conflicts)}:"
             " no remaining rank has the whole state",
             next_step="resume from a checkpoint, or use replicas with sync=every-step and codec=fp32",
         )

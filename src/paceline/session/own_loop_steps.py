@@ -48,9 +48,9 @@ def keep_gradients_of(computes: Mapping[TensorSlot, nn.Parameter], part: str) ->
     if not inside:
         names = sorted({slot.name.partition(".")[0] for slot in computes})
         raise TaskError(f"the model has no trained submodule '{part}'; it has {', '.join(names)}")
-    kept = {id(p) for p in inside}
+    updated_ids = {id(p) for p in inside}
     for p in computes.values():
-        if id(p) not in kept:
+        if id(p) not in updated_ids:
             p.grad = None
 
 

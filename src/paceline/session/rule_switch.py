@@ -71,10 +71,10 @@ class RuleSwitches:
         depends_on_events: a phase ends with an event and not at a step of the recipe.
     """
 
-    def __init__(self, asked: str, note: EventCallback) -> None:
-        self._asked, self._note = asked, note
-        self.depends_on_events = any(isinstance(phase.until, str) for phase in phases_of(asked))
-        self._resolved = asked
+    def __init__(self, configured: str, note: EventCallback) -> None:
+        self._configured, self._note = configured, note
+        self.depends_on_events = any(isinstance(phase.until, str) for phase in phases_of(configured))
+        self._resolved = configured
         self._slow_rank: int | None = None  # the rank that was named, until it has recovered
         self._cause = ""
         self._recent: deque[RoundTotals] = deque(maxlen=_STEPS_AFTER)
@@ -94,7 +94,7 @@ class RuleSwitches:
         """The slow rank whose recovery ends the present phase; None if no rank was named."""
         if self._slow_rank is None:
             return None
-        return AwaitedRank(self._slow_rank, self._cause, count_returns(self._asked, self._resolved))
+        return AwaitedRank(self._slow_rank, self._cause, count_returns(self._configured, self._resolved))
 
     def record_round(self, stats: StepStats, num_steps: int, events: Mapping[str, Mapping[str, Any]]) -> bool:
         """Record a completed round; return whether another rule begins after it.
@@ -112,7 +112,7 @@ class RuleSwitches:
             self._resolved = resolve_phases(self._resolved, stats.step + 1, chosen)
             self._slow_rank, self._cause = event.get("rank"), str(event.get("cause", ""))
         elif until is None and RECOVERED in events:
-            self._resolved = append_return(self._asked, self._resolved, stats.step + 1)
+            self._resolved = append_return(self._configured, self._resolved, stats.step + 1)
             self._slow_rank = None
         if self.phase(stats.step + 1).rule == rule:
             return False
@@ -125,8 +125,8 @@ class RuleSwitches:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with saved phases; start anew if the recipe now asks for other phases."""
-        saved = str(state.get("sync", self._asked))
-        resolved = saved if is_resolved_from(self._asked, saved) else self._asked
+        saved = str(state.get("sync", self._configured))
+        resolved = saved if is_resolved_from(self._configured, saved) else self._configured
         self._slow_rank = state.get("slow") if resolved == saved else None
         self._cause = str(state.get("cause", ""))
         if resolved != self._resolved:

@@ -247,9 +247,9 @@ class Session:
     @property
     def full_strategy(self) -> Strategy:
         """The strategy with all rules of the run, and its replicas filled in."""
-        present, asked = self.strategy, self.recipe.strategy
-        replicas = (present.replicas or 1) + present.servers - asked.servers
-        return present.replace(sync=asked.sync, servers=asked.servers, replicas=replicas)
+        present, configured = self.strategy, self.recipe.strategy
+        replicas = (present.replicas or 1) + present.servers - configured.servers
+        return present.replace(sync=configured.sync, servers=configured.servers, replicas=replicas)
 
     @property
     def cluster(self) -> Cluster:

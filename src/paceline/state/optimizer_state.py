@@ -127,15 +127,17 @@ def flatten_entries(
     return tensors, values
 
 
-def rebuild_entries(names: Mapping[str, Any], place: Callable[[Any], Any]) -> dict[str, Any]:
+def rebuild_entries(names: Mapping[str, Any], copy_to_device: Callable[[Any], Any]) -> dict[str, Any]:
     """Return the entries from which `flatten_entries` made these tensors and values.
 
     Args:
         names: tensors and JSON values by name.
-        place: copies a tensor to where the optimizer holds it.
+        copy_to_device: copies a tensor to where the optimizer holds it.
     """
     return {
-        _unquoted(name): _rebuild(value, names, place) if isinstance(value, Mapping) else place(value)
+        _unquoted(name): _rebuild(value, names, copy_to_device)
+        if isinstance(value, Mapping)
+        else copy_to_device(value)
         for name, value in names.items()
         if not is_nested_name(name)
     }
@@ -177,18 +179,18 @@ def _describe_container(value: Any, key: str, tensors: NamedTensors) -> dict[str
     raise UnsavableEntryError(_unquoted(key), f"as {type(value).__name__}")
 
 
-def _rebuild(shape: ContainerSpec, names: Mapping[str, Any], place: Callable[[Any], Any]) -> Any:
+def _rebuild(shape: ContainerSpec, names: Mapping[str, Any], copy_to_device: Callable[[Any], Any]) -> Any:
     if "tensor" in shape:
-        return place(names[shape["tensor"]])
+        return copy_to_device(names[shape["tensor"]])
     if "is" in shape:
         return shape["is"]
     for word, kind in _ROWS.items():
         if word in shape:
-            return kind(_rebuild(item, names, place) for item in shape[word])
+            return kind(_rebuild(item, names, copy_to_device) for item in shape[word])
     if "deque" in shape:
         longest, rows = shape["deque"]
-        return deque((_rebuild(item, names, place) for item in rows), longest)
-    return {k: _rebuild(item, names, place) for k, item in shape["table"]}
+        return deque((_rebuild(item, names, copy_to_device) for item in rows), longest)
+    return {k: _rebuild(item, names, copy_to_device) for k, item in shape["table"]}
 
 
 def _is_plain(value: Any) -> bool:
@@ -312,8 +314,8 @@ class OptimizerState:
         pieces = []
         for slot, tensors, _ in self._entries():
             for key, value in tensors.items():
-                place = whole_moment if is_nested_name(key) or not slot.name else moment_slot
-                pieces.append(TensorPiece(place(f"optimizer/{slot.name}/{key}", value, slot), value))
+                make_slot = whole_moment if is_nested_name(key) or not slot.name else moment_slot
+                pieces.append(TensorPiece(make_slot(f"optimizer/{slot.name}/{key}", value, slot), value))
         return pieces
 
     def values(self) -> dict[str, Any]:
@@ -383,11 +385,11 @@ class OptimizerState:
             if isinstance(value, torch.optim.Optimizer) and value.state is not self._optimizer.state
         ]
         if extra_keys or inner:
-            place = (
+            unsaved = (
                 f"{min(extra_keys)!r} in its state_dict()" if extra_keys else f"an optimizer in '{inner[0]}'"
             )
             raise CheckpointError(
-                f"{self._kind} keeps {place}, but only its state and its param groups are saved",
+                f"{self._kind} keeps {unsaved}, but only its state and its param groups are saved",
                 next_step=_OTHER,
             )
 
@@ -438,8 +440,8 @@ class OptimizerState:
         for group in self._optimizer.param_groups:
             for p in group["params"]:
                 if slots[p].name in by_name:
-                    place = partial(place_with_parameter, p=p, group=group)
-                    self._optimizer.state[p] = rebuild_entries(by_name.pop(slots[p].name), place)
+                    copy_to_device = partial(place_with_parameter, p=p, group=group)
+                    self._optimizer.state[p] = rebuild_entries(by_name.pop(slots[p].name), copy_to_device)
         shared: dict[Any, Any] = rebuild_entries(by_name.get("", {}), _clone_tensor)
         self._optimizer.state.update(shared)
 

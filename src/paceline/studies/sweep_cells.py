@@ -76,7 +76,7 @@ def parse_axis(text: str) -> SweepAxis:
         RecipeError: there is no value, or the same value twice.
     """
     word, _, values_text = text.partition("=")
-    values = tuple(part.strip() for part in re.findall(r"(?:\[[^]]*\]|\"[^\"]*\"|[^,])+", values_text))
+    values = tuple(value.strip() for value in re.findall(r"(?:\[[^]]*\]|\"[^\"]*\"|[^,])+", values_text))
     if not word.strip() or not values or not all(values) or len(set(values)) < len(values):
         raise RecipeError(
             f"expected WORD=VALUE,VALUE,... with different values, found {text!r}",

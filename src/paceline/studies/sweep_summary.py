@@ -119,7 +119,7 @@ def evaluation_points(run: RecordedRun) -> list[EvaluationPoint]:
     points = []
     for record in run.evaluations:
         step = int(record["step"])
-        samples = sum(int(taken["num_samples"]) for taken in run.steps if int(taken["step"]) < step)
+        samples = sum(int(row["num_samples"]) for row in run.steps if int(row["step"]) < step)
         values = {"loss": record["loss"], **record["metrics"]}
         points.append(
             EvaluationPoint(step, samples, {name: to_float(value) for name, value in values.items()})

@@ -169,10 +169,10 @@ class BadValueLocator:
         bad: list[tuple[str, int, int]] = []
         grads = {slot: p.grad for slot, p in self.runner.sharded_model.computes.items()}
         # Sums are looked at only if no gradient of this rank is left: they name a tensor, but no rank.
-        own = any(grad is not None for grad in grads.values())
-        if self.runner.norms and not own:
+        has_own_grads = any(grad is not None for grad in grads.values())
+        if self.runner.norms and not has_own_grads:
             return self._by_norms(rank, loss)
-        for slot, grad in (grads if own else sums.tensors).items():
+        for slot, grad in (grads if has_own_grads else sums.tensors).items():
             if grad is None:
                 continue
             num_bad = grad.numel() - int(torch.isfinite(grad).sum())
@@ -180,8 +180,10 @@ class BadValueLocator:
             norms[slot.name] = float(torch.linalg.vector_norm(grad))
         if bad:
             # Backward reaches the last tensor of the model first, so the trouble most likely began there.
-            return RankEvidence(rank, loss, *bad[-1], num_tensors=len(bad), own=own)
-        return RankEvidence(rank, loss, max(norms, key=lambda name: norms[name], default=""), own=own)
+            return RankEvidence(rank, loss, *bad[-1], num_tensors=len(bad), own=has_own_grads)
+        return RankEvidence(
+            rank, loss, max(norms, key=lambda name: norms[name], default=""), own=has_own_grads
+        )
 
     def _by_norms(self, rank: int, loss: float | None) -> RankEvidence:
         """Return the evidence from norms of gradients that were released."""

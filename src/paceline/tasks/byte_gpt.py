@@ -63,10 +63,10 @@ def trigram_probabilities(train: ByteArray, held_out: ByteArray) -> FloatArray:
 
     Source: Witten & Bell 1991, The zero-frequency problem, IEEE Trans. Inf. Theory 37(4), method C.
     """
-    one = _unigram(train)[held_out]
-    two = _interpolate(_grams(train, 2), _grams(held_out, 2), one[1:])
-    three = _interpolate(_grams(train, 3), _grams(held_out, 3), two[1:])
-    return np.concatenate((one[:1], two[:1], three))
+    unigram = _unigram(train)[held_out]
+    bigram = _interpolate(_grams(train, 2), _grams(held_out, 2), unigram[1:])
+    trigram = _interpolate(_grams(train, 3), _grams(held_out, 3), bigram[1:])
+    return np.concatenate((unigram[:1], bigram[:1], trigram))
 
 
 def _unigram(train: ByteArray) -> FloatArray:
@@ -81,8 +81,8 @@ def _interpolate(train_grams: NDArray[np.int32], grams: NDArray[np.int32], lower
     num_contexts = int(max(train_grams.max(), grams.max(initial=0))) // _NUM_BYTES + 1
     context_counts = np.bincount(seen // _NUM_BYTES, weights=counts, minlength=num_contexts)
     context_types = np.bincount(seen // _NUM_BYTES, minlength=num_contexts)
-    place = np.searchsorted(seen, grams).clip(max=len(seen) - 1)
-    own_counts = np.where(seen[place] == grams, counts[place], 0)
+    positions = np.searchsorted(seen, grams).clip(max=len(seen) - 1)
+    own_counts = np.where(seen[positions] == grams, counts[positions], 0)
     context = grams // _NUM_BYTES
     types = np.maximum(context_types[context], 1)  # a context never seen: all weight on the lower order
     return (own_counts + types * lower) / (context_counts[context] + types)
@@ -181,8 +181,8 @@ def next_token_loss(model: nn.Module, batch: Tensor | TokenPair) -> Loss:
 
 def next_tokens(model: nn.Module, tokens_BT: Tensor) -> Tensor:
     """Return the likeliest next token at each position of windows [B, context + 1], int64 [B, context]."""
-    found: Tensor = model(inputs_and_targets(tokens_BT)[0]).argmax(-1)
-    return found
+    predictions: Tensor = model(inputs_and_targets(tokens_BT)[0]).argmax(-1)
+    return predictions
 
 
 def inputs_and_targets(tokens_BT: Tensor) -> TokenPair:
@@ -240,10 +240,10 @@ def _build_report(
         fit_tokens = _FIT_BYTES if isinstance(tokenizer, ByteTokenizer) else _FIT_TOKENS
         fitted = text_bytes(train.tokens[:fit_tokens], tokenizer)
         baselines = measure_baselines(fitted, scored)
-        own = bits_per_byte(evaluation["loss"], num_tokens, len(scored))
+        model_bits = bits_per_byte(evaluation["loss"], num_tokens, len(scored))
         lines = [
             f"held-out text: {len(scored):,} bytes ({split})",
-            f"bits per byte: model {own:.3f} | unigram {baselines.unigram:.3f} | "
+            f"bits per byte: model {model_bits:.3f} | unigram {baselines.unigram:.3f} | "
             f"trigram {baselines.trigram:.3f} | lzma {baselines.lzma:.3f}",
         ]
         if chosen.sample_tokens:

@@ -92,19 +92,19 @@ def read_digits() -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.bo
         ) from error
     pixels, classes = load_images(return_X_y=True)
     held_out = [key("digits", "held out", i) % _HELD_OUT_ONE_IN == 0 for i in range(len(pixels))]
-    found = (pixels.astype(np.float32) / 16, classes.astype(np.int64), np.array(held_out))
-    for array in found:
+    arrays = (pixels.astype(np.float32) / 16, classes.astype(np.int64), np.array(held_out))
+    for array in arrays:
         array.setflags(write=False)
-    return found
+    return arrays
 
 
 def add_shifts(data: TensorDataset) -> TensorDataset:
     """Add to N images their copies moved by one pixel in four directions: 5 N samples."""
     images, targets = data.tensors
     padded = F.pad(images.view(-1, _SIDE, _SIDE), (1, 1, 1, 1))
-    places = ((1, 1), (0, 1), (2, 1), (1, 0), (1, 2))
-    moved = [padded[:, row : row + _SIDE, column : column + _SIDE].flatten(1) for row, column in places]
-    return TensorDataset(torch.cat(moved), targets.repeat(len(places)))
+    offsets = ((1, 1), (0, 1), (2, 1), (1, 0), (1, 2))
+    shifted = [padded[:, row : row + _SIDE, column : column + _SIDE].flatten(1) for row, column in offsets]
+    return TensorDataset(torch.cat(shifted), targets.repeat(len(offsets)))
 
 
 def cross_entropy(model: nn.Module, batch: Sequence[Tensor]) -> Loss:
@@ -117,8 +117,8 @@ def cross_entropy(model: nn.Module, batch: Sequence[Tensor]) -> Loss:
 
 def classify(model: nn.Module, batch: Any) -> Tensor:
     """Return the class of each image of a batch (images, classes), or of images alone, int64 [N]."""
-    found: Tensor = model(batch if isinstance(batch, Tensor) else batch[0])
-    return found.argmax(1)
+    logits: Tensor = model(batch if isinstance(batch, Tensor) else batch[0])
+    return logits.argmax(1)
 
 
 def _chain(model: nn.Module) -> list[nn.Module]:

@@ -67,5 +67,5 @@ def auc(sums: Mapping[str, float]) -> dict[str, float]:
     return {"auc": _share(wins, sum(ups) * sum(downs))}
 
 
-def _share(part: float, whole: float) -> float:
-    return part / whole if whole else math.nan
+def _share(count: float, whole: float) -> float:
+    return count / whole if whole else math.nan

@@ -71,8 +71,8 @@ def run_build(
     arguments = fit_arguments(build, spec, options, run_values)
     with seeded_generators(key(seed, "build"), np.random.MT19937()):
         torch.manual_seed(key(seed, "build"))  # also seeds the generators of other devices
-        made = build(**arguments)
-    return check_task(made, spec)
+        built = build(**arguments)
+    return check_task(built, spec)
 
 
 def load_samples(
@@ -88,30 +88,30 @@ def load_samples(
     run_values = {"seed": seed, "base_dir": folder, "cache_dir": Path(cache_dir)}
     arguments = fit_arguments(build, spec, options, run_values)
     with seeded_generators(key(seed, "samples"), np.random.MT19937()):
-        made = build(**arguments)
-    for name, source in held_out_sets(made).items():
+        samples = build(**arguments)
+    for name, source in held_out_sets(samples).items():
         require_samples(f"{spec} {name}".strip(), source)
-    return made
+    return samples
 
 
 def find_build(spec: str, base_dir: Path, makes: str = "Task") -> BuildFunction:
     """Import the function that a spec names; `base_dir` is absolute."""
-    place, colon, function = SHIPPED.get(spec, spec).rpartition(":")
-    if not (colon and place and function):
+    source, colon, function = SHIPPED.get(spec, spec).rpartition(":")
+    if not (colon and source and function):
         raise TaskError(
             f"there is no task {spec!r}{_did_you_mean(spec, SHIPPED)}",
             where="task",
             next_step=f"choose one of {', '.join(SHIPPED)}, or name your own: "
             '"file.py:function" or "package.module:function"',
         )
-    module = _load_file(base_dir / place) if place.endswith(".py") else _load_module(place, base_dir)
+    module = _load_file(base_dir / source) if source.endswith(".py") else _load_module(source, base_dir)
     build = getattr(module, function, None)
     if not callable(build):
         functions = [name for name, value in vars(module).items() if inspect.isfunction(value)]
         raise TaskError(
-            f"{place} has no function {function!r}{_did_you_mean(function, functions)}",
+            f"{source} has no function {function!r}{_did_you_mean(function, functions)}",
             where=f"task = {spec!r}",
-            next_step=f"define `def {function}(...) -> {makes}` at the top level of {place}",
+            next_step=f"define `def {function}(...) -> {makes}` at the top level of {source}",
         )
     return build
 
@@ -141,14 +141,14 @@ def fit_arguments(
     return arguments
 
 
-def check_task(made: Any, spec: str) -> Task:
+def check_task(built: Any, spec: str) -> Task:
     """Convert the result of a build function, a Task or (model, data, loss), to a task."""
-    if isinstance(made, Task):
-        task = made
-    elif isinstance(made, tuple) and len(made) == 3:
-        task = Task(*made)
+    if isinstance(built, Task):
+        task = built
+    elif isinstance(built, tuple) and len(built) == 3:
+        task = Task(*built)
     else:
-        kind = f"a tuple of {len(made)}" if isinstance(made, tuple) else type(made).__name__
+        kind = f"a tuple of {len(built)}" if isinstance(built, tuple) else type(built).__name__
         raise TaskError(
             f"the build function returned {kind}, not a Task",
             where=f"task = {spec!r}",

@@ -440,9 +440,9 @@ def _running_ranks(request: RankRequest, n: int, *, reuse: bool) -> Iterator[lis
     with StoreServer() as store:
         try:
             for number, rank in enumerate(ranks):
-                place = replace(request.cluster, global_rank=number, local_rank=number)
+                cluster = replace(request.cluster, global_rank=number, local_rank=number)
                 with store.connection_for(number) as connection:
-                    rank.send(replace(request, cluster=place), connection)
+                    rank.send(replace(request, cluster=cluster), connection)
             yield ranks
         finally:
             pool.give_back(ranks)
@@ -518,10 +518,10 @@ def _pickle(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 
 def _modules_of(values: Iterable[Any]) -> set[ModuleType]:
     """Return the modules of functions and classes that a rank may not be able to import."""
-    found = set()
+    modules = set()
     for value in values:
         if isinstance(value, functools.partial):
-            found |= _modules_of((value.func, *value.args, *value.keywords.values()))
+            modules |= _modules_of((value.func, *value.args, *value.keywords.values()))
             continue
         name = str(getattr(value, "__module__", ""))
         top = name.partition(".")[0]
@@ -530,8 +530,8 @@ def _modules_of(values: Iterable[Any]) -> set[ModuleType]:
             and name in sys.modules
             and top not in {"__main__", "paceline", "torch", "builtins"}
         ):
-            found.add(sys.modules[name])
-    return found
+            modules.add(sys.modules[name])
+    return modules
 
 
 def _unpickle(result: bytes | None) -> Any:

@@ -155,13 +155,13 @@ def _measure(
     path: Collective, net: Net, group: RankGroup, route: str, codec: str, num_bytes: int
 ) -> AllReduceTiming:
     n = num_bytes // 4
-    parts = [torch.randn(n, generator=torch.Generator().manual_seed(rank)) for rank in range(group.size)]
-    exact_sum = torch.stack(parts).double().sum(0)
-    x = path.buffer(n, parts[0], str(n))
+    inputs = [torch.randn(n, generator=torch.Generator().manual_seed(rank)) for rank in range(group.size)]
+    exact_sum = torch.stack(inputs).double().sum(0)
+    x = path.buffer(n, inputs[0], str(n))
     times: list[float] = []
     error, sent, used = 0.0, 0.0, 0.0
     for repeat in range(_REPEATS + 1):
-        x.copy_(parts[group.rank])
+        x.copy_(inputs[group.rank])
         # Ranks start together, so that a time does not include waiting for a late rank.
         net.barrier(group)
         before, processor, began = net.ledger.total().sent_bytes, time.process_time(), time.perf_counter()
@@ -270,7 +270,7 @@ def _plot(rows: Sequence[AllReduceTiming]) -> str:
         return f"{x:.1f},{y:.1f}"
 
     names = list(dict.fromkeys((row.route, row.codec) for row in rows))
-    parts = []
+    shapes = []
     for number, name in enumerate(names):
         points = " ".join(place(row) for row in rows if (row.route, row.codec) == name)
         colour, dash = (
@@ -278,12 +278,12 @@ def _plot(rows: Sequence[AllReduceTiming]) -> str:
             ' stroke-dasharray="5 3"' if number >= len(_COLOURS) else "",
         )
         label = html.escape(name[0] if name[1] == "fp32" else name[1])
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"{dash}/>')
-        parts.append(
+        shapes.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"{dash}/>')
+        shapes.append(
             f'<text x="{_WIDTH - 2.8 * _MARGIN:.0f}" y="{20 + 18 * number}" fill="{colour}">{label}</text>'
         )
     axes = _axes(10 ** low[0], 10 ** high[0], 1e3 * 10 ** low[1], 1e3 * 10 ** high[1])
-    return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" role="img">{axes}{"".join(parts)}</svg>'
+    return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" role="img">{axes}{"".join(shapes)}</svg>'
 
 
 def _axes(least: float, most: float, fastest: float, slowest: float) -> str:

@@ -112,18 +112,18 @@ def choose_hardware_defaults(
         note: receives the events `threads` and `precision`, for the run folder.
     Wire: one ragged all_gather of some bytes.
     """
-    asked, product = recipe.precision.compute, largest_product(recipe, task, cluster.world_size)
+    configured, product = recipe.precision.compute, largest_product(recipe, task, cluster.world_size)
     num_processes, cores = cluster.local_world_size, find_cores()
     threads = choose_threads(recipe, num_processes, cores)
     warnings = [
         oversubscription_warning(recipe.runtime.threads, num_processes, cores.number),
         few_threads_warning(recipe.runtime.threads, core_share(cores, num_processes), product, device),
-        "" if asked == "auto" else slow_precision_warning(asked, product, device),
+        "" if configured == "auto" else slow_precision_warning(configured, product, device),
     ]
     for text in filter(None, [*warnings, "" if recipe.runtime.threads else str(threads)]):
         warn(text)
     note("threads", threads._asdict())
-    if asked != "auto":
+    if configured != "auto":
         return recipe
     choice = _choose_on_all_ranks(recipe, product, cluster, device)
     warn(str(choice))
@@ -132,7 +132,7 @@ def choose_hardware_defaults(
 
 
 def core_share(cores: CoreCount, num_processes: int) -> int:
-    """Return the number of cores of each of this host's processes, at least one."""
+    """Return the number of cores for each process on this host, at least one."""
     return max(1, cores.number // num_processes)
 
 
@@ -213,17 +213,17 @@ def unfused_optimizer_warning(recipe: OptimizerRecipe, num_values: int, device: 
     )
 
 
-def slow_precision_warning(asked: str, product: MatrixProduct | None, device: torch.device) -> str:
+def slow_precision_warning(configured: str, product: MatrixProduct | None, device: torch.device) -> str:
     """Return a warning if the number format of the recipe is slower here than another, else an empty text."""
-    if product is None or product.is_small or (asked == "fp32" and not has_bf16(device)):
+    if product is None or product.is_small or (configured == "fp32" and not has_bf16(device)):
         return ""
-    other = "fp32" if asked != "fp32" else "bf16"
-    gain = measure_gain(product, device, asked if asked != "fp32" else other)
-    slowdown = 1 / gain if asked != "fp32" else gain
+    other = "fp32" if configured != "fp32" else "bf16"
+    gain = measure_gain(product, device, configured if configured != "fp32" else other)
+    slowdown = 1 / gain if configured != "fp32" else gain
     if slowdown < MIN_GAIN:
         return ""
     return (
-        f'warning: precision.compute = "{asked}" is slow here: a matrix product of {product} takes'
+        f'warning: precision.compute = "{configured}" is slow here: a matrix product of {product} takes'
         f' {slowdown:.1f} times as long as in {other}. With "auto" the faster one is chosen.'
     )
 

@@ -57,22 +57,22 @@ def build_auto_route(group: RankGroup, site: RouteContext) -> Collective:
         return path
     if site.device.type != "cpu":
         return path  # NCCL chooses its own algorithm for each size
-    found = build_route_candidates(site.net, group)
+    candidates = build_route_candidates(site.net, group)
     began = time.perf_counter()
-    forecast, source = _forecast(found, group, site)
+    forecast, source = _forecast(candidates, group, site)
     choices = choose_routes(forecast)
     site.record("route", _choice_record(group, forecast, choices, source))
     site.warn(
         _choice_sentence(group, forecast, choices, site.largest_bytes, source, time.perf_counter() - began)
     )
     if all(choice.routes == [NATIVE_ROUTE] for choice in choices.values()):
-        found.close()
+        candidates.close()
         return path
-    site.close_callbacks.append(found.close)
-    return SizeRoutedCollective(found.paths, choices)
+    site.close_callbacks.append(candidates.close)
+    return SizeRoutedCollective(candidates.paths, choices)
 
 
-def _forecast(found: RouteCandidates, group: RankGroup, site: RouteContext) -> tuple[RouteForecast, str]:
+def _forecast(candidates: RouteCandidates, group: RankGroup, site: RouteContext) -> tuple[RouteForecast, str]:
     """Return the times of each route, and their source; collective."""
     # After a switch of rules the group is built again; ranks that joined since then have no
     # measurement.
@@ -81,9 +81,9 @@ def _forecast(found: RouteCandidates, group: RankGroup, site: RouteContext) -> t
         return known, "measured before"
     if site.link_profile is None:
         sizes = [size for size in ROUTE_TRIAL_SIZES if size <= max(site.largest_bytes, ROUTE_TRIAL_SIZES[1])]
-        forecast, source = measure_routes(found, site.net, group, sizes), "measured"
+        forecast, source = measure_routes(candidates, site.net, group, sizes), "measured"
     else:
-        forecast, source = _read_forecast(site.link_profile, found, group, site), site.link_profile
+        forecast, source = _read_forecast(site.link_profile, candidates, group, site), site.link_profile
     site.route_forecasts[group.ranks] = forecast
     return forecast, source
 
@@ -94,14 +94,16 @@ def _all_ranks_have(mine: bool, group: RankGroup, site: RouteContext) -> bool:
     return bool(site.net.all_reduce(flag, group, "min").wait().item())
 
 
-def _read_forecast(path: str, found: RouteCandidates, group: RankGroup, site: RouteContext) -> RouteForecast:
+def _read_forecast(
+    path: str, candidates: RouteCandidates, group: RankGroup, site: RouteContext
+) -> RouteForecast:
     """Read the times of a group's routes from a link profile; collective.
 
     Raises:
         DataError: the profile cannot be read, or was measured with other ranks or routes.
     """
     profile = read_link_profile(path, group, site.net, site.device)
-    lines = {route: profile.routes[route] for route in found.paths if route in profile.routes}
+    lines = {route: profile.routes[route] for route in candidates.paths if route in profile.routes}
     if len(profile.hosts) != group.size or NATIVE_ROUTE not in lines:
         raise DataError(
             f"this link profile was measured with {len(profile.hosts)} ranks and routes"
@@ -110,7 +112,7 @@ def _read_forecast(path: str, found: RouteCandidates, group: RankGroup, site: Ro
             next_step=f"paceline bench link -n {group.size} --out {path} on these hosts, or remove"
             " runtime.link_profile",
         )
-    return RouteForecast(group.size, found.ranks_per_host, lines)
+    return RouteForecast(group.size, candidates.ranks_per_host, lines)
 
 
 def read_link_profile(path: str, group: RankGroup, net: Net, device: torch.device) -> LinkProfile:

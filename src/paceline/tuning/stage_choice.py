@@ -244,12 +244,12 @@ def resolve_measured_stages(recipe: Recipe, task: Task, processes: int) -> Recip
     return recipe.replace(strategy=recipe.strategy.replace(stages=choice.stages))
 
 
-def _make_choice(places: Sequence[range], seconds: Sequence[float]) -> StageChoice:
-    return StageChoice(_spell_stages(places), seconds, [sum(seconds[i] for i in place) for place in places])
+def _make_choice(spans: Sequence[range], seconds: Sequence[float]) -> StageChoice:
+    return StageChoice(_spell_stages(spans), seconds, [sum(seconds[i] for i in span) for span in spans])
 
 
-def _spell_stages(places: Sequence[range]) -> str:
-    return ",".join(str(len(place)) for place in places)
+def _spell_stages(spans: Sequence[range]) -> str:
+    return ",".join(str(len(span)) for span in spans)
 
 
 def _within_budget(
@@ -268,7 +268,7 @@ def _within_budget(
     if group.rank == 0:
         try:
             cut = cut_within_budget(recipe, task, processes, in_nanoseconds(seconds), sizes, chunks)
-            local = {"ends": [place.stop for place in cut.places], "bytes": cut.stage_bytes}
+            local = {"ends": [span.stop for span in cut.places], "bytes": cut.stage_bytes}
         except (StrategyError, TaskError) as error:
             local = {"what": error.what, "where": error.where, "next_step": error.next_step}
     texts = all_gather_texts(json.dumps(local), group, Net(recipe.runtime.deadline_seconds))

@@ -122,10 +122,10 @@ def _constant_factor(evidence: GradientEvidence) -> ErrorDiagnosis:
     factor = float(observed @ right) / max(float(right @ right), 1e-300)
     if abs(factor) < 1e-6 or _distance(observed, factor * right) > FIT_TOLERANCE:
         return UNKNOWN_CAUSE
-    lost = _distance(observed, right)
-    if lost < _DIGITS_LOST:
-        text = f"the relative error is about {lost:.1e}: summed or sent in a dtype with fewer digits"
-        return ErrorDiagnosis("digits lost", text, lost)
+    error = _distance(observed, right)
+    if error < _DIGITS_LOST:
+        text = f"the relative error is about {error:.1e}: summed or sent in a dtype with fewer digits"
+        return ErrorDiagnosis("digits lost", text, error)
     return name_factor(factor, evidence.world, len(evidence.shards), sum(evidence.counts))
 
 
@@ -174,8 +174,8 @@ def _same_data(e: GradientEvidence, rank: int) -> FlatGradients | None:
 
 
 def _without(e: GradientEvidence, index: int) -> FlatGradients | None:
-    parts = [split_evenly(len(e.shards), e.world, r) for r in range(e.world)]
-    missing = [e.shards[shard_range[index]] for shard_range in parts if len(shard_range) > 1]
+    shard_ranges = [split_evenly(len(e.shards), e.world, r) for r in range(e.world)]
+    missing = [e.shards[shard_range[index]] for shard_range in shard_ranges if len(shard_range) > 1]
     return e.right - torch.stack(missing).sum(0) if missing else None
 
 
@@ -365,8 +365,10 @@ def _other_update(v: StrategyVerifier, update: int, reference: ReferenceUpdate) 
 
 
 def _change(before: Mapping[str, Tensor], after: Mapping[str, Tensor], names: list[str]) -> Tensor:
-    parts = [after[n].detach().to(torch.float64) - before[n].to(torch.float64) for n in names]
-    return torch.cat([torch.view_as_real(p).reshape(-1) if p.is_complex() else p.reshape(-1) for p in parts])
+    changes = [after[n].detach().to(torch.float64) - before[n].to(torch.float64) for n in names]
+    return torch.cat(
+        [torch.view_as_real(p).reshape(-1) if p.is_complex() else p.reshape(-1) for p in changes]
+    )
 
 
 def _step_once(v: StrategyVerifier, update: int, reference: ReferenceUpdate) -> None:

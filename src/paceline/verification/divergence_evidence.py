@@ -203,8 +203,8 @@ def _local_norms(v: StrategyVerifier, step: int, reference: ReferenceUpdate) -> 
 def _flatten(gradients: Mapping[str, Tensor], names: list[str], v: StrategyVerifier) -> Tensor:
     shapes = {slot.name: slot.shape for slot in v.session.runner.sharded_model.slots}
     zero = {n: torch.zeros(shapes[n]) for n in names if n not in gradients}
-    parts = [gradients.get(n, zero.get(n)) for n in names]
-    return torch.cat([p.detach().reshape(-1).to(torch.float64) for p in parts if p is not None])
+    dense = [gradients.get(n, zero.get(n)) for n in names]
+    return torch.cat([p.detach().reshape(-1).to(torch.float64) for p in dense if p is not None])
 
 
 def _ranks_of_sum(v: StrategyVerifier, failure: TensorComparison) -> Sequence[int]:

@@ -146,17 +146,17 @@ def final_bounds(final: NamedTensors, error: float) -> dict[str, float]:
     return {name: error * largest_magnitude(g) + _TINY for name, g in final.items()}
 
 
-def state_bounds(after: NamedTensors, moved: Mapping[str, float], error: float) -> dict[str, float]:
+def state_bounds(after: NamedTensors, changes: Mapping[str, float], error: float) -> dict[str, float]:
     """Return the bounds of parameters, optimizer state and buffers.
 
     Args:
         after: all of them after the update.
-        moved: change of each tensor per relative error of the gradients (first order), by name.
+        changes: change of each tensor per relative error of the gradients (first order), by name.
         error: relative error of the gradients.
     """
     return {
         name: _KERNEL_SLACK * unit_roundoff(value) * largest_magnitude(value)
-        + _FIRST_ORDER * error * moved.get(name, 0.0)
+        + _FIRST_ORDER * error * changes.get(name, 0.0)
         + _TINY
         for name, value in after.items()
     }

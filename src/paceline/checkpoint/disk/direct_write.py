@@ -138,20 +138,20 @@ class HashedFileWrite:
     def _write(self, block: memoryview) -> None:
         whole = len(block) // PAGE_BYTES * PAGE_BYTES
         # Only whole pages can bypass the cache; the last bytes of a file go through it.
-        for part in (block[:whole], block[whole:]):
-            if len(part) % PAGE_BYTES:
+        for pages in (block[:whole], block[whole:]):
+            if len(pages) % PAGE_BYTES:
                 self._disable_direct_io()
-            while part:
-                part = part[self._write_some(part) :]
+            while pages:
+                pages = pages[self._write_some(pages) :]
 
-    def _write_some(self, part: memoryview) -> int:
+    def _write_some(self, pages: memoryview) -> int:
         try:
-            return os.write(self._file, part)
+            return os.write(self._file, pages)
         except OSError as error:
             if error.errno != errno.EINVAL or not self._uses_direct_io():
                 raise
         self._disable_direct_io()  # the file system accepts the flag but not the write
-        return os.write(self._file, part)
+        return os.write(self._file, pages)
 
     def _uses_direct_io(self) -> bool:
         return bool(fcntl.fcntl(self._file, fcntl.F_GETFL) & _DIRECT)

@@ -297,11 +297,11 @@ def index_bytes(num_values: int) -> int:
     return max(1, -(-max(0, num_values - 1).bit_length() // 8))
 
 
-def make_keep_count(kept: int | float) -> KeepCount:
+def make_keep_count(count_or_share: int | float) -> KeepCount:
     """Return k of a row for a count (an int), or for a share of the row that is rounded up (a float)."""
-    if isinstance(kept, int):
-        return lambda num_values: min(num_values, kept)
-    return lambda num_values: min(num_values, ceil(kept * num_values))
+    if isinstance(count_or_share, int):
+        return lambda num_values: min(num_values, count_or_share)
+    return lambda num_values: min(num_values, ceil(count_or_share * num_values))
 
 
 def top_k(argument: int | float) -> Codec:

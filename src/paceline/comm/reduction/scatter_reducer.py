@@ -373,8 +373,8 @@ class ScatterReducer:
     def _on_complete(self, scatter: BucketScatter, row: Tensor) -> None:
         """Add the result of a scatter to this rank's row."""
         bucket = scatter.bucket
-        parts = bucket.total[: bucket.num_own_values]
-        (parts.copy_ if bucket.is_fresh else parts.add_)(row.view(-1)[: bucket.num_own_values])
+        own_sums = bucket.total[: bucket.num_own_values]
+        (own_sums.copy_ if bucket.is_fresh else own_sums.add_)(row.view(-1)[: bucket.num_own_values])
         bucket.is_fresh = False
         if not self.blocks.release(scatter.block):
             del bucket.buffers[scatter.block]

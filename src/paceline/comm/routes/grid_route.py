@@ -35,10 +35,10 @@ class GridRoute:
 
     def all_reduce(self, messenger: RouteMessenger, x: Tensor) -> Tensor:
         along, across = _row_messenger(messenger), _column_messenger(messenger)
-        parts = [x[part_slice(x.numel(), along.size, index)] for index in range(along.size)]
-        ring_reduce_scatter(along, parts)
-        self._ring.all_reduce(across, parts[along.rank])
-        ring_all_gather(along, parts)
+        chunks = [x[part_slice(x.numel(), along.size, index)] for index in range(along.size)]
+        ring_reduce_scatter(along, chunks)
+        self._ring.all_reduce(across, chunks[along.rank])
+        ring_all_gather(along, chunks)
         return x
 
     def reduce_scatter(self, messenger: RouteMessenger, rows: Tensor) -> Tensor:

@@ -124,8 +124,8 @@ def part_slice(n: int, size: int, index: int) -> slice:
 
 def part_length(n: int, size: int, index: int) -> int:
     """Return the number of values of that part."""
-    part = part_slice(n, size, index)
-    return int(part.stop) - int(part.start)
+    span = part_slice(n, size, index)
+    return int(span.stop) - int(span.start)
 
 
 class MessageCollective:

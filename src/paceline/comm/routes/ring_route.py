@@ -24,9 +24,9 @@ class RingRoute:
     """A ring: 2 (P-1)/P n values and 2 (P-1) rounds for an all_reduce, on average over the ranks."""
 
     def all_reduce(self, messenger: RouteMessenger, x: Tensor) -> Tensor:
-        parts = [x[part_slice(x.numel(), messenger.size, index)] for index in range(messenger.size)]
-        ring_reduce_scatter(messenger, parts)
-        ring_all_gather(messenger, parts)
+        chunks = [x[part_slice(x.numel(), messenger.size, index)] for index in range(messenger.size)]
+        ring_reduce_scatter(messenger, chunks)
+        ring_all_gather(messenger, chunks)
         return x
 
     def reduce_scatter(self, messenger: RouteMessenger, rows: Tensor) -> Tensor:
@@ -60,20 +60,22 @@ class RingRoute:
         return MessageCost((size - 1) * n, size - 1)
 
 
-def ring_reduce_scatter(messenger: RouteMessenger, parts: list[Tensor]) -> None:
+def ring_reduce_scatter(messenger: RouteMessenger, chunks: list[Tensor]) -> None:
     """Sum part i on rank i, in place; the other parts hold partial sums afterwards."""
     before, after = (messenger.rank - 1) % messenger.size, (messenger.rank + 1) % messenger.size
-    max_values = max(part.numel() for part in parts)
+    max_values = max(chunk.numel() for chunk in chunks)
     # One buffer for the largest part is enough: each message is added before the next arrives.
-    arrived = messenger.workspace.take("arrived", (max_values,), parts[0].dtype, parts[0].device)
+    arrived = messenger.workspace.take("arrived", (max_values,), chunks[0].dtype, chunks[0].device)
     # After step k, a part holds the sum of k + 1 ranks; the last step brings this rank's own part home.
     for step in range(1, messenger.size):
-        local_part = parts[(messenger.rank - step - 1) % messenger.size]
-        out = arrived[: local_part.numel()].view_as(local_part)
-        local_part += messenger.exchange(after, parts[(messenger.rank - step) % messenger.size], before, out)
+        local_chunk = chunks[(messenger.rank - step - 1) % messenger.size]
+        out = arrived[: local_chunk.numel()].view_as(local_chunk)
+        local_chunk += messenger.exchange(
+            after, chunks[(messenger.rank - step) % messenger.size], before, out
+        )
 
 
-def ring_all_gather(messenger: RouteMessenger, parts: list[Tensor]) -> None:
+def ring_all_gather(messenger: RouteMessenger, chunks: list[Tensor]) -> None:
     """Copy part i of rank i to every rank."""
     before, after = (messenger.rank - 1) % messenger.size, (messenger.rank + 1) % messenger.size
     for step in range(messenger.size - 1):
@@ -81,7 +83,7 @@ def ring_all_gather(messenger: RouteMessenger, parts: list[Tensor]) -> None:
             (messenger.rank - step) % messenger.size,
             (messenger.rank - step - 1) % messenger.size,
         )
-        messenger.exchange(after, parts[sent_index], before, parts[received_index])
+        messenger.exchange(after, chunks[sent_index], before, chunks[received_index])
 
 
 def build_ring(group: RankGroup, context: RouteContext) -> Collective:

@@ -78,14 +78,14 @@ def _parse_rounding(text: str) -> bool:
 
 def _parse_kept(text: str) -> int | float:
     """Return how many values are kept: a count as int, or a share of all values as float."""
-    kept = int(text) if text.isdecimal() else float(text)
-    if kept <= 0 or (isinstance(kept, float) and not kept <= 1.0):  # also refuses nan
+    number = int(text) if text.isdecimal() else float(text)
+    if number <= 0 or (isinstance(number, float) and not number <= 1.0):  # also refuses nan
         raise ValueError(text)
-    return kept
+    return number
 
 
 def _parse_dgc(text: str) -> DgcArgument:
-    kept, *others = text.split(":")
+    count_or_share, *others = text.split(":")
     numbers = [float(number) for number in others]
     if (
         len(numbers) > 2
@@ -93,7 +93,7 @@ def _parse_dgc(text: str) -> DgcArgument:
         or max(numbers[:1], default=0) >= 1
     ):
         raise ValueError(text)
-    return DgcArgument(_parse_kept(kept), *numbers)
+    return DgcArgument(_parse_kept(count_or_share), *numbers)
 
 
 _ROUNDING = WordArgument("stochastic", "nearest or stochastic", _parse_rounding)
@@ -110,7 +110,7 @@ _DGC_NEEDS_GRADIENTS = StrategyRefusal(
 _DGC_NEEDS_EQUAL_SHARES = StrategyRefusal(
     "dgc clips on each rank to the part of the norm that belongs to an equal share of the batch: leave out"
     " the norm behind the momentum, or balance=speed",
-    lambda s: s.balances_by_speed and any(one.clip_norm is not None for one in s.codec_alternatives),
+    lambda s: s.balances_by_speed and any(codec.clip_norm is not None for codec in s.codec_alternatives),
 )
 _AUTO_CODEC_REFUSAL = StrategyRefusal(
     "codec=auto measures sums of whole gradients, of replicas with or without zero: name the codec",

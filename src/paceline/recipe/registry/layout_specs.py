@@ -73,8 +73,8 @@ _NEEDS_ONE_LANE = StrategyRefusal(
 
 
 def _divides_evenly(strategy: Strategy) -> bool:
-    parts = parse_counts(strategy.rechunk)
-    return len(parts) == strategy.pipeline and parts_divide_evenly(parts)
+    counts = parse_counts(strategy.rechunk)
+    return len(counts) == strategy.pipeline and parts_divide_evenly(counts)
 
 
 _NEEDS_EVEN_PARTS = StrategyRefusal(

@@ -136,9 +136,9 @@ def parse_word(kind: type[S], text: str) -> ParsedWord[S]:
     return cast("ParsedWord[S]", _parse_word(hashable, text))
 
 
-def import_object(place: str) -> Any:
+def import_object(path: str) -> Any:
     """Import the module of `module:name`, and return the object."""
-    module, _, name = place.partition(":")
+    module, _, name = path.partition(":")
     return getattr(import_module(module), name)
 
 

@@ -6,7 +6,7 @@
 server combines the nodes of all parts and adds the rows by shard, so an update of all parts of a batch has
 the bits of every-step, whichever worker ran which part.
 
-Exactness: tree order bitwise (tests/parity/test_bounded.py).
+Exactness: tree order bitwise (tests/parity/test_bounded_staleness.py).
 Wire: up, K n bytes of gradients for a part of K nodes; an even part of 2**k shards is one node.
 """
 
@@ -118,7 +118,7 @@ class UnorderedPushes:
     ) -> list[PushMessage]:
         """Return the messages of a part: all servers receive the loss sums, server 0 the buffers."""
         total, count, metrics = sums.read()
-        grads, place = accumulator.finish().tensors, (assigned.step, assigned.part)
+        grads, ticket_place = accumulator.finish().tensors, (assigned.step, assigned.part)
         fields = {
             "micro_batches": sums.micro_batches,
             "total": total,
@@ -141,7 +141,7 @@ class UnorderedPushes:
             messages.append(
                 (
                     {**fields, "used": used},
-                    [change, *transfer.encode_push(unscaled_grads, place, assigned.weight)],
+                    [change, *transfer.encode_push(unscaled_grads, ticket_place, assigned.weight)],
                 )
             )
         return messages

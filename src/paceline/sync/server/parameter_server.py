@@ -116,12 +116,12 @@ class WorkerTable:
         Raises:
             CommunicationError: there are too few; names those that are lost.
         """
-        left, lost = len(self.left), len(self.lost)
+        left, num_lost = len(self.left), len(self.lost)
         if left >= num_needed:
             return
         why = "; ".join(self.lost[rank] for rank in sorted(self.lost))
         raise CommunicationError(
-            f"too few workers: a step needs {num_needed}, {left} are left and {lost} are lost: {why}",
+            f"too few workers: a step needs {num_needed}, {left} are left and {num_lost} are lost: {why}",
             next_step="check the output of these ranks, then resume from the newest checkpoint",
         )
 
@@ -254,8 +254,8 @@ class PrimaryServer(ShardServer):
         # The ticket counts as taken again when it is handed out to another worker.
         self.ledger.taken -= ticket is not None
         self._policy.drop_worker(self.worker_table.number(rank), ticket)
-        lost = {"rank": rank, "reason": why, "workers_left": len(self.worker_table.left)}
-        self.note("lost", {"step": self._policy.step, **lost})
+        loss_record = {"rank": rank, "reason": why, "workers_left": len(self.worker_table.left)}
+        self.note("lost", {"step": self._policy.step, **loss_record})
 
     def _send_ticket(self, rank: int, ticket: WorkTicket, runner: ModelRunner, state: TrainState) -> None:
         self.worker_table.assign_ticket(rank, ticket, state.updates, time.monotonic())

@@ -52,7 +52,7 @@ class CollectiveContract(ABC):
             for k, n in enumerate(_SIZES):
                 right = sum(_values(n, rank) for rank in range(world))
                 bound = self.relative_error * sum(float(_values(n, r).abs().max()) for r in range(world))
-                assert all(torch.equal(found[k], ranks[0][k]) for found in ranks)
+                assert all(torch.equal(sums[k], ranks[0][k]) for sums in ranks)
                 assert float((ranks[0][k] - right).abs().max()) <= 2 * bound
 
     def test_reduce_scatter_gives_each_rank_its_row(self) -> None:
@@ -61,19 +61,19 @@ class CollectiveContract(ABC):
         def run(cluster: Cluster) -> tuple[Tensor, Tensor]:
             collective, group = self.start(cluster)
             rows = torch.stack([_values(40, 10 * group.rank + row) for row in range(group.size)])
-            found = collective.reduce_scatter(rows.clone(), "rows").wait().clone()
+            row_sum = collective.reduce_scatter(rows.clone(), "rows").wait().clone()
             in_buffer = collective.reduce_scatter(
                 rows, "given", lambda: torch.empty(group.size - 1, 40)
             ).wait()
-            return found, in_buffer
+            return row_sum, in_buffer
 
         for world in self.worlds:
             for row, both in enumerate(run_ranks(run, world)):
                 parts = [_values(40, 10 * rank + row) for rank in range(world)]
                 bound = self.relative_error * sum(float(part.abs().max()) for part in parts)
-                for found in both:
-                    assert found.shape == (40,)
-                    assert float((found - sum(parts)).abs().max()) <= bound
+                for row_sum in both:
+                    assert row_sum.shape == (40,)
+                    assert float((row_sum - sum(parts)).abs().max()) <= bound
 
     def test_all_gather_collects_rows_by_rank(self) -> None:
         def run(cluster: Cluster) -> Tensor:
@@ -92,16 +92,16 @@ class CollectiveContract(ABC):
     def test_broadcast_copies_any_rank_to_all_in_place(self) -> None:
         def run(cluster: Cluster) -> list[Tensor]:
             collective, group = self.start(cluster)
-            found = []
+            copies = []
             for source in range(group.size):
                 x = _values(9, 50 + group.rank)
                 assert collective.broadcast(x, "copied", source).wait() is x
-                found.append(x)
-            return found
+                copies.append(x)
+            return copies
 
         for world in self.worlds:
-            for found in run_ranks(run, world):
-                assert all(torch.equal(x, _values(9, 50 + source)) for source, x in enumerate(found))
+            for copies in run_ranks(run, world):
+                assert all(torch.equal(x, _values(9, 50 + source)) for source, x in enumerate(copies))
 
     def test_an_aborted_step_changes_nothing(self) -> None:
         """Two steps, or two with an aborted one between them: the same bits."""
@@ -164,8 +164,8 @@ class CollectiveContract(ABC):
                     collective.feedback.commit()
             return x
 
-        whole, moved = (run_ranks(run, self.worlds[0], moves) for moves in (False, True))
-        assert torch.equal(whole[1], moved[1])
+        whole, restored = (run_ranks(run, self.worlds[0], moves) for moves in (False, True))
+        assert torch.equal(whole[1], restored[1])
 
 
 def _values(n: int, seed: int) -> Tensor:

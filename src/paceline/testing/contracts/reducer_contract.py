@@ -48,7 +48,7 @@ class ReducerContract(ABC):
         if shard.size > 1:
             placement = placement.cut(ShardTransform(shard.size, {}))
         held = placement.at({"shard": shard.rank})
-        parts = {one.computes: one.parts for one in held.values()}
+        parts = {tensor_placement.computes: tensor_placement.parts for tensor_placement in held.values()}
         return self.reducer(_tensors(), parts, mesh, net)
 
     def reducer(
@@ -75,7 +75,7 @@ class ReducerContract(ABC):
         ranks = run_ranks(run, self.num_ranks())
         for i, shape in enumerate(_SHAPES):
             right = torch.stack([_grad(i, rank) for rank in range(len(ranks))]).sum(0)
-            parts = [found[i] for found in ranks if found[i] is not None]
+            parts = [sums[i] for sums in ranks if sums[i] is not None]
             assert sum(part.numel() for part in parts) >= right.numel()
             bound = 2 * self.relative_error * float(right.abs().max() + 100 * len(ranks))
             for part in parts:
@@ -92,7 +92,7 @@ class ReducerContract(ABC):
         sums = [torch.stack([_grad(i, r) for r in range(num_ranks)]).sum(0) for i in range(len(_SHAPES))]
         right = float(torch.cat([s.reshape(-1) for s in sums]).norm())
         tolerance = 1e-5 + 4 * self.relative_error
-        assert all(abs(found - right) <= tolerance * right for found in run_ranks(run, num_ranks))
+        assert all(abs(norm - right) <= tolerance * right for norm in run_ranks(run, num_ranks))
 
     def test_a_parameter_without_a_gradient_counts_as_zero(self) -> None:
         def run(cluster: Cluster) -> list[Tensor | None]:
@@ -104,9 +104,9 @@ class ReducerContract(ABC):
             reducer.close()
             return _copy_sums(reducer.finish())
 
-        for found in run_ranks(run, self.num_ranks()):
+        for sums in run_ranks(run, self.num_ranks()):
             for i in range(len(_SHAPES)):
-                part = found[i]
+                part = sums[i]
                 if part is not None:
                     right = _grad(i, 0)
                     assert _is_some_rows(part, right, 800 * self.relative_error)
@@ -146,13 +146,13 @@ class ReducerContract(ABC):
             reducer, rank = self.start(cluster), cluster.global_rank
             _reduce_once(reducer, rank)
             if moves:
-                kept = {(side, slot.name): value.clone() for side, slot, value in reducer.residuals()}
+                residuals = {(side, slot.name): value.clone() for side, slot, value in reducer.residuals()}
                 reducer = self.start(cluster)
-                reducer.set_residuals(kept)
+                reducer.set_residuals(residuals)
             return _copy_sums(_reduce_once(reducer, rank))
 
-        plain, moved = (run_ranks(run, self.num_ranks(), moves) for moves in (False, True))
-        assert all(map(_same_bits, plain, moved))
+        plain, restored = (run_ranks(run, self.num_ranks(), moves) for moves in (False, True))
+        assert all(map(_same_bits, plain, restored))
 
     def test_taking_out_what_was_lost_changes_no_sum(self) -> None:
         """Whoever reads a gradient after a save reads what was applied; and putting it back changes none."""
@@ -162,12 +162,12 @@ class ReducerContract(ABC):
             _reduce_once(reducer, cluster.global_rank)
             grads = _reduce_once(reducer, cluster.global_rank)
             before, flats = _copy_sums(grads), [flat.clone() for flat in grads.flats]
-            lost = {(side, slot.name): value.clone() for side, slot, value in reducer.residuals()}
-            found = [_same_bits(before, _copy_sums(grads)), _same_bits(flats, grads.flats)]
-            reducer.set_residuals(lost)
-            return [*found, _same_bits(before, _copy_sums(grads)), _same_bits(flats, grads.flats)]
+            residuals = {(side, slot.name): value.clone() for side, slot, value in reducer.residuals()}
+            same = [_same_bits(before, _copy_sums(grads)), _same_bits(flats, grads.flats)]
+            reducer.set_residuals(residuals)
+            return [*same, _same_bits(before, _copy_sums(grads)), _same_bits(flats, grads.flats)]
 
-        assert all(all(found) for found in run_ranks(run, self.num_ranks()))
+        assert all(all(same) for same in run_ranks(run, self.num_ranks()))
 
     def test_residuals_follow_what_gradients_are_multiples_of(self) -> None:
         """A power of two changes no digit: all is four times as much."""
@@ -180,8 +180,8 @@ class ReducerContract(ABC):
                 None if x is None else x / factor for x in _copy_sums(_reduce_once(reducer, rank, factor))
             ]
 
-        plain, moved = (run_ranks(run, self.num_ranks(), factor) for factor in (1.0, 4.0))
-        assert all(map(_same_bits, plain, moved))
+        plain, rescaled = (run_ranks(run, self.num_ranks(), factor) for factor in (1.0, 4.0))
+        assert all(map(_same_bits, plain, rescaled))
 
     def test_what_coding_had_lost_of_a_tensor_that_nobody_uses_is_lost_still(self) -> None:
         """Its sum is dropped, so nothing of it has been sent; and the norm is that of the others."""
@@ -201,11 +201,11 @@ class ReducerContract(ABC):
             norms = norm(grads), norm(of_used)
             reducer.commit(used)
             after = _residuals_of(reducer, _UNUSED)
-            kept = all(torch.equal(value, after[side]) for side, value in before.items())
-            return kept and before.keys() == after.keys(), *norms
+            unchanged = all(torch.equal(value, after[side]) for side, value in before.items())
+            return unchanged and before.keys() == after.keys(), *norms
 
-        for kept, norm, right in run_ranks(run, self.num_ranks()):
-            assert kept and abs(norm - right) <= 1e-5 * right
+        for unchanged, norm, right in run_ranks(run, self.num_ranks()):
+            assert unchanged and abs(norm - right) <= 1e-5 * right
 
 
 _SLOTS = tuple(TensorSlot.whole(str(i), torch.zeros(shape)) for i, shape in enumerate(_SHAPES))
@@ -225,8 +225,8 @@ _UNUSED = 4
 
 def _residuals_of(reducer: GradientReduction, index: int) -> dict[str, Tensor]:
     """Return the residuals of a tensor by side, without the factors of low-rank codecs."""
-    lost = reducer.residuals()
-    return {s: x.clone() for s, slot, x in lost if slot.name == str(index) and not s.endswith("factor")}
+    residuals = reducer.residuals()
+    return {s: x.clone() for s, slot, x in residuals if slot.name == str(index) and not s.endswith("factor")}
 
 
 def _reduce_once(reducer: GradientReduction, rank: int, factor: float = 1.0) -> Gradients:
@@ -253,7 +253,7 @@ def _is_some_rows(part: Tensor, whole: Tensor, bound: float) -> bool:
     return any(float((whole[k : k + n] - part).abs().max()) <= bound for k in starts)
 
 
-def _same_bits(found: Sequence[Tensor | None], right: Sequence[Tensor | None]) -> bool:
+def _same_bits(actual: Sequence[Tensor | None], right: Sequence[Tensor | None]) -> bool:
     """Return whether both have the same bits, and None at the same positions."""
-    pairs = zip(found, right, strict=True)
+    pairs = zip(actual, right, strict=True)
     return all(a is None if b is None else a is not None and torch.equal(a, b) for a, b in pairs)

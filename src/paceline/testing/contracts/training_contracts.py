@@ -137,15 +137,15 @@ class LayoutContract(_TrainingContract):
             return {name: tuple(t.shape) for name, t in session.snapshot().tensors().items()}
 
         alone = shapes(Cluster.single(), recipe.replace(strategy=Strategy()))
-        assert all(found == alone for found in run_ranks(shapes, self.num_ranks, recipe))
+        assert all(rank_shapes == alone for rank_shapes in run_ranks(shapes, self.num_ranks, recipe))
 
     def test_evaluation_is_that_of_one_process(self) -> None:
         recipe = self.recipe(evaluate={"batch": 23})
 
         def score(cluster: Cluster, of: Recipe) -> tuple[float, float]:
-            found = evaluate(build_test_session(cluster, of))
-            assert found is not None
-            return found.loss, found.num_items
+            evaluation = evaluate(build_test_session(cluster, of))
+            assert evaluation is not None
+            return evaluation.loss, evaluation.num_items
 
         right = score(Cluster.single(), recipe.replace(strategy=Strategy()))
         for loss, items in run_ranks(score, self.num_ranks, recipe):
@@ -186,13 +186,13 @@ class RuleContract(_TrainingContract):
 
         def train(cluster: Cluster) -> list[tuple[int, float, torch.Tensor]]:
             session = build_test_session(cluster, self.recipe())
-            found = []
+            records = []
             for stats in session.rounds():
                 whole = session.snapshot().tensors()
                 names = sorted(name for name in whole if name.startswith("model/"))
                 flat = torch.cat([whole[name].detach().reshape(-1).clone() for name in names])
-                found.append((session.state.step, stats.loss, flat))
-            return found
+                records.append((session.state.step, stats.loss, flat))
+            return records
 
         ranks = run_ranks(train, self.num_ranks)
         for rounds in zip(*ranks, strict=True):

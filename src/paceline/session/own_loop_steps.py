@@ -413,7 +413,7 @@ class OwnLoop:
         # The scheduler sets the rate, so the part that would set the recipe's rate is replaced.
         parts["rate"] = _read_rate
         scheduler: Any = make(self.optimizer)
-        name = f"scheduler.{len(self.session.state.others)}"
+        name = f"scheduler.{len(self.session.state.stateful_objects)}"
         self.session.state.keep(name, _SchedulerState(scheduler, self.optimizer))
         return cast(S, scheduler)
 

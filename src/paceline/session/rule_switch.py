@@ -204,7 +204,7 @@ def _release_rule(session: Session) -> None:
     """Drop what the rule keeps outside of `parts`; gradients go too, as they may keep a bucket in memory."""
     session.close_rule()
     session.state.extra_states.clear()
-    session.state.alone = False
+    session.state.has_local_optimizer = False
     sharded_model = session.runner.sharded_model
     for parameter in (*sharded_model.computes.values(), *sharded_model.updates.values()):
         parameter.grad = None

@@ -84,8 +84,8 @@ class TrainState:
         step: number of steps taken, the position in the data.
         updates: number of updates applied, the position in the schedule (skipped steps do not count).
         extra_states: other state with tensors, by the first part of the tensors' names.
-        others: other state without tensors, equal on all ranks (callbacks, schedulers), by name.
-        alone: the optimizer state differs between replicas, as under local rules.
+        stateful_objects: other state without tensors, equal on all ranks (callbacks, schedulers), by name.
+        has_local_optimizer: the optimizer state differs between replicas, as under local rules.
         updates_per_step: of the sync rule; a state of another rule continues at the same place of the
             schedule.
     """
@@ -96,14 +96,14 @@ class TrainState:
     step: int = 0
     updates: int = 0
     extra_states: dict[str, ExtraState] = field(default_factory=dict)
-    others: dict[str, Stateful] = field(default_factory=dict)
-    alone: bool = False
+    stateful_objects: dict[str, Stateful] = field(default_factory=dict)
+    has_local_optimizer: bool = False
     updates_per_step: int = 1
 
     def __post_init__(self) -> None:
         self.groups = ParamGroupState(self.optimizer)
         self._unclaimed: dict[str, Any] = {}
-        self.kept = OptimizerState(self.optimizer, self.sharded_model)
+        self.optimizer_state = OptimizerState(self.optimizer, self.sharded_model)
 
     @property
     def model(self) -> nn.Module:
@@ -112,7 +112,7 @@ class TrainState:
 
     def keep(self, name: str, stateful: Stateful) -> None:
         """Save the state of an object from now on, and load what a loaded state has under its name."""
-        self.others[name] = stateful
+        self.stateful_objects[name] = stateful
         if name in self._unclaimed:
             stateful.load_state_dict(state_from_json(self._unclaimed.pop(name)))
 
@@ -142,12 +142,14 @@ class TrainState:
 
     def replicated_pieces(self) -> list[TensorPiece]:
         """Return the pieces that have the same bits on all ranks that hold them."""
-        of_replica = {piece.slot.name for piece in self.optimizer_pieces()} if self.alone else set[str]()
+        of_replica = (
+            {piece.slot.name for piece in self.optimizer_pieces()} if self.has_local_optimizer else set[str]()
+        )
         return [p for p in self.pieces() if "replica" not in p.slot.axes and p.slot.name not in of_replica]
 
     def optimizer_pieces(self) -> list[TensorPiece]:
         """Return the optimizer's tensors: `optimizer/NAME/KEY`."""
-        return self.kept.pieces()
+        return self.optimizer_state.pieces()
 
     def scalars(self) -> dict[str, Any]:
         """Return everything that is not a tensor, as JSON values; the keys are those of checkpoints."""
@@ -156,10 +158,12 @@ class TrainState:
             "updates": self.updates,
             "updates_per_step": self.updates_per_step,
             "scale": {"value": self.scale.value, "clean_steps": self.scale.clean_steps},
-            "optimizer": self.kept.values(),
+            "optimizer": self.optimizer_state.values(),
             "optimizer_kind": type(self.optimizer).__name__,
             "groups": self.groups.changed(),
-            "others": {name: state_to_json(name, other.state_dict()) for name, other in self.others.items()},
+            "others": {
+                name: state_to_json(name, other.state_dict()) for name, other in self.stateful_objects.items()
+            },
             "tied": {name: first for name, first in first_tied_names(self._named()).items() if name != first},
         }
 
@@ -183,7 +187,7 @@ class TrainState:
         pieces = {f"model/{n}": self._model_piece(n, value) for n, value in self._model_tensors().items()}
         extra = self._wanted_by_extra_states(source.shapes)
         local = {name: piece.slot.index for name, piece in pieces.items()}
-        values = dict(source.read(local | dict(self.kept.wanted(source.shapes)) | extra))
+        values = dict(source.read(local | dict(self.optimizer_state.wanted(source.shapes)) | extra))
 
         def take_over() -> None:
             # Values are removed as soon as they are copied: a state takes as much memory as the model.
@@ -192,13 +196,13 @@ class TrainState:
                     piece.tensor.copy_(values.pop(name))
             # A state without moments fits any optimizer, but its numbers belong to the one that saved them.
             is_same_kind = scalars["optimizer_kind"] == type(self.optimizer).__name__
-            self.kept.take(values, scalars["optimizer"] if is_same_kind else {})
+            self.optimizer_state.take(values, scalars["optimizer"] if is_same_kind else {})
             self.groups.restore(scalars["groups"])
             self.step, self.updates = int(scalars["step"]), convert_updates(scalars, self.updates_per_step)
             self.scale = replace(self.scale, **scalars["scale"])
             # Callbacks may register after loading; `keep` then gives them their saved state.
             self._unclaimed = dict(scalars.get("others", {}))
-            for name, other in self.others.items():
+            for name, other in self.stateful_objects.items():
                 self.keep(name, other)
             for prefix, state in self.extra_states.items():
                 state.load(strip_prefix({name: values[name] for name in extra}, f"{prefix}/"))
@@ -218,7 +222,7 @@ class TrainState:
         saved = {name: shape for name, shape in shapes.items() if name.startswith("model/")}
         names = expected.keys() | saved.keys()
         wrong = sorted(name for name in names if expected.get(name) != saved.get(name))
-        wrong += self.kept.mismatches(shapes, scalars["optimizer"])
+        wrong += self.optimizer_state.mismatches(shapes, scalars["optimizer"])
         if len(scalars["groups"]) != len(self.optimizer.param_groups):
             wrong.append("the groups of the optimizer")
         kind = type(self.optimizer).__name__

@@ -73,7 +73,7 @@ class ReplicaOptimizerState(ExtraState):
         return {
             "updates": self._state.updates,
             "scale": {"value": scale.value, "clean_steps": scale.clean_steps},
-            "optimizer": self._state.kept.values(),
+            "optimizer": self._state.optimizer_state.values(),
             "groups": self._state.groups.changed(),
         }
 
@@ -87,7 +87,7 @@ class ReplicaOptimizerState(ExtraState):
         }
         wanted = {
             name.replace(_OPTIMIZER_PREFIX, prefix, 1): i
-            for name, i in self._state.kept.wanted(optimizer_shapes)
+            for name, i in self._state.optimizer_state.wanted(optimizer_shapes)
         }
         return wanted | {name: () for name in shapes if self._is_text(name)}
 
@@ -104,7 +104,7 @@ class ReplicaOptimizerState(ExtraState):
         optimizer_tensors = {
             f"{_OPTIMIZER_PREFIX}{name}": value for name, value in strip_prefix(tensors, prefix).items()
         }
-        state.kept.take(
+        state.optimizer_state.take(
             optimizer_tensors, {name: value for text in texts for name, value in text["optimizer"].items()}
         )
         state.groups.restore(values["groups"])
@@ -331,7 +331,7 @@ def build_replica_step(
     """
     mesh = context.mesh
     state.extra_states["inner"] = ReplicaOptimizerState(state, mesh.replica, mesh.inside)
-    state.alone = True
+    state.has_local_optimizer = True
     reducer = build_gradient_reduction(context.single_replica_mesh(), sharded_model)
     return build_every_step(context, reducer, mesh.inside, pending_residual=pending_residual)
 

@@ -14,7 +14,7 @@ from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe, Strategy
 from paceline.testing import run_ranks
 from paceline.testing.parity import build_test_session
-from tests.unit.optim.test_adopt import ACCEPTED, KNOWN, Lars, Make, Signs
+from tests.unit.optim.test_compatibility import ACCEPTED, KNOWN, Lars, Make, Signs
 
 
 def task_with(make: Make) -> Callable[[], Task]:

@@ -19,7 +19,7 @@ from paceline.task import Task
 from paceline.testing import run_ranks
 from paceline.testing.parity import CPU, build_test_session
 from paceline.verification.verify_on_rank import compare_with_oracle
-from tests.unit.data.test_settled import Stream, loss
+from tests.unit.data.test_task_data import Stream, loss
 
 STEPS = 7
 LAYOUTS = ("replicas=2", "replicas=1 shard=2 zero=3", "replicas=1 pipeline=2", "replicas=2 sync=local:2")

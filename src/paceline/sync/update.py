@@ -60,7 +60,7 @@ def multiply_in_place(flats: Sequence[Tensor], multiplier: float) -> None:
     """Multiply tensors in place, rounding each value once.
 
     On the CPU `_foreach_mul_` first rounds the number to the dtype of the tensors, which is off by up to 0.4
-    % in bfloat16 (PyTorch 2.13; tests/unit/training/test_scaled_step.py).
+    % in bfloat16 (PyTorch 2.13; tests/unit/sync/test_update.py).
     """
     exact = [flat for flat in flats if flat.dtype not in _HALF_DTYPES]
     if exact:

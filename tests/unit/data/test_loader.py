@@ -12,16 +12,22 @@ import sys
 import textwrap
 import threading
 import time
+from collections import OrderedDict, UserDict
 from collections.abc import Iterator
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import Subset, TensorDataset
 
-from paceline.data.loader import SampleLoader
+from paceline.data import loader as loader_room
+from paceline.data.loader import LoaderStream, SampleLoader, _RequestSampler, to_device
 from paceline.data.sample_order import KeyedOrder
+from paceline.data.sample_reader import ReadReply
 from paceline.data.work import LockstepWork, MicroBatch
 from paceline.errors import DataError
 from paceline.recipe import LoaderRecipe
@@ -386,3 +392,109 @@ def test_batches_reach_the_gpu(workers: int) -> None:
             (y,) = loaded.batch
             assert y.device.type == "cuda"
             assert y.tolist() == loaded.micro_batch.indices.tolist()
+
+
+META = torch.device("meta")  # a device that is on every machine and is not the CPU
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
+class Named(UserDict):
+    title = "kept"
+
+
+def test_every_tensor_moves_and_containers_keep_their_type() -> None:
+    x = torch.ones(2)
+    batch: dict[str, Any] = {
+        "list": [x, 1],
+        "tuple": (x, "text"),
+        "pair": Pair(x, x),
+        "ordered": OrderedDict(a=x),
+        "none": None,
+    }
+    moved: Any = to_device(batch, META)
+    assert moved["list"][0].device == moved["tuple"][0].device == moved["pair"].y.device == META
+    assert moved["ordered"]["a"].device == META
+    assert isinstance(moved["pair"], Pair)
+    assert isinstance(moved["ordered"], OrderedDict)
+    assert (moved["list"][1], moved["tuple"][1], moved["none"]) == (1, "text", None)
+    assert batch["list"][0] is x, "the batch that came in is not modified"
+    assert x.device.type == "cpu"
+
+
+def test_mappings_of_other_kinds() -> None:
+    named = Named(a=torch.ones(2))
+    named.title = "mine"
+    moved = to_device(named, META)
+    assert (moved["a"].device, moved.title, named["a"].device.type) == (META, "mine", "cpu")
+    assert to_device(MappingProxyType({"a": torch.ones(1)}), META)["a"].device == META
+
+
+def test_an_own_to_is_used() -> None:
+    packed = pack_sequence([torch.ones(3), torch.ones(2)])
+    assert to_device(packed, META).data.device == META
+
+
+def test_what_is_there_already_is_not_copied() -> None:
+    x = torch.ones(2)
+    assert to_device(x, torch.device("cpu")) is x
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch gives a worker that is stuck 5 s to leave before it is terminated; here a moment."""
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.2)
+
+
+@pytest.mark.capability("M3")
+@pytest.mark.parametrize("error", [ConnectionResetError(104, "Connection reset by peer"), EOFError()])
+def test_a_worker_that_is_lost_in_mid_sentence_is_named_as_such(error: Exception) -> None:
+    """So it ends where the kernel kills a worker that shows a tensor's memory."""
+
+    def broken() -> Iterator[ReadReply]:
+        raise error
+        yield
+
+    loader = SampleLoader([], list, LoaderRecipe(workers=1), torch.device("cpu"))
+    with pytest.raises(DataError, match=r"the loader failed: .*(reset|EOFError)"):
+        next(LoaderStream(loader, _RequestSampler(()), broken()))
+
+
+def test_a_slow_sample_may_take_many_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader_room, "_WORKER_CHECK_SECONDS", 0.05)
+
+    class Slow(Numbers):
+        def __getitem__(self, index: int) -> int:
+            time.sleep(0.3)
+            return index
+
+    assert read(Slow(), 1, micro_batches(2)) == read(Numbers(), 0, micro_batches(2))
+
+
+@pytest.mark.capability("N10", clause="a lost loader worker leaves nothing")
+def test_the_death_of_a_worker_is_no_signal_to_the_training() -> None:
+    """PyTorch's handler would raise at any line of it: in a save, in a step, or between two system calls."""
+    before = signal.getsignal(signal.SIGCHLD)
+    with SampleLoader(Numbers(), list, recipe(1), CPU).open(itertools.cycle(micro_batches(5))) as stream:
+        next(stream)
+        assert signal.getsignal(signal.SIGCHLD) is before
+        os.kill(loader_workers()[0].pid, signal.SIGKILL)
+        time.sleep(0.2)
+        with pytest.raises(DataError, match="is killed by signal: Killed"):
+            while True:
+                next(stream)
+
+
+def test_a_worker_that_is_stuck_meets_the_deadline(impatient: None) -> None:
+    class Stuck(Numbers):
+        def __getitem__(self, index: int) -> int:
+            time.sleep(600)
+            return index
+
+    loader = SampleLoader(Stuck(), list, recipe(2), CPU, deadline_seconds=0.5)
+    with pytest.raises(DataError, match=r"no batch in 0\.5 s") as caught:
+        next(loader.open(micro_batches(4)))
+    assert "runtime.deadline_seconds" in caught.value.next_step

@@ -138,9 +138,9 @@ def test_what_a_rule_leaves_unset_has_no_value_to_fall_back_on() -> None:
     """With memory the constructor's stays; without it nothing is there, which is an error and not noise."""
     forgetful = InitializeByName(lambda model: lambda name, values, generator: None)
     model = light(100, 100)
-    with pytest.raises(TaskError, match="does not set 'p', and the model was built without memory"):
+    with pytest.raises(TaskError, match="does not set 'p', and the model was built on the meta device"):
         forgetful.part(model, 1, "p", (slice(0, 10), slice(0, 100)))
-    with pytest.raises(TaskError, match="does not set 'p', and the model was built without memory"):
+    with pytest.raises(TaskError, match="does not set 'p', and the model was built on the meta device"):
         forgetful(model, 1)
     half = InitializeByName(lambda model: lambda name, values, generator: values[:, :50].zero_())
     with pytest.raises(TaskError, match="does not set 'p'"):

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import random
+from math import prod
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from paceline.cli.main import build_app
 from paceline.errors import StrategyError
 from paceline.recipe import PRESETS, Strategy, list_strategies, resolve_strategy, support
 from paceline.recipe.registry import CodecSpec, RouteSpec, ScheduleSpec, SyncSpec, known_specs
 from paceline.recipe.registry.route_specs import ChannelSpec
-from paceline.recipe.support import SupportResult, num_ranks
+from paceline.recipe.support import SupportResult, list_layouts, num_ranks
 from tests.unit.recipe.test_strategy import draw
 
 NOT_BUILT: dict[str, Any] = {
@@ -326,3 +330,30 @@ def test_the_table_answers_for_every_word_that_can_be_written() -> None:
     assert (rows["3d"].processes, rows["fsdp"].processes, rows["parameter-server"].processes) == (8, 2, 3)
     alone = {row.name for row in list_strategies(shards=1) if row.support.ok}
     assert alone == {"pipedream", "replicas=1 pipeline=2 sync=pipedream"}  # of the rest replicas are two
+
+
+DEGREES = ("replicas", "shard", "tensor", "context", "pipeline")
+
+
+@pytest.mark.capability("E1")
+@pytest.mark.parametrize(("ranks", "count"), [(1, 1), (2, 4 + 3), (8, 20 + 3 * 15), (6, 16 + 3 * 9)])
+def test_every_way_to_make_the_ranks_is_there_once(ranks: int, count: int) -> None:
+    rows = list_layouts(ranks)
+    assert len({row.strategy for row in rows}) == len({row.name for row in rows}) == len(rows) == count
+    for row in rows:
+        assert prod(getattr(row.strategy, name) for name in DEGREES) == num_ranks(row.strategy) == ranks
+        assert row.support == support(row.strategy, processes=ranks, shards=ranks)
+        assert row.support.ok != bool(row.support.reason)
+
+
+def test_the_command_lists_them_with_their_reasons() -> None:
+    told = CliRunner().invoke(build_app(["strategies"]), ["strategies", "--ranks", "8"])
+    lines = told.stdout.splitlines()
+    rows = list_layouts(8)
+    assert told.exit_code == 0 and len(lines) == len(rows) + 1
+    refused = [row for row in rows if not row.support.ok]
+    assert lines[-1] == f"65 layouts of 8 ranks, {len(refused)} of them refused"
+    for line, row in zip(lines, rows, strict=False):
+        assert line.startswith(row.name) and line.endswith(row.support.reason or "runs")
+    told = CliRunner().invoke(build_app(["strategies"]), ["strategies", "--ranks", "8", "--json"])
+    assert [one["strategy"] for one in json.loads(told.stdout)] == [str(row.strategy) for row in rows]

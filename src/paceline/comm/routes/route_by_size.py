@@ -3,7 +3,7 @@ collective.
 
 The costs and the forecast are pure. Costs are closed forms of the bytes and rounds that follow each other,
 written without looking at the messages; a test runs the messages on clocks that count rounds and bytes, and
-both must agree (tests/unit/comm/test_longest_way.py). A link carries one message each way at a time.
+both must agree (tests/unit/comm/routes/test_route_by_size.py). A link carries one message each way at a time.
 
 Sums were measured: between two sizes the time is interpolated, and beyond the largest one it follows the line
 through the last few. A larger buffer takes no less time, so sizes of which the larger took less get one time,

@@ -43,46 +43,48 @@ class AttentionOutput(NamedTuple):
     lse: Tensor
 
 
+class BlockInputs(NamedTuple):
+    """Queries, keys and values of one block, with one key and value head for each query head.
+
+    Args:
+        q: [B, H, Q, D].
+        k, v: [B, H, K, D].
+        causal: a query attends to no later key; only if queries and keys are the same positions.
+        scale: factor of the scores.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    causal: bool
+    scale: float
+
+
+BlockGradients = tuple[Tensor, Tensor, Tensor]
+
+
 class AttentionKernel(Protocol):
-    """Attention of one block, forward and backward. Keys and values have as many heads as queries."""
+    """Attention of one block, forward and backward."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> AttentionOutput:
-        """Return the attention of a block; `causal` only if queries and keys are the same positions."""
+    def forward(self, block: BlockInputs) -> AttentionOutput:
+        """Return the attention of a block."""
 
-    def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        whole: AttentionOutput,
-        *,
-        causal: bool,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, grad: Tensor, block: BlockInputs, whole: AttentionOutput) -> BlockGradients:
         """Return the gradients of q, k and v of a block; `whole` is the output over all blocks of keys."""
 
 
 class FlashCpuKernel:
     """Kernel of PyTorch's flash attention for CPUs, which allocates no [Q, K] tensor."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> AttentionOutput:
+    def forward(self, block: BlockInputs) -> AttentionOutput:
+        q, k, v, causal, scale = block
         return AttentionOutput(
             *_aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
         )
 
-    def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        whole: AttentionOutput,
-        *,
-        causal: bool,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        grads: tuple[Tensor, Tensor, Tensor] = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+    def backward(self, grad: Tensor, block: BlockInputs, whole: AttentionOutput) -> BlockGradients:
+        q, k, v, causal, scale = block
+        grads: BlockGradients = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, whole.out, whole.lse, 0.0, causal, scale=scale
         )
         return grads
@@ -91,24 +93,16 @@ class FlashCpuKernel:
 class MatmulKernel:
     """Kernel of matrix products for all devices, in float32 or wider; allocates [B, H, Q, K]."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> AttentionOutput:
-        scores = _scores(q, k, causal, scale)
+    def forward(self, block: BlockInputs) -> AttentionOutput:
+        scores = _scores(block)
         lse = scores.logsumexp(-1)
-        return AttentionOutput(((scores - lse[..., None]).exp() @ to_sum_dtype(v)).to(q.dtype), lse)
+        out = (scores - lse[..., None]).exp() @ to_sum_dtype(block.v)
+        return AttentionOutput(out.to(block.q.dtype), lse)
 
-    def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        whole: AttentionOutput,
-        *,
-        causal: bool,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, grad: Tensor, block: BlockInputs, whole: AttentionOutput) -> BlockGradients:
+        q, k, v, _, scale = block
         grad = to_sum_dtype(grad)
-        probabilities = (_scores(q, k, causal, scale) - whole.lse[..., None]).exp()
+        probabilities = (_scores(block) - whole.lse[..., None]).exp()
         # From the whole output, since the softmax is normalised over the keys of all blocks.
         delta = (grad * to_sum_dtype(whole.out)).sum(-1, keepdim=True)
         score_grad = probabilities * (grad @ to_sum_dtype(v).mT - delta) * scale
@@ -125,10 +119,10 @@ def to_sum_dtype(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
-    scores = to_sum_dtype(q) @ to_sum_dtype(k).mT * scale
-    if causal:
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+def _scores(block: BlockInputs) -> Tensor:
+    scores = to_sum_dtype(block.q) @ to_sum_dtype(block.k).mT * block.scale
+    if block.causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         scores = scores.masked_fill(later, float("-inf"))
     return scores
 
@@ -193,10 +187,8 @@ class _RingAttention(torch.autograd.Function):
             keys, values = rotation.take(step)
             block = ring.block(step)
             if not block.is_empty:
-                local_q, block_k, block_v = _select_block(q, keys, values, block)
-                output = choose_attention_kernel(local_q, block_v).forward(
-                    local_q, block_k, block_v, causal=block.causal, scale=ring.scale
-                )
+                inputs = _select_block(q, keys, values, block, ring.scale)
+                output = choose_attention_kernel(inputs.q, inputs.v).forward(inputs)
                 _merge_softmax(out[:, :, block.queries], lse[:, :, block.queries], output)
         result = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, result, lse)
@@ -276,21 +268,21 @@ class _GradientReturn:
         return [x + y for x, y in zip(arrived, self._own, strict=True)]
 
 
-def _select_block(q: Tensor, k: Tensor, v: Tensor, block: AttentionBlock) -> tuple[Tensor, Tensor, Tensor]:
+def _select_block(q: Tensor, k: Tensor, v: Tensor, block: AttentionBlock, scale: float) -> BlockInputs:
     """Return the rows of a block, with each key and value head repeated for every query head."""
     heads = q.shape[1]
     keys, values = (_repeat_heads(x[:, :, block.keys], heads) for x in (k, v))
-    return q[:, :, block.queries], keys, values
+    return BlockInputs(q[:, :, block.queries], keys, values, block.causal, scale)
 
 
 def _backward_block(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: AttentionOutput, block: AttentionBlock, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    block_q, keys, values = _select_block(q, k, v, block)
+) -> BlockGradients:
+    inputs = _select_block(q, k, v, block, scale)
     rows = block.queries
     output = AttentionOutput(whole.out[:, :, rows], whole.lse[:, :, rows])
-    kernel = choose_attention_kernel(block_q, values)
-    return kernel.backward(grad[:, :, rows], block_q, keys, values, output, causal=block.causal, scale=scale)
+    kernel = choose_attention_kernel(inputs.q, inputs.v)
+    return kernel.backward(grad[:, :, rows], inputs, output)
 
 
 def _merge_softmax(out: Tensor, lse: Tensor, block: AttentionOutput) -> None:

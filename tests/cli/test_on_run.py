@@ -16,7 +16,7 @@ import paceline
 from paceline.cli.evaluate_predict import predict
 from paceline.errors import CheckpointError, PacelineError, RecipeError, TaskError
 from paceline.job.cluster import Cluster
-from paceline.recipe import Recipe, Strategy
+from paceline.recipe import Recipe
 from paceline.session import fit, run_folder
 from paceline.session.saved_run import split_predictions
 from paceline.session.sink_setup import build_sinks
@@ -24,6 +24,7 @@ from paceline.task import Task
 from paceline.testing import run_ranks
 from paceline.testing.parity import build_test_session
 from tests import commands
+from tests.recipes import recipe_of
 
 LAYOUTS = ("replicas=2", "replicas=1 shard=2 zero=3", "replicas=1 pipeline=2", "servers=1 sync=server-async")
 WEIGHTS: tuple[Any, ...] = (None, "average", "last")
@@ -57,16 +58,15 @@ def build():
 """
 
 
-def recipe_of(folder: Path, layout: str) -> Recipe:
-    return Recipe(
+def run_recipe(folder: Path, layout: str) -> Recipe:
+    return recipe_of(
+        layout,
         steps=12,
         task=f"{folder / 'task.py'}:build",
-        batch={"size": 8, "shards": 2},
         optimizer={"lr": 0.05},
         average={"decay": 0.5} if layout == "replicas=2" else {},
         evaluate={"every_steps": 4, "batch": 6, "metric": "flipped.loss", "patience": 2},
         checkpoint={"every_steps": 4, "keep_best": 1},
-        strategy=Strategy.parse(layout),
         run_dir=str(folder / layout.replace(" ", "_").replace(":", "_")),
     )
 
@@ -75,7 +75,7 @@ def run_all(cluster: Cluster, folder: Path) -> list[Any]:
     torch.set_num_threads(1)
     found = []
     for layout in LAYOUTS:
-        session = build_test_session(cluster, recipe_of(folder, layout))
+        session = build_test_session(cluster, run_recipe(folder, layout))
         run_dir = run_folder.prepare_folder(session, None)
         result = fit(session, run_dir, build_sinks(session, run_dir, None))
         session.close()

@@ -25,7 +25,7 @@ from paceline.task import Task
 from paceline.testing import run_ranks
 from paceline.testing.parity import CPU, build_test_session
 from tests import commands
-from tests.cli.test_on_run import TASK, recipe_of
+from tests.cli.test_on_run import TASK, run_recipe
 
 TENSOR_TASK = TASK.replace("nn.BatchNorm1d(8), ", "").replace(
     "predict=predict)", 'predict=predict, tensor={"0": "column", "2": "row"})'
@@ -83,7 +83,7 @@ def same_answers(found: Any, alone: Any, near: float) -> bool:
 def trained(folder: Path, task: str) -> Path:
     """The folder of a run of one process."""
     (folder / "task.py").write_text(task)
-    session = build_test_session(Cluster.single(), recipe_of(folder, "replicas=1"))
+    session = build_test_session(Cluster.single(), run_recipe(folder, "replicas=1"))
     run_dir = run_folder.prepare_folder(session, None)
     fit(session, run_dir)
     session.close()

@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from paceline.job.cluster import Cluster
-from paceline.recipe import Recipe, Strategy
 from paceline.session.build import build_session
 from paceline.studies.codec_report import CodecComparison, render_codec_table, report_codecs
 from paceline.tasks import load_task
 from paceline.testing.parity import CPU
 from paceline.testing.rank_processes import run_ranks
+from tests.recipes import recipe_of
 
-
-def recipe_of(strategy: str) -> Recipe:
-    options = {"model": "mlp", "hidden": [64]}
-    return Recipe(
-        task="digits",
-        steps=2,
-        batch={"size": 8, "shards": 2},
-        options=options,
-        strategy=Strategy.parse(strategy),
-    )
+digits_recipe = partial(recipe_of, task="digits", steps=2, options={"model": "mlp", "hidden": [64]})
 
 
 @pytest.mark.capability("H9")
 def test_a_report_of_a_task_has_ratio_losses_and_steps_of_every_codec() -> None:
     def run(cluster: Cluster) -> list[CodecComparison]:
-        recipe = recipe_of("replicas=2").replace(precision={"compute": "fp32"})
+        recipe = digits_recipe("replicas=2").replace(precision={"compute": "fp32"})
         return report_codecs(recipe, cluster, ["int8", "topk:0.01"], [1, 2])
 
     first, second = run_ranks(run, 2)
@@ -47,7 +40,7 @@ def test_ranks_agree_on_a_codec_and_train_with_it(tmp_path) -> None:
     def run(cluster: Cluster) -> list[tuple[str, str, float, list[str]]]:
         found = []
         for words in ("route=native codec=auto:int8,topk:0.01", "codec=auto:int8", "route=native codec=auto"):
-            recipe = recipe_of(f"replicas=2 {words}")
+            recipe = digits_recipe(f"replicas=2 {words}")
             task = load_task("digits", dict(recipe.options), recipe.seed, tmp_path, tmp_path)
             said: list[str] = []
             session = build_session(recipe, task, cluster, CPU, warn=said.append)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -11,9 +12,9 @@ from torch import Tensor, nn
 from paceline import Loss, Task
 from paceline.errors import StrategyError
 from paceline.job.cluster import Cluster
-from paceline.recipe import Recipe, Strategy
 from paceline.testing import run_ranks
 from paceline.testing.parity import build_test_session
+from tests.recipes import recipe_of
 from tests.unit.optim.test_compatibility import ACCEPTED, KNOWN, Lars, Make, Signs
 
 
@@ -31,20 +32,14 @@ def task_with(make: Make) -> Callable[[], Task]:
     return build
 
 
-def recipe_of(strategy: str) -> Recipe:
-    return Recipe(
-        task="sum",
-        steps=3,
-        batch={"size": 8, "shards": 4},
-        strategy=Strategy.parse(strategy),
-    )
+sum_recipe = partial(recipe_of, task="sum", steps=3, batch={"size": 8, "shards": 4})
 
 
 @pytest.mark.capability("A11", "J13")
 def test_it_is_asked_where_a_rank_updates_parts_and_only_there() -> None:
     def said(cluster: Cluster, strategy: str, make: Make) -> str:
         try:
-            session = build_test_session(cluster, recipe_of(strategy), task_with(make))
+            session = build_test_session(cluster, sum_recipe(strategy), task_with(make))
             list(session.rounds())
         except StrategyError as error:
             return error.what
@@ -61,7 +56,7 @@ def test_it_is_asked_where_a_rank_updates_parts_and_only_there() -> None:
 @pytest.mark.parametrize("strategy", ["replicas=1 shard=2 zero=1", "replicas=1 shard=2 zero=3"])
 def test_every_elementwise_optimizer_of_torch_ends_where_one_process_ends(strategy: str) -> None:
     def end(cluster: Cluster, of: str, name: str) -> Tensor | str:
-        session = build_test_session(cluster, recipe_of(of), task_with(ACCEPTED[name]))
+        session = build_test_session(cluster, sum_recipe(of), task_with(ACCEPTED[name]))
         try:
             list(session.rounds())
         except KeyError as error:

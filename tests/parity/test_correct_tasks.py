@@ -9,23 +9,23 @@ from paceline.testing.parity import CPU
 from paceline.verification import VerificationReport, compare_with_oracle
 from paceline.verification.verification_report import conclusion_lines
 from tests.parity.correct_tasks import CORRECT_TASKS
+from tests.recipes import recipe_of
 
 STEPS = 4
 
 
-def recipe_of(name: str, **changes: object) -> Recipe:
+def recipe_for(name: str, **changes: object) -> Recipe:
     settings: dict[str, object] = {
-        "task": "given",
         "steps": 20,
         "batch": {"size": 13, "shards": 4},
         "optimizer": {"name": "adamw", "lr": 0.01, "clip_norm": 0.5},
         "runtime": {"bucket_bytes": 64},
     }
-    return Recipe(**(settings | CORRECT_TASKS[name][1] | changes))
+    return recipe_of(**(settings | CORRECT_TASKS[name][1] | changes))
 
 
 def verified(cluster: Cluster, name: str, **changes: object) -> VerificationReport:
-    recipe = recipe_of(name, **changes)
+    recipe = recipe_for(name, **changes)
     return compare_with_oracle(recipe, CORRECT_TASKS[name][0](), cluster, CPU, STEPS)
 
 

@@ -21,6 +21,7 @@ from paceline.session.evaluation import Evaluation
 from paceline.task import Loss, Task
 from paceline.testing import run_ranks
 from paceline.testing.parity import build_test_session
+from tests.recipes import recipe_of
 
 EVERY = {"every_steps": 5, "metric": "accuracy", "better": "higher", "patience": 3}
 
@@ -42,11 +43,9 @@ def separable() -> Task:
     return Task(nn.Linear(4, 2), data[:48], loss, held_out=data[48:])
 
 
-def recipe_of(folder: Path, steps: int = 400, **evaluate: Any) -> Recipe:
-    return Recipe(
+def stopping_recipe(folder: Path, steps: int = 400, **evaluate: Any) -> Recipe:
+    return recipe_of(
         steps=steps,
-        task="own",
-        batch={"size": 8, "shards": 2},
         optimizer={"name": "sgd", "lr": 0.3},
         evaluate=EVERY | evaluate,
         checkpoint={"every_steps": 5, "keep": 1, "keep_best": 1},
@@ -84,16 +83,16 @@ def run(cluster: Cluster, recipe: Recipe, resume: bool = False) -> tuple[int, li
 def test_a_run_ends_after_its_patience_on_any_number_of_ranks_and_after_a_resume(
     tmp_path: Path,
 ) -> None:
-    steps, told = run(Cluster.single(), recipe_of(tmp_path / "one"))
+    steps, told = run(Cluster.single(), stopping_recipe(tmp_path / "one"))
     values = {e["step"]: e["metrics"]["accuracy"] for name, e in told if name == "evaluation"}
     ((_, end),) = [one for one in told if one[0] == "early-stop"]
     assert steps < 400 and end["step"] == steps == end["best_step"] + 15
     assert end["best"] == max(values.values()) == values[end["best_step"]]
-    two = run_ranks(run, 2, recipe_of(tmp_path / "two"))
+    two = run_ranks(run, 2, stopping_recipe(tmp_path / "two"))
     assert [found[0] for found in two] == [steps, steps]
-    half, _ = run(Cluster.single(), recipe_of(tmp_path / "half", steps=steps - 7))
+    half, _ = run(Cluster.single(), stopping_recipe(tmp_path / "half", steps=steps - 7))
     assert half == steps - 7
-    assert run(Cluster.single(), recipe_of(tmp_path / "half"), resume=True)[0] <= steps
+    assert run(Cluster.single(), stopping_recipe(tmp_path / "half"), resume=True)[0] <= steps
     shelf = CheckpointCatalog.read(StorageFolder(str(tmp_path / "one" / "checkpoints")))
     assert max(values[kept.step] for kept in shelf.whole) == end["best"]
 

@@ -14,10 +14,11 @@ import pytest
 import torch
 
 from paceline.job.cluster import Cluster
-from paceline.recipe import Recipe, Strategy
+from paceline.recipe import Recipe
 from paceline.session import evaluate
 from paceline.testing import run_ranks
 from paceline.testing.parity import build_test_session
+from tests.recipes import recipe_of
 
 SMALL = {"context": 32, "layers": 1, "heads": 2, "width": 32, "train_tokens": 2**16, "held_out_tokens": 2**13}
 LARGER = {
@@ -32,20 +33,19 @@ SYNC = "replicas=2"
 SERVED = ("servers=1 sync=server-async", "servers=1 sync=bounded:2")
 
 
-def recipe_of(strategy: str, options: Mapping[str, Any], steps: int, seed: int) -> Recipe:
+def gpt_recipe(strategy: str, options: Mapping[str, Any], steps: int, seed: int) -> Recipe:
     lr = 2e-3 if strategy in SERVED else 4e-3  # two updates a step, each of half a batch
-    settings: dict[str, Any] = {
-        "task": "byte-gpt",
-        "options": dict(options),
-        "steps": steps,
-        "seed": seed,
-        "batch": {"size": 16, "shards": 2},
-        "optimizer": {"name": "adamw", "lr": lr, "betas": [0.9, 0.95], "clip_norm": 1.0},
-        "schedule": {"decay": "cosine", "final": 0.1},
-        "precision": {"compute": "fp32"},
-        "strategy": Strategy.parse(strategy),
-    }
-    return Recipe(**settings)
+    return recipe_of(
+        strategy,
+        task="byte-gpt",
+        options=dict(options),
+        steps=steps,
+        seed=seed,
+        batch={"size": 16, "shards": 2},
+        optimizer={"name": "adamw", "lr": lr, "betas": [0.9, 0.95], "clip_norm": 1.0},
+        schedule={"decay": "cosine", "final": 0.1},
+        precision={"compute": "fp32"},
+    )
 
 
 Run = tuple[str, int]
@@ -60,7 +60,7 @@ def losses(
     found: dict[Run, list[float]] = {}
     for run in runs:
         for seed in seeds:
-            session = build_test_session(cluster, recipe_of(run[0], options, run[1], seed))
+            session = build_test_session(cluster, gpt_recipe(run[0], options, run[1], seed))
             list(session.rounds())
             evaluation = evaluate(session)
             assert evaluation is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.nn import functional as F
 import paceline
 from paceline.errors import StrategyError, TaskError
 from paceline.job.cluster import Cluster
-from paceline.recipe import Recipe, Strategy
+from paceline.recipe import Recipe
 from paceline.report.run_files import is_run_folder
 from paceline.session import OwnLoop
 from paceline.session.fit_loop import fitting
@@ -21,6 +22,7 @@ from paceline.session.own_loop_steps import refuse_own_loop
 from paceline.task import Loss, Task
 from paceline.testing import run_ranks
 from paceline.testing.parity import build_test_session
+from tests.recipes import recipe_of
 
 STRATEGIES = ("replicas=2", "replicas=1 shard=2 zero=1")
 REFUSED = {
@@ -43,16 +45,13 @@ def build() -> Task:
     return Task(model, list(zip(x, (x[:, 0] > 0).long(), strict=True)), loss_of)
 
 
-def recipe_of(strategy: str = "replicas=all", **changes: Any) -> Recipe:
-    settings: dict[str, Any] = {
-        "task": "own",
-        "steps": 7,
-        "batch": {"size": 16, "shards": 4},
-        "optimizer": {"name": "adamw", "lr": 1e-2, "clip_norm": 1.0},
-        "precision": {"compute": "fp32"},
-        "strategy": Strategy.parse(strategy),
-    }
-    return Recipe(**(settings | changes))
+loop_recipe = partial(
+    recipe_of,
+    steps=7,
+    batch={"size": 16, "shards": 4},
+    optimizer={"name": "adamw", "lr": 1e-2, "clip_norm": 1.0},
+    precision={"compute": "fp32"},
+)
 
 
 def parameters_of(session: Any) -> dict[str, Tensor]:
@@ -61,10 +60,10 @@ def parameters_of(session: Any) -> dict[str, Tensor]:
 
 def both(cluster: Cluster, strategy: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Where the rule ends and where the own loop ends, of the same recipe; 56 samples leave a tail of 8."""
-    session = build_test_session(cluster, recipe_of(strategy), build)
+    session = build_test_session(cluster, loop_recipe(strategy), build)
     list(session.rounds())
     right = parameters_of(session)
-    session = build_test_session(cluster, recipe_of(strategy), build)
+    session = build_test_session(cluster, loop_recipe(strategy), build)
     with fitting(session, None, ()) as found:
         loop = OwnLoop(session, found)
         for batch in loop.batches():
@@ -81,7 +80,7 @@ def test_it_ends_to_the_bit_where_the_rule_ends() -> None:
         found: dict[str, Any] = {strategy: both(cluster, strategy) for strategy in STRATEGIES}
         for strategy in REFUSED:
             with pytest.raises(StrategyError) as caught:
-                refuse_own_loop(build_test_session(cluster, recipe_of(strategy), build))
+                refuse_own_loop(build_test_session(cluster, loop_recipe(strategy), build))
             found[strategy] = str(caught.value)
         return found
 
@@ -116,7 +115,7 @@ def test_several_updates_a_step_are_those_of_a_plain_loop() -> None:
     def run(cluster: Cluster, folder: str) -> dict[str, Tensor]:
         torch.set_num_threads(1)
         optimizer = {"name": "adam", "lr": 1e-2}
-        recipe = recipe_of(batch={"size": 8, "shards": 2, "shuffle": False}, steps=6, optimizer=optimizer)
+        recipe = loop_recipe(batch={"size": 8, "shards": 2, "shuffle": False}, steps=6, optimizer=optimizer)
         session = build_test_session(cluster, recipe, gan)
         with fitting(session, None, ()) as found:
             loop = OwnLoop(session, found)
@@ -163,12 +162,12 @@ def test_it_has_a_folder_goes_on_and_keeps_the_schedule(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    whole, rates = own(recipe_of())
+    whole, rates = own(loop_recipe())
     assert rates == pytest.approx([1e-2] * 2 + [1e-3] * 3 + [1e-4] * 2)
-    first, before = own(recipe_of(steps=3))
+    first, before = own(loop_recipe(steps=3))
     folder = first.result.run_dir
     assert folder is not None and is_run_folder(folder) and first.result.checkpoint is not None
-    second, after = own(recipe_of(), resume=folder)
+    second, after = own(loop_recipe(), resume=folder)
     assert before + after == pytest.approx(rates) and second.result.steps == 7
     assert (folder / "report.html").exists() and (folder / "metrics.jsonl").exists()
     pairs = zip(whole.model.parameters(), second.model.parameters(), strict=True)
@@ -177,7 +176,7 @@ def test_it_has_a_folder_goes_on_and_keeps_the_schedule(
 
 def test_what_a_loop_forgets_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with paceline.own_loop(recipe_of(), build) as loop:
+    with paceline.own_loop(loop_recipe(), build) as loop:
         with pytest.raises(TaskError, match="step\\(\\) was called without backward"):
             loop.step()
         for batch in loop.batches():
@@ -187,7 +186,7 @@ def test_what_a_loop_forgets_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyP
             break
     with (
         pytest.raises(TaskError, match="the loop took the next batch"),
-        paceline.own_loop(recipe_of(), build) as loop,
+        paceline.own_loop(loop_recipe(), build) as loop,
     ):
         for _ in loop.batches():
             pass

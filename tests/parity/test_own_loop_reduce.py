@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from paceline.errors import PacelineError
 from paceline.job.cluster import Cluster
-from paceline.recipe import Recipe, Strategy
+from paceline.recipe import Recipe
 from paceline.session import OwnLoop
 from paceline.session.fit_loop import fitting
 from paceline.session.own_loop_reduce import reduce_values, tensor_from_bytes, tensor_to_bytes
@@ -19,6 +19,7 @@ from paceline.task import Loss, Task
 from paceline.testing import run_ranks
 from paceline.testing.parity import CPU, build_test_session
 from paceline.verification.verify_on_rank import compare_with_oracle
+from tests.recipes import recipe_of
 
 STEPS, SIZES = 5, [8, 8, 1, 8, 8]  # 17 samples: in the third step one of two ranks has none
 
@@ -29,14 +30,13 @@ def build() -> Task:
     return Task(nn.Linear(3, 2), data, lambda model, x: Loss(model(x).square().sum(), len(x)))
 
 
-def recipe_of(**batch: Any) -> Recipe:
-    return Recipe(
-        task="own",
+def loop_recipe(**batch: Any) -> Recipe:
+    return recipe_of(
+        "replicas=2",
         steps=STEPS,
         batch={"size": 8, "shards": 2, "shuffle": False, **batch},
         optimizer={"name": "sgd", "lr": 0.1},
         precision={"compute": "fp32"},
-        strategy=Strategy.parse("replicas=2"),
     )
 
 
@@ -68,7 +68,7 @@ def uneven(loop: Any) -> None:
 
 
 def trained(cluster: Cluster, loop: Callable[[Any], None], **batch: Any) -> dict[str, Tensor]:
-    session = build_test_session(cluster, recipe_of(**batch), build)
+    session = build_test_session(cluster, loop_recipe(**batch), build)
     with fitting(session, None, ()) as found:
         own = OwnLoop(session, found)
         loop(own)
@@ -80,7 +80,7 @@ def on_two(cluster: Cluster) -> tuple[list[Any], list[dict[str, Tensor]], list[s
     torch.set_num_threads(1)
     said: list[Any] = []
     ends = [trained(cluster, lambda loop: centred(loop, said)), trained(cluster, alone)]
-    report = compare_with_oracle(recipe_of(), build(), cluster, CPU, STEPS, loop=centred)
+    report = compare_with_oracle(loop_recipe(), build(), cluster, CPU, STEPS, loop=centred)
     assert report.ok and report.steps == STEPS, report
     refused = []
     for loop, batch in ((lambda loop: loop.reduce(1.0, "mean"), {}), (centred, {"shards": 4})):

@@ -24,6 +24,7 @@ from paceline.session.build import build_order
 from paceline.state.slot import TensorSlot
 from paceline.testing import run_ranks
 from paceline.testing.parity import build_test_session, make_task
+from tests.recipes import recipe_of
 from tests.texts import SMALL_TEXT
 
 STEPS = 50
@@ -87,9 +88,8 @@ class Bits:
         return next((step for step, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b), None)
 
 
-def recipe_of(model: str, strategy: str, **changes: Any) -> Recipe:
-    settings = {"steps": STEPS, "reproducible": True, "strategy": Strategy.parse(strategy)}
-    return Recipe(**(MODELS[model] | settings | changes))
+def recipe_for(model: str, strategy: str, **changes: Any) -> Recipe:
+    return recipe_of(strategy, **(MODELS[model] | {"steps": STEPS, "reproducible": True} | changes))
 
 
 def bits_of(cluster: Cluster, recipe: Recipe) -> Bits:
@@ -110,7 +110,7 @@ def run(recipe: Recipe) -> list[Bits]:
 @cache
 def alone(model: str, steps: int = STEPS) -> Bits:
     """One process, one lane."""
-    return run(recipe_of(model, "replicas=1", steps=steps))[0]
+    return run(recipe_for(model, "replicas=1", steps=steps))[0]
 
 
 @pytest.mark.capability("I10", "A2", "A7", "A9", "J10", "J11")
@@ -119,7 +119,7 @@ def alone(model: str, steps: int = STEPS) -> Bits:
 def test_fifty_steps_of_adamw_have_the_hashes_of_one_process(model: str, strategy: str) -> None:
     right = alone(model)
     assert len(set(right.sha256)) == STEPS, "the state moves in every step"
-    for found in run(recipe_of(model, strategy)):
+    for found in run(recipe_for(model, strategy)):
         assert found.first_difference(right) is None
 
 
@@ -144,7 +144,7 @@ def changed() -> Iterator[ParameterSet]:
 @cache
 def changed_alone(name: str) -> Bits:
     """One process, one lane, with one change."""
-    return run(recipe_of("byte-gpt", "replicas=1", steps=12, **CHANGES[name]))[0]
+    return run(recipe_for("byte-gpt", "replicas=1", steps=12, **CHANGES[name]))[0]
 
 
 @pytest.mark.capability("I10", "K2", "K5")
@@ -152,7 +152,7 @@ def changed_alone(name: str) -> Bits:
 @pytest.mark.parametrize(("name", "strategy"), list(changed()))
 def test_amp_recomputation_and_momentum_keep_their_bits(name: str, strategy: str) -> None:
     right = changed_alone(name)
-    for found in run(recipe_of("byte-gpt", strategy, steps=12, **CHANGES[name])):
+    for found in run(recipe_for("byte-gpt", strategy, steps=12, **CHANGES[name])):
         assert found.first_difference(right) is None
 
 
@@ -160,7 +160,7 @@ def test_amp_recomputation_and_momentum_keep_their_bits(name: str, strategy: str
 def test_more_shards_than_samples_leave_some_empty() -> None:
     """The last batch of an epoch: here 8 shards of 3 samples."""
     changes = {"batch": {"size": 299, "shards": 8}, "options": {"model": "mlp", "hidden": [16]}, "steps": 8}
-    small = recipe_of("convnet", "replicas=1", **changes)
+    small = recipe_for("convnet", "replicas=1", **changes)
     assert build_order(small, make_task(small)).batch_size(5) == 3
     right = run(small)[0]
     for strategy in ("replicas=3", "replicas=8", "replicas=2 lanes=3"):
@@ -240,6 +240,6 @@ def test_without_one_mechanism_the_hashes_differ(
     model: str, strategy: str, break_it: Callable[[], None]
 ) -> None:
     """Twins: each mechanism is needed, and the matrix above would see that it is gone."""
-    recipe = recipe_of(model, strategy, steps=FEW_STEPS)
+    recipe = recipe_for(model, strategy, steps=FEW_STEPS)
     found = run_ranks(broken_bits, 3, recipe, break_it, deadline=720.0)[0]
     assert found.first_difference(alone(model, FEW_STEPS)) is not None

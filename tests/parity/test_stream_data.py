@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,11 +15,11 @@ from torch.utils.data import WeightedRandomSampler
 from paceline.data.stream import StreamPositions
 from paceline.errors import DataError
 from paceline.job.cluster import Cluster
-from paceline.recipe import Recipe, Strategy
 from paceline.task import Task
 from paceline.testing import run_ranks
 from paceline.testing.parity import CPU, build_test_session
 from paceline.verification.verify_on_rank import compare_with_oracle
+from tests.recipes import recipe_of
 from tests.unit.data.test_task_data import Stream, loss
 
 STEPS = 7
@@ -55,15 +56,13 @@ def sampled() -> Task:
 BUILDS = {"whole": build_of(Own), "in parts": build_of(Stream), "sampled": sampled}
 
 
-def recipe_of(strategy: str = "replicas=all") -> Recipe:
-    return Recipe(
-        task="own",
-        steps=STEPS,
-        batch={"size": 6, "shards": 2},
-        optimizer={"name": "sgd", "lr": 1e-4},
-        precision={"compute": "fp32"},
-        strategy=Strategy.parse(strategy),
-    )
+stream_recipe = partial(
+    recipe_of,
+    steps=STEPS,
+    batch={"size": 6, "shards": 2},
+    optimizer={"name": "sgd", "lr": 1e-4},
+    precision={"compute": "fp32"},
+)
 
 
 def ends(session: Any) -> dict[str, Tensor]:
@@ -78,16 +77,16 @@ def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 
 
 def trained(cluster: Cluster, name: str, strategy: str) -> dict[str, Tensor]:
-    return ends(build_test_session(cluster, recipe_of(strategy), BUILDS[name]))
+    return ends(build_test_session(cluster, stream_recipe(strategy), BUILDS[name]))
 
 
 def gone_on(cluster: Cluster, name: str) -> dict[str, Tensor]:
     """Stopped after three steps, and on from there in a session that has read nothing yet."""
-    first = build_test_session(cluster, recipe_of(), BUILDS[name])
+    first = build_test_session(cluster, stream_recipe(), BUILDS[name])
     for stats in first.rounds():
         if stats.step == 2:
             break
-    second = build_test_session(cluster, recipe_of(), BUILDS[name])
+    second = build_test_session(cluster, stream_recipe(), BUILDS[name])
     second.restore_shared(first.snapshot())
     return ends(second)
 
@@ -98,11 +97,11 @@ def on_two(cluster: Cluster) -> dict[str, Any]:
     for name in BUILDS:
         found[name] = [trained(cluster, name, layout) for layout in LAYOUTS[:3]], gone_on(cluster, name)
         for layout in LAYOUTS[:2]:
-            report = compare_with_oracle(recipe_of(layout), BUILDS[name](), cluster, CPU, steps=4)
+            report = compare_with_oracle(stream_recipe(layout), BUILDS[name](), cluster, CPU, steps=4)
             assert report.ok, (name, layout, report)
     trained(cluster, "in parts", LAYOUTS[3])
     with pytest.raises(DataError, match="rank 1 reads other samples than rank 0"):
-        build_test_session(cluster, recipe_of(), build_of(Elsewhere))
+        build_test_session(cluster, stream_recipe(), build_of(Elsewhere))
     return found
 
 

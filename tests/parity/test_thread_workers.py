@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,10 +22,10 @@ from paceline.parallel.pipeline import InFlightMicroBatch
 from paceline.parallel.pipeline.forward_backward import ChunkExecutor
 from paceline.parallel.pipeline.p2p import ThreadTransport
 from paceline.parallel.state_hash import state_sha256
-from paceline.recipe import Recipe, Strategy
 from paceline.task import Loss, Task
 from paceline.testing import run_ranks
 from paceline.testing.parity import build_test_session
+from tests.recipes import recipe_of
 
 pytestmark = pytest.mark.capability("C8")
 
@@ -32,16 +33,13 @@ STEPS, RATE, BATCH = 1000, 0.05, 12
 STAGES = "replicas=1 pipeline=2 lanes=2"
 
 
-def recipe_of(strategy: str, **changes: Any) -> Recipe:
-    settings: dict[str, Any] = {
-        "task": "in memory",
-        "steps": STEPS,
-        "batch": {"size": BATCH, "shards": 4},
-        "optimizer": {"name": "sgd", "lr": RATE},
-        "reproducible": True,
-        "strategy": Strategy.parse(strategy),
-    }
-    return Recipe(**(settings | changes))
+threads_recipe = partial(
+    recipe_of,
+    steps=STEPS,
+    batch={"size": BATCH, "shards": 4},
+    optimizer={"name": "sgd", "lr": RATE},
+    reproducible=True,
+)
 
 
 def two_layers() -> Task:
@@ -59,7 +57,7 @@ def cross_entropy(model: nn.Module, batch: Any) -> Loss:
 
 def hashes(cluster: Cluster, strategy: str, prepare: Callable[[], None], steps: int) -> list[str]:
     prepare()
-    session = build_test_session(cluster, recipe_of(strategy, steps=steps), two_layers)
+    session = build_test_session(cluster, threads_recipe(strategy, steps=steps), two_layers)
     found = [state_sha256(session.snapshot().tensors()) for _ in session.rounds()]
     session.close()
     return found
@@ -110,7 +108,7 @@ def test_an_update_inside_the_backward_would_be_seen() -> None:
 
 def test_the_update_is_the_mean_gradient_of_autograd() -> None:
     def moved(cluster: Cluster) -> list[Tensor]:
-        recipe = recipe_of(STAGES, steps=1, batch={"size": 120, "shards": 4})
+        recipe = threads_recipe(STAGES, steps=1, batch={"size": 120, "shards": 4})
         session = build_test_session(cluster, recipe, two_layers)
         next(session.rounds())
         session.close()
@@ -127,7 +125,7 @@ def test_the_update_is_the_mean_gradient_of_autograd() -> None:
 
 
 def initial(cluster: Cluster) -> list[Tensor]:
-    session = build_test_session(cluster, recipe_of(STAGES), two_layers)
+    session = build_test_session(cluster, threads_recipe(STAGES), two_layers)
     session.close()
     return [p.detach().clone() for p in session.state.model.parameters()]
 
@@ -161,7 +159,7 @@ def test_a_stage_that_fails_ends_the_others(
             links = nn.Sequential(nn.Linear(10, 16), Fails(first), nn.Linear(16, 3), Fails(second))
             return replace(two_layers(), model=links, stages=lambda m: [m[0:2], m[2:4]])
 
-        changed = recipe_of(STAGES, runtime={"deadline_seconds": deadline})
+        changed = threads_recipe(STAGES, runtime={"deadline_seconds": deadline})
         session, said = build_test_session(cluster, changed, task), []
         for _ in range(2):  # and the stages are there for the next try
             try:

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from paceline.errors import TaskError
 from paceline.job.cluster import Cluster
 from paceline.parallel.zero import GatherCycle
-from paceline.recipe import Recipe, Strategy
+from paceline.recipe import Recipe
 from paceline.session.evaluation import evaluate
 from paceline.task import Loss, Task
 from paceline.testing import run_ranks
@@ -26,6 +26,7 @@ from paceline.testing.parity import CPU, build_test_session
 from paceline.testing.rank_processes import RanksFailed
 from paceline.verification import compare_with_oracle
 from paceline.verification.verification_report import conclusion_lines
+from tests.recipes import recipe_of
 
 WIDTH = 6
 Choose = Callable[[nn.ModuleList, Tensor], list[nn.Module]]
@@ -142,14 +143,13 @@ def task(case: str) -> Task:
     return Task(model, list(zip(x, y, strict=True)), loss, held_out=held_out)
 
 
-def recipe_of(way: str, shards: int = 5) -> Recipe:
-    return Recipe(
-        task="given",
+def blocks_recipe(way: str, shards: int = 5) -> Recipe:
+    return recipe_of(
+        way,
         steps=3,
         batch={"size": 2 * shards, "shards": shards},
         optimizer={"name": "adamw", "lr": 0.01, "clip_norm": 0.5},
         runtime={"bucket_bytes": 64, "deadline_seconds": 30},
-        strategy=Strategy.parse(way),
     )
 
 
@@ -157,7 +157,7 @@ def said_of(cluster: Cluster, way: str, cases: tuple[str, ...]) -> dict[str, Any
     """What verification says of each case; nothing where all steps agree."""
     found = {}
     for case in cases:
-        report = compare_with_oracle(recipe_of(way), task(case), cluster, CPU, 3)
+        report = compare_with_oracle(blocks_recipe(way), task(case), cluster, CPU, 3)
         found[case] = "" if report.ok and report.steps == 3 else " ".join(conclusion_lines(report))
     return found
 
@@ -200,7 +200,7 @@ def test_gathers_in_an_order_of_their_own_mix_equal_blocks_up(monkeypatch: pytes
 
     def losses(cluster: Cluster, kind: type[GatherCycle]) -> list[float]:
         monkeypatch.setattr("paceline.parallel.zero.GatherCycle", kind)
-        recipe = recipe_of("replicas=1 shard=2 zero=3 route=native", shards=4)
+        recipe = blocks_recipe("replicas=1 shard=2 zero=3 route=native", shards=4)
         session = build_test_session(cluster, recipe, lambda: task("another order"))
         found = [stats.loss for stats in session.rounds()]
         session.close()
@@ -216,7 +216,7 @@ def test_ranks_evaluate_different_numbers_of_micro_batches() -> None:
 
     def evaluated(cluster: Cluster) -> list[float]:
         session = build_test_session(
-            cluster, recipe_of("replicas=1 shard=2 zero=3 route=native"), lambda: task("some blocks")
+            cluster, blocks_recipe("replicas=1 shard=2 zero=3 route=native"), lambda: task("some blocks")
         )
         found = [evaluate(session) for _ in range(2)]
         session.close()
@@ -232,7 +232,7 @@ def test_a_weight_between_two_steps_is_one_plain_error() -> None:
 
     def looked(cluster: Cluster) -> None:
         session = build_test_session(
-            cluster, recipe_of("replicas=1 shard=2 zero=3 route=native"), lambda: task("some blocks")
+            cluster, blocks_recipe("replicas=1 shard=2 zero=3 route=native"), lambda: task("some blocks")
         )
         weight = session.task.model.blocks[1][0].weight
         assert weight.shape == (WIDTH, WIDTH) and weight.grad is None

@@ -12,9 +12,10 @@ from torch import nn
 from paceline import Loss, Task
 from paceline.errors import CommunicationError, PacelineError
 from paceline.job.cluster import Cluster
-from paceline.recipe import Recipe, Strategy
+from paceline.recipe import Recipe
 from paceline.session import Session
 from paceline.testing.parity import build_test_session
+from tests.recipes import recipe_of
 from tests.zoo.kind import Kind, Made
 from tests.zoo.kinds import KINDS
 from tests.zoo.plain import End, Plan, train
@@ -98,20 +99,20 @@ def plan_of(kind: Kind, way: Way) -> Plan:
     return Plan(kind.optimizer, lr=lr, clip_norm=kind.clip_norm, shards=SHARDS)
 
 
-def recipe_of(plan: Plan, way: Way, *, own_optimizer: bool = False) -> Recipe:
+def zoo_recipe(plan: Plan, way: Way, *, own_optimizer: bool = False) -> Recipe:
     """How Paceline trains it: with its own optimizers, fused where it takes that."""
     momentum = {"momentum": plan.momentum} if plan.optimizer == "sgd" else {}
-    named = {"name": plan.optimizer, "lr": plan.lr, **momentum}
+    named = {} if own_optimizer else {"name": plan.optimizer, "lr": plan.lr, **momentum}
     clip_norm = {} if plan.clip_norm is None else {"clip_norm": plan.clip_norm}
-    settings: dict[str, Any] = {
-        "task": "zoo",
-        "steps": plan.steps,
-        "seed": plan.seed,
-        "batch": {"size": plan.size, "shards": plan.shards, "shuffle": False},
-        "optimizer": clip_norm if own_optimizer else {**named, **clip_norm},
-        "strategy": Strategy.parse(way.strategy),
-    }
-    return Recipe(**(settings | way.changes))
+    return recipe_of(
+        way.strategy,
+        task="zoo",
+        steps=plan.steps,
+        seed=plan.seed,
+        batch={"size": plan.size, "shards": plan.shards, "shuffle": False},
+        optimizer=named | clip_norm,
+        **way.changes,
+    )
 
 
 def task_of(kind: Kind, made: Made) -> Task:
@@ -144,7 +145,7 @@ def run_many(cluster: Cluster, kinds: Sequence[str], way: str) -> dict[str, Ran]
 def run(cluster: Cluster, kind: str, way: str) -> Ran:
     """Train as one rank; what it raises is an answer too."""
     made, plan = KINDS[kind].make(), plan_of(KINDS[kind], WAYS[way])
-    recipe = recipe_of(plan, WAYS[way], own_optimizer=KINDS[kind].fused)
+    recipe = zoo_recipe(plan, WAYS[way], own_optimizer=KINDS[kind].fused)
     session = None
     try:
         session = build_test_session(cluster, recipe, lambda: task_of(KINDS[kind], made))

@@ -17,7 +17,7 @@ from paceline.testing import run_ranks
 from paceline.testing.parity import build_test_session
 from tests.zoo.drawn import Drawn, draw, make, without
 from tests.zoo.plain import End, train
-from tests.zoo.runs import distance_from, ended, recipe_of
+from tests.zoo.runs import distance_from, ended, zoo_recipe
 
 TOLERANCE = 1e-9  # float64; AdamW divides by a root, which enlarges what rounding leaves of a zero
 MANY = 100
@@ -33,7 +33,7 @@ def trained(cluster: Cluster, case: Drawn) -> End:
     made = make(case)
     session = build_test_session(
         cluster,
-        recipe_of(case.plan, case.way),
+        zoo_recipe(case.plan, case.way),
         lambda: Task(
             made.model,
             made.samples,

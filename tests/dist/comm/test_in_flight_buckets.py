@@ -18,10 +18,11 @@ from paceline.comm.reduction import ScatterPacer, ScatterReducer, unconfirmed_by
 from paceline.comm.reduction.scatter_schedule import max_unconfirmed_buckets
 from paceline.job.cluster import Cluster
 from paceline.plan import plan_memory
-from paceline.recipe import Recipe, Strategy
+from paceline.recipe import Recipe
 from paceline.session import Components
 from paceline.testing import run_ranks
 from paceline.testing.parity import build_test_session
+from tests.recipes import recipe_of
 
 WIDTH, NUM_BLOCKS, STEPS = 64, 24, 3
 WHOLE = 4 * 2 * NUM_BLOCKS * (WIDTH + 1) * WIDTH
@@ -38,13 +39,13 @@ def chain() -> Task:
     )
 
 
-def recipe_of(shards: int) -> Recipe:
-    return Recipe(
+def chain_recipe(shards: int) -> Recipe:
+    return recipe_of(
+        "replicas=1 shard=2 zero=3 route=native",
         task="chain",
         steps=STEPS,
         batch={"size": shards, "shards": shards},
         optimizer={"name": "sgd", "lr": 1e-4},
-        strategy=Strategy.parse("replicas=1 shard=2 zero=3 route=native"),
         runtime={"bucket_bytes": 2**13},
     )
 
@@ -89,7 +90,7 @@ def watched(cluster: Cluster, shards: int) -> list[Most]:
         made.append(Watched(*args, **kwargs))
         return made[-1]
 
-    session = build_test_session(cluster, recipe_of(shards), chain, Components(scatterer=make))
+    session = build_test_session(cluster, chain_recipe(shards), chain, Components(scatterer=make))
     list(session.rounds())
     session.close()
     (one,) = made
@@ -100,7 +101,7 @@ def watched(cluster: Cluster, shards: int) -> list[Most]:
 @pytest.mark.parametrize("shards", [4, 5])
 def test_scatters_under_way_are_those_that_are_planned(shards: int) -> None:
     """With 5 micro-batches one rank takes part in the last one for the other, and sends zeros as it hears."""
-    rank = plan_memory(recipe_of(shards), chain(), 2, nodes=2).ranks[0]
+    rank = plan_memory(chain_recipe(shards), chain(), 2, nodes=2).ranks[0]
     planned = rank.moments["backward"].wire
     assert planned < 2 * WHOLE / 5  # of all buckets, and of what would arrive for all of them
     for first, *steps in run_ranks(watched, 2, shards):

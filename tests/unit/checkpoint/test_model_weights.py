@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,6 +20,7 @@ from paceline.recipe import Recipe
 from paceline.session import train
 from paceline.state.train_state import TrainState
 from paceline.testing.parity import make_task
+from tests.recipes import recipe_of
 from tests.unit.checkpoint.states import save
 from tests.web import serving
 
@@ -201,17 +201,16 @@ def test_it_is_the_vocabulary_and_not_the_file_that_is_compared(folders: tuple[P
             vocabulary_of(broken)
 
 
-def recipe_of(folder: Path, tokenizer: Path) -> Recipe:
+def gpt_recipe(folder: Path, tokenizer: Path) -> Recipe:
     for name in ("one", "two"):
         (folder / f"{name}.txt").write_text(TEXTS[0] * 40)
     options = {"text": [str(folder / "*.txt")], "tokenizer": str(tokenizer), "held_out": 0.5}
     options |= {"context": 8, "layers": 1, "heads": 1, "width": 8, "sample_tokens": 0}
-    settings: dict[str, Any] = {"task": "byte-gpt", "steps": 1, "batch": {"size": 2}, "options": options}
-    return Recipe(**settings, precision={"compute": "fp32"})
+    return recipe_of(task="byte-gpt", batch={"size": 2}, options=options, precision={"compute": "fp32"})
 
 
 def test_checkpoints_and_exports_know_their_vocabulary(folders: tuple[Path, Path], tmp_path: Path) -> None:
-    right, wrong = (recipe_of(tmp_path, folder) for folder in folders)
+    right, wrong = (gpt_recipe(tmp_path, folder) for folder in folders)
     run, path = tmp_path / "run", tmp_path / "alone" / "model.safetensors"
     train(right.replace(run_dir=str(run)))
     export_weights(find_checkpoint(StorageFolder(str(run / "checkpoints")), print), path)

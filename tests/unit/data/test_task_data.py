@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from paceline.data import build_order, prepare_data, split_evenly
 from paceline.errors import DataError, PacelineError, RecipeError, TaskError
 from paceline.recipe import Recipe
 from paceline.task import Loss, Task
+from tests.recipes import recipe_of
 
 DATA = list(torch.arange(20.0).reshape(10, 2))
 
@@ -63,8 +65,7 @@ class Forgets(Stream):
         return iter(torch.rand(7, 2, generator=self.generator))
 
 
-def recipe_of(**changes: Any) -> Recipe:
-    return Recipe(**({"task": "own", "steps": 6, "batch": {"size": 4}} | changes))
+own_recipe = partial(recipe_of, steps=6, batch={"size": 4})
 
 
 def task_of(data: Any, **more: Any) -> Task:
@@ -72,7 +73,7 @@ def task_of(data: Any, **more: Any) -> Task:
 
 
 def ready(data: Any, recipe: Recipe | None = None, **more: Any) -> Any:
-    return prepare_data(task_of(data, **more), recipe or recipe_of())
+    return prepare_data(task_of(data, **more), recipe or own_recipe())
 
 
 def rows(source: Any, indices: Any) -> list[list[float]]:
@@ -83,7 +84,7 @@ def rows(source: Any, indices: Any) -> list[list[float]]:
 @pytest.mark.parametrize("shards, first", [(None, [0, 1, 2, 3]), (2, [0, 2, 1, 3])])
 def test_a_stream_is_read_by_position_from_anywhere(shards: int | None, first: list[int]) -> None:
     """In parts, the first half of a batch is of the first part, whose own end is its own."""
-    recipe = recipe_of(batch={"size": 4} | ({"shards": shards} if shards else {}))
+    recipe = own_recipe(batch={"size": 4} | ({"shards": shards} if shards else {}))
     task = ready(Stream(), recipe)
     order = build_order(recipe, task)
     whole = [rows(task.data, order.batch(step)) for step in range(6)]
@@ -105,9 +106,9 @@ def test_a_reader_of_one_part_opens_that_part_only_and_none_twice() -> None:
             opened.append(index)
             return super().shard(num_shards, index)
 
-    task = ready(Told(), recipe_of(batch={"size": 4, "shards": 2}))
+    task = ready(Told(), own_recipe(batch={"size": 4, "shards": 2}))
     for step in range(3):
-        rows(task.data, build_order(recipe_of(), task).batch(step, range(2, 4)))
+        rows(task.data, build_order(own_recipe(), task).batch(step, range(2, 4)))
     assert opened == [1]
     whole = Stream()
     task = ready(whole)
@@ -130,7 +131,7 @@ def test_a_reader_of_one_part_opens_that_part_only_and_none_twice() -> None:
 )
 def test_what_a_stream_cannot_do_is_refused_by_name(data: Any, changes: Any, more: Any, says: str) -> None:
     with pytest.raises(PacelineError, match=says) as found:
-        ready(data, recipe_of(**changes), **more)
+        ready(data, own_recipe(**changes), **more)
     assert isinstance(found.value, (DataError, RecipeError, TaskError)) and found.value.next_step
 
 
@@ -144,7 +145,7 @@ def test_a_stream_that_forgets_or_is_empty_is_refused() -> None:
 
 
 def test_a_held_out_stream_is_kept_in_memory_as_far_as_the_recipe_says() -> None:
-    task = ready(DATA, recipe_of(evaluate={"max_samples": 5}), held_out={"a": Stream(), "b": DATA})
+    task = ready(DATA, own_recipe(evaluate={"max_samples": 5}), held_out={"a": Stream(), "b": DATA})
     assert len(task.held_out["a"]) == 5 and task.held_out["b"] is DATA
 
 
@@ -166,14 +167,14 @@ class Counting(Halves):
 
 @pytest.mark.capability("M1")
 def test_a_sampler_orders_epochs_and_any_step_can_be_asked_for() -> None:
-    recipe = recipe_of(batch={"size": 2})
+    recipe = own_recipe(batch={"size": 2})
     order = build_order(recipe, ready(DATA, recipe, sampler=Halves()))
     assert order.steps_per_epoch == 3 and [order.batch_size(step) for step in range(3)] == [2, 2, 1]
     epochs = [np.concatenate([order.batch(3 * e + k) for k in range(3)]).tolist() for e in range(3)]
     assert all(sorted(epoch) == [0, 2, 4, 6, 8] for epoch in epochs) and epochs[0] != epochs[1]
     again = build_order(recipe, ready(DATA, recipe, sampler=Halves()))
     assert again.batch(7, range(1, 2)).tolist() == epochs[2][3:4], "from the middle of the third epoch"
-    other = recipe_of(batch={"size": 2}, seed=2)
+    other = own_recipe(batch={"size": 2}, seed=2)
     assert build_order(other, ready(DATA, other, sampler=Halves())).fingerprint() != order.fingerprint()
     assert "Halves" in order.about
 
@@ -205,8 +206,8 @@ def test_a_loader_gives_its_data_its_collate_function_and_its_sampler() -> None:
     assert task.data is DATA and task.collate is stack and task.order is None
     weighted = WeightedRandomSampler([1.0] * 9 + [0.0], 8)
     task = ready(DataLoader(DATA, batch_size=4, sampler=weighted))
-    assert build_order(recipe_of(), task).steps_per_epoch == 2 and task.collate is None
-    keeps = recipe_of(batch={"size": 4, "shuffle": False})
+    assert build_order(own_recipe(), task).steps_per_epoch == 2 and task.collate is None
+    keeps = own_recipe(batch={"size": 4, "shuffle": False})
     assert ready(DataLoader(DATA, batch_size=4), keeps).order is None
     assert len(ready(DataLoader(Stream(), batch_size=4)).data) == 4
 

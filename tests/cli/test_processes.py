@@ -102,7 +102,7 @@ def test_a_model_that_is_given_has_the_weights_of_the_run(
 def test_a_rank_does_not_start_others(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(RecipeError, match="processes=2, but this script already runs on 1 processes"):
+    with pytest.raises(RecipeError, match="processes=2, but this script already runs on 1 process"):
         paceline.train(RECIPE, small, processes=2)
 
 

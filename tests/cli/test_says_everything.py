@@ -60,6 +60,6 @@ def test_a_resume_keeps_the_number_of_processes_or_says_that_it_changes(tmp_path
     same = run(tmp_path, "train", "--resume", "run", "--set", "steps=4")
     assert same.returncode == 0 and "from here on" not in same.stdout.replace("from here on steps", "")
     other = run(tmp_path, "train", "--resume", "run", "--set", "steps=6", "-n", 1)
-    assert other.returncode == 0 and "the run continues on 1 processes (before: 2)" in other.stdout
+    assert other.returncode == 0 and "the run continues on 1 process (before: 2)" in other.stdout
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert [one["ranks"] for one in map(json.loads, lines) if one["event"] == "run"] == [2, 2, 1]

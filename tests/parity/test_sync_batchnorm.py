@@ -171,7 +171,7 @@ def test_what_it_does_not_go_with_is_refused(changes: dict[str, Any], says: str)
 
 @pytest.mark.parametrize(
     ("batch", "samples", "says"),
-    [({"shards": 4}, 22, "a batch has 4 micro-batches for 2 ranks"), ({}, 12, "has 1 samples for 2 ranks")],
+    [({"shards": 4}, 22, "a batch has 4 micro-batches for 2 ranks"), ({}, 12, "has 1 sample for 2 ranks")],
 )
 def test_a_rank_without_its_one_micro_batch_is_refused(
     batch: dict[str, Any], samples: int, says: str

@@ -188,7 +188,7 @@ def test_strict_sees_a_loss_that_does_not_add_up(wrong: Any, cause: str) -> None
 @pytest.mark.parametrize(
     ("wrong", "cause", "said"),
     [
-        (counts_one, "the loss counts a batch as one item", "counts 1 items in a sample and as many"),
+        (counts_one, "the loss counts a batch as one item", "counts 1 item in a sample and as many"),
         (mean_as_sum, "the loss is a mean", "the total is a mean"),
     ],
 )

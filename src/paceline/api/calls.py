@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from paceline.api.remote_call import CallResult, RemoteCall
-from paceline.errors import RecipeError, WorkerError
+from paceline.errors import RecipeError, WorkerError, format_count
 from paceline.job.cluster import Cluster
 from paceline.launch.job_spec import LaunchJob, script_command
 from paceline.launch.launcher import launch
@@ -94,7 +94,8 @@ def runs_here(processes: int | None) -> bool:
         return processes is None
     if processes != cluster.world_size:
         raise RecipeError(
-            f"processes={processes}, but this script already runs on {cluster.world_size} processes",
+            f"processes={processes}, but this script already runs on"
+            f" {format_count(cluster.world_size, 'process')}",
             next_step="leave processes out: `paceline run` or torchrun sets the number",
         )
     return True
@@ -132,7 +133,7 @@ def call_on_processes(
     if outcome.failures or result is None:
         raise WorkerError(
             (outcome.report.splitlines() or [f"the processes ended with exit code {outcome.exit_code}"])[0],
-            where=f"one of the {processes} processes that this call started",
+            where=f"a rank of the job of {format_count(processes, 'process')} that this call started",
             next_step="read the report above",
         )
     return result

@@ -36,7 +36,7 @@ from paceline.checkpoint.safetensors_file import HeaderEntry, parse_entries, par
 from paceline.checkpoint.storage import StorageFolder
 from paceline.checkpoint.strict_json import parse, validate
 from paceline.data.tokenizer import TOKENIZER_FILE, vocabulary_of
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, format_count
 from paceline.state.slot import first_tied_names
 
 VOCABULARY_KEY = "vocabulary"
@@ -410,7 +410,8 @@ def _require_same_tensors(
     ]
     if differences:
         raise CheckpointError(
-            f"the weights do not fit this model: {len(differences)} entries differ, first {differences[0]}",
+            f"the weights do not fit this model: {format_count(len(differences), 'difference')}, first"
+            f" {differences[0]}",
             where=str(source),
             next_step="give the task the options of the run that wrote them; an export holds its recipe",
         )

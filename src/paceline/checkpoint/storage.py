@@ -25,7 +25,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from paceline.checkpoint.disk.direct_write import Writeback
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, format_count
 
 BLOCK_BYTES = 2**23  # a multiple of the size of every dtype
 _MAX_TRIES = 4
@@ -156,7 +156,7 @@ def _connection_errors() -> tuple[type[Exception], ...]:
 
 def _require_complete(is_complete: bool, missing: int) -> None:
     if not is_complete:
-        raise OSError(f"it is cut short: {missing} bytes are missing")
+        raise OSError(f"it is cut short: {format_count(missing, 'byte')} missing")
 
 
 Block = bytes | memoryview

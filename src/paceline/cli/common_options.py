@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import typer
 
-from paceline.errors import RecipeError, StrategyError
+from paceline.errors import RecipeError, StrategyError, format_count
 
 if TYPE_CHECKING:
     from paceline.recipe.recipe import Recipe
@@ -201,15 +201,16 @@ def processes_for(recipe: Recipe, processes: int | None, nodes: int) -> int:
     world_size = needed if processes is None else processes * nodes
     if world_size % nodes:
         raise StrategyError(
-            f"the strategy '{strategy}' has {world_size} ranks, which cannot be divided equally among"
-            f" {nodes} nodes",
+            f"the strategy '{strategy}' has {format_count(world_size, 'rank')}, which cannot be divided"
+            f" equally among {nodes} nodes",
             next_step="pass the number of processes on each node: -n",
         )
     shards, limit_key = max_sharers(recipe)
     answer = support(strategy, processes=world_size, shards=shards, limit_key=limit_key)
     if not answer.ok:
         raise StrategyError(
-            f"the strategy '{strategy}' on {world_size} processes is not supported: {answer.reason}",
+            f"the strategy '{strategy}' on {format_count(world_size, 'process')} is not supported:"
+            f" {answer.reason}",
             next_step=f'use the nearest supported strategy: --strategy "{answer.nearest}"',
         )
     return world_size // nodes

@@ -20,7 +20,7 @@ from paceline.cli import common_options
 from paceline.cli.console import output, print_plain
 from paceline.cli.kill_trial import kill_and_recover
 from paceline.cli.study_runs import StudyRun, refuse_other_recipes, train_all, with_evaluation_interval
-from paceline.errors import RecipeError
+from paceline.errors import RecipeError, format_count
 from paceline.recipe.recipe import max_sharers
 from paceline.recipe.strategy import Strategy
 from paceline.recipe.support import fill_replicas, num_ranks, support
@@ -185,7 +185,7 @@ def run_compare(args: CompareArgs) -> None:
     console = Console(stderr=args.as_json)
     code, failed = _train(planned, min(args.kills, seeds), console)
     comparison = compare_strategies([_strategy_trials(strategy, failed) for strategy in planned], target)
-    about = f"{recipe.name}, {seeds} seed{'s' if seeds > 1 else ''}{', lab ' + lab if lab else ''}"
+    about = f"{recipe.name}, {format_count(seeds, 'seed')}{', lab ' + lab if lab else ''}"
     _save_results(comparison, planned, folder, about)
     if args.as_json:
         output().print_json(json.dumps(comparison.to_json()))
@@ -265,7 +265,7 @@ def _recovery_text(recovery: KillRecovery | None) -> str:
     if recovery is None:
         return "not measured: the run ended before the kill, or never ran"
     seconds = "" if recovery.seconds is None else f" after {recovery.seconds:.1f} s"
-    return f"{recovery.how}{seconds}, {recovery.steps_again} steps repeated"
+    return f"{recovery.how}{seconds}, {format_count(recovery.steps_again, 'step')} repeated"
 
 
 def _strategy_trials(planned: PlannedStrategy, failed: dict[str, str]) -> StrategyTrials:

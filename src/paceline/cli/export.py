@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from paceline.cli.console import print_plain
+from paceline.errors import format_count
 
 
 def export(
@@ -38,6 +39,7 @@ def export(
     files = checkpoint_files(load_recipe(folder / "recipe.toml"), folder)
     written = export_weights(find_checkpoint(files, print_plain, name), to, weights)
     print_plain(
-        f"{written.path}: {written.num_tensors} tensors, {written.num_values:,} values, step {written.step}"
+        f"{written.path}: {format_count(written.num_tensors, 'tensor')}, {written.num_values:,} values,"
+        f" step {written.step}"
     )
     print_plain(f"to start a training from them: paceline train RECIPE --set init_from={written.path}")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from paceline.cli.console import print_plain
-from paceline.errors import LabError
+from paceline.errors import LabError, format_count
 
 if TYPE_CHECKING:
     from paceline.lab.fault_plan import FaultPlan
@@ -147,7 +147,7 @@ def ps() -> None:
         for host, address in record.addresses.items():
             first = record.first[host]
             running = len(host_pids(first.pid)) if first.alive else 0
-            print_plain(f"  {host:<12}{address:<14}{running} processes")
+            print_plain(f"  {host:<12}{address:<14}{format_count(running, 'process')}")
     if not records:
         print_plain("no labs")
 
@@ -160,8 +160,9 @@ def remove(
 
     removed = clean(running=running)
     print_plain(
-        f"removed {len(removed.labs)} labs, {len(removed.processes)} processes, "
-        f"{len(removed.groups)} control groups"
+        f"removed {format_count(len(removed.labs), 'lab')},"
+        f" {format_count(len(removed.processes), 'process')},"
+        f" {format_count(len(removed.groups), 'control group')}"
     )
     for name in removed.running:
         print_plain(f"{name} is in use; stop it with `paceline lab clean --running`")

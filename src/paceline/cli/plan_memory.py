@@ -10,6 +10,7 @@ import typer
 
 from paceline.cli import common_options
 from paceline.cli.console import output, print_error, print_plain
+from paceline.errors import format_count
 
 if TYPE_CHECKING:
     from paceline.plan.memory_budget import BudgetVerdict
@@ -57,8 +58,8 @@ def _show(verdict: BudgetVerdict, *, layers: bool) -> None:
 
     plan = verdict.plan
     recomputed = "" if verdict.choice is None else str(verdict.choice)
-    plural = "es" if plan.processes > 1 else ""
-    title = f'"{plan.recipe.strategy}" on {plan.processes} process{plural}, bytes of each rank at its peak:'
+    processes = format_count(plan.processes, "process")
+    title = f'"{plan.recipe.strategy}" on {processes}, bytes of each rank at its peak:'
     rows = render_layer_table(plan) if layers else ()
     for line in filter(None, (title, *render_rank_table(plan), describe_imbalance(plan), recomputed, *rows)):
         print_plain(line)

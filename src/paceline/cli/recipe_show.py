@@ -11,6 +11,7 @@ import typer
 
 from paceline.cli import common_options
 from paceline.cli.console import output, print_plain
+from paceline.errors import format_count
 
 if TYPE_CHECKING:
     from paceline.recipe.support import StrategyRow
@@ -79,7 +80,9 @@ def _print_layouts(rows: Sequence[StrategyRow], ranks: int) -> None:
     for row in rows:
         print_plain(f"{row.name:{width}}  {'runs' if row.support.ok else f'refused: {row.support.reason}'}")
     refused = sum(not row.support.ok for row in rows)
-    print_plain(f"{len(rows)} layouts of {ranks} ranks, {refused} of them refused")
+    print_plain(
+        f"{format_count(len(rows), 'layout')} of {format_count(ranks, 'rank')}, {refused} of them refused"
+    )
 
 
 def _is_choice(row: StrategyRow) -> bool:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from paceline.cli.console import print_plain
+from paceline.errors import format_count
 
 _Stages = Annotated[int, typer.Option("--stages", min=1, help="Number of pipeline stages, one on each rank.")]
 _Micro = Annotated[int, typer.Option("--micro", min=1, help="Micro-batches per step on each rank.")]
@@ -47,7 +48,7 @@ def show(
 
     strategy = Strategy(pipeline=stages, schedule=name, rechunk=rechunk)
     proof = simulate_schedule(make_schedule(strategy)(stages, micro), micro)
-    title = f"{name}: {stages} stages, {micro} micro-batches"
+    title = f"{name}: {format_count(stages, 'stage')}, {format_count(micro, 'micro-batch')}"
     for line in (
         f"{title} ({strategy.schedule_spec.summary})",
         *render_text(proof),

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.cli import common_options
-from paceline.errors import RecipeError
+from paceline.errors import RecipeError, format_count
 from paceline.job.cluster import process_environment
 from paceline.launch.fork_client import fork_server
 from paceline.launch.job_spec import LaunchJob
@@ -246,5 +246,6 @@ def _result_text(run: RunMeasurements) -> str:
     last = run.points[-1].values if run.points else {}
     values = "  ".join(f"{name} {value:.4g}" for name, value in last.items())
     return (
-        f"{run.steps} steps in {run.seconds:.1f} s, {run.samples_per_second:.0f} samples/s  {values}".rstrip()
+        f"{format_count(run.steps, 'step')} in {run.seconds:.1f} s, {run.samples_per_second:.0f} samples/s"
+        f"  {values}".rstrip()
     )

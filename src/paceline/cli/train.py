@@ -20,7 +20,7 @@ import typer
 from paceline.cli import common_options
 from paceline.cli.common_options import NodeArgs
 from paceline.cli.console import job_output, print_plain
-from paceline.errors import RecipeError, RunFolderError
+from paceline.errors import RecipeError, RunFolderError, format_count
 
 if TYPE_CHECKING:
     from paceline.job.cluster import Cluster
@@ -130,7 +130,7 @@ def _num_processes(run: Path | None, processes: int | None, strategy: str | None
     if processes is None:
         return ranks // nodes if ranks and not strategy and not ranks % nodes else None
     if ranks and processes * nodes != ranks:
-        print_plain(f"the run continues on {processes * nodes} processes (before: {ranks})")
+        print_plain(f"the run continues on {format_count(processes * nodes, 'process')} (before: {ranks})")
     return processes
 
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch.utils.data import BatchSampler, DistributedSampler
 
 from paceline.data.sample_reader import seeded_generators
-from paceline.errors import DataError
+from paceline.errors import DataError, format_count
 from paceline.state.keys import key
 
 SampleIndices = NDArray[np.int64]
@@ -164,7 +164,8 @@ class KeyedOrder:
             raise DataError(f"a batch of {self.size} samples is impossible", next_step="set batch.size >= 1")
         if self.steps_per_epoch < 1:
             raise DataError(
-                f"drop_last leaves nothing: {self.num_samples} samples are less than a batch of {self.size}",
+                f"drop_last leaves nothing: the data has {format_count(self.num_samples, 'sample')}, which"
+                f" is less than a batch of {self.size}",
                 next_step="lower batch.size or set batch.drop_last = false",
             )
 
@@ -254,7 +255,10 @@ class SamplerOrder:
                 f"yields {len(indices)} indices, but its length is {len(self._places_of_epoch)}"
             )
         if len(indices) and not 0 <= indices.min() <= indices.max() < self._num_samples:
-            raise self._wrong(f"gave the index {indices.max()}, and there are {self._num_samples} samples")
+            raise self._wrong(
+                f"gave the index {indices.max()}, and the data has"
+                f" {format_count(self._num_samples, 'sample')}"
+            )
         return indices
 
     @property

@@ -32,7 +32,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 
 from paceline.data.text_corpus import TextWindows
-from paceline.errors import DataError
+from paceline.errors import DataError, format_count
 from paceline.state.keys import key
 from paceline.task import SampleSource
 
@@ -239,7 +239,7 @@ class MicroBatchReader(Dataset[ReadReply]):
             samples = fetch_many(indices)
         if len(samples) != len(indices):
             raise DataError(
-                f"__getitems__ returned {len(samples)} samples for {len(indices)} indices",
+                f"__getitems__ returned {format_count(len(samples), 'sample')} for {len(indices)} indices",
                 where=type(self._source).__name__,
                 next_step="return one sample for each index, in order",
             )

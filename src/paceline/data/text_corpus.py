@@ -21,7 +21,7 @@ from torch import Tensor
 
 from paceline.data.token_file import TextFile, hash_text_file, map_tokens, tokens_digest
 from paceline.data.tokenizer import Tokenizer
-from paceline.errors import DataError
+from paceline.errors import DataError, format_count
 from paceline.state.keys import key
 
 STDLIB = "stdlib"
@@ -175,7 +175,9 @@ def open_corpus(
     files = [hash_text_file(path) for path in corpus_files(spec, base_dir)]
     if not any(file.num_bytes for file in files):
         raise DataError(
-            f"the text is empty: {len(files)} files, 0 bytes", where=str(spec), next_step="name others"
+            f"the text is empty: {format_count(len(files), 'file')}, 0 bytes",
+            where=str(spec),
+            next_step="name others",
         )
     digest = tokens_digest(files, tokenizer)
     if held_out == 0 or len({file.digest for file in files}) == 1:
@@ -209,7 +211,8 @@ class TextWindows:
     def __init__(self, tokens: NDArray[Any], context: int) -> None:
         if len(tokens) < context + 1:
             raise DataError(
-                f"the text is too short: {len(tokens)} tokens, and one window needs {context + 1}",
+                f"the text is too short: {format_count(len(tokens), 'token')}, and one window needs"
+                f" {context + 1}",
                 next_step="add text, or lower the context length",
             )
         self.tokens = tokens

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from paceline.data.sample_order import BatchOrder, SampleIndices
-from paceline.errors import StrategyError
+from paceline.errors import StrategyError, format_count
 from paceline.state.keys import key
 
 
@@ -117,9 +117,11 @@ class LockstepWork:
     def __post_init__(self) -> None:
         if self.num_replicas > self.shards:
             raise StrategyError(
-                f"{self.num_replicas} replicas cannot share {self.shards} virtual shards: some would be idle",
+                f"{self.num_replicas} replicas cannot share {format_count(self.shards, 'virtual shard')}:"
+                " some would be idle",
                 where="batch.shards",
-                next_step=f"set batch.shards to {self.num_replicas} or more, or use {self.shards} replicas",
+                next_step=f"set batch.shards to {self.num_replicas} or more, or use"
+                f" {format_count(self.shards, 'replica')}",
             )
 
     def num_samples(self, step: int) -> int:

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from paceline.errors import format_count
+
 _MOUNT, _OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
@@ -44,7 +46,7 @@ def find_cores(mount: Path = _MOUNT, mine: Path = _OWN_CGROUPS) -> CoreCount:
     quota = min(_cgroup_quotas(mount, mine), default=float(affinity))
     if quota >= affinity:
         return CoreCount(affinity, "one core" if affinity == 1 else f"{affinity} cores")
-    return CoreCount(max(1, int(quota)), f"a cgroup quota of {quota:g} cores (of {affinity})")
+    return CoreCount(max(1, int(quota)), f"a cgroup quota of {format_count(quota, 'core')} (of {affinity})")
 
 
 def _cgroup_quotas(mount: Path, mine: Path) -> Iterator[float]:

@@ -15,7 +15,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from paceline.errors import CommunicationError, DeadlineError
+from paceline.errors import CommunicationError, DeadlineError, format_count
 from paceline.job.membership import (
     JobMembership,
     MembershipGroups,
@@ -125,7 +125,9 @@ def _check_world_size(candidate: MemberCandidate, meeting: InitialRendezvous, ke
         return
     size = int(wait_for_members(store, [key], (0,), f"started {job}", meeting.setup)[0])
     if size != meeting.size:
-        what = f"rank {candidate.number} expects {meeting.size} processes, but {job} has {size}"
+        what = (
+            f"rank {candidate.number} expects {format_count(meeting.size, 'process')}, but {job} has {size}"
+        )
         store.log_text(what)
         raise CommunicationError(
             what, next_step="use the same --nodes and the same number of processes on all nodes"

@@ -12,7 +12,7 @@ from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from paceline.errors import StrategyError
+from paceline.errors import StrategyError, format_count
 
 if TYPE_CHECKING:
     from paceline.job.cluster import Cluster
@@ -142,8 +142,8 @@ class Mesh:
         sizes = tuple(degrees.get(axis, 1) for axis in AXES)
         if prod(sizes) != cluster.world_size:
             raise StrategyError(
-                f"the mesh {dict(zip(AXES, sizes, strict=True))} holds {prod(sizes)} ranks, "
-                f"but {cluster.world_size} processes run",
+                f"the mesh {dict(zip(AXES, sizes, strict=True))} holds {format_count(prod(sizes), 'rank')}, "
+                f"but the job has {format_count(cluster.world_size, 'process')}",
                 next_step="make the product of the degrees equal to the number of processes (-n)",
             )
         ranks, lease = tuple(range(cluster.world_size)), None

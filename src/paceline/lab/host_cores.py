@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.errors import LabError
+from paceline.errors import LabError, format_count
 
 # Short, so that a host that has used its quota waits milliseconds, not a tenth of a second.
 _PERIOD_US = 10_000
@@ -64,11 +64,14 @@ def describe_core_shares(shares: Sequence[CoreShare], num_cores: int, grouped: b
         return f"{shares[0].quota:g} of {num_cores} cores per host (control groups)"
     if shares[0].cores and len(shares) >= num_cores:
         each = len(shares) // num_cores
-        return f"{'one host' if each == 1 else f'{each} hosts'} on each of {num_cores} cores (affinity)"
+        return (
+            f"{'one host' if each == 1 else f'{each} hosts'} on each of"
+            f" {format_count(num_cores, 'core')} (affinity)"
+        )
     if shares[0].cores:
         return f"{len(shares[0].cores)} of {num_cores} cores per host (affinity)"
     method = "with equal weights (control groups)" if grouped else "not evenly, for lack of control groups"
-    return f"{num_cores} cores shared by all hosts, {method}"
+    return f"{format_count(num_cores, 'core')} shared by all hosts, {method}"
 
 
 class ControlGroups:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from paceline.errors import format_count
 from paceline.lab.network import FRAME_BYTES, PAYLOAD_BYTES
 from paceline.lab.utilization import LinkTraffic
 from paceline.report.number_format import format_bytes
@@ -52,7 +53,7 @@ def render_outcome(outcome: LabOutcome) -> list[str]:
         str(host) for event in outcome.events if event["fault"] == "kill" for host in _event_hosts(event)
     }
     lines = [
-        f"lab: {len(outcome.exit_codes)} hosts, {outcome.seconds:.1f} s",
+        f"lab: {format_count(len(outcome.exit_codes), 'host')}, {outcome.seconds:.1f} s",
         f"{'link':<10}{'exit':>6}{'up':>14}{'down':>14}{'dropped':>9}",
     ]
     for name, traffic in outcome.traffic.items():

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from paceline.errors import TaskError
+from paceline.errors import TaskError, format_count
 from paceline.state.keys import key
 
 
@@ -113,8 +113,9 @@ def _mask_of_own_samples(module: KeyedDropout, x: Tensor, samples: range, num_sa
     rows = len(x) // len(samples)
     if rows * len(samples) != len(x):
         raise TaskError(
-            f"dropout {module.name!r} gets {len(x)} rows for {len(samples)} samples, so it cannot tell which"
-            " rows belong to which sample",
+            f"dropout {module.name!r} gets {format_count(len(x), 'row')} for"
+            f" {format_count(len(samples), 'sample')},"
+            " so it cannot tell which rows belong to which sample",
             next_step="make samples the first dimension of its input, or leave out rechunk",
         )
     mask = draw_mask(module, (rows * num_samples, *shape_of_all_positions(module, x)[1:]), x.device)

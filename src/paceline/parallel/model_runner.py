@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from paceline.comm.reduction.gradients import GradientSink
 from paceline.data.work import LoadedBatch
-from paceline.errors import TaskError
+from paceline.errors import TaskError, format_count
 from paceline.parallel.model_buffers import MicroBatchBuffers
 from paceline.parallel.sharded_model import ShardedModel
 from paceline.state.slot import TensorSlot
@@ -134,7 +134,8 @@ def raise_for_too_few_values(error: ValueError, num_samples: int) -> None:
     """
     if "more than 1 value per channel" in str(error):
         raise TaskError(
-            f"a micro-batch of {num_samples} samples has too few values for a norm over the batch",
+            f"a micro-batch of {format_count(num_samples, 'sample')} has too few values for a norm over"
+            " the batch",
             next_step="give every micro-batch two samples or more: a larger batch.size, fewer batch.shards or"
             " processes, batch.drop_last = true where the last batch is the small one; or"
             " batch.sync_batchnorm = true",

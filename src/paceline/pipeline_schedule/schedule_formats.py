@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping
 from html import escape
 from pathlib import Path
 
-from paceline.errors import StrategyError
+from paceline.errors import StrategyError, format_count
 from paceline.pipeline_schedule.schedule_table import (
     PipelineAction,
     ScheduleTable,
@@ -102,8 +102,8 @@ def render_text(proof: ScheduleTimeline) -> Iterator[str]:
 
 def describe_timeline(proof: ScheduleTimeline) -> Iterator[str]:
     """Yield lines about the bubble and the activations."""
-    stages = len(proof.in_flight)
-    yield f"bubble: {100 * proof.bubble:.1f} % of {proof.total:g} forwards' time on {stages} stages"
+    stages = format_count(len(proof.in_flight), "stage")
+    yield f"bubble: {100 * proof.bubble:.1f} % of {proof.total:g} forwards' time on {stages}"
     in_flight = ", ".join(f"{n:g}" for n in proof.in_flight)
     yield f"micro-batches in flight, by stage: {in_flight}"
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import pairwise, product
 from typing import NamedTuple
 
-from paceline.errors import StrategyError
+from paceline.errors import StrategyError, format_count
 
 ActionKey = tuple[int, int, int]
 """Micro-batch, chunk and part."""
@@ -297,8 +297,9 @@ def _require_complete(
     # Fewer keys than actions: one occurs twice.
     if len(at) < len(order) or {a for a in at if a.kind != "W"} != wanted or not split <= {*keys}:
         raise StrategyError(
-            f"the schedule of stage {stage} does not run each of {num_micro_batches} micro-batches forward"
-            f" and backward once{f' in each of {table.chunks} chunks' if table.chunks > 1 else ''}"
+            f"the schedule of stage {stage} does not run each of"
+            f" {format_count(num_micro_batches, 'micro-batch')} forward and backward"
+            f" once{f' in each of {table.chunks} chunks' if table.chunks > 1 else ''}"
             f"{f' in each of {num_parts} parts' if num_parts > 1 else ''}",
             next_step=_NEXT_STEP,
         )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.errors import StrategyError, TaskError
+from paceline.errors import StrategyError, TaskError, format_count
 from paceline.plan.memory_plan import MemoryPlan, describe_peak
 from paceline.plan.memory_planner import plan_memory
 from paceline.plan.recompute_choice import RecomputeChoice, choose_recompute
@@ -81,8 +81,8 @@ def _next_step(plan: MemoryPlan, budget: int) -> str:
     if plan.peak <= budget:
         return f"the nearest that fits is {words}, which needs {needs}"
     return (
-        f"no layout of {plan.processes} processes fits; {words} needs least, {needs}: take more processes,"
-        " or smaller micro-batches (batch.shards)"
+        f"no layout of {format_count(plan.processes, 'process')} fits; {words} needs least, {needs}: take"
+        " more processes, or smaller micro-batches (batch.shards)"
     )
 
 

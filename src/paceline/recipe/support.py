@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from itertools import combinations, pairwise, product
 from typing import Any, NamedTuple
 
-from paceline.errors import StrategyError
+from paceline.errors import StrategyError, format_count
 from paceline.recipe.registry import (
     ChannelSpec,
     CodecSpec,
@@ -260,7 +260,7 @@ def _sharers_text(strategy: Strategy) -> str:
 def _explain_shards(strategy: Strategy, resources: _Resources) -> str:
     lanes = strategy.lanes if strategy.pipeline == 1 else 1
     processes, key = resources.shards // lanes, resources.limit_key
-    fewer = f"start at most {processes} processes" if processes else "take fewer lanes"
+    fewer = f"start at most {format_count(processes, 'process')}" if processes else "take fewer lanes"
     return (
         f"{_sharers_text(strategy)} is more than {key}={resources.shards}, so a rank would have no work:"
         f" {fewer} or raise {key.split()[0]}"
@@ -274,7 +274,7 @@ def _explain_ranks(strategy: Strategy, resources: _Resources) -> str:
     product = " x ".join(f"{name}={n}" for name, n in terms.items() if name == "replicas" or n > 1)
     servers = f" + servers={strategy.servers}" if strategy.servers else ""
     needed = num_ranks(strategy)
-    return f"{product}{servers} needs {needed} processes, and there are {resources.processes}"
+    return f"{product}{servers} needs {format_count(needed, 'process')}, and there are {resources.processes}"
 
 
 _RULES = (
@@ -334,9 +334,9 @@ def resolve_strategy(
         return answer.nearest
     raise StrategyError(
         answer.reason,
-        where=f'strategy "{strategy}" on {processes} processes',
+        where=f'strategy "{strategy}" on {format_count(processes, "process")}',
         next_step=f'the nearest supported strategy is "{answer.nearest}"'
-        f" on {num_ranks(answer.nearest)} processes",
+        f" on {format_count(num_ranks(answer.nearest), 'process')}",
     )
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from paceline.errors import format_count
 from paceline.report.html import Html, join, table, tag
 from paceline.report.number_format import format_duration, format_number
 from paceline.report.page_sections import (
@@ -114,7 +115,7 @@ def _render_one(run: RecordedRun, at: Path | None) -> list[Html]:
 def _subtitle(run: RecordedRun, facts: RunFacts) -> str:
     facts_shown = [str(run.recipe.get("task", "")), facts.strategy]
     if run.start:
-        facts_shown.append(f"{run.ranks} process{'es' if run.ranks != 1 else ''} on {run.start['devices']}")
+        facts_shown.append(f"{format_count(run.ranks, 'process')} on {run.start['devices']}")
         facts_shown.append(f"{run.start['parameters']:,} parameters")
     if facts.started is not None:
         facts_shown.append(f"{datetime.fromtimestamp(facts.started, UTC):%Y-%m-%d %H:%M} UTC")
@@ -156,7 +157,7 @@ def _render_checkpoints(run: RecordedRun, at: Path) -> Html:
         for name, step in sorted(existing.items(), key=lambda item: -item[1])
     ]
     listed = table(["checkpoint", "steps", "held-out loss"], rows)
-    return tag("details", tag("summary", f"{len(rows)} checkpoint{'s' if len(rows) > 1 else ''}"), listed)
+    return tag("details", tag("summary", format_count(len(rows), "checkpoint")), listed)
 
 
 def _format_clock(record: Mapping[str, Any]) -> str:
@@ -181,8 +182,9 @@ def _render_certificate(run: RecordedRun) -> Html:
     is_verified = bool(certificate.get("ok"))
     lines = [tag("p", line) for line in str(certificate.get("conclusion", "")).splitlines()]
     verdict = tag("span", "verified" if is_verified else "diverges", class_="ok" if is_verified else "no")
-    size = f"{certificate.get('processes', '?')} processes, {certificate.get('steps', '?')} steps"
-    strategy = f"{certificate.get('strategy', '')}, {size}"
+    counted = (("processes", "process"), ("steps", "step"))
+    sizes = [format_count(certificate[name], noun) for name, noun in counted if name in certificate]
+    strategy = ", ".join([str(certificate.get("strategy", "")), *sizes])
     card = tag("div", tag("p", strategy), lines, class_="card words")
     return join([tag("h2", "Verification: ", verdict), card])
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from paceline.errors import format_count
 from paceline.report.number_format import format_bytes, format_duration, format_number, format_percent
 from paceline.report.rank_balance import RankTimes, describe_balance, find_imbalances, rank_loads, rank_times
 from paceline.report.run_facts import RunFacts, collect_facts
@@ -35,9 +36,11 @@ def summarize_run(run: RecordedRun) -> list[str]:
 
 
 def _describe_end(run: RecordedRun, facts: RunFacts) -> str:
-    processes = f"{facts.ranks} process{'es' if facts.ranks != 1 else ''}"
-    total = f" of {facts.num_steps}" if facts.num_steps else ""
-    progress = f"{facts.steps}{total} steps on {processes} with {facts.strategy}" if run.starts else ""
+    processes = format_count(facts.ranks, "process")
+    steps = (
+        f"{facts.steps} of {facts.num_steps} steps" if facts.num_steps else format_count(facts.steps, "step")
+    )
+    progress = f"{steps} on {processes} with {facts.strategy}" if run.starts else ""
     error = run.error or {}
     sentences = {
         "finished": f"Finished {progress}.",
@@ -80,7 +83,7 @@ def _describe_best(facts: RunFacts) -> str:
     if facts.best_held_out is None or facts.held_out is None or facts.best_held_out[0] >= facts.held_out:
         return ""
     loss, step = facts.best_held_out
-    return f"; it was lowest, {format_number(loss)}, after {step} steps"
+    return f"; it was lowest, {format_number(loss)}, after {format_count(step, 'step')}"
 
 
 def _describe_speed(facts: RunFacts) -> Iterator[str]:
@@ -156,10 +159,10 @@ def _round_text(sent: SentBytes) -> str:
 def _describe_warnings(run: RecordedRun) -> Iterator[str]:
     warnings = run.of("warning")
     if warnings:
-        count = f"{len(warnings)} warning{'s' if len(warnings) > 1 else ''}"
+        count = format_count(len(warnings), "warning")
         yield f"{count}; the last: {warnings[-1].get('text', '')}"
     if run.certificate is not None:
         yield f"Certificate: {str(run.certificate.get('conclusion', '')).splitlines()[0]}"
     if run.unreadable:
-        lines = "1 line" if run.unreadable == 1 else f"{run.unreadable} lines"
+        lines = format_count(run.unreadable, "line")
         yield f"{lines} of metrics.jsonl could not be read, for example because a crash cut one short."

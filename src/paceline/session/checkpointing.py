@@ -30,7 +30,7 @@ from paceline.checkpoint.publish import FullDiskPatience, RetentionCounts, claim
 from paceline.checkpoint.saver import CheckpointSaver, SaveSettings
 from paceline.checkpoint.storage import StorageFolder
 from paceline.checkpoint.writers import PartWriter, ProcessWriter, ThreadWriter
-from paceline.errors import CheckpointError, NumericError
+from paceline.errors import CheckpointError, NumericError, format_count
 from paceline.job.cluster import process_environment
 from paceline.job.launcher_reports import TRAINING_FOR_SERVER
 from paceline.observe.sinks import Sink
@@ -431,7 +431,8 @@ class CheckpointSchedule:
             raise _no_roll_back_error(request, "without a run folder there is no checkpoint to roll back to")
         if self._roll_backs == most:
             raise _no_roll_back_error(
-                request, f"the run has rolled back {most} times, the limit of health.max_roll_backs"
+                request,
+                f"the run has rolled back {format_count(most, 'time')}, the limit of health.max_roll_backs",
             )
         return self._saver
 

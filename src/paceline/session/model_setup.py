@@ -16,7 +16,7 @@ from paceline.checkpoint.pretrained import load_weights
 from paceline.comm.group_collectives import broadcast_coalesced
 from paceline.comm.net import Net
 from paceline.data.sample_order import BatchOrder
-from paceline.errors import StrategyError, TaskError
+from paceline.errors import StrategyError, TaskError, format_count
 from paceline.job.mesh import RankGroup
 from paceline.models.dropout import name_dropouts
 from paceline.models.initialize import InitializeByName
@@ -108,13 +108,13 @@ def set_up_sync_batchnorm(context: SessionContext, model: nn.Module, order: Batc
     if shards != group.size:
         raise StrategyError(
             "batch.sync_batchnorm needs exactly one micro-batch per rank in every step, but a batch has"
-            f" {shards} micro-batches for {group.size} ranks",
+            f" {format_count(shards, 'micro-batch')} for {format_count(group.size, 'rank')}",
             next_step="remove batch.shards",
         )
     if last_batch < shards:
         raise StrategyError(
             "batch.sync_batchnorm needs exactly one micro-batch per rank in every step, but the last batch"
-            f" of an epoch has {last_batch} samples for {shards} ranks",
+            f" of an epoch has {format_count(last_batch, 'sample')} for {format_count(shards, 'rank')}",
             next_step="set batch.drop_last = true",
         )
     if group.size > 1:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from paceline.comm.tally import StepTally
 from paceline.data.work import LoadedBatch
-from paceline.errors import RecipeError, StrategyError, TaskError
+from paceline.errors import RecipeError, StrategyError, TaskError, format_count
 from paceline.models.dropout import name_dropouts
 from paceline.observe.step_stats import StepStats
 from paceline.parallel.data_parallel import ReplicatedRunner, backward_scaled
@@ -183,9 +183,9 @@ class OwnLoopSteps:
         if self._losses and float(checked.count) != float(self._losses[0].count):
             raise TaskError(
                 f"two losses of one update count {float(self._losses[0].count):g} and"
-                f" {float(checked.count):g} items, so their means would get other weights than in separate"
-                " updates",
-                next_step="add them up in one Loss, or make an update after each",
+                f" {format_count(float(checked.count), 'item')}, so"
+                " one update would weight their means differently than two updates",
+                next_step="add them up in one Loss with one count, or call step() after each",
             )
         self._losses.append(checked)
         scale = gradient_scale(session.work, session.state, self._rule.items_per_sample)

@@ -33,7 +33,7 @@ from paceline.comm.group_collectives import all_gather_bytes
 from paceline.data.build_feed import build_loader
 from paceline.data.task_data import read_held_out
 from paceline.data.work import MicroBatch, split_evenly
-from paceline.errors import CheckpointError, DataError, PacelineError, StrategyError, TaskError
+from paceline.errors import CheckpointError, DataError, PacelineError, StrategyError, TaskError, format_count
 from paceline.job.cluster import Cluster
 from paceline.recipe.recipe import Recipe
 from paceline.recipe.recipe_loading import load_recipe
@@ -100,7 +100,8 @@ def _predict_blocks(session: Session, samples: SampleSource, blocks: Sequence[ra
     num_samples = sum(map(len, blocks))
     if len(predictions) != num_samples:
         raise StrategyError(
-            f"got {len(predictions)} predictions for {num_samples} samples under '{session.strategy}'",
+            f"got {format_count(len(predictions), 'prediction')} for {format_count(num_samples, 'sample')}"
+            f" under '{session.strategy}'",
             next_step="predict in one process",
         )
     return predictions
@@ -172,8 +173,9 @@ def split_predictions(predictions: Any, count: int) -> list[Any]:
         return rows
     shape = list(getattr(predictions, "shape", [type(predictions).__name__]))
     raise TaskError(
-        f"predict returned {shape} for a batch of {count} samples, which is not one prediction for each",
-        next_step="let predict return a tensor [N, ...], a list of N, or a mapping of such by name",
+        f"predict returned {shape} for a batch of {format_count(count, 'sample')}, which"
+        " is not one prediction for each",
+        next_step="let predict return a tensor [N, ...], a list of length N, or a dict of these",
     )
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from paceline.comm.codecs.codec_kernels import CodecKernels, find_kernels
 from paceline.comm.group_collectives import all_gather_texts
 from paceline.data.task_data import build_order
+from paceline.errors import format_count
 from paceline.job.mesh import Mesh
 from paceline.models.dropout import KeyedDropout
 from paceline.parallel.session_context import SessionContext
@@ -116,8 +117,9 @@ def uneven_shares_warning(shards: int, sharers: int, limit_key: str) -> Iterator
 def few_samples_warning(norm: str, samples: int) -> str:
     """Return the warning that a BatchNorm module sees few samples at once."""
     return (
-        f"warning: {norm} computes its statistics over only {samples} samples, those of one micro-batch. Use"
-        " a larger batch.size, fewer batch.shards or processes, or batch.sync_batchnorm = true."
+        f"warning: {norm} computes its statistics over only {format_count(samples, 'sample')}, those of"
+        " one micro-batch."
+        " Use a larger batch.size, fewer batch.shards or processes, or batch.sync_batchnorm = true."
     )
 
 

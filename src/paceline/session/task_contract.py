@@ -22,7 +22,7 @@ from paceline.comm.net import Net
 from paceline.data.loader import collate_samples
 from paceline.data.sample_order import BatchOrder
 from paceline.data.work import LoadedBatch, MicroBatch
-from paceline.errors import DataError, StrategyError, TaskError
+from paceline.errors import DataError, StrategyError, TaskError, format_count
 from paceline.job.mesh import RankGroup
 from paceline.parallel.model_runner import ModelRunner
 from paceline.recipe.recipe import Recipe
@@ -61,8 +61,8 @@ def check_loss(task: Task, runner: ModelRunner, net: Net, world: RankGroup) -> N
         if float(once.count) > 0:
             return refuse_means(once, twice)
     raise TaskError(
-        f"the loss counts {float(once.count):g} items in the first {num_probed} samples,"
-        " so nothing would be trained",
+        f"the loss counts {format_count(float(once.count), 'item')} in the first"
+        f" {format_count(num_probed, 'sample')}, so nothing would be trained",
         next_step=_COUNT,
     )
 
@@ -113,8 +113,8 @@ def refuse_means(once: Loss, twice: Loss) -> None:
         )
     if count == 1 and total in (1, 2):
         raise TaskError(
-            f"the loss counts {float(once.count):g} items in a sample and as many in two copies of it:"
-            " micro-batches of different sizes would have equal weights",
+            f"the loss counts {format_count(float(once.count), 'item')} in a sample and as many in two"
+            " copies of it: micro-batches of different sizes would have equal weights",
             next_step=_COUNT,
         )
     wrong = [name for name in _find_means(once.metrics, twice.metrics) if count == 2]
@@ -185,8 +185,9 @@ def warn_large_batch(recipe: Recipe, task: Task, warn: Callable[[str], None]) ->
     size, num_samples = recipe.batch.size, len(task.data)
     if size > num_samples:
         warn(
-            f"warning: batch.size = {size} is larger than the data set of {num_samples} samples, so every"
-            " step trains on all of them."
+            f"warning: batch.size = {size} is larger than the data set of"
+            f" {format_count(num_samples, 'sample')}, so"
+            " every step trains on all of them."
         )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, format_count
 from paceline.state.optimizer_state import OptimizerState, ParamGroupState
 from paceline.state.slot import (
     ExtraState,
@@ -232,7 +232,8 @@ class TrainState:
             wrong.append(f"{scalars['optimizer_kind']} saved it, the optimizer is {kind}")
         if wrong:
             raise MisfitError(
-                f"the checkpoint does not fit: {len(wrong)} entries differ, the first is '{wrong[0]}'",
+                f"the checkpoint does not fit: {format_count(len(wrong), 'difference')}, the first is"
+                f" '{wrong[0]}'",
                 next_step="resume with the recipe that wrote it; the run folder holds it as recipe.toml",
             )
 

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from math import isfinite
 from typing import Any
 
+from paceline.errors import format_count
 from paceline.report.number_format import format_bytes
 from paceline.studies.comparison_trials import KillRecovery, TrialMeasurements
 from paceline.studies.sweep_summary import MeanAndDeviation, MetricTarget
@@ -145,11 +146,15 @@ def property_rows(row: StrategyResult, base: MeanAndDeviation | None) -> dict[st
     }
 
 
+def _format_steps(count: float) -> str:
+    return "step" if count == 1 else f"{count:.3g} steps"
+
+
 def _synchrony_text(row: StrategyResult) -> str:
     staleness, oldest = row.numbers.get("staleness"), row.numbers.get("oldest")
     if staleness is None:
         num_steps = row.numbers.get("steps a round")
-        return f"replicas agree every {num_steps.mean:.3g} steps" if num_steps else NOT_MEASURED
+        return f"replicas agree every {_format_steps(num_steps.mean)}" if num_steps else NOT_MEASURED
     return f"{staleness.mean:.2f} updates old" + (f", the oldest {oldest.mean:.0f}" if oldest else "")
 
 
@@ -159,7 +164,7 @@ def _recovery_text(row: StrategyResult) -> str:
     seconds = row.recovery_seconds
     delay = f" after {seconds.mean:.1f} s" if seconds else ""
     repeated = sum(kill.steps_again for kill in row.recovery) / len(row.recovery)
-    return f"{row.recovery[0].how}{delay}, {repeated:.0f} steps repeated"
+    return f"{row.recovery[0].how}{delay}, {format_count(round(repeated), 'step')} repeated"
 
 
 TableColumn = tuple[str, str, Callable[[float], str]]
@@ -257,7 +262,9 @@ def _format_recovery(row: StrategyResult) -> str:
         return "-"
     seconds, repeated = row.recovery_seconds, max(kill.steps_again for kill in row.recovery)
     delay = "" if seconds is None else " " + _format_mean(seconds, lambda value: f"{value:.1f}") + " s"
-    return f"{row.recovery[0].how}{delay}" + (f", {repeated} steps repeated" if repeated else "")
+    return f"{row.recovery[0].how}{delay}" + (
+        f", {format_count(repeated, 'step')} repeated" if repeated else ""
+    )
 
 
 def _align_columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from paceline.errors import NumericError, StrategyError
+from paceline.errors import NumericError, StrategyError, format_count
 from paceline.job.mesh import Mesh, RankGroup
 from paceline.observe.sinks import EventCallback
 from paceline.parallel.model_runner import ModelRunner
@@ -159,7 +159,7 @@ class NumericGuard:
         """
         if self._skipped >= self._actions.max_skips:
             raise NumericError(
-                f"{why.what}; the {self._skipped} steps before it were skipped already",
+                f"{why.what}; {format_count(self._skipped, 'step')} before it had been skipped already",
                 where=why.where,
                 next_step=f"{why.next_step}; health.max_skips limits how many steps are skipped",
             )
@@ -258,7 +258,7 @@ class RateLowering(ExtraState):
     def _lower(self, guard: NumericGuard, record: PendingUpdate, error: NumericError) -> None:
         if self.times >= self.most:
             raise NumericError(
-                f"{error.what}; the rates were lowered {self.times} times already",
+                f"{error.what}; the rates were lowered {format_count(self.times, 'time')} already",
                 where=error.where,
                 next_step=f"{error.next_step}; health.max_lowerings limits how often rates are lowered",
             )

@@ -35,7 +35,7 @@ from paceline.comm.net import Net
 from paceline.comm.routes.shared_memory import SharedMemoryCollective
 from paceline.comm.tally import StepTally
 from paceline.data.work import TrainingFeed
-from paceline.errors import DeadlineError, StrategyError
+from paceline.errors import DeadlineError, StrategyError, format_count
 from paceline.job.mesh import RankGroup
 from paceline.observe.step_stats import PhaseTimer, StepStats
 from paceline.parallel.host_shared_parameters import share_whole_parameters
@@ -207,8 +207,8 @@ class Hogwild:
                 return False
             if time.monotonic() > expires:
                 raise DeadlineError(
-                    f"rank {rank} is more than {self._bound:g} steps behind step {step} for"
-                    f" {self._net.deadline_seconds:g} s",
+                    f"rank {rank} is more than {format_count(float(self._bound), 'step')} behind step {step}"
+                    f" for {self._net.deadline_seconds:g} s",
                     next_step="check what that rank is doing, or raise runtime.deadline_seconds",
                 )
             # Shared memory has no signal to wait for.

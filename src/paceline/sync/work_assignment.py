@@ -32,6 +32,7 @@ from torch import Tensor
 
 from paceline.comm.net import Net
 from paceline.data.work import LoadedBatch, LockstepWork, MicroBatchWork, TrainingFeed, split_evenly
+from paceline.errors import format_count
 from paceline.job.mesh import RankGroup
 from paceline.observe.sinks import EventCallback
 from paceline.observe.step_stats import StepStats
@@ -383,7 +384,7 @@ class SpeedAssignment(EvenAssignment):
         taken, dropped = int(sums["taken"]), int(sums["dropped"])
         if taken != self._num_due:
             raise internal_rule_error(
-                f"before step {step} the ranks ran {taken} samples, not {self._num_due}"
+                f"before step {step} the ranks ran {format_count(taken, 'sample')}, not {self._num_due}"
             )
         self._num_due = self._num_taken = self._num_dropped = 0
         for name, count in (("taken", taken), ("applied", taken - dropped), ("dropped", dropped)):

@@ -19,7 +19,7 @@ from paceline.comm.link_benchmark import measure_all_reduce
 from paceline.comm.link_profile import LinkModel
 from paceline.comm.net import Net
 from paceline.comm.routes.host_links import host_id
-from paceline.errors import DataError
+from paceline.errors import DataError, format_count
 from paceline.job.cluster import Cluster
 from paceline.job.mesh import Mesh, RankGroup
 from paceline.recipe.recipe import Recipe
@@ -120,7 +120,8 @@ def _read_all_reduce_line(recipe: Recipe, group: RankGroup, net: Net, device: to
     profile = read_link_profile(path, group, net, device)
     if len(profile.hosts) != group.size:
         raise DataError(
-            f"this link profile was measured with {len(profile.hosts)} ranks, but the job has {group.size}",
+            f"this link profile was measured with {format_count(len(profile.hosts), 'rank')}, but the job"
+            f" has {group.size}",
             where=path,
             next_step=f"paceline bench link -n {group.size} --out {path} on these hosts",
         )

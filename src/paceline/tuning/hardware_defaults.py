@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from paceline.comm.group_collectives import all_gather_texts
 from paceline.comm.net import Net
+from paceline.errors import format_count
 from paceline.job.cluster import Cluster
 from paceline.job.cpu_count import CoreCount, find_cores
 from paceline.job.mesh import Mesh
@@ -160,8 +161,9 @@ def oversubscription_warning(threads: int, num_processes: int, num_cores: int) -
     if total <= num_cores:
         return ""
     return (
-        f"warning: runtime.threads = {threads} in {num_processes} processes is {total / num_cores:.1f} times"
-        f" the {num_cores} cores of this host, so threads wait for each other. Set runtime.threads = 0 to"
+        f"warning: runtime.threads = {threads} in {format_count(num_processes, 'process')} is"
+        f" {total / num_cores:.1f} times the {format_count(num_cores, 'core')} of this host, so threads"
+        " wait for each other. Set runtime.threads = 0 to"
         " share the cores."
     )
 

@@ -38,7 +38,7 @@ from paceline.comm.routes.route_by_size import (
 )
 from paceline.comm.routes.route_context import RouteContext
 from paceline.comm.routes.shared_memory import shared_or_native
-from paceline.errors import DataError
+from paceline.errors import DataError, format_count
 from paceline.job.mesh import RankGroup
 from paceline.recipe.registry.route_specs import NATIVE_ROUTE
 
@@ -106,7 +106,7 @@ def _read_forecast(
     lines = {route: profile.routes[route] for route in candidates.paths if route in profile.routes}
     if len(profile.hosts) != group.size or NATIVE_ROUTE not in lines:
         raise DataError(
-            f"this link profile was measured with {len(profile.hosts)} ranks and routes"
+            f"this link profile was measured with {format_count(len(profile.hosts), 'rank')} and routes"
             f" {', '.join(lines) or 'none'}, but group '{group.name}' has {group.size} ranks",
             where=path,
             next_step=f"paceline bench link -n {group.size} --out {path} on these hosts, or remove"

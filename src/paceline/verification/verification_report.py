@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from paceline.errors import format_count
 from paceline.verification.diagnosis import ErrorDiagnosis
 from paceline.verification.error_bounds import TensorComparison, first_failure
 
@@ -89,19 +90,20 @@ def _comparison_record(f: TensorComparison) -> dict[str, Any]:
     }
 
 
+def _describe_extent(report: VerificationReport) -> str:
+    return f"verified: {format_count(report.steps, 'step')}, {format_count(len(report.worst), 'tensor')}"
+
+
 def conclusion_lines(report: VerificationReport) -> list[str]:
     """Return the result in sentences, one per line."""
     if report.sha256 is not None:
         return [
-            f"verified: {report.steps} steps, {len(report.worst)} tensors: equal bits",
+            f"{_describe_extent(report)}: equal bits",
             f"state sha256: {report.sha256}",
         ]
     if report.failure is None:
         equal = sum(f.error == 0.0 for f in report.worst.values())
-        return [
-            f"verified: {report.steps} steps, {len(report.worst)} tensors, all within their bounds; "
-            f"{equal} of them have equal bits"
-        ]
+        return [f"{_describe_extent(report)}, all within their bounds; {equal} of them have equal bits"]
     f = report.failure
     where = f"step {f.step}, update of '{f.part}'" if f.part else f"step {f.step}"
     lines = [

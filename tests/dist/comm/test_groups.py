@@ -94,4 +94,4 @@ def test_degrees_that_do_not_fit_fail_on_every_rank_before_a_group_is_made() -> 
             Mesh.build(cluster, {"replica": 2, "tensor": 2})
         return str(caught.value)
 
-    assert all("holds 4 ranks, but 3 processes run" in text for text in run_ranks(build, 3))
+    assert all("holds 4 ranks, but the job has 3 processes" in text for text in run_ranks(build, 3))

@@ -59,7 +59,7 @@ def test_a_lab_in_use_is_listed_entered_and_spared_and_ctrl_c_ends_it() -> None:
     record = own(process)
     footprint = LabFootprint.of(record)
     listed = paceline("lab", "ps").stdout
-    assert record.name in listed and "h1          10.0.0.2      1 processes" in listed
+    assert record.name in listed and "h1          10.0.0.2      1 process" in listed
     inside = paceline("lab", "shell", "h1", "--lab", record.name, "--", "hostname")
     assert (inside.returncode, inside.stdout) == (0, "h1\n")
     assert paceline("lab", "shell", "h9", "--lab", record.name).returncode == 6

@@ -166,7 +166,7 @@ def test_nothing_held_out_if_so_asked(folder: Path, tmp_path: Path) -> None:
 
 def test_an_empty_corpus_and_a_wrong_fraction_are_errors(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").touch()
-    with pytest.raises(DataError, match="the text is empty: 1 files, 0 bytes") as caught:
+    with pytest.raises(DataError, match="the text is empty: 1 file, 0 bytes") as caught:
         open_corpus(str(tmp_path / "empty.txt"), BYTES, tmp_path)
     assert caught.value.next_step
     for fraction in (-0.1, 1.0):

@@ -53,7 +53,7 @@ def test_one_process_has_a_group_of_one_on_every_axis_and_no_wire() -> None:
 
 
 def test_degrees_that_do_not_fit_the_world_are_refused_with_both_numbers() -> None:
-    with pytest.raises(StrategyError, match=r"'replica': 3.* holds 6 ranks, but 1 processes run"):
+    with pytest.raises(StrategyError, match=r"'replica': 3.* holds 6 ranks, but the job has 1 process"):
         Mesh.build(Cluster.single(), {"replica": 3, "tensor": 2})
 
 

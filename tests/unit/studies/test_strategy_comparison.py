@@ -103,7 +103,7 @@ def test_no_cell_of_the_nine_rows_is_prose(tmp_path: Path) -> None:
     exact, stale, never = (property_rows(row, found.rows[0].numbers["samples/s"]) for row in found.rows)
     assert len(exact) == 9 and render_properties_table(found)[0][1:] == [*exact]
     assert exact["fault tolerance"] == "resumed after 7.5 s, 3 steps repeated"
-    assert exact["synchrony"] == "replicas agree every 1 steps"
+    assert exact["synchrony"] == "replicas agree every step"
     assert stale["synchrony"] == "2.00 updates old, the oldest 3"
     assert stale["scalability"] == "1.00 x the first" and stale["fault tolerance"] == NOT_MEASURED
     assert {never[name] for name in ("replication", "roles", "scalability", "synchrony")} == {NOT_MEASURED}

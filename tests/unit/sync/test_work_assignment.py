@@ -62,7 +62,7 @@ def require_accounted(nodes: list[Node]) -> None:
     assert sums == {"taken": due, "dropped": 0}
     for node in nodes:
         node.shares.end_round(END, sums)
-    with pytest.raises(CommunicationError, match="ran 1 samples, not"):
+    with pytest.raises(CommunicationError, match="ran 1 sample, not"):
         nodes[0].shares.end_round(END, {"taken": 1.0, "dropped": 0.0})
 
 

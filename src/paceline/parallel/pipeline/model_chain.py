@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.data.loader import collate_samples
-from paceline.errors import TaskError
+from paceline.errors import TaskError, format_count
 from paceline.models.dropout import name_dropouts
 from paceline.parallel.model_buffers import MicroBatchBuffers
 from paceline.parallel.model_runner import ModelFunction
@@ -246,7 +246,10 @@ def describe_difference(expected: Any, actual: Any) -> str:
     )
     if len(actual_values) != len(expected_values):
         num_expected, num_actual = len(expected_values), len(actual_values)
-        return f"the model returns {num_expected} values ({', '.join(names)}), the chain {num_actual}"
+        return (
+            f"the model returns {format_count(num_expected, 'value')} ({', '.join(names)}), the chain"
+            f" {num_actual}"
+        )
     pairs = zip(names, expected_values, actual_values, strict=True)
     return next((text for name, a, b in pairs if (text := _describe_value_difference(name, a, b))), "")
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from paceline.data.loader import collate_samples
-from paceline.errors import TaskError
+from paceline.errors import TaskError, format_count
 from paceline.models.dropout import KeyedDropout, name_dropouts
 from paceline.parallel.model_buffers import MicroBatchBuffers
 from paceline.parallel.model_runner import check_loss
@@ -155,8 +155,8 @@ def _require_samples(tensors: Sequence[Tensor], num_samples: int) -> None:
     for x in tensors:
         if not x.dim() or len(x) != num_samples:
             raise TaskError(
-                f"a tensor of shape {list(x.shape)} does not have {num_samples} samples as its first"
-                " dimension, by which rechunk splits a micro-batch",
+                f"a tensor of shape {list(x.shape)} does not have {format_count(num_samples, 'sample')} as"
+                " its first dimension, by which rechunk splits a micro-batch",
                 next_step="make samples the first dimension of all tensors in a batch and between stages, or"
                 " leave out rechunk",
             )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from paceline.errors import StrategyError
+from paceline.errors import StrategyError, format_count
 from paceline.parallel.pipeline.model_chain import check_chain, module_chain
 from paceline.parallel.pipeline.rechunk import check_sample_independence
 from paceline.parallel.pipeline.strategy_schedule import build_checked_table
@@ -197,7 +197,8 @@ def _require_enough(sizes: Sequence[int], num_parts: int) -> None:
     heavy = sum(size > 0 for size in sizes)
     if num_parts > heavy:
         raise StrategyError(
-            f"{num_parts} stages or chunks, but the model's chain has only {heavy} modules with parameters",
+            f"{num_parts} stages or chunks, but the model's chain has only {format_count(heavy, 'module')}"
+            " with parameters",
             next_step=f"use at most {heavy} in all: pipeline times the chunks of schedule=interleaved:V",
         )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from paceline.errors import StrategyError
+from paceline.errors import StrategyError, format_count
 from paceline.pipeline_schedule.schedule_formats import read_schedule_csv
 from paceline.pipeline_schedule.schedule_table import ScheduleFactory, ScheduleTable, simulate_schedule
 from paceline.recipe.recipe import Recipe
@@ -84,8 +84,9 @@ def _first_rows(table: ScheduleTable, name: str, num_stages: int, num_micro_batc
     """Return the first micro-batches of a file's table, as many as a step has."""
     if (num_stages, num_micro_batches) != (table.num_stages, min(num_micro_batches, table.num_micro_batches)):
         raise StrategyError(
-            f"the schedule {name} is for {table.num_stages} stages and {table.num_micro_batches}"
-            f" micro-batches, but a rank has {num_micro_batches} micro-batches on {num_stages} stages",
+            f"the schedule {name} is for {format_count(table.num_stages, 'stage')} and"
+            f" {format_count(table.num_micro_batches, 'micro-batch')}, but a rank has"
+            f" {format_count(num_micro_batches, 'micro-batch')} on {format_count(num_stages, 'stage')}",
             next_step=f"write another: paceline schedule show 1f1b --stages {num_stages} --micro"
             f" {num_micro_batches} --csv FILE, or change batch.shards",
         )

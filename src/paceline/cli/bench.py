@@ -56,14 +56,7 @@ def link(
     deadline: Deadline = 120.0,
 ) -> None:
     """Measure latency and bandwidth between every pair of ranks, and of an all-reduce (CPU, Gloo)."""
-    nodes_of_job = NodeArgs(
-        processes=processes,
-        nodes=nodes,
-        node_rank=node_rank,
-        rendezvous=rendezvous,
-        token_file=token_file,
-        insecure=insecure,
-    )
+    nodes_of_job = NodeArgs(processes, nodes, node_rank, rendezvous, token_file, insecure)
     run_link(nodes_of_job, out, deadline)
 
 
@@ -85,14 +78,7 @@ def comm(
     deadline: Deadline = 120.0,
 ) -> None:
     """Measure the all-reduce with every route and codec (CPU); with --recipe, compare codecs on a task."""
-    nodes_of_job = NodeArgs(
-        processes=processes,
-        nodes=nodes,
-        node_rank=node_rank,
-        rendezvous=rendezvous,
-        token_file=token_file,
-        insecure=insecure,
-    )
+    nodes_of_job = NodeArgs(processes, nodes, node_rank, rendezvous, token_file, insecure)
     run_comm(
         nodes_of_job,
         CommArgs(

@@ -66,14 +66,7 @@ def train(
             settings=settings,
             resume=resume,
             name=name,
-            nodes=NodeArgs(
-                processes=processes,
-                nodes=nodes,
-                node_rank=node_rank,
-                rendezvous=rendezvous,
-                token_file=token_file,
-                insecure=insecure,
-            ),
+            nodes=NodeArgs(processes, nodes, node_rank, rendezvous, token_file, insecure),
             trust=trust,
             logs=logs,
         )

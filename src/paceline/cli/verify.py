@@ -71,14 +71,7 @@ def verify(
             strict=strict,
             plant=plant,
             loop=loop,
-            nodes=NodeArgs(
-                processes=processes,
-                nodes=nodes,
-                node_rank=node_rank,
-                rendezvous=rendezvous,
-                token_file=token_file,
-                insecure=insecure,
-            ),
+            nodes=NodeArgs(processes, nodes, node_rank, rendezvous, token_file, insecure),
             trust=trust,
         )
     )

@@ -42,12 +42,6 @@ def format_count(count: float, noun: str) -> str:
     return f"{count:g} {noun}{ending}" if isinstance(count, float) else f"{count} {noun}{ending}"
 
 
-def format_count(count: float, noun: str) -> str:
-    """Return a number with its noun, as messages have it: "1 process", "2 processes"."""
-    ending = "" if count == 1 else "es" if noun.endswith(("s", "x", "ch", "sh")) else "s"
-    return f"{count:g} {noun}{ending}" if isinstance(count, float) else f"{count} {noun}{ending}"
-
-
 def _rebuild(kind: type[PacelineError], what: str, where: str, next_step: str) -> PacelineError:
     return kind(what, where=where, next_step=next_step)
 

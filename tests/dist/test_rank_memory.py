@@ -137,8 +137,8 @@ def live(cluster: Cluster, strategy: str, model: str, folder: str) -> Life:
         return build
 
     record.start()
-    pieces = Components(whole=when_placed(ReplicatedRunner), stage=when_placed(PipelineRunner))
-    session = build_test_session(cluster, recipe, MODELS[model], pieces)
+    components = Components(whole=when_placed(ReplicatedRunner), stage=when_placed(PipelineRunner))
+    session = build_test_session(cluster, recipe, MODELS[model], components)
     life.placing = most_allocated(record)
     note_sizes(life, session)
     life.built = settled_bytes(before)

@@ -1,18 +1,20 @@
-"""Inputs that were found once, by name: each is an error with a next step, and takes no time or memory."""
+"""Inputs that were found once, by name, and frames that lie: each is an error, and takes no time or room."""
 
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 
 import pytest
+import torch
 
-from paceline.errors import DataError, PacelineError, RecipeError
+from paceline.comm.channel import FRAME_LENGTHS, ChannelMessage, SocketChannel
+from paceline.comm.ledger import ByteLedger
+from paceline.errors import CommunicationError, DataError, PacelineError, RecipeError
 from paceline.recipe import load_recipe
 from tests.hostile.formats import METRICS, RANKS, RECIPE, lines_of, right_tokenizer
 from tests.hostile.parser_checks import read_metrics
-
-pytestmark = [pytest.mark.capability("N10"), pytest.mark.timeout(240)]
 
 DEEP = [
     "a = " + "[" * 3000 + "]" * 3000,
@@ -27,6 +29,7 @@ DEEP = [
 ]
 
 
+@pytest.mark.capability("N10")
 @pytest.mark.parametrize("text", DEEP, ids=range(len(DEEP)))
 def test_recipes_that_were_found_once(text: str, tmp_path: Path) -> None:
     path = tmp_path / "recipe.toml"
@@ -38,6 +41,7 @@ def test_recipes_that_were_found_once(text: str, tmp_path: Path) -> None:
         load_recipe(path, [text.replace(" = ", "=", 1)])
 
 
+@pytest.mark.capability("N10")
 @pytest.mark.parametrize("text", ["\ud800\x90\r", "options.x=\udcff", "\udcff=1", '"\udcff"=[1'])
 def test_overrides_that_are_no_text(text: str, tmp_path: Path) -> None:
     """What the bytes of a command line become that are no UTF-8."""
@@ -46,6 +50,7 @@ def test_overrides_that_are_no_text(text: str, tmp_path: Path) -> None:
         load_recipe(tmp_path / "recipe.toml", [text])
 
 
+@pytest.mark.capability("N10")
 @pytest.mark.parametrize("ids", [4_000_000_000, 2**40, -1])
 def test_tokenizers_that_were_found_once(ids: int, tmp_path: Path) -> None:
     record = right_tokenizer()
@@ -61,6 +66,7 @@ def test_tokenizers_that_were_found_once(ids: int, tmp_path: Path) -> None:
         load_tokenizer(path)
 
 
+@pytest.mark.capability("N10")
 def test_weights_that_are_damaged_leave_the_model_untouched(tmp_path: Path) -> None:
     """One bit of the last tensor: the first ones are not taken over either."""
     import torch
@@ -86,6 +92,7 @@ def test_weights_that_are_damaged_leave_the_model_untouched(tmp_path: Path) -> N
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.capability("N10")
 def test_a_notice_url_that_answers_drop_by_drop_or_nonsense_hangs_nothing() -> None:
     import socket
     import threading
@@ -110,6 +117,7 @@ def test_a_notice_url_that_answers_drop_by_drop_or_nonsense_hangs_nothing() -> N
         dripping.join()
 
 
+@pytest.mark.capability("N10")
 def test_losses_that_no_float_holds_are_left_out(tmp_path: Path) -> None:
     from paceline.checkpoint.catalog import find_losses
     from paceline.checkpoint.storage import StorageFolder
@@ -118,6 +126,7 @@ def test_losses_that_no_float_holds_are_left_out(tmp_path: Path) -> None:
     assert find_losses(StorageFolder(str(tmp_path)), [], "") == {4: 0.5, 6: float("inf")}
 
 
+@pytest.mark.capability("N10")
 def test_small_files_that_were_found_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers that no integer holds, and values of another type: each is as good as no file."""
     from paceline.job.launcher_reports import read_node_list, read_phase
@@ -139,8 +148,58 @@ def test_small_files_that_were_found_once(tmp_path: Path, monkeypatch: pytest.Mo
     assert remove_stale_folders() == []
 
 
+@pytest.mark.capability("N10")
 def test_a_phase_that_nobody_knows_is_left_out() -> None:
     """In one record of a rank, and not in the next."""
     more = {**RANKS, "phases": {"more": 0.5, **RANKS["phases"]}}
     read_metrics((lines_of([*METRICS[:3], more, RANKS]), b"{}"))
     read_metrics((lines_of([*METRICS[:3], RANKS, more]), b"{}"))
+
+
+def exchange(frame: bytes) -> object:
+    """What a channel makes of the bytes of a peer that then hangs up."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        theirs = socket.create_connection(listener.getsockname())
+        ours, _ = listener.accept()
+    channel = SocketChannel({1: ours}, ByteLedger())
+    try:
+        theirs.sendall(frame)
+        theirs.close()
+        return channel.receive(60.0)
+    finally:
+        channel.close()
+
+
+def framed(header: object, body: bytes = b"", *, head: int = -1, all_bodies: int = -1) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    first = len(text) if head < 0 else head
+    return FRAME_LENGTHS.pack(first, len(body) if all_bodies < 0 else all_bodies) + text + body
+
+
+LIES = {
+    "a huge header": framed(b"", head=2**62),
+    "a huge body": framed(["x", {}, []], all_bodies=2**62),
+    "a huge tensor": framed(["x", {}, [["float32", [2**60]]]], b"1234"),
+    "no type": framed(["x", {}, [["nn", [1]]]], b"1234"),
+    "below zero": framed(["x", {}, [["float32", [-1, -1]]]], b"1234"),
+    "more than there is": framed(["x", {}, [["float32", [2]]]], b"1234"),
+    "less than there is": framed(["x", {}, []], b"1234"),
+    "a number": framed(3),
+    "nested": framed(b"[" * 50_000),
+    "no text": framed(b"\xff\xfe"),
+    "a list of fields": framed(["x", [], []]),
+}
+
+
+@pytest.mark.capability("B3")
+@pytest.mark.parametrize("lie", LIES)
+def test_a_frame_that_lies_is_an_error_with_the_rank_and_takes_no_memory(lie: str) -> None:
+    with pytest.raises(CommunicationError, match=r"rank 1 (sent an invalid message|is gone)"):
+        exchange(LIES[lie])
+
+
+@pytest.mark.capability("B3")
+def test_a_frame_that_does_not_lie_arrives() -> None:
+    head, bodies = ChannelMessage("x", {"a": 1}, [torch.arange(5)]).encode()
+    message = exchange(head + b"".join(bodies))
+    assert isinstance(message, ChannelMessage) and message.tensors[0].tolist() == [0, 1, 2, 3, 4]

@@ -1,4 +1,4 @@
-"""Two jobs on one run folder: the second is refused and told who is first, and a dead one holds nothing."""
+"""Two jobs on one run folder: the second is told who is first; the folder of another user needs trust."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from tests.commands import Command
 from tests.hostile.jobs import end_of, prepare, start, train, until
 from tests.unit.checkpoint.states import load, make_state, save, saver
 
-pytestmark = [pytest.mark.capability("N13"), pytest.mark.timeout(240)]
-
+pytestmark = pytest.mark.capability("N13")
 HOLD = """
 import sys, time
 from pathlib import Path
@@ -147,3 +146,20 @@ def test_a_resume_before_the_first_checkpoint_begins_at_step_0_and_says_so(tmp_p
     assert end.code == 0, end.err
     assert "this run has no checkpoint yet, so it starts at step 0" in end.out
     assert CheckpointCatalog.read(StorageFolder(str(tmp_path / "run" / "checkpoints"))).whole[-1].step == 4
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="gives a folder to another user")
+def test_the_run_of_another_user_asks_for_trust(tmp_path: Path) -> None:
+    prepare(tmp_path)
+    with start(tmp_path, "train", "recipe.toml") as process:
+        assert end_of(process).code == 0
+    for words in (("train", "--resume", "run", "--set", "steps=8"), ("verify", "run", "--steps", "1")):
+        (tmp_path / "building-0").unlink()
+        os.chown(tmp_path / "run" / "recipe.toml", 65534, 65534)
+        with start(tmp_path, *words) as process:
+            end = end_of(process)
+        assert end.code == 2 and "the run belongs to another user (65534)" in end.err, end.err
+        assert not (tmp_path / "building-0").exists(), "its code was run"
+        with start(tmp_path, *words, "--trust") as process:
+            end = end_of(process)
+        assert end.code == 0, end.err

@@ -1,20 +1,31 @@
-"""Replicas that agree in every step end where one process ends."""
+"""Replicas that agree in every step end where one process ends, whatever their shares and last batch."""
 
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import default_collate
 
+from paceline import Loss, Task
 from paceline.comm import BucketReducer
+from paceline.data.work import LockstepWork
+from paceline.errors import TaskError
 from paceline.job.cluster import Cluster
-from paceline.recipe import Recipe
+from paceline.models import GPT, GPTConfig
+from paceline.parallel.state_hash import state_sha256
+from paceline.recipe import Recipe, Strategy
 from paceline.session import Components
-from paceline.task import Loss, Task
 from paceline.testing import run_ranks
-from paceline.testing.parity import Trajectory, run_oracle, run_strategy
+from paceline.testing.parity import Trajectory, build_test_session, run_oracle, run_strategy
 from paceline.testing.planted_faults import PLANTED_FAULTS
 
 STEPS = 24
@@ -82,7 +93,7 @@ def test_in_float64_the_difference_is_that_of_float64() -> None:
 def test_a_broken_reduction_is_far_from_the_oracle(fault: str) -> None:
     """The mutation twin of the tests above: with one piece broken they fail by orders of magnitude."""
     recipe = digits(batch={"size": 47, "shards": 4})
-    ends = run_ranks(run_strategy, 2, recipe, None, PLANTED_FAULTS[fault].pieces(2))
+    ends = run_ranks(run_strategy, 2, recipe, None, PLANTED_FAULTS[fault].components(2))
     assert worst(recipe, ends) > 1e-4
 
 
@@ -101,8 +112,8 @@ def test_one_all_reduce_a_bucket_however_many_micro_batches() -> None:
         session = build_test_session(cluster, digits(batch={"size": 46, "shards": shards}))
         num_steps = len(list(session.rounds()))
         found = session.net.ledger.rows["all_reduce", "replica"].calls
-        assert isinstance(session.rule.reducer, BucketReducer)
-        assert found == num_steps * session.rule.reducer.num_buckets
+        assert isinstance(session.rule.reduction, BucketReducer)
+        assert found == num_steps * session.rule.reduction.num_buckets
         return found
 
     assert run_ranks(calls, 2, 2) == run_ranks(calls, 2, 8)
@@ -235,14 +246,159 @@ def test_replicas_that_start_apart_are_made_equal() -> None:
 
 def ready_order_differs(cluster: Cluster) -> Trajectory:
     """Tiny buckets: every parameter its own, launched in one order whatever backward does."""
-    pieces = Components(
+    components = Components(
         reducer=lambda tensors, parts, sums, _, **how: BucketReducer(tensors, parts, sums, 1, **how)
     )
     recipe = digits(batch={"size": 6, "shards": 3}, optimizer={"name": "sgd", "lr": 0.01})
-    return run_strategy(cluster, recipe, odd_task, pieces)
+    return run_strategy(cluster, recipe, odd_task, components)
 
 
 @pytest.mark.capability("G10")
 def test_one_bucket_a_parameter_gives_the_same_parameters() -> None:
     recipe = digits(batch={"size": 6, "shards": 3}, optimizer={"name": "sgd", "lr": 0.01})
     assert worst(recipe, run_ranks(ready_order_differs, 3), task=odd_task) <= 1e-6
+
+
+STEPS_UNEVEN, SIZE, LR = 20, 110, 0.2
+DEALT = partial(LockstepWork, shares=(1, 10))  # of eleven shards
+VOCABULARY, CONTEXT, PAD = 17, 12, -100
+
+
+def recipe() -> Recipe:
+    return Recipe(
+        task="own",
+        steps=STEPS_UNEVEN,
+        batch={"size": SIZE, "shards": 11, "shuffle": False},
+        optimizer={"name": "sgd", "lr": LR},
+    )
+
+
+def regression() -> Task:
+    """The first ten samples of every batch are unlike the others."""
+    torch.manual_seed(2)
+    x = torch.randn(2 * SIZE, 6)
+    x[torch.arange(2 * SIZE) % SIZE < 10] += 1.0
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1), nn.Flatten(0))
+
+    def loss(model: nn.Module, batch: Tensor) -> Loss:
+        return Loss((model(batch) - batch.square().sum(1)).square().sum(), len(batch))
+
+    return Task(model, list(x), loss)
+
+
+def padded() -> Task:
+    """Sequences of 1 to 11 next tokens; what is behind them is no item, and the first ten are the longest."""
+    torch.manual_seed(3)
+    lengths = torch.where(torch.arange(2 * SIZE) % SIZE < 10, 11, 1 + torch.arange(2 * SIZE) % 4)
+    text = torch.randint(VOCABULARY, (2 * SIZE, CONTEXT))
+    behind = torch.arange(CONTEXT) > lengths[:, None]
+
+    def loss(model: nn.Module, batch: Sequence[Tensor]) -> Loss:
+        tokens_BT, next_BT = batch
+        logits = model(tokens_BT).flatten(0, 1)
+        total = F.cross_entropy(logits, next_BT.flatten(), ignore_index=PAD, reduction="sum")
+        return Loss(total, (next_BT != PAD).sum())
+
+    data = list(zip(text[:, :-1], text.masked_fill(behind, PAD)[:, 1:], strict=True))
+    return Task(GPT(GPTConfig(VOCABULARY, CONTEXT, layers=1, heads=2, width=16)), data, loss)
+
+
+TASKS = {"regression": regression, "padded language model": padded}
+
+
+def plain(make: Callable[[], Task]) -> dict[str, Tensor]:
+    """Full batches, and nothing of ours but the task."""
+    task = make()
+    optimizer = torch.optim.SGD(task.model.parameters(), lr=LR)
+    for step in range(STEPS_UNEVEN):
+        batch: Any = default_collate([task.data[(SIZE * step + i) % len(task.data)] for i in range(SIZE)])
+        loss = task.loss(task.model, batch)
+        optimizer.zero_grad()
+        (loss.total / loss.count).backward()
+        optimizer.step()
+    return {name: p.detach() for name, p in task.model.named_parameters()}
+
+
+def ends(cluster: Cluster, components: Components) -> dict[str, dict[str, Tensor]]:
+    return {
+        name: run_strategy(cluster, recipe(), make, components).parameters for name, make in TASKS.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def right() -> dict[str, dict[str, Tensor]]:
+    return {name: plain(make) for name, make in TASKS.items()}
+
+
+def distances(found: dict[str, dict[str, Tensor]], right: dict[str, dict[str, Tensor]]) -> list[float]:
+    return [max(float((found[name][n] - p).abs().max()) for n, p in right[name].items()) for name in TASKS]
+
+
+@pytest.mark.capability("A6")
+def test_shares_of_ten_and_a_hundred_end_where_a_plain_loop_ends(right: Any) -> None:
+    for found in run_ranks(ends, 2, Components(work=DEALT)):
+        assert max(distances(found, right)) <= 1e-6
+
+
+@pytest.mark.capability("A6")
+def test_a_mean_of_means_ends_elsewhere(right: Any) -> None:
+    """The mutation twin."""
+    rule = PLANTED_FAULTS["mean-of-means"].components(2).rule
+    for found in run_ranks(ends, 2, Components(work=DEALT, rule=rule)):
+        assert min(distances(found, right)) > 1e-3
+
+
+def build(*between: nn.Module, draws: bool = False) -> Task:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), *between, nn.Tanh(), nn.Linear(4, 1))
+
+    def loss(model: nn.Module, x: Tensor) -> Loss:
+        noise = random.random() + float(np.random.random()) if draws else 1.0
+        return Loss((model(x) - noise).square().sum(), len(x))
+
+    return Task(model, list(torch.randn(19, 5)), loss)
+
+
+def recipe_short(strategy: str, *, reproducible: bool = True, shards: int = 4) -> Recipe:
+    """Steps of 8, 8 and 3 samples."""
+    return Recipe(
+        task="own",
+        epochs=2,
+        batch={"size": 8, "shards": shards},
+        reproducible=reproducible,
+        strategy=Strategy.parse(strategy),
+        runtime={"deadline_seconds": 40, "bucket_bytes": 64},
+    )
+
+
+def hashes(cluster: Cluster, strategies: tuple[str, ...], draws: bool) -> dict[str, str]:
+    found = {}
+    for strategy in strategies:
+        session = build_test_session(cluster, recipe_short(strategy), lambda: build(draws=draws))
+        list(session.rounds())
+        found[strategy] = state_sha256(session.snapshot().tensors())
+        session.close()
+    return found
+
+
+@pytest.mark.capability("I10")
+@pytest.mark.parametrize("draws", [False, True])
+def test_short_tails_and_foreign_draws_keep_the_bits(draws: bool) -> None:
+    """In the last step of an epoch a rank of four has no samples; the loss may draw from any generator."""
+    (alone,) = run_ranks(hashes, 1, ("replicas=1",), draws)
+    ways = ("replicas=4 route=native", "replicas=4", "replicas=2 shard=2 zero=1 route=native")
+    for found in run_ranks(hashes, 4, ways, draws):
+        assert set(found.values()) == set(alone.values())
+
+
+def test_a_norm_over_one_sample_is_one_sentence() -> None:
+    def said(cluster: Cluster) -> str:
+        one_each = recipe_short("replicas=2", reproducible=False, shards=8)
+        session = build_test_session(cluster, one_each, lambda: build(nn.BatchNorm1d(4)))
+        with pytest.raises(TaskError, match="has too few values for a norm over the batch"):
+            list(session.rounds())
+        session.abort()
+        session.close()
+        return "said"
+
+    assert run_ranks(said, 2) == ["said"] * 2

@@ -39,10 +39,10 @@ def recipe(strategy: str = "replicas=4 route=hierarchical", **changes: Any) -> R
     return Recipe(**(settings | MLP | changes))
 
 
-def verified(found: Recipe, world: int = 4, pieces: Components | None = None) -> VerificationReport:
+def verified(found: Recipe, world: int = 4, components: Components | None = None) -> VerificationReport:
     def run(cluster: Cluster) -> VerificationReport:
         runner = on_nodes(cluster, 2)
-        return compare_with_oracle(found, make_task(found), runner, CPU, STEPS, pieces=pieces)
+        return compare_with_oracle(found, make_task(found), runner, CPU, STEPS, components=components)
 
     return run_ranks(run, world)[0]
 
@@ -65,7 +65,7 @@ def test_a_broken_level_is_found_in_the_first_step(kind: type[HierarchicalCollec
         return kind(path.net, path.group, path.levels, between)
 
     odd = {"options": {"model": "mlp", "hidden": [31]}}  # buffers that do not divide by two
-    report = verified(recipe(**odd), pieces=Components(collective=faulty))
+    report = verified(recipe(**odd), components=Components(collective=faulty))
     assert not report.ok and report.failure is not None and report.failure.step == 0
     assert report.failure.quantity == "gradient"
     assert verified(recipe(**odd)).ok

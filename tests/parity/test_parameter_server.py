@@ -1,5 +1,8 @@
-"""A server and its workers: what is applied, how old it was, and what is never applied."""
+"""A server and its workers: what is applied, how old it was, what is never applied, and how a run goes on."""
 
+from __future__ import annotations
+
+import select
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -10,13 +13,16 @@ import pytest
 import torch
 from torch import nn
 
+from paceline.checkpoint.storage import StorageFolder
 from paceline.comm.channel import ChannelMessage
 from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe, Strategy
-from paceline.session import evaluate
+from paceline.session import checkpointing, evaluate
+from paceline.session.fit_loop import hash_and_compare
 from paceline.sync.server.server_policies import (
     AsynchronousUpdates,
     BackupWorkers,
+    BoundedStaleness,
     ServerPolicy,
     WorkerPush,
     WorkTicket,
@@ -250,3 +256,146 @@ def test_readers_that_work_ahead_are_refused() -> None:
         return ""
 
     assert all("loader.workers" in text for text in run_ranks(run, 3))
+
+
+STEPS_LATE, SAMPLES, MICRO_BATCHES = 12, 24, 4
+SECONDS = 60.0  # until something has to have come
+
+
+def digits_late() -> Recipe:
+    return Recipe(
+        task="digits",
+        options={"model": "mlp", "hidden": [16]},
+        steps=STEPS_LATE,
+        batch={"size": SAMPLES, "shards": 2 * MICRO_BATCHES},
+        optimizer={"name": "sgd", "lr": 0.1},
+        strategy=Strategy.parse("servers=1 sync=backup:1"),
+    )
+
+
+def with_one_that_waits(cluster: Cluster) -> dict[str, Any]:
+    """The last worker begins a part, and goes on once the server has said something."""
+    session, forwards, heard = build_test_session(cluster, digits_late()), [0], list[bool]()
+
+    def wait(module: nn.Module, inputs: Any) -> None:
+        forwards[0] += 1
+        if cluster.global_rank == 2:
+            (peer,) = session.rule.channel._peers.values()
+            heard.append(bool(select.select([peer.socket], [], [], SECONDS)[0]))
+
+    session.runner.sharded_model.model.register_forward_pre_hook(wait)
+    samples = sum(stats.num_samples for stats in session.rounds())
+    record = {**session.rule.ledger.record(), "step": session.state.step, "samples": samples}
+    session.close()
+    return {**record, "forwards": forwards[0], "heard": all(heard)}
+
+
+@pytest.mark.capability("I7", clause="late work is left between two micro-batches")
+def test_whoever_comes_too_late_is_told_and_leaves_the_rest() -> None:
+    server, first, last = run_ranks(with_one_that_waits, 3)
+    assert last["heard"] and last["forwards"] == server["dropped"]  # one micro-batch of each part
+    assert first["forwards"] == STEPS_LATE * MICRO_BATCHES
+    assert server["applied"] == STEPS_LATE and server["taken"] == server["applied"] + server["dropped"]
+    for rank in (server, first, last):
+        assert rank["step"] == STEPS_LATE and rank["samples"] == STEPS_LATE * SAMPLES
+
+
+DIGITS = {
+    "task": "digits",
+    "options": {"model": "mlp", "hidden": [32]},
+    "steps": 6,
+    "batch": {"size": 48, "shards": 6},
+    "optimizer": {"name": "sgd", "lr": 0.1},
+    "strategy": Strategy.parse("servers=1 sync=server codec=topk:0.1"),
+}
+
+
+def to_whoever_asks(policy: BoundedStaleness, worker: int) -> int | None:
+    """The next part in order, as before parts had workers."""
+    part = min({*range(policy._num_workers)} - policy._handed_out)
+    policy._handed_out.add(part)
+    return part
+
+
+def trained(cluster: Cluster, folder: Path, late: int, *, anybody: bool) -> Trajectory:
+    """The end of a run in which one worker comes to the first step when another has pushed already."""
+    has_come, push, own = folder / f"{late}-{anybody}", BoundedStaleness.push, BoundedStaleness._own_part
+
+    def told(policy: BoundedStaleness, worker: int, found: WorkerPush) -> Any:
+        has_come.touch()
+        return push(policy, worker, found)
+
+    session = build_test_session(cluster, Recipe(**DIGITS))
+    BoundedStaleness.push = told
+    if anybody:
+        BoundedStaleness._own_part = to_whoever_asks
+    try:
+        while cluster.global_rank == late and not has_come.exists():
+            time.sleep(0.01)
+        return whole_trajectory([stats.loss for stats in session.rounds()], session)
+    finally:
+        BoundedStaleness.push, BoundedStaleness._own_part = push, own
+        session.close()
+
+
+def apart(cluster: Cluster, folder: Path) -> list[float]:
+    """How far runs end from each other in which other workers are late; then where anybody has any part."""
+    found = []
+    for anybody in (False, True):
+        one, other = (trained(cluster, folder, late, anybody=anybody) for late in (1, 2))
+        found.append(one.distance(other))
+    return found
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.capability("H4", "I3")
+def test_a_coded_run_under_a_server_ends_equally_whoever_comes_first(tmp_path: Path) -> None:
+    """And the twin, whose parts go to whoever asks, does not."""
+    for same, other in run_ranks(apart, 3, tmp_path):
+        assert same == 0.0 < 1e-4 < other
+
+
+STRATEGIES = (
+    "servers=1 replicas=2 sync=server",
+    "servers=1 replicas=2 sync=server codec=topk:0.1",
+    "servers=2 replicas=1 sync=server",
+)
+
+
+def digits_resumed(strategy: str, optimizer: str) -> Recipe:
+    """Rounds of one step."""
+    settings: dict[str, Any] = {
+        "task": "digits",
+        "options": {"model": "mlp", "hidden": [24, 15]},
+        "steps": 8,
+        "batch": {"size": 46, "shards": 6},
+        "optimizer": {"name": optimizer, "lr": 1e-3},
+        "strategy": Strategy.parse(strategy),
+    }
+    return Recipe(**settings)
+
+
+def hashes(cluster: Cluster, recipe: Recipe, run_dir: Path) -> tuple[list[str], list[str]]:
+    """After each round of a run that is saved in the middle, and of one that goes on from there."""
+    found = []
+    for goes_on in (False, True):
+        session, seen, name = build_test_session(cluster, recipe), list[str](), "step-00000004"
+        if goes_on:
+            checkpointing.restore_checkpoint(session, StorageFolder(str(run_dir / "checkpoints")), name)
+        saver = checkpointing.build_saver(session, run_dir, print)
+        for _ in session.rounds():
+            seen.append(hash_and_compare(session, []))  # an error, where ranks differ
+            if session.state.step == 4:
+                saver.wait_published(saver.save())
+        session.close()
+        found.append(seen)
+    return found[0], found[1]
+
+
+@pytest.mark.capability("N2", "B3")
+@pytest.mark.parametrize("optimizer", ["adamw", "rmsprop"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_ranks_agree_after_a_resume(strategy: str, optimizer: str, tmp_path: Path) -> None:
+    """A worker updates nothing: what a checkpoint had of an optimizer is the server's."""
+    for whole, rest in run_ranks(hashes, 3, digits_resumed(strategy, optimizer), tmp_path):
+        assert len(whole) == 8 and rest == whole[4:]

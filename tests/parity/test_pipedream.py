@@ -1,4 +1,7 @@
-"""PipeDream against a plain loop in one process, where each stage has weights of the right age."""
+"""PipeDream against a plain loop in one process, where each stage has weights of the right age.
+
+In PipeDream-2BW every gradient is one update old.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,15 @@ from torch import Tensor
 from torch.func import functional_call
 
 from paceline.data import MicroBatch, collate_samples
-from paceline.errors import StrategyError
+from paceline.errors import RecipeError, StrategyError
 from paceline.job.cluster import Cluster
 from paceline.parallel.pipeline import partition_model
 from paceline.recipe import Recipe, Strategy
 from paceline.session import Components, Session, evaluate
 from paceline.sync import PendingUpdate, UpdatePart
+from paceline.sync.weight_stashing import DoubleBufferedWeights
 from paceline.testing import run_ranks
+from paceline.testing.contracts import RuleContract
 from paceline.testing.parity import (
     CPU,
     StepInterrupt,
@@ -200,8 +205,8 @@ def raises_once(parts: dict[str, UpdatePart]) -> dict[str, UpdatePart]:
 def test_pipedream_goes_back_to_where_it_was_empty() -> None:
     recipe = digits("replicas=1 pipeline=2 sync=pipedream", steps=40, optimizer=ADAMW)
 
-    def run(cluster: Cluster, pieces: Components | None) -> Trajectory:
-        session = build_test_session(cluster, recipe, pieces=pieces)
+    def run(cluster: Cluster, components: Components | None) -> Trajectory:
+        session = build_test_session(cluster, recipe, components=components)
         losses: list[float] = []
         while session.state.step < session.num_steps:
             try:
@@ -229,7 +234,7 @@ def test_stages_agree_once_in_a_round_and_wait_for_nobody_in_an_update(flow: str
         session = build_test_session(cluster, digits(f"replicas=1 pipeline=2 sync={flow} route=native"))
         norms, kept = list[float](), list[int]()
         session.update_step.observers.append(lambda record: norms.append(record.norm))
-        under_way = session.runner._wire._in_flight
+        under_way = session.runner._transport._in_flight
         session.update_step.observers.append(lambda record: kept.append(len(under_way)))
         before = sums_of(session)
         stats = next(session.rounds())
@@ -243,3 +248,78 @@ def test_stages_agree_once_in_a_round_and_wait_for_nobody_in_an_update(flow: str
         assert (calls, len(norms)) == (1, ROUND)
         assert norm == pytest.approx(sum(own[-1] ** 2 for _, own, *_ in ranks) ** 0.5)
         assert 0 < kept <= 40  # of four steps, in two parts where sizes change
+
+
+def recipe(num_stages: int, **changes: object) -> Recipe:
+    return digits(f"replicas=1 pipeline={num_stages} sync=pipedream:2bw", **changes)
+
+
+def one_old(stage: int) -> int:
+    return 1
+
+
+@pytest.mark.capability("D6")
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_every_stage_is_one_update_old(num_stages: int) -> None:
+    """With a fill and a drain in each of two rounds; another age gives another trajectory (the twins)."""
+    ends = run_ranks(two_rounds, num_stages, recipe(num_stages))
+    right = delayed(num_stages, one_old)
+    assert all(distance(end.parameters, right) <= 1e-5 for end in ends)
+    wrong: tuple[Callable[[int], int], ...] = (lambda s: 0, lambda s: 2, lambda s: num_stages - 1 - s)
+    for age in wrong:
+        assert distance(delayed(num_stages, age), right) > 1e-3
+
+
+@pytest.mark.capability("D6", "Z2")
+def test_an_update_in_memory_that_is_in_use_is_another_trajectory() -> None:
+    """The mutation twin: parameters stay where micro-batches in flight read them."""
+
+    def broken(cluster: Cluster) -> Trajectory:
+        DoubleBufferedWeights.make_room = lambda self: None
+        return two_rounds(cluster, recipe(2))
+
+    right = delayed(2, one_old)
+    assert any(distance(end.parameters, right) > 1e-3 for end in run_ranks(broken, 2))
+
+
+@pytest.mark.capability("D6")
+def test_a_stage_of_four_keeps_two_versions_and_backward_uses_that_of_its_forward() -> None:
+    """Also where there are fewer micro-batches than stages: forwards wait for the update that they need."""
+
+    def run(cluster: Cluster, shards: int) -> tuple[list[Any], int, dict[str, float]]:
+        of = recipe(4, options={"model": "mlp", "hidden": [24, 24, 24]}, batch={"size": 46, "shards": shards})
+        session = build_test_session(cluster, of)
+        weights, places = session.rule.flow.weights, set[int]()
+        take = weights.add_version
+
+        def look(step: int, updates: int) -> None:
+            take(step, updates)
+            places.update(
+                next(iter(version.weights.values())).data_ptr()
+                for version in weights.versions_by_step.values()
+            )
+
+        weights.add_version = look
+        stats = next(session.rounds())
+        return list(session.rule.versions), len(places), dict(stats.metrics)
+
+    for shards in (4, 2):
+        for stage, (versions, num_places, metrics) in enumerate(run_ranks(run, 4, shards)):
+            assert [v.step for v in versions] == list(range(ROUND))
+            assert all(v.forward == v.backward for v in versions)
+            assert [v.applied - v.forward for v in versions] == [0] + [1] * (ROUND - 1)
+            assert num_places == 2
+            assert metrics[f"staleness of stage {stage}"] == pytest.approx((ROUND - 1) / ROUND)
+
+
+def test_its_argument_is_checked() -> None:
+    text = "replicas=1 pipeline=2 sync=pipedream:2bw"
+    assert str(Strategy.parse(text)) == text
+    with pytest.raises(RecipeError, match="2bw or nothing"):
+        Strategy.parse("replicas=1 pipeline=2 sync=pipedream:3bw")
+
+
+@pytest.mark.soak
+@pytest.mark.capability("D6", "Z1")
+class TestTwoBuffers(RuleContract):
+    strategy, num_ranks = "replicas=1 pipeline=2 sync=pipedream:2bw", 2

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 from paceline.comm import CodedCollective, Collective, NativeCollective, Net, StepTally
 from paceline.comm.codecs.int8_int4_int2 import BlockIntCodec
@@ -24,11 +25,12 @@ from paceline.comm.reduction import (
 from paceline.job.cluster import Cluster
 from paceline.job.mesh import Mesh
 from paceline.recipe import Recipe, Strategy
+from paceline.session import build_session
 from paceline.state.slot import TensorSlot
+from paceline.task import Loss, Task
 from paceline.testing import run_ranks
-from paceline.testing.parity import build_test_session, whole_trajectory
+from paceline.testing.parity import CPU, build_test_session, whole_trajectory
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.capability("H4")]
 A, B = TensorSlot("a", (8, 6), ((0, 8), (0, 6))), TensorSlot("b", (7, 9), ((0, 7), (0, 9)))
 CODERS: dict[str, Callable[[Collective], Any]] = {
     "int4": lambda path: CodedCollective(path, BlockIntCodec(4)),
@@ -85,17 +87,20 @@ def one_path(cluster: Cluster, coder: str, forgets: bool) -> bool:
     return before.keys() == after.keys() and all(torch.equal(x, after[side]) for side, x in before.items())
 
 
+@pytest.mark.capability("H4")
 @pytest.mark.parametrize("coder", CODERS)
 def test_groups_on_one_path_keep_what_nobody_used(coder: str) -> None:
     """As tied weights do beside the others of their stage, and parts beside copies among tensor shards."""
     assert all(run_ranks(one_path, 2, coder, False))
 
 
+@pytest.mark.capability("H4")
 def test_one_group_that_speaks_for_all_forgets() -> None:
     """The twin: whoever is first says for the whole path that all was applied."""
     assert not any(run_ranks(one_path, 2, "int4", True))
 
 
+@pytest.mark.capability("H4")
 @pytest.mark.parametrize("coder", CODERS)
 def test_what_was_lost_comes_back_to_the_bit(coder: str) -> None:
     """Also a zero with a sign: the hash of a state that was loaded is that of the one that was saved."""
@@ -131,6 +136,7 @@ def nothing_moved(cluster: Cluster, forgets: bool) -> bool:
     return all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
+@pytest.mark.capability("H4")
 @pytest.mark.parametrize("forgets", [False, True])
 def test_a_round_in_which_all_steps_were_left_out_sends_nothing(forgets: bool) -> None:
     """As after overflows; the twin takes it as sent, and it would never come."""
@@ -160,6 +166,7 @@ def scaled(cluster: Cluster, strategy: str, breaks: bool) -> tuple[float, float,
     return ends[0].distance(ends[1]), ends[0].distance(exact), last
 
 
+@pytest.mark.capability("H4")
 @pytest.mark.parametrize(
     "strategy",
     ["replicas=2 codec=topk:0.1", "replicas=2 codec=lowrank:2", "replicas=1 shard=2 zero=2 codec=int4"],
@@ -170,7 +177,85 @@ def test_residuals_are_multiples_of_the_present_loss_scale(strategy: str) -> Non
         assert last == 2.0**12 and off <= 1e-3 * moved, (off, moved)
 
 
+@pytest.mark.capability("H4")
 def test_residuals_of_another_scale_would_be_seen() -> None:
     """The twin."""
     for off, moved, _ in run_ranks(scaled, 2, "replicas=2 codec=topk:0.1", True):
         assert off >= 1e-2 * moved, (off, moved)
+
+
+class Sometimes(nn.Module):
+    """`other` has a part in every second forward only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.other = nn.Linear(6, 3), nn.Linear(6, 3)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        found: Tensor = self.always(x)
+        return found + self.other(x) if self.calls % 2 else found
+
+
+def squared_error(model: nn.Module, batch: tuple[Tensor, ...]) -> Loss:
+    (x,) = batch
+    return Loss((model(x) - x[:, :3]).square().sum(), len(x))
+
+
+def make_task() -> Task:
+    torch.manual_seed(3)
+    x = torch.randn(60, 6, generator=torch.Generator().manual_seed(1))
+    return Task(Sometimes(), TensorDataset(x), squared_error)
+
+
+def lost(cluster: Cluster, codec: str) -> list[dict[str, Tensor]]:
+    """Of `other`, all sides, after each step."""
+    recipe = Recipe(
+        task="given",
+        steps=4,
+        strategy=Strategy.parse(f"replicas=2 codec={codec}"),
+        batch={"size": 12, "shards": 2},
+        optimizer={"name": "sgd", "lr": 0.05},
+        runtime={"device": "cpu"},
+    )
+    session = build_session(recipe, make_task(), cluster, CPU, warn=lambda _: None)
+    found = []
+    for _ in session.rounds():
+        rows = session.snapshot().tensors()
+        own = {name: x.clone() for name, x in rows.items() if "residual" in name and "other" in name}
+        found.append({name: x for name, x in own.items() if "/factor/" not in name})
+    session.close()
+    return found
+
+
+def kept(cluster: Cluster) -> dict[str, list[bool]]:
+    """By codec, whether steps 1 and 3, in which nobody uses `other`, and step 2 leave what was lost."""
+    found = {}
+    for codec in ("topk:0.1", "sign", "int4", "lowrank:1"):
+        steps = lost(cluster, codec)
+        assert all(any(bool(x.any()) for x in step.values()) for step in steps)
+        found[codec] = [
+            all(torch.equal(before, steps[step][name]) for name, before in steps[step - 1].items())
+            for step in (1, 2, 3)
+        ]
+    return found
+
+
+def forgetful(cluster: Cluster) -> list[bool]:
+    restore = ErrorFeedbackBuffers.restore
+    ErrorFeedbackBuffers.restore = lambda self, key, places: None
+    try:
+        steps = lost(cluster, "topk:0.1")
+    finally:
+        ErrorFeedbackBuffers.restore = restore
+    return [all(torch.equal(x, steps[1][name]) for name, x in steps[0].items())]
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.capability("H4")
+def test_what_was_lost_of_a_parameter_stays_until_it_is_used_again() -> None:
+    """And is sent then; the twin forgets it in the step that has dropped its sum."""
+    for rank in run_ranks(kept, 2):
+        assert all(same == [True, False, True] for same in rank.values()), rank
+    assert run_ranks(forgetful, 2) == [[False], [False]]

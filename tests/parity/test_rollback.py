@@ -77,7 +77,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
     checkpointing.restore_checkpoint(session, StorageFolder(str(tmp_path / "checkpoints")))
     assert session.state.step == 4
     fit(session, tmp_path)
-    assert session.state.step == STEPS and session.state.updates == STEPS - 3
+    assert session.state.step == STEPS and session.state.num_updates == STEPS - 3
 
 
 def test_it_does_not_go_back_for_ever(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_a_run_that_was_resumed_from_an_older_checkpoint_goes_back_to_that(tmp_p
     session = build_test_session(Cluster.single(), chosen, lambda: bad([5]))
     checkpointing.restore_checkpoint(session, StorageFolder(str(tmp_path / "checkpoints")), "step-00000004")
     fit(session, tmp_path)
-    assert session.state.updates == STEPS - 2
+    assert session.state.num_updates == STEPS - 2
 
 
 def test_a_resumed_run_goes_on_behind_what_was_left_out(tmp_path: Path) -> None:

@@ -86,12 +86,12 @@ def digits(strategy: str) -> Recipe:
 
 
 def verify(
-    cluster: Cluster, recipe: Recipe, pieces: Components | None = None, plan: dict[str, str] | None = None
+    cluster: Cluster, recipe: Recipe, components: Components | None = None, plan: dict[str, str] | None = None
 ) -> VerificationReport:
     task = make_task(recipe)
     if plan is not None:
         task = replace(task, tensor=plan)
-    return compare_with_oracle(recipe, task, cluster, CPU, STEPS, pieces=pieces)
+    return compare_with_oracle(recipe, task, cluster, CPU, STEPS, components=components)
 
 
 @pytest.mark.capability("Z1", "Z2")
@@ -295,8 +295,8 @@ TWINS = {
 @pytest.mark.parametrize("twin", TWINS)
 def test_a_broken_product_is_found(twin: str) -> None:
     """The mutation twins."""
-    strategy, pieces = TWINS[twin]
-    for report in run_ranks(verify, PRODUCTS[strategy], gpt(strategy), pieces):
+    strategy, components = TWINS[twin]
+    for report in run_ranks(verify, PRODUCTS[strategy], gpt(strategy), components):
         assert not report.ok
 
 

@@ -43,7 +43,7 @@ class SlowLink:
         return self._inner.all_reduce(x, key).then(arrive)
 
 
-def session_of(cluster: Cluster, sync: str, said: list[str], pieces: Components | None = None) -> Session:
+def session_of(cluster: Cluster, sync: str, said: list[str], components: Components | None = None) -> Session:
     recipe = Recipe(
         task="digits",
         options={"model": "mlp", "hidden": [16], "dropout": 0.1},
@@ -53,7 +53,7 @@ def session_of(cluster: Cluster, sync: str, said: list[str], pieces: Components 
         strategy=Strategy.parse(f"replicas=2 sync={sync}"),
     )
     device = torch.device("cpu")
-    return build_session(recipe, make_task(recipe), cluster, device, pieces=pieces, warn=said.append)
+    return build_session(recipe, make_task(recipe), cluster, device, components=components, warn=said.append)
 
 
 def goes_on(session: Session, snapshot: StateSnapshot) -> Any:

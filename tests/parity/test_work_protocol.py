@@ -167,7 +167,7 @@ def ends(cluster: Cluster, strategy: str, *, reproducible: bool = True) -> tuple
     """How far another order ends from the usual one, whether losses are equal, and whether it was another."""
     chosen = digits(strategy, reproducible=reproducible)
     usual = run_strategy(cluster, chosen)
-    other = run_strategy(cluster, chosen, pieces=Components(work=AnyOrder))
+    other = run_strategy(cluster, chosen, components=Components(work=AnyOrder))
     session = build_test_session(cluster, chosen, lambda: make_task(chosen), Components(work=AnyOrder))
     shards = [[one.shard for one in session.work.micro_batches(step)] for step in range(4)]
     session.close()

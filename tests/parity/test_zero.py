@@ -130,9 +130,9 @@ def test_the_bytes_of_scattered_gradients_are_those_of_the_closed_form(zero: int
             assert found["all_reduce", "replica"] == pytest.approx(num_steps * own)
 
 
-def verify(cluster: Cluster, pieces: Components | None = None) -> VerificationReport:
+def verify(cluster: Cluster, components: Components | None = None) -> VerificationReport:
     recipe = digits("replicas=1 shard=2 zero=1")
-    return compare_with_oracle(recipe, make_task(recipe), cluster, CPU, 4, pieces=pieces)
+    return compare_with_oracle(recipe, make_task(recipe), cluster, CPU, 4, components=components)
 
 
 def nothing() -> None: ...
@@ -149,11 +149,11 @@ BROKEN = {
 
 
 @pytest.mark.capability("A11")
-@pytest.mark.parametrize("pieces", BROKEN.values(), ids=BROKEN)
-def test_a_broken_exchange_is_found(pieces: Components) -> None:
+@pytest.mark.parametrize("components", BROKEN.values(), ids=BROKEN)
+def test_a_broken_exchange_is_found(components: Components) -> None:
     """The mutation twins."""
     assert run_ranks(verify, 2)[0].ok
-    assert not run_ranks(verify, 2, pieces)[0].ok
+    assert not run_ranks(verify, 2, components)[0].ok
 
 
 def taking_over(cluster: Cluster) -> tuple[list[str], list[float]]:

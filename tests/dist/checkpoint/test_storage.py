@@ -1,5 +1,8 @@
-"""Where checkpoints go: a disk that fills up, and a server that speaks S3."""
+"""Where checkpoints go and first weights come from: a disk that fills up, and a server that speaks S3."""
 
+from __future__ import annotations
+
+import hashlib
 import json
 import shutil
 import subprocess
@@ -8,10 +11,15 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load as load_tensors
+from safetensors.torch import save
+from torch import nn
 
 from paceline.checkpoint.catalog import CheckpointCatalog
+from paceline.checkpoint.pretrained import load_weights
 from paceline.checkpoint.storage import StorageFolder
+from paceline.errors import CheckpointError
 from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe, Strategy
 from paceline.session import checkpointing, fit
@@ -159,3 +167,26 @@ def test_a_damaged_object_is_refused_and_the_one_before_it_is_used(server: str, 
     found = run_ranks(damage, 1, server, "step-00000004")[0]
     assert found["step"] == [4] and "model/layers.0.weight" in found
     assert run_ranks(train_to, 1, server, tmp_path, 6)[0][0] == 2
+
+
+@pytest.mark.capability("W6")
+def test_a_folder_in_s3_is_read_and_checked(server: str, tmp_path: Path) -> None:
+    import s3fs
+
+    model = nn.Linear(3, 2)
+    store = s3fs.S3FileSystem(use_listings_cache=False)
+    store.mkdir(BUCKET)
+    data = save(model.state_dict())
+    store.pipe_file(f"{BUCKET}/model/model.safetensors", data)
+    folder = f"s3://{BUCKET}/model"
+    other = nn.Linear(3, 2)
+    assert load_weights(other, folder).unverified_files == ("model.safetensors",)
+    assert torch.equal(other.weight, model.weight) and torch.equal(other.bias, model.bias)
+    line = f"{hashlib.sha256(data).hexdigest()}  model.safetensors\n"
+    store.pipe_file(f"{BUCKET}/model/SHA256SUMS", line.encode())
+    assert load_weights(other, f"{folder}/model.safetensors").unverified_files == ()
+    store.pipe_file(f"{BUCKET}/model/model.safetensors", data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged"):
+        load_weights(other, folder)
+    with pytest.raises(CheckpointError, match="cannot read the weights"):
+        load_weights(other, f"s3://{BUCKET}/nothing")

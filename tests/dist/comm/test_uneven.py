@@ -74,7 +74,7 @@ def diluted(parts: dict[str, UpdatePart]) -> dict[str, UpdatePart]:
 
 
 def train(
-    cluster, pieces: Components, num_samples: int, steps: int, shards: int, size: int
+    cluster, components: Components, num_samples: int, steps: int, shards: int, size: int
 ) -> dict[str, Any]:
     recipe = Recipe(
         task="in memory",
@@ -83,7 +83,9 @@ def train(
         optimizer=OptimizerRecipe(name="sgd", lr=0.05, momentum=0.9),
         runtime=RuntimeRecipe(device="cpu", deadline_seconds=20.0),
     )
-    session = build_session(recipe, make_task(num_samples), cluster, torch.device("cpu"), pieces=pieces)
+    session = build_session(
+        recipe, make_task(num_samples), cluster, torch.device("cpu"), components=components
+    )
     used = [i for step in range(steps) for u in session.work.micro_batches(step) for i in u.indices.tolist()]
     stats = list(session.rounds())
     return {

@@ -99,7 +99,7 @@ def test_every_field_is_read_outside_the_recipe_room(read: set[tuple[str, str]],
     elsewhere |= {("DebugRecipe", "replay_arrivals")}
     # Read where a run goes back; see tests/parity/test_rollback.py.
     elsewhere |= {("HealthRecipe", "max_roll_backs")}
-    # Read where ranks hold different bits; see tests/parity/test_reproducible_verification.py.
+    # Read where ranks hold different bits; see tests/parity/test_reproducible_runs.py.
     elsewhere |= {("Recipe", "on_divergence")}
     assert fields_of(Recipe) - read - refused - elsewhere == set()
 
@@ -107,7 +107,7 @@ def test_every_field_is_read_outside_the_recipe_room(read: set[tuple[str, str]],
 def test_device_and_threads_are_read_where_a_process_starts(read: set[tuple[str, str]]) -> None:
     import torch
 
-    from paceline.session.joining import connected
+    from paceline.session.start_rank import connected
 
     torch.set_num_threads(2)
     recipe = Recipe(**DIGITS, runtime={"threads": 1, "device": "cpu"})

@@ -1,20 +1,32 @@
-"""A steady step of ZeRO allocates nothing for the wire: buckets, and what comes of others, have places."""
+"""A steady step allocates nothing for the wire: coding, sending and the buckets of ZeRO have places."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 
-from paceline.comm import NativeCollective, Net
+from paceline.comm import CodedCollective, Collective, Handle, NativeCollective, Net
+from paceline.comm.codecs import CodecKeys, top_k
+from paceline.comm.codecs.strategy_codec import build_coded_collective
+from paceline.comm.collectives import CodingCollective, coded_collective, power_sgd
+from paceline.comm.comm_thread import CommRounds, run_rounds
 from paceline.comm.reduction import BucketReducer, ScatterPaths, ScatterReducer, ScatterWindow, UnorderedSum
-from paceline.comm.routes import SharedMemoryCollective, connect_single_host_group
+from paceline.comm.routes import SharedMemoryCollective, connect_single_host_group, message_route
+from paceline.comm.routes.grid_route import GridRoute
+from paceline.comm.routes.message_route import MessageCollective, MessageRoute
+from paceline.comm.routes.recursive_doubling import RecursiveDoublingRoute
+from paceline.comm.routes.ring_route import RingRoute
+from paceline.comm.routes.tree_route import TreeRoute
 from paceline.comm.workspace import Workspace
 from paceline.job.cluster import Cluster
-from paceline.job.mesh import Mesh, duplicate_group
+from paceline.job.mesh import Mesh, RankGroup, duplicate_group
 from paceline.parallel.placement import ModelPlacement, ShardTransform
 from paceline.recipe import Recipe, Strategy
 from paceline.session import Session
@@ -24,6 +36,138 @@ from paceline.testing.rank_processes import run_ranks
 from tests.peak import allocated, bytes_now
 
 WORLD, N, WARM = 2, 2 * 70_001, 3
+WORDS = (
+    "bf16",
+    "fp16",
+    "int8",
+    "int4",
+    "int2",
+    "int8:stochastic",
+    "fixed:8",
+    "sign",
+    "topk:0.01",
+    "topk:0.01+int4",
+    "dgc:0.01:0.9",
+    "randomk:0.01",
+    "randomk:0.1+int4",
+    "lowrank:2",
+    "lossless",
+    "int8+lossless",
+)
+BY_HAND = "topk:0.01", "topk:0.01+int4", "topk:0.4"  # as where there is no compiler
+HOPS: dict[str, MessageRoute] = {
+    "ring": RingRoute(),
+    "tree": TreeRoute(),
+    "recursive-doubling": RecursiveDoublingRoute(),
+    "grid": GridRoute(),
+}
+
+
+class Inline:
+    """In place of `Line`: hops run on the thread that counts."""
+
+    def __init__(self, name: str, count_seconds: Callable[[str, float], None]) -> None: ...
+
+    def submit(self, op: str, hops: Callable[[], Any]) -> Handle:
+        return Handle.ready(hops())
+
+    def submit_rounds(self, op: str, rounds: Callable[[int], CommRounds]) -> Handle:
+        return Handle.ready(run_rounds(rounds(0)))
+
+    def close(self) -> None: ...
+
+
+class Wasteful:
+    """bf16, with memory of its own each time."""
+
+    needs_error_feedback, ragged, block = True, False, 1
+
+    def num_bytes(self, num_values: int) -> int:
+        return 2 * num_values
+
+    def encode(self, x: Tensor, keys: CodecKeys, workspace: Workspace) -> Tensor:
+        return x.to(torch.bfloat16).view(torch.uint8)
+
+    def decode(self, payload: Tensor, out: Tensor, keys: CodecKeys, workspace: Workspace) -> None:
+        out.copy_(payload.view(torch.bfloat16))
+
+
+def steady(path: CodingCollective, net: Net) -> list[int]:
+    """What steps allocate that are not the first: a sum of a buffer of odd length, and one of rows."""
+    whole, rows = torch.randn(N - 1), torch.randn(WORLD, N // WORLD)
+
+    def step() -> None:
+        net.step += 1
+        path.all_reduce(whole, "whole").wait()
+        path.reduce_scatter(rows, "rows").wait()
+        if path.feedback is not None:
+            path.feedback.commit()
+
+    for _ in range(WARM):
+        step()
+    return allocated(step)
+
+
+def steady_coding(group: RankGroup, word: str) -> list[int]:
+    net = Net(60.0)
+    return steady(build_coded_collective(NativeCollective(net, group), Strategy(codec=word), 5), net)
+
+
+def allocated_by_sum(path: Collective) -> list[int]:
+    """What sums allocate that are not the first."""
+    x = torch.randn(N)
+    for _ in range(WARM):
+        path.all_reduce(x, "whole").wait()
+    return allocated(lambda: path.all_reduce(x, "whole").wait())
+
+
+def allocated_by_scatter(path: Collective) -> tuple[list[int], list[int]]:
+    """What scatters allocate that are not the first: of rows that may be changed, and of others."""
+    rows, memory = torch.randn(path.group.size, N), torch.empty(path.group.size - 1, N)
+    for _ in range(WARM):
+        path.reduce_scatter(rows, "rows", lambda: memory).wait()
+    given = allocated(lambda: path.reduce_scatter(rows, "rows", lambda: memory).wait())
+    return given, allocated(lambda: path.reduce_scatter(rows, "rows").wait())
+
+
+@pytest.mark.capability("L4")
+def test_scatters_along_hops_allocate_nothing() -> None:
+    """Rows are summed where they lie; on four ranks, where a grid has two columns."""
+
+    def ranks(cluster: Cluster) -> dict[str, tuple[list[int], list[int]]]:
+        group: RankGroup = duplicate_group(Mesh.build(cluster, {"replica": 4}).replica, "scattered")
+        net = Net(60.0)
+        with patch.object(message_route, "CommThread", Inline):
+            by_word = {word: MessageCollective(net, group, hops) for word, hops in HOPS.items()}
+            return {word: allocated_by_scatter(path) for word, path in by_word.items()}
+
+    for found in run_ranks(ranks, 4):
+        assert {*found} == {*HOPS}
+        assert all(not given and others for given, others in found.values()), found
+
+
+@pytest.mark.capability("L4")
+def test_a_steady_step_allocates_nothing_for_coding_and_sending() -> None:
+    def ranks(cluster: Cluster) -> dict[str, list[int]]:
+        group: RankGroup = duplicate_group(Mesh.build(cluster, {"replica": WORLD}).replica, "coded")
+        found = {}
+        with ExitStack() as patches:
+            for module in (coded_collective, power_sgd, message_route):
+                patches.enter_context(patch.object(module, "CommThread", Inline))
+            for word in WORDS:
+                found[word] = steady_coding(group, word)
+            with patch.object(top_k, "load_kernels", lambda: None):
+                found |= {f"{word}, no kernels": steady_coding(group, word) for word in BY_HAND}
+            net = Net(60.0)
+            found["wasteful"] = steady(CodedCollective(NativeCollective(net, group), Wasteful()), net)
+            by_word = {name: MessageCollective(net, group, hops) for name, hops in HOPS.items()}
+            found |= {name: allocated_by_sum(path) for name, path in by_word.items()}
+            found["native"] = allocated_by_sum(NativeCollective(net, group))
+        return found
+
+    for found in run_ranks(ranks, WORLD):
+        assert len(found.pop("wasteful")) >= 3  # the count sees what a codec allocates
+        assert {*found} >= {*HOPS, "native"} and not any(found.values()), found
 
 
 @pytest.mark.capability("L4")
@@ -32,7 +176,10 @@ def test_scatters_and_gathers_of_zero_on_one_host_allocate_nothing() -> None:
         group, net = Mesh.build(cluster, {"shard": WORLD}).axes["shard"], Net(60.0)
         links = connect_single_host_group(group, net)
         assert links is not None
-        memory, rows = SharedMemoryCollective(net, group, links), torch.randn(WORLD, N // WORLD)
+        memory, rows = (
+            SharedMemoryCollective(net, group, links),
+            torch.randn(WORLD, N // WORLD),
+        )
         found = {"scatter": steadily(lambda: memory.reduce_scatter(rows, "rows").wait())}
         memory.close()
         session = build_test_session(cluster, sharded("auto"))

@@ -2,8 +2,7 @@
 
 The gradient of a sum of products does not depend on the parameters, so after every step what has been applied
 under a codec, with what is owed, is what is applied without one. At the end of an epoch a batch is short: a
-mean is of fewer samples then, and losses are multiplied with another power of two.
-"""
+mean is of fewer samples then, and losses are multiplied with another power of two."""
 
 from __future__ import annotations
 
@@ -21,10 +20,10 @@ from paceline.recipe import Recipe
 from paceline.session import Session, build_session
 from paceline.sync.outer_optimizer import ParameterDelta
 from paceline.sync.server.parameter_transfer import CodedTransfer
+from paceline.sync.update import PendingUpdate, UpdateResult, insert_part_before
 from paceline.testing import run_ranks
 from paceline.testing.parity import CPU
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.capability("H4", "H5")]
 RATE, STEPS = 0.5, 11  # batches of 7, 7 and 3 samples
 
 
@@ -104,12 +103,14 @@ def missing_at_pauses(cluster: Cluster, sync: str, reduction: str, forgets: bool
 SERVED = [("server", "mean"), ("server", "sum"), ("server-async", "mean")]
 
 
+@pytest.mark.capability("H4", "H5")
 @pytest.mark.parametrize(("sync", "reduction"), SERVED)
 def test_what_a_server_has_not_applied_is_owed_by_its_workers(sync: str, reduction: str) -> None:
     found = run_ranks(missing_at_pauses, 3, sync, reduction, False)[0]
     assert len(found) >= 3 and max(found) <= 1e-5, found
 
 
+@pytest.mark.capability("H4", "H5")
 def test_what_is_owed_of_a_full_batch_in_a_short_one_would_be_seen() -> None:
     """The twin."""
     assert max(run_ranks(missing_at_pauses, 3, "server", "mean", True)[0]) >= 1e-2
@@ -156,12 +157,14 @@ def missing_of_replicas(
     return found
 
 
+@pytest.mark.capability("H4", "H5")
 @pytest.mark.parametrize(("sync", "reduction", "outer"), ALONE)
 def test_what_replicas_alone_have_not_applied_is_owed(sync: str, reduction: str, outer: Any) -> None:
     for found in run_ranks(missing_of_replicas, 2, sync, reduction, outer, ""):
         assert len(found) >= 3 and max(found) <= 1e-5, found
 
 
+@pytest.mark.capability("H4", "H5")
 @pytest.mark.parametrize(("case", "fault"), [(ALONE[0], "rounds"), (ALONE[4], "owed")])
 def test_what_is_owed_of_another_round_or_batch_would_be_seen(case: Any, fault: str) -> None:
     """The twins: rounds as if they were all full, and what is owed as if the batch that comes were."""
@@ -176,14 +179,112 @@ CASES = [
 ]
 
 
+@pytest.mark.capability("H4", "H5")
 @pytest.mark.parametrize(("codec", "strategy", "reduction"), CASES)
 def test_what_was_not_applied_is_owed(codec: str, strategy: str, reduction: str) -> None:
     for found in run_ranks(missing, 2, codec, strategy, reduction, True):
         assert len(found) == STEPS and max(found) <= 1e-5, found
 
 
+@pytest.mark.capability("H4", "H5")
 @pytest.mark.parametrize(("codec", "strategy", "reduction"), CASES[:2])
 def test_what_is_lost_in_another_unit_would_be_seen(codec: str, strategy: str, reduction: str) -> None:
     """The twin: nothing is missing until the batches change."""
     for found in run_ranks(missing, 2, codec, strategy, reduction, False):
         assert max(found[:2]) <= 1e-5 and max(found[2:]) >= 1e-2, found
+
+
+RATE_SKIPPING, SIZE, SWITCH = 0.5, 8, 2
+PLAIN_SKIPPING = {"lr": 1.0, "momentum": 0.0}
+STREAMED = {**PLAIN_SKIPPING, "fragments": 2}
+
+
+class Sums(nn.Module):
+    """Two tensors, so that there may be two fragments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.zeros(40)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.a + x @ self.b
+
+
+def session_of_skipping(cluster: Cluster, sync: str, outer: dict[str, Any]) -> Session:
+    data = list(torch.randn(32, 40, generator=torch.Generator().manual_seed(2)))
+    task = Task(Sums(), data, lambda model, x: Loss(model(x).sum(), len(x)))
+    recipe = Recipe(
+        task="given",
+        steps=10,
+        strategy=f"replicas=2 route=native codec=topk:1.0 sync=every-step@{SWITCH},{sync}",
+        batch={"size": SIZE, "shards": 4},
+        optimizer={"name": "sgd", "lr": RATE_SKIPPING},
+        outer=outer,
+        runtime={"device": "cpu"},
+    )
+    return build_session(recipe, task, cluster, CPU, warn=lambda _: None)
+
+
+def leave_out(session: Session, steps: list[int]) -> None:
+    """Let this rank apply no update in these steps."""
+
+    def part(record: PendingUpdate) -> None:
+        if record.state.step in steps:
+            record.update = UpdateResult(float("inf"), 0.0, applied=False)
+
+    session.update_step.parts = insert_part_before(session.update_step.parts, "step", "leave out", part)
+
+
+def end(
+    cluster: Cluster, sync: str, outer: dict[str, Any], skipped: list[int], owes: bool
+) -> dict[str, Tensor]:
+    plain = PendingResidual.set_residuals
+
+    def ones(owed: PendingResidual, residuals: Any) -> None:
+        plain(owed, {("sent", slot.name): torch.ones(slot.shape) for slot in owed._tensors})
+
+    with patch.object(PendingResidual, "set_residuals", ones if owes else plain):
+        session = session_of_skipping(cluster, sync, outer)
+        for _ in session.rounds():
+            if session.state.step == SWITCH and cluster.global_rank == 1:
+                session.enter_rule(SWITCH)
+                leave_out(session, skipped)
+        found = {name: session.snapshot().tensors()[f"model/{name}"].clone() for name in "ab"}
+    session.close()
+    return found
+
+
+def times(cluster: Cluster, sync: str, outer: dict[str, Any], skipped: list[int], fault: bool) -> list[float]:
+    """How many times what was owed has been applied, by tensor."""
+
+    def kept(owed: PendingResidual, slots: Any, **more: Any) -> None:
+        """It is owed still by who has not paid."""
+
+    with patch.object(PendingResidual, "settle_mean", kept if fault else PendingResidual.settle_mean):
+        without, with_it = (end(cluster, sync, outer, skipped, owes) for owes in (False, True))
+    return [float((without[name] - with_it[name]).mean()) * SIZE / RATE_SKIPPING for name in "ab"]
+
+
+CASES_SKIPPING = [
+    ("local:2", {}, [2]),
+    ("local:2", {}, [2, 3]),
+    ("diloco:2", STREAMED, []),
+    ("diloco:2", STREAMED, [2]),
+    ("diloco:2", STREAMED, [2, 3]),
+    ("diloco:4", {**STREAMED, "delay_steps": 1}, [2, 3]),
+    ("diloco:4", {**STREAMED, "delay_steps": 2, "mixing": 0.5}, [2, 3]),
+    ("diloco:4", {**STREAMED, "delay_steps": 2, "mixing": 0.5}, [2, 3, 4]),
+]
+
+
+@pytest.mark.capability("Z1", "H4")
+@pytest.mark.parametrize(("sync", "outer", "skipped"), CASES_SKIPPING)
+def test_what_is_owed_is_applied_once(sync: str, outer: dict[str, Any], skipped: list[int]) -> None:
+    for found in run_ranks(times, 2, sync, outer, skipped, False):
+        assert found == pytest.approx([1.0, 1.0], abs=1e-4)
+
+
+@pytest.mark.capability("Z1", "H4")
+def test_a_replica_that_pays_after_the_first_mean_would_be_seen() -> None:
+    """The twin: the other one has paid for both."""
+    assert max(run_ranks(times, 2, *CASES_SKIPPING[3], True)[0]) >= 1.1

@@ -51,6 +51,7 @@ def open_line_output(console: Console | None) -> Iterator[Callable[[str], object
 
 
 def _write(text: str) -> None:
+    # A notebook shows nothing until the stream is flushed.
     sys.stdout.write(text)
     sys.stdout.flush()
 
@@ -70,6 +71,7 @@ class ProgressLines:
         """Print a text that ends with a newline."""
         if self._in_place and text.startswith(_PROGRESS):
             line = text.rstrip("\n")
+            # Padded, so that nothing of a longer line before it remains visible.
             self._write(("\r" if self._last_progress else "") + line.ljust(len(self._last_progress)))
             self._last_progress = line
             return
@@ -244,6 +246,7 @@ def train(
     call = call_on_processes(
         train_here, recipe, task, options, processes=cast(int, processes), console=console, reports=True
     )
+    # The processes had copies of the callbacks; all ranks' copies have the same state.
     for callback, state in zip(callbacks, call.states, strict=True):
         callback.load_state_dict(state)
     return attach_model(call.result, recipe, task, base_dir)

@@ -148,9 +148,11 @@ def _launch_ranks(nodes: NodeArgs, why_two: str, deadline: float) -> None:
     """Run this command in every process of this node, and exit with its exit code."""
     from paceline.cli.relaunch import relaunch
 
+    # The fewest ranks with a link: two on one node, else one on each.
     count = nodes.processes or (1 if nodes.nodes > 1 else 2)
     if count * nodes.nodes < 2:
         raise StrategyError(why_two, next_step="-n 2, or --nodes 2")
+    # One thread for each rank, or threads would take the cores that the transfers need.
     sys.exit(relaunch(nodes.placement(count), 1, stuck_seconds=deadline).exit_code)
 
 

@@ -148,6 +148,7 @@ def _read_key(file: str) -> str:
     else:
         if not Path(file).is_file():
             raise ValueError("the file does not exist")
+        # Only the beginning, in case the option names some large file by mistake.
         with Path(file).open(encoding="utf-8") as stream:
             text = stream.readline(_MAX_KEY_BYTES)
     if not text.strip():
@@ -197,6 +198,7 @@ def processes_for(recipe: Recipe, processes: int | None, nodes: int) -> int:
     from paceline.recipe.support import num_ranks, support
 
     strategy = recipe.strategy
+    # Without a number of replicas, every node has one.
     needed = num_ranks(strategy.replace(replicas=strategy.replicas or nodes))
     world_size = needed if processes is None else processes * nodes
     if world_size % nodes:

@@ -209,9 +209,11 @@ def _train(planned: Sequence[PlannedStrategy], kills: int, console: Console) -> 
     """Train all runs that are not complete; returns the exit code, and failures by label."""
     runs = [run for strategy in planned for run in strategy.runs]
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    # On standard error, since standard output can be JSON.
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         progress = _ProgressLog(bar, len(runs) + kills * len(planned), console)
         done, failed, code = train_all(runs, progress.log, progress.advance)
+        # The user has stopped the training, so no worker is killed either.
         if len(done) + len(failed) < len(runs):
             return code, failed
         try:

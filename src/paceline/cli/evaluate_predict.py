@@ -77,6 +77,7 @@ def evaluate(
         run=run,
         task=task,
         weights=weights,
+        # The limit of the recipe is for evaluations during training; other data is read whole.
         max_samples=0 if max_samples is None and data is not None else max_samples,
         processes=processes,
         strategy=strategy,
@@ -182,6 +183,7 @@ def _open_run(args: _RunArgs) -> Iterator[OpenedRun]:
     cluster = worker_cluster()
     if cluster is None and args.processes > 1:
         sys.exit(_launch(args, recipe))
+    # Not at the top: a process that only launches others needs no torch.
     from paceline.session.saved_run import open_run
 
     with (
@@ -206,6 +208,7 @@ def _launch(args: _RunArgs, recipe: Path) -> int:
     from paceline.recipe.support import resolve_inference_strategy
 
     trained = load_recipe(recipe)
+    # Called for its errors: a strategy that does not fit fails before a process starts.
     resolve_inference_strategy(trained.strategy, args.strategy, args.processes)
     placement = JobPlacement(args.processes, 1, 0, None, "", trained.security.tls)
     return relaunch(placement, 0, stuck_seconds=trained.runtime.deadline_seconds).exit_code

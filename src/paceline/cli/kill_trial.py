@@ -69,6 +69,7 @@ def _measure(
     run: StudyRun, words: Sequence[str], mark: str, run_dir: Path, after: int
 ) -> KillRecovery | None:
     assert run.recipe is not None, "the caller has checked it"
+    # The last rank, because servers come first and rank 0 writes the records.
     victim, records = common_options.processes_for(run.recipe, None, 1) - 1, _MetricsTail(run_dir / METRICS)
     with _RunningJob(run_command(run, words), run.folder / "first.log") as job:
         if records.first(lambda record: _is_step(record, after), job) is None:
@@ -103,6 +104,7 @@ def _recovery_by_resume(
         next_step = records.first(lambda record: _is_new_step(record, done, killed_at), job)
     if next_step is None:
         return KillRecovery("lost", None, 0)
+    # The newest start is that of the resumed job, at the step of its checkpoint.
     starts = [r for r in records.known if r["event"] == "run"]
     again = done + 1 - int(starts[-1]["step"])
     return KillRecovery("resumed", next_step["time"] - killed_at, max(0, again))
@@ -118,6 +120,7 @@ def _is_step(record: Mapping[str, Any], at_least: int) -> bool:
 
 def _kill(rank: int, mark: str) -> float | None:
     """Kill a rank of the job whose command line has `mark`; returns the time, None if there is none."""
+    # Only the launcher knows its workers, so they are found by what the system shows of them.
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             words = (process / "cmdline").read_bytes().split(b"\0")
@@ -136,10 +139,8 @@ class _RunningJob:
         self._command, self._log = command, log
 
     def __enter__(self) -> subprocess.Popen[bytes]:
-        environ = {
-            **process_environment(),
-            "PACELINE_FORK_SERVER": "none",
-        }  # a forked worker would show the command line of its server
+        # A forked worker would show the command line of its server.
+        environ = {**process_environment(), "PACELINE_FORK_SERVER": "none"}
         with self._log.open("wb") as stream:
             self._job = subprocess.Popen(
                 self._command, stdout=stream, stderr=stream, env=environ, start_new_session=True
@@ -147,11 +148,8 @@ class _RunningJob:
         return self._job
 
     def __exit__(self, *error: object) -> None:
-        for number in (
-            signal.SIGTERM,
-            signal.SIGTERM,
-            signal.SIGKILL,
-        ):  # the second SIGTERM ends it without saving
+        # The second SIGTERM ends it without saving.
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGKILL):
             if self._job.poll() is None:
                 self._job.send_signal(number)
                 with suppress(subprocess.TimeoutExpired):

@@ -115,6 +115,7 @@ def shell(
         raise LabError(f"{record.name} has no host '{host}'", next_step=f"one of: {', '.join(record.first)}")
     argv = context.args or ["sh", "-i"]
     command = enter_command(record.name, record.first[host].pid, record.kinds, argv)
+    # In place of this process, so that the shell gets the terminal and its signals.
     os.execv(command[0], command)
 
 

@@ -208,6 +208,7 @@ def main() -> None:
     """Run the command line; expected errors are printed without a traceback, and set the exit code."""
     words = sys.argv[1:]
     try:
+        # Only `train` has an option whose value can be left out.
         if words[:1] == ["train"]:
             from paceline.cli.common_options import fill_resume_value
 

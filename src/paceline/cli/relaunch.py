@@ -46,6 +46,7 @@ def relaunch(
     if grace_seconds is not None:
         timeouts = ShutdownTimeouts(stuck_seconds=stuck_seconds, grace_seconds=grace_seconds)
     job = build_job(
+        # At the end, where options override those of the user.
         (sys.executable, "-m", "paceline", *sys.argv[1:], *more),
         placement,
         threads,

@@ -30,6 +30,7 @@ def find_run(name: str, runs: Path = RUNS) -> Path:
         raise RecipeError(
             f"there is no run in '{runs}/' to resume", next_step="name a run folder: --resume RUN"
         )
+    # Names decide between runs that began within one tick of the file system's clock.
     return max(folders, key=lambda run: ((run / RECIPE).stat().st_mtime_ns, run.name))
 
 
@@ -40,6 +41,7 @@ def require_own_run(run: Path, trust: bool) -> None:
         RecipeError: the folder or its recipe belongs to another user and `trust` is not set.
     """
     recipe = find_recipe(run)
+    # Of both: who owns the folder can replace the recipe in it.
     owners = {recipe.stat().st_uid, recipe.parent.stat().st_uid} - {os.getuid()}
     if owners and not trust:
         raise RecipeError(
@@ -56,6 +58,7 @@ def find_recipe(run: Path) -> Path:
     Raises:
         RecipeError: there is none.
     """
+    # A checkpoint is RUN/checkpoints/NAME, so its run is two folders up.
     for folder in (run, run.parent.parent):
         if (folder / RECIPE).exists():
             return folder / RECIPE

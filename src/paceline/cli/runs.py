@@ -52,6 +52,7 @@ def list_runs(folders: list[Path] | None, *, as_json: bool) -> None:
     from paceline.report.run_reader import read_run
 
     wanted = folders or [RUNS]
+    # Without runs/ there are no runs yet, but a folder that the user names has to exist.
     recorded = [read_run(path) for path in find_runs(wanted if folders or RUNS.is_dir() else [])]
     if as_json:
         output().print_json(json.dumps([_record(run) for run in recorded]))

@@ -94,6 +94,7 @@ def _resolve(path: Path, settings: Sequence[str], strategy: str | None, cell: Sw
     recipe = common_options.read_recipe(path, [*settings, *cell.overrides], strategy)
     if cell.accumulation is not None:
         recipe = recipe.replace(batch=recipe.batch.replace(shards=None, accumulation=cell.accumulation))
+    # Called for its errors: a strategy that cannot run is refused before any run starts.
     common_options.processes_for(recipe, None, 1)
     return recipe
 
@@ -160,6 +161,7 @@ def _train_all(
     for i, run in enumerate(runs, 1):
         log(f"[{i}/{len(runs)}] {run.cell.label}{': already complete' if run.complete else ''}")
         reason, code = ("", 0) if run.complete else _train(run, environ)
+        # The user has stopped the study, not only this run.
         if code in _STOPPED_EXIT_CODES:
             log("stopped; to continue, run the same command with --out")
             return done, failed, code
@@ -186,6 +188,7 @@ def _train(run: StudyRun, environ: Mapping[str, str]) -> tuple[str, int]:
     code, report = _run_in_lab(run, words) if run.lab else _run_here(run, words, environ)
     if code:
         return report.partition("\n")[0] or f"exit code {code}", code
+    # Last, so that a run which was interrupted is never taken for a complete one.
     (run.folder / _COMPLETE).touch()
     return "", 0
 
@@ -222,6 +225,7 @@ def _run_in_lab(run: StudyRun, words: Sequence[str]) -> tuple[int, str]:
         except KeyboardInterrupt:
             return _STOPPED_EXIT_CODES[1], ""
     text = log_file.read_text("utf-8", errors="replace")
+    # A lab gives no report, so the first line of a host that looks like an error is the reason.
     reasons = [line for line in text.splitlines() if " error: " in f" {line}" or "raised" in line]
     return done.returncode, (reasons or [""])[0]
 

@@ -102,6 +102,7 @@ def run_train(args: TrainArgs) -> None:
     recipe = common_options.read_recipe(path, args.settings, args.strategy)
     run_name = args.name or path.stem
     cluster = worker_cluster()
+    # A worker skips the checks below, which its launcher has made.
     if cluster is not None:
         _train_rank(cluster, recipe, path, run, run_name)
     if run is not None:
@@ -248,4 +249,5 @@ def _train_rank(cluster: Cluster, recipe: Recipe, path: Path, resume: Path | Non
         base, console = common_options.task_directory(path), job_output()
         result = train_here(recipe, base_dir=base, resume=resume, console=console, name=run_name)
         cluster.enter_phase(LEAVING, recipe.runtime.setup_deadline_seconds)
+    # By this code the launcher knows that the others need time to save as well.
     sys.exit(STOPPED_EXIT_CODE if result.stopped else 0)

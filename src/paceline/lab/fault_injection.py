@@ -145,6 +145,7 @@ class FaultInjector:
     def poll(self) -> None:
         """Heal and apply the faults that are due now."""
         now = time.monotonic()
+        # Healed first: a heal that came later would undo a new fault of the same link.
         for due, heal in [pair for pair in self._pending_heals if pair[0] <= now]:
             self._pending_heals.remove((due, heal))
             heal()
@@ -164,6 +165,7 @@ class FaultInjector:
     def _apply_fault(self, index: int, fault: FaultSpec, step: int) -> None:
         when = f"{fault.at:g} s" if step < 0 else f"step {step}"
         event: dict[str, Any] = {"fault": fault.kind, "hosts": list(fault.hosts), "when": when}
+        # Faults by time come before those by step: only a run knows which of the two came first.
         order = (0, fault.at or 0.0, index) if step < 0 else (1, float(step), index)
         if fault.others:
             event["from"] = ",".join(fault.others)
@@ -172,6 +174,7 @@ class FaultInjector:
         draw = partial(self.plan.draw, index, step)
         heal, details = getattr(self, f"_{fault.kind}")(fault, draw)
         if heal is not None:
+            # Without a duration a fault lasts until `end` heals it.
             seconds = float("inf") if fault.seconds is None else fault.seconds
             self._pending_heals.append((time.monotonic() + seconds, heal))
         if fault.seconds is not None:
@@ -206,6 +209,7 @@ class FaultInjector:
 
     def _stop(self, fault: FaultSpec, draw: DrawNumber) -> tuple[HealFunction | None, dict[str, Any]]:
         signal_all(self._members(fault), signal.SIGSTOP)
+        # Members are listed again then: a number of now may belong to another process later.
         return lambda: signal_all(self._members(fault), signal.SIGCONT), {}
 
     def _slow(self, fault: FaultSpec, draw: DrawNumber) -> tuple[HealFunction | None, dict[str, Any]]:

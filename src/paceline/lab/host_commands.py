@@ -95,6 +95,7 @@ class HostProcess:
 
     def close(self) -> None:
         """Wait for the last lines of output."""
+        # With a limit, since whoever else has the pipe open would keep the thread waiting.
         self._reader.join(_READ_END_SECONDS)
         if self._process.stdout is not None and not self._reader.is_alive():
             self._process.stdout.close()
@@ -107,6 +108,7 @@ def _start_process(
         argv,
         env=dict(environ),
         cwd=directory,
+        # Several hosts cannot share one terminal.
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -159,6 +161,7 @@ def _divide_processes(words: list[str], num_hosts: int, *, script: bool) -> list
             ]
         if script and not words[index].startswith("--"):
             break  # the script, or -m
+        # Before a script every option has a value; in other commands any word can be -n.
         index += 2 if script else 1
     return words
 

@@ -42,6 +42,7 @@ class CoreShare:
 def plan_core_shares(num_hosts: int, cores: Sequence[int], wanted: float = 0.0) -> list[CoreShare]:
     """Divide cores among hosts: `wanted` cores for each, or an equal part if 0. Pure."""
     if wanted:
+        # Rounded up: a host with the time of 1.5 cores runs on two.
         width = max(1, -(-int(wanted * 1000) // 1000))
         return [
             CoreShare(_cores_from(cores, i * width, min(width, len(cores))), wanted) for i in range(num_hosts)
@@ -96,6 +97,7 @@ class ControlGroups:
         if not self.folders:
             self._mkdir(self._top)
             if self._v2:
+                # Groups of version 2 have a controller only if the group above enables it for them.
                 (self._top / "cgroup.subtree_control").write_text("+cpu")
         folder = self._top / host
         self._mkdir(folder)

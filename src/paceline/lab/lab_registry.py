@@ -161,6 +161,7 @@ def clean(*, running: bool = False, groups_root: Path = Path("/sys/fs/cgroup")) 
     """
     if running:
         _kill_owners()
+    # In this order: a group with processes cannot be removed, and the folder is what marks a lab.
     pids = _end_processes()
     groups = _remove_orphan_groups(groups_root)
     orphans = _orphans({folder: folder.name for folder in find_lab_folders()})

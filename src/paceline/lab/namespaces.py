@@ -27,13 +27,8 @@ from paceline.lab import inside
 _SCRIPT_FOLDER = Path(inside.__file__).parent
 _READY_SECONDS = 20.0
 _COMMAND_SECONDS = 20.0
-_NAMESPACE_KINDS = (
-    "pid",
-    "uts",
-    "ipc",
-    "net",
-    "mnt",
-)  # mnt last: /proc of the machine is needed to enter the others
+# `mnt` comes last, because /proc of the machine is needed to enter the others.
+_NAMESPACE_KINDS = ("pid", "uts", "ipc", "net", "mnt")
 _WITHOUT_LAB = (
     "without a lab you can use processes on the loopback (paceline train -n 4, paceline verify -n 4), "
     "with kill -9, kill -STOP and kill -CONT"
@@ -79,6 +74,7 @@ class HostNamespaces:
         Raises:
             LabError: it failed, or took too long.
         """
+        # An empty batch changes nothing, and entering the namespace would cost a process.
         if not lines and "-batch" in argv:
             return ""
         try:
@@ -104,6 +100,7 @@ class HostNamespaces:
     def end(self) -> None:
         """End every process of the host, and wait until they are gone."""
         if self.holder.stdin is not None:
+            # The holder ends with its input, and the kernel then ends the host.
             self.holder.stdin.close()
         try:
             self.holder.wait(_READY_SECONDS)
@@ -178,6 +175,7 @@ def read_json_line(process: subprocess.Popen[bytes]) -> dict[str, Any]:
     while not line.endswith(b"\n"):
         if not select.select([process.stdout], [], [], _READY_SECONDS)[0]:
             return {}
+        # Without a buffer, since `select` does not see what a buffer holds.
         data = os.read(process.stdout.fileno(), 4096)
         if not data:
             return {}
@@ -220,6 +218,7 @@ def start_first_namespaces(lab: str, name: str) -> HostNamespaces:
         LabError: neither works.
     """
     if os.geteuid() == 0:
+        # Root of a container may lack the rights to do this, and can still have a user namespace.
         with suppress(LabError):
             return start_namespaces(lab, name, "root")
     return start_namespaces(lab, name, "new")

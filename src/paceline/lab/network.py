@@ -48,6 +48,7 @@ def render_rate(device: str, wire: LinkDirection, verb: str = "add") -> str:
     A link without a limit gets a bucket that never empties, because it counts the frames.
     """
     rate = wire.rate_bits or UNLIMITED_BITS
+    # Capped: the queue of a link without a limit would hold hundreds of megabytes.
     burst = max(_MIN_BURST_BYTES, int(min(rate, 10e9) / 8 * _BURST_SECONDS))
     limit = burst + max(_MIN_QUEUE_BYTES, int(min(rate, 10e9) / 8 * _QUEUE_SECONDS))
     return f"qdisc {verb} dev {device} root handle 1: tbf rate {rate:.0f}bit burst {burst} limit {limit}"
@@ -58,6 +59,7 @@ def render_netem(device: str, wire: LinkDirection, seed: int, verb: str = "add")
     jitter = f" {wire.jitter_seconds * 1e6:.0f}us" if wire.jitter_seconds else ""
     loss = f" loss {wire.loss * 100:g}%" if wire.loss else ""
     delay = f"delay {wire.latency_seconds * 1e6:.0f}us{jitter}{loss}"
+    # The default limit of netem, 1,000 frames, is too low for a fast link with a long delay.
     return f"qdisc {verb} dev {device} parent 1:1 handle 10: netem limit 100000 {delay} seed {seed}"
 
 
@@ -140,6 +142,7 @@ class ForwarderDelays:
         if cable.name in self._running:
             _send_request(self._running[cable.name], values)
             return
+        # The TAP device exists only when the forwarder runs.
         self._start(cable, json.dumps({"device": cable.tap, **values, "seed": seed}))
         self.switch.tool(["ip", "-batch", "-"], render_tap(cable))
         self.switch.tool(["tc", "-batch", "-"], render_redirect(cable.far_device, cable.tap))
@@ -249,6 +252,7 @@ class LabNetwork:
     def _delay(self, cable: VethCable, wire: LinkDirection) -> None:
         if self.delays is None:
             self.delays = choose_link_delays(self._spaces)
+        # Another seed for each cable, or all of them would lose the same frames.
         self.delays.set(cable, wire, self._seed * 1000 + self.cables.index(cable))
 
     def _shape(self, cables: Iterable[VethCable], verb: str) -> None:
@@ -256,6 +260,7 @@ class LabNetwork:
         for cable in cables:
             lines.setdefault(cable.near_space, []).append(render_rate(cable.near_device, cable.up, verb))
             lines.setdefault(SWITCH, []).append(render_rate(cable.far_device, cable.down, verb))
+        # One call for each namespace: entering it takes longer than the changes.
         for space, texts in lines.items():
             self._spaces[space].tool(_TC_BATCH, texts)
 

@@ -194,6 +194,7 @@ def build_topology(
         HostSpec(
             name,
             rack_of.get(name, CORE),
+            # No address ends in 0 or 255, which mean a network or a broadcast in other subnets.
             f"10.0.{i // 250}.{i % 250 + 1}",
             f"02:00:00:00:{i // 256:02x}:{i % 256:02x}",
             (host_links or {}).get(name, links),
@@ -290,6 +291,7 @@ def render_switch(topology: LabTopology, cables: Sequence[VethCable], first_of: 
 def _render_port(device: str, bridge: str) -> list[str]:
     return [
         f"link set dev {device} master {bridge} up",
+        # All addresses are known, and flooded frames would count on links that they are not for.
         f"link set dev {device} type bridge_slave learning off flood off mcast_flood off bcast_flood off",
     ]
 
@@ -332,6 +334,7 @@ def render_host(topology: LabTopology, host: HostSpec) -> list[str]:
 
 def render_neighbour(address: str, mac: str) -> str:
     """Return the `ip -batch` line that maps an address to a hardware address."""
+    # Permanent, so that no ARP frames add to the traffic that is counted.
     return f"neighbour replace {address} lladdr {mac} dev {HOST_DEVICE} nud permanent"
 
 

@@ -64,6 +64,7 @@ class LabJob:
         self._forced: list[str] = []
         self._injector = self._prepare(faults or FaultPlan())
         self._environ = dict(process_environment() if environ is None else environ)
+        # Gloo would else take the interface of the host name, which can be the loopback.
         self._environ |= {"GLOO_SOCKET_IFNAME": HOST_DEVICE, "PACELINE_TOKEN": secrets.token_hex(32)}
         if self._injector.plan.faults:
             self._environ[_FAULTS_VARIABLE] = str(self._injector.folder)
@@ -149,6 +150,7 @@ class LabJob:
             time.sleep(_TICK_SECONDS)
 
     def _end(self, agents: list[HostProcess]) -> None:
+        # Faults end first: the thread of `slow` must not signal numbers that are free again.
         self._injector.end()
         for agent in agents:
             if not agent.poll():
@@ -159,6 +161,7 @@ class LabJob:
     @contextmanager
     def _handling_signals(self) -> Iterator[None]:
         """Let Ctrl-C and SIGTERM stop the hosts instead of this process."""
+        # Python sets signal handlers in the main thread only.
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -284,10 +287,12 @@ class Lab:
         self.shares, self.groups = assign_cores(self.record.name, names, self._cores)
         if self.groups is not None:
             stack.callback(self.groups.remove)
+            # Saved before the first process starts, so that `clean` finds them if this process is killed.
             self.record.cgroups = [str(folder) for folder in self.groups.folders]
             self.record.save()
         self._start_spaces(names, stack)
         self.network = LabNetwork(self.topology, self.spaces, self._seed)
+        # Before the build, which can fail after it has started forwarders.
         stack.callback(self.network.end)
         self.network.build()
         self._save_record()

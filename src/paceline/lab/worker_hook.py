@@ -71,6 +71,7 @@ class FaultStepHook:
 
     def wait(self) -> None:
         """Report that the step is reached, and wait until its faults are applied."""
+        # All ranks of a host touch one file, so the lab applies the faults once for each host.
         marker_path(self.folder, "reached", self.host, self.count).touch()
         expires = time.monotonic() + FAULT_WAIT_SECONDS
         while not marker_path(self.folder, "done", self.host, self.count).exists():

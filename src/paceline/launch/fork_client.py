@@ -68,6 +68,7 @@ def fork_server(
             listener.listen()
             server = subprocess.Popen(
                 _command(folder, listener, modules),
+                # One thread: those that libraries start while they are imported would not survive a fork.
                 env={**common_environment(inherited), "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.PIPE,
                 pass_fds=[listener.fileno()],
@@ -91,6 +92,7 @@ def is_worthwhile(workers: Sequence[WorkerSpec], cores: int) -> bool:
     That is the case only for commands of Paceline: a user's script can set variables before it imports
         PyTorch.
     """
+    # With fewer workers than cores the imports run side by side, and the server would add its own.
     return len(workers) >= max(2, cores) and _module_of(workers[0]) == _COMMAND
 
 
@@ -251,6 +253,7 @@ def _request_fork(
                 connection, [worker.argv[2:], dict(worker.environ), directory, [*worker.files]], files
             )
         finally:
+            # The server has a copy; with ours open, the end of the server would not be seen.
             os.close(far_end)
         wait_for_answer(connection)
         pid, _ = fork_protocol.expect_message(connection)

@@ -155,6 +155,7 @@ def _accept(listener: socket.socket) -> socket.socket | None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel then reaps processes that have ended
     poll = select.poll()
     poll.register(listener, select.POLLIN)
+    # Standard input is a pipe that ends with the process that started the server.
     poll.register(0, select.POLLIN)
     while not any(descriptor == 0 for descriptor, _ in poll.poll()):
         connection, _ = listener.accept()

@@ -114,6 +114,7 @@ def _build_outcome(
 def _open_folder(job: LaunchJob) -> tempfile.TemporaryDirectory[str] | nullcontext[str]:
     """Return the folder for logs and reports of the workers: the user's, or a temporary one."""
     if job.log_dir is None:
+        # A launcher that was killed could not remove its folder, so the next one does.
         remove_stale_folders()
         folder = tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX)
         mark_owner(Path(folder.name))
@@ -241,9 +242,8 @@ def _supervise(
         wait_for_end(workers, _TICK_SECONDS)
         now = time.monotonic()
         ended = [worker for worker in workers if worker.poll()]
-        if (
-            not shutdown.begun and monitor.begun()
-        ):  # after the poll: what a worker reported before it ended counts
+        # After the poll: what a worker reported before it ended counts.
+        if not shutdown.begun and monitor.begun():
             shutdown.on_begin(now)
         for worker in ended:
             if not losses.tolerates(worker, shutdown):

@@ -74,6 +74,7 @@ class NodeLivenessProbe:
         if self._listener is None or self._query is not None:
             return
         answers: list[str] = []
+        # A daemon: a node that does not answer must not keep the launcher from exiting.
         thread = threading.Thread(target=self._collect, args=(answers,), name="paceline-peers", daemon=True)
         self._query = _LivenessQuery(thread, answers, time.monotonic())
         thread.start()

@@ -44,6 +44,7 @@ def _is_stale(folder: Path) -> bool:
 
 def _same_system(owner: dict[str, object]) -> bool:
     this = _process_identity(os.getpid())
+    # Process IDs of another boot or namespace say nothing about the processes here.
     return all(this[key] and owner.get(key) == this[key] for key in ("boot", "processes"))
 
 

@@ -61,9 +61,8 @@ class SessionReaper:
 
     def watch(self, pid: int) -> None:
         """Kill session `pid` when the launcher dies."""
-        with contextlib.suppress(
-            BrokenPipeError
-        ):  # the reaper was killed; workers die with the launcher anyway
+        # If the reaper was killed, workers still die with the launcher.
+        with contextlib.suppress(BrokenPipeError):
             self._send(f"+{pid}\n")
 
     def remove_at_death(self, *folders: Path | None) -> None:

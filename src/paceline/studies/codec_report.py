@@ -110,6 +110,7 @@ def compare_codecs(
 
 def _train(recipe: Recipe, cluster: Cluster, base_dir: Path | None) -> tuple[float, float]:
     """Return the loss, and the bytes that a rank sent in the steps, averaged over ranks."""
+    # What the session draws must be the same with every codec, so that only the codec differs.
     torch.manual_seed(recipe.seed)
     task = build_task(recipe, None, base_dir)
     session = build_session(recipe, task, cluster, torch.device("cpu"))
@@ -127,6 +128,7 @@ def _measure(
 ) -> CodecMeasurements:
     mesh = Mesh.build(cluster, {"replica": cluster.world_size})
     strategy = Strategy(replicas=cluster.world_size, route="native", codec=f"auto:{','.join(codecs)}")
+    # `auto` is resolved when a run starts, and this measurement starts none.
     compute = "fp32" if recipe.precision.compute == "auto" else recipe.precision.compute
     recipe = recipe.replace(strategy=strategy, precision=recipe.precision.replace(compute=compute))
     task = build_task(recipe, None, base_dir)

@@ -152,9 +152,11 @@ def measure_trial(run: RecordedRun) -> TrialMeasurements:
 
 
 def _speed_numbers(run: RecordedRun) -> dict[str, float]:
+    # The first round also pays for allocations and compilation.
     rounds = run.steps[1:] or run.steps
     seconds = sum(to_float(step["seconds"]) for step in rounds)
     samples = sum(to_float(step["num_samples"]) for step in rounds)
+    # A record has the number of the last step of its round.
     first = int(run.steps[0]["step"]) + 1 if len(run.steps) > 1 else 0
     steps = int(run.steps[-1]["step"]) + 1 - first
     return {

@@ -42,6 +42,7 @@ def find_critical_batch(steps: Mapping[int, float]) -> CriticalBatch | None:
         return None
     batches = sorted(steps)
     savings = tuple((a, b, steps[a] / steps[b]) for a, b in itertools.pairwise(batches))
+    # These weights make errors relative; else the smallest batch, with the most steps, would decide.
     intercept, slope = _fit_line([(1 / b, steps[b], steps[b] ** -2) for b in batches])
     # A line that does not rise means that larger batches save nothing; one through the origin saves all.
     if slope <= 0:

@@ -62,6 +62,7 @@ class StrategyComparison:
 
     def to_json(self) -> dict[str, Any]:
         """Return the comparison as plain values, with the properties of each strategy."""
+        # The first strategy of the file is the reference of the others.
         base = self.rows[0].numbers.get("samples/s") if self.rows else None
         return {
             "target": str(self.target) if self.target is not None else None,
@@ -94,6 +95,7 @@ def compare_strategies(
     trials = [trial for strategy in strategies for trial in strategy.trials]
     best = [trial.best_loss for trial in trials if isfinite(trial.best_loss)]
     if target is None and best:
+        # As in a sweep: the lowest loss that every run has reached.
         target = MetricTarget("loss", max(best), upward=False)
     return StrategyComparison(target, [_strategy_result(strategy, target) for strategy in strategies])
 

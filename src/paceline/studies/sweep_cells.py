@@ -42,6 +42,7 @@ class SweepCell:
     @property
     def folder(self) -> str:
         """The name of its folder inside the folder of the sweep."""
+        # Values can be paths or strategies, with characters that no folder name can have.
         return re.sub(r"[^A-Za-z0-9=.+-]+", "_", "_".join(f"{w}={v}" for w, v in self.values.items()))
 
     @property
@@ -93,6 +94,7 @@ def build_cells(axes: Sequence[SweepAxis]) -> list[SweepCell]:
         RecipeError: two axes change the same key.
     """
     words = [axis.word for axis in axes]
+    # Two words can mean one key, as `batch` and `batch.size` do.
     if len(set(map(recipe_key, words))) < len(words):
         raise RecipeError(
             "two axes change the same key", where="--over", next_step="give all its values in one --over"

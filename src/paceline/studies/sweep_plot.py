@@ -109,6 +109,7 @@ def _render_panel(
 def _critical_marks(summary: SweepSummary, word: str) -> list[float]:
     """Return the critical batches that lie between the measured ones."""
     batches = [float(row.values["batch"]) for row in summary.rows] if word == "batch" else []
+    # None means larger than all measured batches, so it gets no mark, like 0.
     critical = [fit.batch or 0.0 for _, fit in summary.critical]
     return [batch for batch in critical if batches and min(batches) < batch < max(batches)]
 
@@ -118,6 +119,7 @@ def _ticks(values: Sequence[float]) -> list[float]:
     low, high = min(values, default=0.0), max(values, default=0.0)
     if low == high:
         return [low] if values else []
+    # The axis is logarithmic if all values are positive.
     if low > 0:
         return [low * (high / low) ** (i / 4) for i in range(5)]
     return [low + (high - low) * i / 4 for i in range(5)]

@@ -62,6 +62,7 @@ class MetricTarget:
 
     def met(self, point: EvaluationPoint) -> bool:
         """Return whether an evaluation reaches the target."""
+        # A metric that was not measured is NaN, which meets no target.
         value = point.values.get(self.name, float("nan"))
         return value >= self.value if self.upward else value <= self.value
 
@@ -200,6 +201,7 @@ def summarize_sweep(
     """
     best = [run.best_loss for _, run in done if isfinite(run.best_loss)]
     if target is None and best:
+        # The largest of the lowest losses is the lowest that every run has reached.
         target = MetricTarget("loss", max(best), upward=False)
     groups: dict[tuple[tuple[str, str], ...], list[RunMeasurements]] = {}
     for cell, run in done:
@@ -213,6 +215,7 @@ def _mean_numbers(
     runs: Sequence[RunMeasurements], target: MetricTarget | None
 ) -> dict[str, MeanAndDeviation]:
     numbers = [_run_numbers(run, target) for run in runs]
+    # A mean over only those runs that reached the target would favour unreliable settings.
     names = [name for name in numbers[0] if all(name in of_run for of_run in numbers)]
     means = {name: MeanAndDeviation.of([of_run[name] for of_run in numbers]) for name in names}
     return {name: mean for name, mean in means.items() if mean is not None}

@@ -56,6 +56,7 @@ def execute(command: list[str]) -> None:
 def main(arguments: list[str]) -> int:
     """Apply limits, enter the namespaces, and run the command."""
     options, command = json.loads(arguments[1]), arguments[2:]
+    # Before the namespaces: control groups and cores are those of the machine.
     for folder in options["cgroups"]:
         with open(f"{folder}/cgroup.procs", "w", encoding="ascii") as stream:  # noqa: PTH123
             stream.write(str(os.getpid()))
@@ -65,6 +66,7 @@ def main(arguments: list[str]) -> int:
     if "pid" not in options["kinds"]:
         execute(command)
     status = run(command)
+    # Ends by the same signal, so that the lab sees the status of the command.
     if os.WIFSIGNALED(status):
         signal.signal(os.WTERMSIG(status), signal.SIG_DFL) if os.WTERMSIG(status) != signal.SIGKILL else None
         os.kill(os.getpid(), os.WTERMSIG(status))

@@ -40,6 +40,7 @@ def enter_user_namespace(join: str) -> None:
         return
     uid, gid = os.getuid(), os.getgid()
     check_result(_libc.unshare(_NEW_USER), "creating a user namespace")
+    # The kernel accepts the gid_map of a user without privileges only after setgroups is denied.
     for name, text in (("setgroups", "deny"), ("uid_map", f"0 {uid} 1"), ("gid_map", f"0 {gid} 1")):
         with open(f"/proc/self/{name}", "w", encoding="ascii") as stream:  # noqa: PTH123
             stream.write(text)
@@ -59,6 +60,7 @@ def mount(source: bytes, target: bytes, kind: bytes, flags: int, options: bytes 
 
 def set_up_mounts(name: str, names: str, disk: list[str]) -> None:
     """Set up mounts, host name and settings; `names` is a file that replaces /etc/hosts."""
+    # Private, or the mounts of the host would appear on the machine.
     mount(b"none", b"/", b"", _MS_REC | _MS_PRIVATE)
     mount(b"proc", b"/proc", b"proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
     if os.path.isdir("/dev/shm"):  # noqa: PTH112, hosts share no memory
@@ -125,6 +127,7 @@ def main(name: str, join: str, names: str, *disk: str) -> int:
     os.write(1, (json.dumps({"pid": first, "said": answer}) + "\n").encode())
     if answer != "ok":
         return 1
+    # Only the end of the lab ends a host, and the lab stops its commands itself.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     handle = os.pidfd_open(first)

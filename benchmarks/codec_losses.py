@@ -23,7 +23,7 @@ from paceline.parallel.session_context import Components
 from paceline.recipe import Recipe, Strategy, load_recipe
 from paceline.session.build import build_session
 from paceline.session.evaluation import evaluate
-from paceline.session.joining import build_task
+from paceline.session.start_rank import build_task
 from paceline.testing import run_ranks
 
 _RECIPES = Path(__file__).resolve().parent.parent / "recipes"
@@ -104,8 +104,8 @@ def loss_of(case: Case, codec: str, seed: int, cluster: Cluster) -> float:
     """The loss of held-out samples after training."""
     recipe = recipe_of(case, codec, seed, cluster.world_size)
     task = build_task(recipe, None, _RECIPES)
-    pieces = Components(collective=forget) if codec == FORGETS else Components()
-    session = build_session(recipe, task, cluster, torch.device("cpu"), pieces=pieces)
+    components = Components(collective=forget) if codec == FORGETS else Components()
+    session = build_session(recipe, task, cluster, torch.device("cpu"), components=components)
     for _ in session.rounds():
         pass
     held_out = evaluate(session)

@@ -22,7 +22,7 @@ from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe, Strategy, load_recipe
 from paceline.session.build import build_session
 from paceline.session.evaluation import evaluate
-from paceline.session.joining import build_task
+from paceline.session.start_rank import build_task
 from paceline.testing import run_ranks
 
 _RECIPES = Path(__file__).resolve().parent.parent / "recipes"

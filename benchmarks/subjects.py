@@ -26,7 +26,7 @@ from paceline.recipe import (
     ScheduleRecipe,
     load_recipe,
 )
-from paceline.session.joining import CACHE_DIR
+from paceline.session.start_rank import CACHE_DIR
 from paceline.task import Loss, Task
 from paceline.tasks import load_task
 

@@ -198,7 +198,7 @@ def _final_weights(result: Result) -> dict[str, Tensor] | None:
 
 def _rebuild_model(recipe: Any, task: Any, base_dir: Path | None) -> nn.Module:
     from paceline.session.arguments import resolve_recipe
-    from paceline.session.joining import build_task
+    from paceline.session.start_rank import build_task
 
     resolved, base_dir = resolve_recipe(recipe, task, base_dir)
     return build_task(resolved, task, base_dir).model
@@ -260,7 +260,7 @@ def verify(
     steps: int = 20,
     base_dir: Path | None = None,
     cluster: Cluster | None = None,
-    pieces: Components | None = None,
+    components: Components | None = None,
     observe: Callable[[int], None] = lambda step: None,
     strict: bool = False,
     loop: Callable[[Any], None] | None = None,
@@ -274,7 +274,7 @@ def verify(
         steps: number of steps to compare.
         base_dir: folder of a task `file.py:function`.
         cluster: replaces the cluster of the environment.
-        pieces: replaced parts of the session (a planted fault); the oracle is not affected.
+        components: replaced parts of the session (a planted fault); the oracle is not affected.
         observe: called on every rank after every step that agreed.
         strict: also check code that both sides share: that the loss adds up over samples, that its gradient
             is its derivative, and that an update is made once.
@@ -287,7 +287,12 @@ def verify(
     """
     from paceline.verification.verify_on_rank import verify as verify_here
 
-    options: dict[str, Any] = {"steps": steps, "base_dir": base_dir, "cluster": cluster, "pieces": pieces}
+    options: dict[str, Any] = {
+        "steps": steps,
+        "base_dir": base_dir,
+        "cluster": cluster,
+        "components": components,
+    }
     options |= {"observe": observe, "strict": strict, "loop": loop}
     if runs_here(processes):
         return verify_here(recipe, task, **options)

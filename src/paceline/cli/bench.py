@@ -197,7 +197,7 @@ def _report_task(cluster: Cluster, recipe: Recipe, codecs: list[str], seeds: int
     from paceline.launch.worker_guard import guard
 
     with guard(cluster):
-        from paceline.session.joining import connected
+        from paceline.session.start_rank import connected
         from paceline.studies.codec_report import CODECS, render_codec_table, report_codecs
 
         console = output()

@@ -224,8 +224,8 @@ def _samples(opened: OpenedRun, spec: str, options: list[str] | None) -> Any:
     Raises:
         DataError: the task has no such set.
     """
-    from paceline.session.joining import CACHE_DIR
     from paceline.session.saved_run import find_samples
+    from paceline.session.start_rank import CACHE_DIR
     from paceline.tasks.task_registry import load_samples
 
     samples = find_samples(opened.task, spec)

@@ -37,7 +37,7 @@ def memory(
     code is the one with which training would refuse to start.
     """
     from paceline.plan.memory_budget import check_budget
-    from paceline.session.joining import build_task
+    from paceline.session.start_rank import build_task
 
     resolved = common_options.read_recipe(recipe, settings, strategy)
     world_size = common_options.processes_for(resolved, processes, nodes) * nodes

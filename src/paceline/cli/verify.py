@@ -176,7 +176,7 @@ def _verify_rank(cluster: Cluster, recipe: Recipe, path: Path, args: VerifyArgs)
         report = verify_here(
             recipe,
             cluster=cluster,
-            pieces=PLANTED_FAULTS[plant].pieces(cluster.world_size) if plant is not None else None,
+            components=PLANTED_FAULTS[plant].components(cluster.world_size) if plant is not None else None,
             loop=None if args.loop is None else find_build(args.loop, Path.cwd(), makes="None"),
             base_dir=common_options.task_directory(path),
             steps=args.steps,

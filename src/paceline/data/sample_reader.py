@@ -7,10 +7,9 @@ replicas do not matter.
 
 Samples that are expensive to read can be cached, least recently used, within `capacity_bytes`. A cached
 sample is returned as the same object, so collate functions must not modify samples in place, and a source
-that draws random
-numbers is not cached: its first draw would be repeated. Known sources (`TensorDataset`, `Subset`,
-`TextWindows`) are read as a batch, without a Python call for each sample, and give the bits, types and
-containers of PyTorch's default collate function. Only exact types are known, since a subclass may draw
+that draws random numbers is not cached: its first draw would be repeated. Known sources (`TensorDataset`,
+`Subset`, `TextWindows`) are read as a batch, without a Python call for each sample, and give the bits, types
+and containers of PyTorch's default collate function. Only exact types are known, since a subclass may draw
 random numbers.
 """
 

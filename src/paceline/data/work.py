@@ -49,9 +49,9 @@ class MicroBatchWork(Protocol):
     """The micro-batches of one rank in each step.
 
     Sync rules use it without knowing what decides: an order of samples (`LockstepWork`), a server that
-        assigns parts of batches, a client with its own data, or an actor that makes samples. The number of
-        micro-batches and the micro-batches depend only on the step. Their order within a step does not
-        matter: where bits matter, sums are keyed by shard.
+    assigns parts of batches, a client with its own data, or an actor that makes samples. The number of
+    micro-batches and the micro-batches depend only on the step. Their order within a step does not matter:
+    where bits matter, sums are keyed by shard.
     """
 
     @property

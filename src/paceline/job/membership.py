@@ -7,8 +7,8 @@ leases its groups and gives them back.
 
 Invariants: every wait has a deadline and names the ranks that it waits for. Groups of one membership are
 created in the same order on all of their members. A member ends no group that another can still use, and
-never waits for
-permission: it checks whether all have given a lease back when the next lease begins or creates groups.
+never waits for permission: it checks whether all have given a lease back when the next lease begins or
+creates groups.
 """
 
 from __future__ import annotations

@@ -158,19 +158,19 @@ class ReplicatedRunner:
         return self.gradients.norms
 
     def run(
-        self, micro_batches: Iterable[LoadedBatch], count: int, sink: GradientSink, scale: float
+        self, micro_batches: Iterable[LoadedBatch], num_micro_batches: int, sink: GradientSink, scale: float
     ) -> LossSums:
         """Run the micro-batches; a gradient is handed on during backward as soon as it is complete."""
         self._phases.begin("forward")
-        sums, iterator = self._begin(count), iter(micro_batches)
+        sums, iterator = self._begin(num_micro_batches), iter(micro_batches)
         self._gather(self.sharded_model.use.begin)
-        for i in range(count):
+        for i in range(num_micro_batches):
             self._phases.begin("data")
             # Not a loop over the iterator: the time of loading counts as a phase of its own.
             loaded = next(iterator)
-            with self._open(loaded, sink, is_last=i == count - 1) as batch:
+            with self._open(loaded, sink, is_last=i == num_micro_batches - 1) as batch:
                 self._forward_backward(loaded.micro_batch, batch, sums, scale)
-        if not (count or sink.by_micro_batch):
+        if not (num_micro_batches or sink.by_micro_batch):
             # Without a micro-batch no backward runs, and the sink still expects every slot once.
             self.gradients.open(sink)
             self.gradients.close()
@@ -183,7 +183,7 @@ class ReplicatedRunner:
             self._phases.begin("communication")
             hook()
 
-    def _begin(self, count: int) -> LossSums:
+    def _begin(self, num_micro_batches: int) -> LossSums:
         """Reset the gradients and buffers of the last step; return empty sums."""
         # Switching visits every module, which takes time in every step.
         if not self._model.training:
@@ -191,7 +191,7 @@ class ReplicatedRunner:
         self.gradients.begin()
         self.buffers.begin_step()
         # With a single micro-batch on a single rank, nothing else can depend on the write.
-        may_write = self._may_write_parameters and count <= 1
+        may_write = self._may_write_parameters and num_micro_batches <= 1
         self._write_guard = nullcontext() if may_write else self._in_place_guard
         return LossSums(self.metric_names, counts=self.counts)
 

@@ -127,7 +127,7 @@ def _build_stage_runner(
         sharded_model,
         stage,
         material.metric_names,
-        wire=transport,
+        transport=transport,
         schedule=make_schedule(context.recipe.strategy),
         precision=context.precision,
         phases=context.phases,

@@ -189,13 +189,13 @@ class ModelRunner(Protocol):
     def buffers(self) -> MicroBatchBuffers: ...
 
     def run(
-        self, micro_batches: Iterable[LoadedBatch], count: int, sink: GradientSink, scale: float
+        self, micro_batches: Iterable[LoadedBatch], num_micro_batches: int, sink: GradientSink, scale: float
     ) -> LossSums:
         """Run forward and backward of some micro-batches of one step; every gradient goes to the sink once.
 
         Args:
             micro_batches: this replica's share of the step, in order.
-            count: number of micro-batches; 0 is allowed.
+            num_micro_batches: how many they are; 0 is allowed.
             sink: receives every gradient once, or once for each micro-batch; None if no micro-batch used the
                 parameter.
             scale: factor of the loss before backward.

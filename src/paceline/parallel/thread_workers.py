@@ -203,11 +203,11 @@ class ThreadedRunner(ThreadedRunnerBase):
         self._was_checked = False
 
     def run(
-        self, micro_batches: Iterable[LoadedBatch], count: int, sink: GradientSink, scale: float
+        self, micro_batches: Iterable[LoadedBatch], num_micro_batches: int, sink: GradientSink, scale: float
     ) -> LossSums:
         """Run the micro-batches; each lane takes a contiguous share of them."""
         self._phases.begin("data")
-        pulled = list(islice(micro_batches, count))
+        pulled = list(islice(micro_batches, num_micro_batches))
         # In order of the shards, so that a lane has neighbours, whose sums meet in low nodes of the tree.
         loaded = sorted(pulled, key=_shard_of)
         shares = [_share_of_lane(loaded, len(self._lanes), k) for k in range(len(self._lanes))]

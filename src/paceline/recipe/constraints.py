@@ -43,8 +43,7 @@ class SessionFacts(NamedTuple):
     num_tensor_ranks: int
 
 
-# ---------------------------------------------------------------------- evaluation, health, the outer
-# optimizer
+# ---------------------------------------------------------------------- evaluation, health, outer optimizer
 
 BEST_VALUE_NEEDS = (
     FieldNeed(

@@ -6,10 +6,10 @@ from paceline.session.callback import Callback
 from paceline.session.evaluation import Evaluation, evaluate
 from paceline.session.fit_loop import Result, fit
 from paceline.session.generation import generate
-from paceline.session.joining import join
 from paceline.session.own_loop_steps import OwnLoop
 from paceline.session.saved_run import OpenedRun, open_run
 from paceline.session.session import Session
+from paceline.session.start_rank import join
 from paceline.session.train_rank import own_loop, train
 
 __all__ = [

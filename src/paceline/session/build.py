@@ -39,7 +39,7 @@ from paceline.session.rule_switch import enter_rule
 from paceline.session.session import EventQueue, RuleParts, Session, SessionBase
 from paceline.session.start_warnings import warn_before_start, warn_missing_kernels
 from paceline.session.task_contract import (
-    check_loss,
+    check_task_loss,
     refuse_repeated_momentum_or_clip,
     require_data,
     require_equal_shapes,
@@ -61,7 +61,7 @@ def build_session(
     cluster: Cluster,
     device: torch.device,
     *,
-    pieces: Components | None = None,
+    components: Components | None = None,
     warn: Callable[[str], None] = lambda text: None,
     stop_requested: Callable[[], bool] = lambda: False,
     fresh: bool = True,
@@ -73,7 +73,7 @@ def build_session(
         task: model, data and loss; built alike on every rank.
         cluster: connected.
         device: where this rank computes.
-        pieces: constructors in place of the usual ones.
+        components: constructors in place of the usual ones.
         warn: receives sentences for the user: what was chosen, and which settings have no effect.
         stop_requested: returns whether this rank was asked to stop; checked once a round.
         fresh: the run begins here, with the weights that the recipe names; false: it will be restored.
@@ -96,7 +96,7 @@ def build_session(
         net=net,
         device=device,
         phases=PhaseTimer(),
-        components=pieces or Components(),
+        components=components or Components(),
         rule_inputs=RuleInputs(
             items_per_sample=max(1, task.num_tokens_per_sample),
             stop_requested=stop_requested,
@@ -130,7 +130,8 @@ def _build_from_base(session_base: SessionBase, recipe: Recipe, task: Task, even
     session.enter_rule = partial(enter_rule, session, build_rule_parts)
     session.add_callbacks(task.callbacks)
     # Optimizers that need more than gradients (for example a closure) may define `on_build(session)`.
-    getattr(optimizer, "on_build", id)(session)
+    if hasattr(optimizer, "on_build"):
+        optimizer.on_build(session)
     return session
 
 
@@ -161,7 +162,7 @@ def build_session_base(context: SessionContext, recipe: Recipe, task: Task, *, f
     layout = place_model(context, material)
     # The layout runs the loss here for the first time, which also teaches every rank the names of its
     # metrics.
-    check_loss(task, layout.runner, net, mesh.world)
+    check_task_loss(task, layout.runner, net, mesh.world)
     if mesh.axes["context"].size > 1:
         check_sequences(task, layout.runner, net, mesh)
     loss_recorder.take()  # losses of the checks belong to no step

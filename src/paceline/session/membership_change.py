@@ -63,10 +63,12 @@ def prepare_new_member(
     Args:
         recipe: of the run, as its folder keeps it: with what was chosen on the first machines filled in.
     """
-    pieces = Components(whole=partial(_with_overlap, ReplicatedRunner))
+    components = Components(whole=partial(_with_overlap, ReplicatedRunner))
     strategy = recipe.strategy.replace(replicas=1)
     single = recipe.replace(strategy=strategy)
-    return build_session(single, task, Cluster.single(), device, pieces=pieces, warn=warn, fresh=False)
+    return build_session(
+        single, task, Cluster.single(), device, components=components, warn=warn, fresh=False
+    )
 
 
 def join_as_member(session: Session, cluster: Cluster) -> None:

@@ -281,10 +281,10 @@ class OwnLoopSteps:
         if part:
             keep_gradients_of(runner.sharded_model.computes, part)
         scale = rule.begin_scale(session.work, session.state)
-        rule.reducer.begin()
-        runner.gradients.open(rule.reducer)
+        rule.reduction.begin()
+        runner.gradients.open(rule.reduction)
         runner.gradients.close()
-        rule.reducer.close()
+        rule.reduction.close()
         session.net.step = step = session.state.step
         shards = [micro_batch.shard for micro_batch in session.work.micro_batches(step)]
         tally, update = rule.agree(sums, runner, session.update_step, scale, shards, session.work.shards)

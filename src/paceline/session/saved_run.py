@@ -45,9 +45,9 @@ from paceline.session.arguments import TaskLike, resolve_run
 from paceline.session.build import build_session
 from paceline.session.checkpointing import checkpoint_files, restore_checkpoint
 from paceline.session.evaluation import Evaluation, evaluate
-from paceline.session.joining import build_task, connected
 from paceline.session.run_folder import run_folder_of
 from paceline.session.session import Session
+from paceline.session.start_rank import build_task, connected
 from paceline.state.train_state import MisfitError
 from paceline.task import SampleSource, Task, held_out_sets
 from paceline.tasks.task_registry import SHIPPED

@@ -43,7 +43,7 @@ def require_data(task: Task) -> None:
         )
 
 
-def check_loss(task: Task, runner: ModelRunner, net: Net, world: RankGroup) -> None:
+def check_task_loss(task: Task, runner: ModelRunner, net: Net, world: RankGroup) -> None:
     """Call the loss on a sample and on two copies of it, and learn the names of its metrics; collective.
 
     The layout runs the model, since a rank may hold a part of it; ranks that compute the loss send it to

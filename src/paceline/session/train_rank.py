@@ -24,10 +24,10 @@ from paceline.session import run_folder
 from paceline.session.arguments import RecipeLike, TaskLike, resolve_recipe, resolve_run
 from paceline.session.callback import Callback
 from paceline.session.fit_loop import Result, fit, fitting
-from paceline.session.joining import join
 from paceline.session.own_loop_steps import OwnLoop
 from paceline.session.session import Session, repeat_until_agreed
 from paceline.session.sink_setup import build_sinks
+from paceline.session.start_rank import join
 from paceline.session.stop_signals import StopRequest, stop_on_notice, stop_on_signals
 
 

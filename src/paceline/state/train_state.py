@@ -2,7 +2,7 @@
 
 Invariant: a run that is stopped, saved, loaded and continued computes the same as the run without a stop.
 Nothing else is state: the order of samples, dropout masks and the learning rate are functions of `step`
-and `updates`. Writing and reading files is the task of `checkpoint`.
+and `num_updates`. Writing and reading files is the task of `checkpoint`.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class TrainState:
             that its steps change in its groups.
         scale: of the loss.
         step: number of steps taken, the position in the data.
-        updates: number of updates applied, the position in the schedule (skipped steps do not count).
+        num_updates: updates applied, the position in the schedule (skipped steps do not count).
         extra_states: other state with tensors, by the first part of the tensors' names.
         stateful_objects: other state without tensors, equal on all ranks (callbacks, schedulers), by name.
         has_local_optimizer: the optimizer state differs between replicas, as under local rules.
@@ -94,7 +94,7 @@ class TrainState:
     optimizer: torch.optim.Optimizer
     scale: LossScale = field(default_factory=LossScale)
     step: int = 0
-    updates: int = 0
+    num_updates: int = 0
     extra_states: dict[str, ExtraState] = field(default_factory=dict)
     stateful_objects: dict[str, Stateful] = field(default_factory=dict)
     has_local_optimizer: bool = False
@@ -155,7 +155,7 @@ class TrainState:
         """Return everything that is not a tensor, as JSON values; the keys are those of checkpoints."""
         return {
             "step": self.step,
-            "updates": self.updates,
+            "updates": self.num_updates,
             "updates_per_step": self.updates_per_step,
             "scale": {"value": self.scale.value, "clean_steps": self.scale.clean_steps},
             "optimizer": self.optimizer_state.values(),
@@ -198,7 +198,10 @@ class TrainState:
             is_same_kind = scalars["optimizer_kind"] == type(self.optimizer).__name__
             self.optimizer_state.take(values, scalars["optimizer"] if is_same_kind else {})
             self.groups.restore(scalars["groups"])
-            self.step, self.updates = int(scalars["step"]), convert_updates(scalars, self.updates_per_step)
+            self.step, self.num_updates = (
+                int(scalars["step"]),
+                convert_updates(scalars, self.updates_per_step),
+            )
             self.scale = replace(self.scale, **scalars["scale"])
             # Callbacks may register after loading; `keep` then gives them their saved state.
             self._unclaimed = dict(scalars.get("others", {}))

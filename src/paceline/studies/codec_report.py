@@ -21,7 +21,7 @@ from paceline.recipe.recipe import Recipe
 from paceline.recipe.strategy import Strategy
 from paceline.session.build import build_session
 from paceline.session.evaluation import evaluate
-from paceline.session.joining import build_task
+from paceline.session.start_rank import build_task
 from paceline.tuning.codec_choice import CodecMeasurements, measure_codecs
 
 CODECS = ("bf16", "int8", "topk:0.01", "topk:0.01+int4")

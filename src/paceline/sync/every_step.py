@@ -41,7 +41,7 @@ class EveryStep:
     Args:
         group: the ranks that take a step together: all replicas with all ranks of each.
         net: this rank's collectives.
-        reducer: sums gradients over the replicas.
+        reduction: sums gradients over the replicas.
         phases: measures the seconds of each phase.
         items_per_sample: about how many items the loss counts per sample. Before backward the loss is divided
             by the largest power of two below the items of a step. That is exact and keeps the sums of fp16
@@ -58,7 +58,7 @@ class EveryStep:
         self,
         group: RankGroup,
         net: Net,
-        reducer: GradientReduction,
+        reduction: GradientReduction,
         *,
         phases: PhaseTimer,
         items_per_sample: int = 1,
@@ -68,7 +68,7 @@ class EveryStep:
         on_run: Callable[[LossSums, float], None] | None = None,
         pending_residual: PendingResidual | None = None,
     ) -> None:
-        self.reducer, self.pending_residual = reducer, pending_residual
+        self.reduction, self.pending_residual = reduction, pending_residual
         self._group, self._net, self.phases = group, net, phases
         self.items_per_sample = items_per_sample
         self._stop_requested, self._by_shard, self._on_run = stop_requested, by_shard, on_run
@@ -88,7 +88,7 @@ class EveryStep:
                 )
 
     def abort(self) -> None:
-        self.reducer.abort()
+        self.reduction.abort()
 
     def step(
         self,
@@ -110,12 +110,12 @@ class EveryStep:
         self.phases.begin("data")
         # Errors of collectives name the step in which they happened.
         self._net.step = update_step.state.step
-        count = work.num_micro_batches(update_step.state.step)
+        num_micro_batches = work.num_micro_batches(update_step.state.step)
         # The factor is known before the reduction begins, because a codec rescales its errors by it.
         scale = self.begin_scale(work, update_step.state)
-        self.reducer.begin(count)
+        self.reduction.begin(num_micro_batches)
         recorder = ShardRecordingStream(stream)
-        sums = runner.run(recorder, count, self.reducer, scale)
+        sums = runner.run(recorder, num_micro_batches, self.reduction, scale)
         return self.agree(sums, runner, update_step, scale, recorder.shards, work.shards)
 
     def begin_scale(self, work: MicroBatchWork, state: TrainState) -> float:
@@ -139,7 +139,7 @@ class EveryStep:
         """Sum what this rank's micro-batches have produced over all ranks, and update.
 
         Args:
-            sums: loss sums of the micro-batches; the reducer holds their gradients.
+            sums: loss sums of the micro-batches; the reduction holds their gradients.
             scale: the factor of their losses.
             shards: the shards that this rank ran, in that order.
             num_shards: shards of the step on all ranks.
@@ -148,11 +148,11 @@ class EveryStep:
         # Before `close`: a rank that clips its own gradient must know its items before anything is sent.
         if self._on_run is not None:
             self._on_run(sums, scale)
-        self.reducer.close()
+        self.reduction.close()
         local_tally = self._tally(sums, runner, num_shards, shards)
-        # The tally travels while the reducer waits for its last buckets.
+        # The tally travels while the reduction waits for its last buckets.
         agreement = local_tally.agree(self._net, self._group, runner.sharded_model.device)
-        grads, tally = self.reducer.finish(), agreement.wait()
+        grads, tally = self.reduction.finish(), agreement.wait()
         self.phases.begin("optimizer")
         # Before the update, so that a guard that skips the step can undo the change of the buffers.
         runner.buffers.end_step(tally.buffers, tally.micro_batches)
@@ -161,9 +161,9 @@ class EveryStep:
         update = self._apply(update_step, grads.agreed(used, scale), tally)
         # A codec adopts the error of this step only if the update counted; otherwise it keeps the last one.
         if update.applied:
-            self.reducer.commit(used)
+            self.reduction.commit(used)
         else:
-            self.reducer.abort()
+            self.reduction.abort()
         return tally, update
 
     def _apply(self, update_step: UpdateStep, grads: Gradients, tally: StepTally) -> UpdateResult:
@@ -229,7 +229,7 @@ def power_of_two_below(number: int) -> float:
 def build_every_step_rule(context: SessionContext, layout: ModelLayout, state: TrainState) -> SyncRule:
     """Build the rule in which all replicas average their gradients in every step."""
     sharded_model, replicas = layout.runner.sharded_model, context.mesh.data
-    step, reducer = _build_coded_step(context, sharded_model, state)
+    step, reduction = _build_coded_step(context, sharded_model, state)
     state.extra_states["moved"] = DeltaResidualFlush(sharded_model)
     # Wrappers only observe rounds or choose work; the step itself is the same under all of them.
     rule: SyncRule = step
@@ -244,7 +244,7 @@ def build_every_step_rule(context: SessionContext, layout: ModelLayout, state: T
         rule = SyncChooser(
             rule,
             context.rule_inputs.choices,
-            reducer,
+            reduction,
             sharded_model.computes,
             group=replicas,
             net=context.net,
@@ -259,31 +259,31 @@ def _build_coded_step(
 ) -> tuple[EveryStep, GradientReduction]:
     """Build the step of all ranks and its reduction; register the quantisation error of a codec as state."""
     strategy, world, batch = context.recipe.strategy, context.mesh.world, context.recipe.batch
-    reducer = build_gradient_reduction(context, sharded_model)
+    reduction = build_gradient_reduction(context, sharded_model)
     if not strategy.uses_error_feedback:
-        return _build_clipped_step(context, reducer), reducer
+        return _build_clipped_step(context, reduction), reduction
     if world.size == 1 and not context.recipe.is_ordered:
         # One rank sends nothing, so it only applies the error that several ranks left in a checkpoint.
         residual = build_pending_residual(context, sharded_model, state)
-        return build_every_step(context, reducer, world, pending_residual=residual), reducer
+        return build_every_step(context, reduction, world, pending_residual=residual), reduction
     num_items = batch.size * context.rule_inputs.items_per_sample
     scale = state.scale.value / power_of_two_below(num_items)
-    unit = GradientUnit(reducer.rescale, scale, num_items, divides=batch.reduction == "mean")
+    unit = GradientUnit(reduction.rescale, scale, num_items, divides=batch.reduction == "mean")
     coding_ranks = context.mesh.group_over([*DATA_AXES, *sharded_model.reduction_axes])
-    state.extra_states["residual"] = ResidualState(reducer, sharded_model.computes, coding_ranks, unit=unit)
-    return _build_clipped_step(context, reducer, on_scale=unit.follow), reducer
+    state.extra_states["residual"] = ResidualState(reduction, sharded_model.computes, coding_ranks, unit=unit)
+    return _build_clipped_step(context, reduction, on_scale=unit.follow), reduction
 
 
 def _build_clipped_step(
     context: SessionContext,
-    reducer: GradientReduction,
+    reduction: GradientReduction,
     on_scale: Callable[[float, float], None] | None = None,
 ) -> EveryStep:
     """Build the step of all ranks; each clips its own gradient first if the codec asks for it."""
     clip_norm, world = context.recipe.strategy.clip_norm, context.mesh.world
     if clip_norm is None or world.size == 1:
-        return build_every_step(context, reducer, world, on_scale=on_scale)
-    clip = LocalClip(reducer, clip_norm, world.size, divides=context.recipe.batch.reduction == "mean")
+        return build_every_step(context, reduction, world, on_scale=on_scale)
+    clip = LocalClip(reduction, clip_norm, world.size, divides=context.recipe.batch.reduction == "mean")
 
     def on_run(sums: LossSums, scale: float) -> None:
         clip.record_items(sums.read()[1], scale)
@@ -293,7 +293,7 @@ def _build_clipped_step(
 
 def build_every_step(
     context: SessionContext,
-    reducer: GradientReduction,
+    reduction: GradientReduction,
     group: RankGroup,
     *,
     on_scale: Callable[[float, float], None] | None = None,
@@ -304,7 +304,7 @@ def build_every_step(
     return (context.components.rule or EveryStep)(
         group,
         context.net,
-        reducer,
+        reduction,
         phases=context.phases,
         items_per_sample=context.rule_inputs.items_per_sample,
         stop_requested=context.rule_inputs.stop_requested,

@@ -71,7 +71,7 @@ class ReplicaOptimizerState(ExtraState):
     def _values(self) -> dict[str, Any]:
         scale = self._state.scale
         return {
-            "updates": self._state.updates,
+            "updates": self._state.num_updates,
             "scale": {"value": scale.value, "clean_steps": scale.clean_steps},
             "optimizer": self._state.optimizer_state.values(),
             "groups": self._state.groups.changed(),
@@ -108,7 +108,7 @@ class ReplicaOptimizerState(ExtraState):
             optimizer_tensors, {name: value for text in texts for name, value in text["optimizer"].items()}
         )
         state.groups.restore(values["groups"])
-        state.updates = values["updates"]
+        state.num_updates = values["updates"]
         state.scale = replace(state.scale, **values["scale"])
 
 

@@ -151,10 +151,10 @@ def _no_undo() -> None:
 def _remember_stage(state: TrainState, stage: PipelineRunner) -> Callable[[], None]:
     """Copy what this stage updates, and return the function that restores it."""
     copies = {name: t.detach().clone() for name, t in state.tensors().items()}
-    step, updates, buffers = state.step, state.updates, stage.buffers.values()
+    step, updates, buffers = state.step, state.num_updates, stage.buffers.values()
 
     def undo() -> None:
-        state.step, state.updates = step, updates
+        state.step, state.num_updates = step, updates
         with torch.no_grad():
             for name, t in state.tensors().items():
                 if name in copies:

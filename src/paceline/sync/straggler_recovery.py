@@ -222,7 +222,7 @@ def run_trial(feed: TrainingFeed, runner: ModelRunner, state: TrainState, phases
     """
     # After the last step there is no next one; the work of the last is the same.
     step, buffers = min(state.step, feed.num_steps - 1), runner.buffers.values()
-    micro_batches = feed.work.part(0, 1).micro_batches(step, state.updates)[:MAX_TRIAL_MICRO_BATCHES]
+    micro_batches = feed.work.part(0, 1).micro_batches(step, state.num_updates)[:MAX_TRIAL_MICRO_BATCHES]
     # Without collectives: the other ranks are not part of a trial.
     sink = LocalReducer(runner.sharded_model.computes)
     # The trial belongs to no round: its times are removed from the record, before and after it.

@@ -1,6 +1,9 @@
 """The update step: from summed gradients to an update, as a list of named parts.
 
-    settle, rate, empty, divide, watch, norm, finite, clip, step, gather
+    rate, empty, divide, norm, finite, clip, step, gather
+
+Others insert `settle` (`session.checkpointing`), `watch` (`sync.health`), `weigh` and `unweigh`
+(`sync.work_assignment`).
 
 Each part reads and writes one `PendingUpdate`; a part that sets its `update` ends the step. Tests and faults
 exchange parts by name. This is the only place where gradients are divided: all factors are collected in one
@@ -228,7 +231,7 @@ def set_rate(rate: RateSchedule) -> UpdatePart:
     """Return the part that sets every group's rate for the next update."""
 
     def part(record: PendingUpdate) -> None:
-        rate.apply(record.state.optimizer, record.state.updates)
+        rate.apply(record.state.optimizer, record.state.num_updates)
         record.lr = float(record.state.optimizer.param_groups[0]["lr"])
 
     return part
@@ -311,7 +314,7 @@ def step_optimizer(record: PendingUpdate) -> None:
     scaled_step(record.state.optimizer, record.grads.flats, record.multiplier)
     if rates != [group.get("lr") for group in groups]:
         raise _changed_rate_error(record.state.optimizer)
-    record.state.updates += 1
+    record.state.num_updates += 1
     record.state.scale.update(overflow=False)
 
 

@@ -194,7 +194,9 @@ class WeightStashFlow:
                     self._phases.begin("data")
                     micro_batches = [next(stream) for _ in range(feed.work.num_micro_batches(step))]
                     scale = gradient_scale(feed.work, update_step.state, self._items_per_sample)
-                    self._flying[step] = self._forward(micro_batches, sums, scale, update_step.state.updates)
+                    self._flying[step] = self._forward(
+                        micro_batches, sums, scale, update_step.state.num_updates
+                    )
                 else:
                     update = self._backward(step, self._flying.pop(step), update_step)
                     sent.end_update()
@@ -234,7 +236,7 @@ class WeightStashFlow:
             count = stashed_step.count if stage.cut.is_last else received_count
             total.add(grads)
         used = stashed_step.version if is_untouched(stashed_step.weights) else -1
-        self.versions.append(UpdateVersions(step, stashed_step.version, used, update_step.state.updates))
+        self.versions.append(UpdateVersions(step, stashed_step.version, used, update_step.state.num_updates))
         self._phases.begin("optimizer")
         return update_stage(stage, update_step, total, stashed_step.scale, count)
 
@@ -343,7 +345,7 @@ class TwoBufferFlow:
         lasts = {n - 1 for n in accumulate(counts)}
         simulate_schedule(schedule := pipedream_2bw(cut.num_stages, counts), len(steps))
         sums, update = LossSums(self._stage.metric_names), UpdateResult(0.0, 0.0, applied=False)
-        sent = self._begin(first, state.updates)
+        sent = self._begin(first, state.num_updates)
         with feed.from_step(first) as stream:
             for action in schedule.orders[cut.stage]:
                 number = action.micro_batch
@@ -410,9 +412,11 @@ class TwoBufferFlow:
             v for v in self.weights.versions_by_step.values() if v is step.version and is_untouched(v.weights)
         ]
         forward = step.version.updates
-        self.versions.append(UpdateVersions(number, forward, used[0].updates if used else -1, state.updates))
+        self.versions.append(
+            UpdateVersions(number, forward, used[0].updates if used else -1, state.num_updates)
+        )
         self._phases.begin("optimizer")
         self.weights.make_room()
         update = update_stage(self._stage, update_step, step.grads, step.scale, step.count)
-        self.weights.add_version(number + 1, state.updates)
+        self.weights.add_version(number + 1, state.num_updates)
         return update

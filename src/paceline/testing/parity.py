@@ -22,8 +22,8 @@ from paceline.parallel.pipeline.pipeline_runner import PipelineRunner
 from paceline.parallel.session_context import Components
 from paceline.recipe.recipe import Recipe
 from paceline.session.build import build_session
-from paceline.session.joining import build_task
 from paceline.session.session import Session
+from paceline.session.start_rank import build_task
 from paceline.state.slot import TensorSlot
 from paceline.task import Task
 from paceline.verification.oracle import Oracle
@@ -66,18 +66,18 @@ def make_task(recipe: Recipe) -> Task:
 
 
 def build_test_session(
-    cluster: Cluster, recipe: Recipe, task: TaskFactory | None = None, pieces: Components | None = None
+    cluster: Cluster, recipe: Recipe, task: TaskFactory | None = None, components: Components | None = None
 ) -> Session:
     """Build the session of this rank on the CPU."""
     task_object = task() if task is not None else make_task(recipe)
-    return build_session(recipe, task_object, cluster, CPU, pieces=pieces)
+    return build_session(recipe, task_object, cluster, CPU, components=components)
 
 
 def run_strategy(
-    cluster: Cluster, recipe: Recipe, task: TaskFactory | None = None, pieces: Components | None = None
+    cluster: Cluster, recipe: Recipe, task: TaskFactory | None = None, components: Components | None = None
 ) -> Trajectory:
     """Train to the end as one rank, and return its part of the final state."""
-    session = build_test_session(cluster, recipe, task, pieces)
+    session = build_test_session(cluster, recipe, task, components)
     losses = [stats.loss for stats in session.rounds()]
     return trajectory_of(losses, session)
 
@@ -141,14 +141,14 @@ class InterruptedRunner:
         return getattr(self._inner, name)
 
     def run(
-        self, micro_batches: Iterable[LoadedBatch], count: int, sink: GradientSink, scale: float
+        self, micro_batches: Iterable[LoadedBatch], num_micro_batches: int, sink: GradientSink, scale: float
     ) -> LossSums:
         """Run like the inner runner, except for the interrupted call."""
         interrupts = self.runs == self._at_run
         self.runs += 1
         withholds = isinstance(self._inner, PipelineRunner)
         interrupting = _InterruptingSink(sink, self._after, withholds=withholds) if interrupts else sink
-        sums = self._inner.run(micro_batches, count, interrupting, scale)
+        sums = self._inner.run(micro_batches, num_micro_batches, interrupting, scale)
         if interrupts and withholds:
             raise StepInterrupt
         return sums

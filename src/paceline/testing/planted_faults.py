@@ -243,11 +243,11 @@ class MeanOfMeans(EveryStep):
         num_samples = sum(len(u.indices) for u in work.micro_batches(step))
         mean = work.num_samples(step) / self._group.size
         factor = mean / num_samples if num_samples else 1.0
-        reducer, self.reducer = self.reducer, _RescaledReduction(self.reducer, factor)
+        reduction, self.reduction = self.reduction, _RescaledReduction(self.reduction, factor)
         try:
             return super().step(work, stream, runner, update_step)
         finally:
-            self.reducer = reducer
+            self.reduction = reduction
 
 
 class _RescaledReduction:
@@ -346,11 +346,11 @@ class UnsyncedBuffersRunner(ReplicatedRunner):
         self.buffers = _UnsyncedBuffers(sharded_model.model)
 
     def run(
-        self, micro_batches: Iterable[LoadedBatch], count: int, sink: GradientSink, scale: float
+        self, micro_batches: Iterable[LoadedBatch], num_micro_batches: int, sink: GradientSink, scale: float
     ) -> LossSums:
         """Run micro-batches, and keep their number for the buffers."""
-        self.buffers.num_micro_batches = count  # type: ignore[attr-defined]
-        return super().run(micro_batches, count, sink, scale)
+        self.buffers.num_micro_batches = num_micro_batches  # type: ignore[attr-defined]
+        return super().run(micro_batches, num_micro_batches, sink, scale)
 
 
 class _UnsyncedBuffers(MicroBatchBuffers):
@@ -383,11 +383,11 @@ class PlantedFault:
     """A known mistake.
 
     Args:
-        pieces: builds the faulty components for a number of replicas.
+        components: builds the faulty components for a number of replicas.
         causes: the diagnoses that name it correctly.
     """
 
-    pieces: Callable[[int], Components]
+    components: Callable[[int], Components]
     causes: tuple[str, ...]
 
 

@@ -4,7 +4,7 @@ Invariant: all ranks choose alike, and every choice has a reason. A measurement 
 is measured if the model's matrix products are too small for bf16 to be faster. The run folder keeps the
 choice, so a resumed run computes as it began.
 
-It does not choose a device (`session.joining`), and counts cores with `job.cpu_count`.
+It does not choose a device (`session.start_rank`), and counts cores with `job.cpu_count`.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def choose_hardware_defaults(
 ) -> Recipe:
     """Return the recipe with a number format in place of `auto`, and warn of slow settings; collective.
 
-    The threads themselves are set by `session.joining`; here they are only reported.
+    The threads themselves are set by `session.start_rank`; here they are only reported.
 
     Args:
         cluster: connected.

@@ -58,6 +58,8 @@ class PlainSchedule:
         progress = min(1.0, (t - start) / length)
         if recipe.decay == "linear":
             return 1.0 + (recipe.final - 1.0) * progress
+        if recipe.decay != "cosine":
+            raise AssertionError(f"internal error: the oracle lacks the schedule '{recipe.decay}'")
         return recipe.final + 0.5 * (1.0 - recipe.final) * (1.0 + cos(pi * progress))
 
 

@@ -158,7 +158,7 @@ class StrategyVerifier:
             self.report.diagnosis = DIFFERENT_START
 
     def _compare_step(self, step: int, rounds: Iterator[Any]) -> bool:
-        update = self.session.state.updates
+        update = self.session.state.num_updates
         before = self.session.snapshot()
         # The step changes the tensors in place, and rank 0 starts the oracle from those of before.
         before = before.copied() if self.session.is_first else before

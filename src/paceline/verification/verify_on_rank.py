@@ -28,8 +28,8 @@ from paceline.recipe.support import resolve_strategy
 from paceline.recipe.tables import AverageRecipe, HealthRecipe
 from paceline.session.arguments import RecipeLike, TaskLike, resolve_recipe
 from paceline.session.build import build_session
-from paceline.session.joining import build_task_on_all_ranks, connected
 from paceline.session.model_setup import prepare_model
+from paceline.session.start_rank import build_task_on_all_ranks, connected
 from paceline.task import Task
 from paceline.tuning.hardware_defaults import choose_hardware_defaults
 from paceline.verification.loop_verification import LoopPair, use_loop_loss
@@ -50,7 +50,7 @@ def verify(
     steps: int = 20,
     base_dir: Path | None = None,
     cluster: Cluster | None = None,
-    pieces: Components | None = None,
+    components: Components | None = None,
     observe: Callable[[int], None] = lambda step: None,
     strict: bool = False,
     loop: OwnLoopFunction | None = None,
@@ -58,8 +58,8 @@ def verify(
     """Run the recipe's strategy and the oracle side by side for some steps; collective.
 
     Args:
-        recipe, task, steps, base_dir, cluster, pieces, observe, strict, loop: as in `paceline.verify`, which
-            also starts processes.
+        recipe, task, steps, base_dir, cluster, components, observe, strict, loop: as in `paceline.verify`,
+            which also starts processes.
     Returns:
         The report, equal on every rank.
     Raises:
@@ -70,7 +70,15 @@ def verify(
         built = build_task_on_all_ranks(recipe, task, base_dir, joined)
         joined.enter_phase(TRAINING)
         return compare_with_oracle(
-            recipe, built, joined, device, steps, pieces=pieces, observe=observe, strict=strict, loop=loop
+            recipe,
+            built,
+            joined,
+            device,
+            steps,
+            components=components,
+            observe=observe,
+            strict=strict,
+            loop=loop,
         )
 
 
@@ -81,7 +89,7 @@ def compare_with_oracle(
     device: torch.device,
     steps: int,
     *,
-    pieces: Components | None = None,
+    components: Components | None = None,
     observe: Callable[[int], None] = lambda step: None,
     strict: bool = False,
     loop: OwnLoopFunction | None = None,
@@ -97,7 +105,7 @@ def compare_with_oracle(
         return VerificationReport(
             str(recipe.strategy), cluster.world_size, failure=fault[0], diagnosis=fault[1]
         )
-    session = build_session(recipe, task, cluster, device, pieces=pieces)
+    session = build_session(recipe, task, cluster, device, components=components)
     if loop is None:
         return StrategyVerifier(session, oracle).run(steps, observe)
     with closing(LoopPair(session, oracle, loop, evaluate)) as loop_pair:

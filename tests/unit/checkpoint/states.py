@@ -30,7 +30,7 @@ def make_state(step: int = 3, seed: int = 0) -> TrainState:
         unsharded_model(model), torch.optim.Adam(model.parameters(), lr=0.1), LossScale(512.0, 8)
     )
     change(state)
-    state.step, state.updates = step, step - 1
+    state.step, state.num_updates = step, step - 1
     return state
 
 

@@ -18,7 +18,7 @@ from paceline.checkpoint.pretrained import load_weights
 from paceline.errors import CheckpointError
 from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe
-from paceline.session.joining import join
+from paceline.session.start_rank import join
 from paceline.testing.parity import make_task
 from tests.web import serving
 

@@ -204,7 +204,7 @@ def test_a_save_in_the_background_holds_the_state_of_its_step(tmp_path: Path, st
                 change(state, one.settle)
             one.finish()
             assert holds(tmp_path, name, before)
-            state.step, state.updates = step + 1, step
+            state.step, state.num_updates = step + 1, step
             before.load(state.tensors(), state.scalars())
             before.optimizer.param_groups[0]["lr"] = 0.1
     assert whole(tmp_path) == [3, 4, 5, 6, 7, 8]

@@ -75,7 +75,7 @@ def train(state: TrainState, steps: int) -> TrainState:
         state.optimizer.zero_grad()
         state.model(X).square().sum().backward()
         state.optimizer.step()
-        state.step, state.updates = state.step + 1, state.updates + 1
+        state.step, state.num_updates = state.step + 1, state.num_updates + 1
         state.scale.update(overflow=state.step == 3)
     return state
 

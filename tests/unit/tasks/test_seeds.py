@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe
-from paceline.session.joining import build_task
+from paceline.session.start_rank import build_task
 from paceline.task import Loss, Task
 from paceline.tasks import run_build
 from paceline.testing import run_ranks

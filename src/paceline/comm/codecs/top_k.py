@@ -269,7 +269,6 @@ class RandomKCodec:
         indices = self._draw_indices(num_values, keys, workspace, out.device)
         values = workspace.take("randomk.values", (rows, len(indices)), out.dtype, out.device)
         self._values.decode(payload[:, 1:], values, keys, workspace)
-        # The positions may all miss the value that was not finite, so one byte carries it.
         # The drawn positions may all miss a value that is not finite, so one byte says whether there is one.
         values.masked_fill_(payload[:, :1] == 0, torch.nan)
         out.zero_().index_copy_(1, indices, values)

@@ -91,8 +91,7 @@ class CodedCollective:
         ragged one all_gather of 8 bytes goes before each, and c is the longest of them.
     Exactness: that of the codec; equal bits on every rank.
     Source: Seide et al. 2014, 1-Bit Stochastic Gradient Descent (error feedback); Tang et al. 2019,
-        DoubleSqueeze,
-    arXiv:1905.05957, Algorithm 1 (compensation on workers and owners).
+        DoubleSqueeze, arXiv:1905.05957, Algorithm 1 (compensation on workers and owners).
     """
 
     def __init__(

@@ -26,55 +26,6 @@ from paceline.comm.reduction.summation_tree import TreeAccumulator
 from paceline.errors import CommunicationError
 from paceline.state.slot import TensorSlot
 
-
-class TreeReducer(LocalReducer):
-    """The reduction of a group of one whose shards are added in the order of the tree.
-
-    Args:
-        nodes: nodes of the tree that this rank holds.
-    Exactness: bitwise.
-    """
-
-    by_micro_batch = True
-
-    def __init__(self, tensors: Mapping[TensorSlot, Tensor], nodes: Sequence[range]) -> None:
-        super().__init__(tensors, counts=False)
-        self._accumulators = {slot: TreeAccumulator(nodes) for slot in tensors}
-        self._shards = range(0)
-
-    def begin(self, num_micro_batches: int | None = None) -> None:
-        """Drop partial sums."""
-        super().begin()
-        for accumulator in self._accumulators.values():
-            accumulator.close()
-
-    def micro_batch(self, shards: range, is_last: bool) -> None:
-        """Set the shards of the gradients from here on."""
-        self._shards = shards
-
-    def ready(self, slot: TensorSlot, grad: Tensor | None) -> None:
-        """Add the gradient to the tree; it is kept and changed."""
-        self._accumulators[slot].push(self._shards, grad)
-
-    def take(self) -> dict[TensorSlot, dict[int, Tensor]]:
-        """Return the sums by slot and index of their node, without those that have no gradient."""
-        return {slot: accumulator.close() for slot, accumulator in self._accumulators.items()}
-
-    def finish(self) -> Gradients:
-        """Return the sums of the only node; a tensor without a gradient is None."""
-        self._grads = {slot: next(iter(sums.values()), None) for slot, sums in self.take().items()}
-        gradients = super().finish()
-        clear_negative_zeros(gradients.flats)
-        return gradients
-
-
-def clear_negative_zeros(flats: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Turn -0.0 into 0.0, in place, so that it does not show whether a zero was added."""
-    if flats:
-        torch._foreach_add_(list(flats), 0.0)
-    return flats
-
-
 _ROW_PREFIX = "replica-"
 """Prefix of the sides of errors of this rank's row, where buckets are scattered first."""
 
@@ -106,9 +57,7 @@ class BucketSum(Protocol):
         """Allocate a buffer [n]; collective."""
 
     def launch(self, rows: Sequence[Tensor], keys: Sequence[str]) -> Handle:
-        """Launch the sum of [num_rows, width] for each node; the handle returns a handle of this rank's
-        row, [width].
-        """
+        """Launch the sum of [num_rows, width] for each node; the handle returns this rank's row, [width]."""
 
     def abort(self) -> None:
         """Drop the present step; all handles have ended."""
@@ -375,6 +324,54 @@ class BucketReducer:
         last step.
         """
         return buffer.over(flat, self._sums.row if prefix else None)
+
+
+class TreeReducer(LocalReducer):
+    """The reduction of a group of one whose shards are added in the order of the tree.
+
+    Args:
+        nodes: nodes of the tree that this rank holds.
+    Exactness: bitwise.
+    """
+
+    by_micro_batch = True
+
+    def __init__(self, tensors: Mapping[TensorSlot, Tensor], nodes: Sequence[range]) -> None:
+        super().__init__(tensors, counts=False)
+        self._accumulators = {slot: TreeAccumulator(nodes) for slot in tensors}
+        self._shards = range(0)
+
+    def begin(self, num_micro_batches: int | None = None) -> None:
+        """Drop partial sums."""
+        super().begin()
+        for accumulator in self._accumulators.values():
+            accumulator.close()
+
+    def micro_batch(self, shards: range, is_last: bool) -> None:
+        """Set the shards of the gradients from here on."""
+        self._shards = shards
+
+    def ready(self, slot: TensorSlot, grad: Tensor | None) -> None:
+        """Add the gradient to the tree; it is kept and changed."""
+        self._accumulators[slot].push(self._shards, grad)
+
+    def take(self) -> dict[TensorSlot, dict[int, Tensor]]:
+        """Return the sums by slot and index of their node, without those that have no gradient."""
+        return {slot: accumulator.close() for slot, accumulator in self._accumulators.items()}
+
+    def finish(self) -> Gradients:
+        """Return the sums of the only node; a tensor without a gradient is None."""
+        self._grads = {slot: next(iter(sums.values()), None) for slot, sums in self.take().items()}
+        gradients = super().finish()
+        clear_negative_zeros(gradients.flats)
+        return gradients
+
+
+def clear_negative_zeros(flats: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Turn -0.0 into 0.0, in place, so that it does not show whether a zero was added."""
+    if flats:
+        torch._foreach_add_(list(flats), 0.0)
+    return flats
 
 
 def _prefix_of_side(side: str) -> str:

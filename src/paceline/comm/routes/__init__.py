@@ -1,4 +1,4 @@
-"""The routes of collectives: one file for each, and one line in `recipe/registry/codec_specs.py`."""
+"""The routes of collectives: one file for each, and one line in `recipe/registry/route_specs.py`."""
 
 from paceline.comm.routes.hierarchical import HierarchicalCollective
 from paceline.comm.routes.host_links import connect_ranks_of_host, connect_single_host_group

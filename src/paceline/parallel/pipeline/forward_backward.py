@@ -164,7 +164,7 @@ class ChunkExecutor:
 
     Args:
         task: its loss; the first chunk learns from it what the model is called with.
-        sharded_model, cut, wire, precision, phases: see `PipelineRunner`.
+        sharded_model, cut, transport, precision, phases: see `PipelineRunner`.
         seeds: see `PipelineRunner`.
         reports: whether this rank records what buffers change.
     """
@@ -174,7 +174,7 @@ class ChunkExecutor:
         task: Task,
         sharded_model: ShardedModel,
         cut: StagePartition,
-        wire: StageTransport,
+        transport: StageTransport,
         precision: MixedPrecision,
         phases: PhaseTimer,
         *,
@@ -184,10 +184,10 @@ class ChunkExecutor:
         self.buffers = MicroBatchBuffers(sharded_model.model, reports=reports)
         self.chunks = [StageModule(links) for links in cut.chunks]
         self.weights = [*map(WeightOverride, self.chunks)]
-        self._task, self._cut, self._wire, self._seen = task, cut, wire, sharded_model.seen
+        self._task, self._cut, self._transport, self._seen = task, cut, transport, sharded_model.seen
         self._device, self._num_parts = sharded_model.device, cut.parts[cut.stage]
         self._in_place_guard = InPlaceWriteGuard(sharded_model.computes)
-        self._inbox = PartReceiver(wire, cut.stage, cut.parts, cut.num_chunks)
+        self._inbox = PartReceiver(transport, cut.stage, cut.parts, cut.num_chunks)
         self._precision, self._phases = precision, phases
         self._call_recorder, self._output_stand_in = CallRecorder(), OutputStandIn()
         self._dropouts = name_dropouts(sharded_model.model)
@@ -278,7 +278,7 @@ class ChunkExecutor:
                 weight_grads, input_grads = in_flight_batch.gradients(output_grads, weights)
         receiver = previous_chunk(self._cut.stage, action, self._cut.num_stages)
         if receiver is not None:
-            self._wire.send(receiver[0], input_grads, note, key=self._inbox.key(receiver[1]))
+            self._transport.send(receiver[0], input_grads, note, key=self._inbox.key(receiver[1]))
         return weight_grads, note
 
     def end_backward(self, in_flight_batch: InFlightMicroBatch) -> None:
@@ -392,7 +392,7 @@ class ChunkExecutor:
     ) -> list[Tensor]:
         """Send the outputs, with the state of the global generator if a chunk has drawn from it."""
         tensors, has_rng_state = append_rng_state(outputs, fresh, self._device)
-        self._wire.send(receiver[0], tensors, has_rng_state, key=self._inbox.key(receiver[1]))
+        self._transport.send(receiver[0], tensors, has_rng_state, key=self._inbox.key(receiver[1]))
         return [x for x in outputs if _can_have_gradient(x)]
 
     def _first_call(

@@ -66,7 +66,7 @@ class PipelineRunner:
         task: its loss; the first stage learns from it what the model is called with.
         sharded_model: the part of the model that this stage holds.
         cut: this rank's stage.
-        wire: transport to the stages before and after it.
+        transport: to the stages before and after it.
         schedule: makes the order of forwards and backwards.
         overlap: hand gradients on during backward; see `GradientHooks`.
         seeds: seed PyTorch's global generators for every micro-batch; off if other threads share them.
@@ -80,7 +80,7 @@ class PipelineRunner:
         cut: StagePartition,
         metric_names: MetricNames,
         *,
-        wire: StageTransport,
+        transport: StageTransport,
         precision: MixedPrecision,
         phases: PhaseTimer,
         schedule: ScheduleFactory = gpipe,
@@ -91,7 +91,7 @@ class PipelineRunner:
     ) -> None:
         self.sharded_model, self.metric_names, self.cut = sharded_model, metric_names, cut
         self.executor = ChunkExecutor(
-            task, sharded_model, cut, wire, precision, phases, seeds=seeds, reports=reports and counts
+            task, sharded_model, cut, transport, precision, phases, seeds=seeds, reports=reports and counts
         )
         # A rank that updates a part of a tensor cannot keep the gradient in `.grad` of the whole: the
         # shapes differ.
@@ -100,7 +100,12 @@ class PipelineRunner:
             sharded_model.computes, overlap=overlap, frees_gradients=release_gradients
         )
         self.peak_in_flight = 0
-        self._wire, self._phases, self._loss, self._make_schedule = wire, phases, task.loss, schedule
+        self._transport, self._phases, self._loss, self._make_schedule = (
+            transport,
+            phases,
+            task.loss,
+            schedule,
+        )
         self._reports, self._counts, self._orders = reports, counts, dict[int, _StageOrder]()
         self._slots_of_chunk, self._num_parts = _slots_by_chunk(sharded_model, cut), cut.parts[cut.stage]
 
@@ -117,7 +122,7 @@ class PipelineRunner:
         return self.gradients.norms
 
     def run(
-        self, micro_batches: Iterable[LoadedBatch], count: int, sink: GradientSink, scale: float
+        self, micro_batches: Iterable[LoadedBatch], num_micro_batches: int, sink: GradientSink, scale: float
     ) -> LossSums:
         """Run the micro-batches in the order of the schedule."""
         self.begin_step()
@@ -125,8 +130,8 @@ class PipelineRunner:
             LossSums(self.metric_names, counts=self._counts),
             dict[ActionKey, InFlightMicroBatch](),
         )
-        order = self._order(count)
-        self._wire.await_messages(order.awaited)
+        order = self._order(num_micro_batches)
+        self._transport.await_messages(order.awaited)
         loaded = _LoadedMicroBatches(micro_batches, self._phases)
         self.peak_in_flight = 0
         self.sharded_model.use.begin()
@@ -145,18 +150,18 @@ class PipelineRunner:
         self.flush()
         self.sharded_model.use.end()
         # Without a micro-batch no backward runs, and the sink still expects every slot once.
-        if not (count or sink.by_micro_batch):
+        if not (num_micro_batches or sink.by_micro_batch):
             self.gradients.open(sink)
             self.gradients.close()
         return sums if self._reports else LossSums(self.metric_names)
 
-    def _order(self, count: int) -> _StageOrder:
-        """Return this stage's row of the table for that many micro-batches; each table is checked once."""
-        if count not in self._orders:
-            table = self._make_schedule(self.cut.num_stages, count)
-            simulate_schedule(table, count)
-            self._orders[count] = _StageOrder.of(table, self.cut.stage)
-        return self._orders[count]
+    def _order(self, num_micro_batches: int) -> _StageOrder:
+        """Return this stage's row of the table for `num_micro_batches`; each table is checked once."""
+        if num_micro_batches not in self._orders:
+            table = self._make_schedule(self.cut.num_stages, num_micro_batches)
+            simulate_schedule(table, num_micro_batches)
+            self._orders[num_micro_batches] = _StageOrder.of(table, self.cut.stage)
+        return self._orders[num_micro_batches]
 
     def _start(
         self,
@@ -206,21 +211,21 @@ class PipelineRunner:
     def flush(self) -> None:
         """Wait until the neighbours have received everything."""
         self._phases.begin("communication")
-        self._wire.flush()
+        self._transport.flush()
 
     @property
     def num_sent(self) -> int:
         """Number of message parts sent so far."""
-        return self._wire.num_sent
+        return self._transport.num_sent
 
     def wait_until_received(self, num_sent: int) -> None:
         """Wait for the receivers of what was sent before `num_sent` was read; its memory is free then."""
-        self._wire.flush(most=self._wire.num_sent - num_sent)
+        self._transport.flush(most=self._transport.num_sent - num_sent)
 
     def abort(self) -> None:
         self.gradients.stop()
         self.sharded_model.use.drop()
-        self._wire.abort()
+        self._transport.abort()
         self.executor.abort()
         self.buffers.abort_step()
 
@@ -233,7 +238,7 @@ class PipelineRunner:
             for loaded in micro_batches:
                 self.executor.forward_only(loaded, function)
                 # Without a backward, nothing else keeps the first stage from running far ahead of the last.
-                self._wire.flush(most=MAX_EVALUATION_LEAD)
+                self._transport.flush(most=MAX_EVALUATION_LEAD)
             self.flush()
             self.sharded_model.use.end()
 
@@ -338,9 +343,17 @@ class ThreadedPipelineRunner(ThreadedRunnerBase):
         }
         self._stages = [
             PipelineRunner(
-                task, _restrict_to_stage(sharded, cut), cut, metric_names, wire=wire, phases=clock, **options
+                task,
+                _restrict_to_stage(sharded, cut),
+                cut,
+                metric_names,
+                transport=transport,
+                phases=clock,
+                **options,
             )
-            for sharded, cut, wire, clock in zip(sharded_models, cuts, self._transports, clocks, strict=True)
+            for sharded, cut, transport, clock in zip(
+                sharded_models, cuts, self._transports, clocks, strict=True
+            )
         ]
         self._threads = WorkerThreads(num_stages, "stage", deadline_seconds)
         self._first = self._whole = ReplicatedRunner(
@@ -355,12 +368,12 @@ class ThreadedPipelineRunner(ThreadedRunnerBase):
         self.used: Collection[str] = ()
 
     def run(
-        self, micro_batches: Iterable[LoadedBatch], count: int, sink: GradientSink, scale: float
+        self, micro_batches: Iterable[LoadedBatch], num_micro_batches: int, sink: GradientSink, scale: float
     ) -> LossSums:
         """Run the micro-batches; each stage works in the order of its schedule."""
         self._phases.begin("data")
         # Loaded before the threads start, since they cannot share an iterator.
-        loaded = list(islice(micro_batches, count))
+        loaded = list(islice(micro_batches, num_micro_batches))
         for p in self.sharded_model.computes.values():
             # The stages have gradients of their own; these are of the step before.
             p.grad = None
@@ -375,8 +388,8 @@ class ThreadedPipelineRunner(ThreadedRunnerBase):
         with GlobalRngGuard():
             sums = self._threads.run(
                 [
-                    partial(_run_stage, stage, wire, loaded, gradients, scale)
-                    for stage, wire, gradients in zip(
+                    partial(_run_stage, stage, transport, loaded, gradients, scale)
+                    for stage, transport, gradients in zip(
                         self._stages, self._transports, stage_gradients, strict=True
                     )
                 ]
@@ -456,7 +469,7 @@ def _restrict_to_stage(sharded_model: ShardedModel, cut: StagePartition) -> Shar
 
 def _run_stage(
     stage: PipelineRunner,
-    wire: ThreadTransport,
+    transport: ThreadTransport,
     loaded: Sequence[LoadedBatch],
     gradients: _StageGradients,
     scale: float,
@@ -465,7 +478,7 @@ def _run_stage(
         return stage.run(loaded, len(loaded), gradients, scale)
     finally:
         # Also after an error, so that no neighbour waits until its deadline.
-        wire.leave()
+        transport.leave()
 
 
 def _sum_present(grads: Sequence[Tensor | None]) -> Tensor | None:

@@ -47,10 +47,10 @@ class PartReceiver:
     """
 
     def __init__(
-        self, wire: StageTransport, stage: int, parts_by_stage: Sequence[int], num_chunks: int
+        self, transport: StageTransport, stage: int, parts_by_stage: Sequence[int], num_chunks: int
     ) -> None:
-        self._wire, self._stage, self._parts_by_stage, self._num_chunks = (
-            wire,
+        self._transport, self._stage, self._parts_by_stage, self._num_chunks = (
+            transport,
             stage,
             parts_by_stage,
             num_chunks,
@@ -73,7 +73,7 @@ class PartReceiver:
         """
         num_parts, num_source_parts = self._parts_by_stage[self._stage], self._parts_by_stage[source]
         if num_parts == num_source_parts or not num_samples:
-            return self._wire.receive(source, key=self.key(action))
+            return self._transport.receive(source, key=self.key(action))
         source_actions = [
             action._replace(part=source_part)
             for source_part in overlapping_parts(action.part, num_parts, num_source_parts)
@@ -92,7 +92,9 @@ class PartReceiver:
             for source_action, span in zip(source_actions, spans, strict=True)
             if span
         ]
-        messages = [self._wire.receive(source, key=self.key(source_action)) for source_action, _ in nonempty]
+        messages = [
+            self._transport.receive(source, key=self.key(source_action)) for source_action, _ in nonempty
+        ]
         columns = zip(*(_sample_tensors(message, action) for message in messages), strict=True)
         joined = [_joined(column, [n for _, n in nonempty]) for column in columns]
         return joined + messages[0][0][len(joined) :], messages[0][1]
@@ -100,7 +102,10 @@ class PartReceiver:
     def _divide(self, source: int, source_action: PipelineAction, span: range, wanted: range) -> StageMessage:
         """Return some samples of a message, which is kept until all of its samples were used."""
         if source_action not in self._divided:
-            self._divided[source_action] = self._wire.receive(source, key=self.key(source_action)), len(span)
+            self._divided[source_action] = (
+                self._transport.receive(source, key=self.key(source_action)),
+                len(span),
+            )
         message, remaining = self._divided.pop(source_action)
         if remaining > len(wanted):
             self._divided[source_action] = message, remaining - len(wanted)

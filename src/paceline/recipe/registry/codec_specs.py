@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from paceline.recipe.registry.word_spec import StrategyRefusal, WordArgument, WordSpec, integer_argument
-
-if TYPE_CHECKING:
-    pass
 
 PLAIN_CODEC = "fp32"
 LOSSLESS_CODEC = "lossless"

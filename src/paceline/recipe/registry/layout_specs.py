@@ -40,7 +40,7 @@ class ScheduleSpec(WordSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutSpec(WordSpec):
-    """The specification of one partition of a model: `build(setting, material) -> ModelPartition`.
+    """The specification of one partition of a model: `build(context, material) -> ModelPartition`.
 
     Args:
         order: partitions are applied from the lowest to the highest.

@@ -35,7 +35,7 @@ class RouteSpec(WordSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class ChannelSpec(WordSpec):
-    """The specification of what carries messages: `build(setting, num_ranks) -> Channel`, collective.
+    """The specification of what carries messages: `build(context, num_ranks) -> Channel`, collective.
 
     A channel connects each of the first `num_ranks` ranks with all ranks after it, and passes
     `paceline.testing.contracts.ChannelContract`.
@@ -119,6 +119,7 @@ ROUTE_SPECS = (
         ring_bytes=True,
         in_memory=True,
     ),
+    # Reserved: a word without `build` is refused as not implemented.
     RouteSpec(word="server"),
 )
 

@@ -18,7 +18,7 @@ AgreementScope = Literal["world", "replica", "nobody"]
 
 @dataclass(frozen=True, kw_only=True)
 class SyncSpec(WordSpec):
-    """The specification of when replicas agree: `build(setting, layout, state) -> SyncRule`.
+    """The specification of when replicas agree: `build(context, layout, state) -> SyncRule`.
 
     Args:
         exact: its result is that of one process, up to rounding.
@@ -242,6 +242,7 @@ SYNC_SPECS = (
         build="paceline.sync.every_step:build_every_step_rule",
         chooses=True,
     ),
+    # Reserved: a word without `build` is refused as not implemented.
     SyncSpec(word="federated", argument=integer_argument(1, "10")),
 )
 

@@ -258,15 +258,15 @@ class PrimaryServer(ShardServer):
         self.note("lost", {"step": self._policy.step, **loss_record})
 
     def _send_ticket(self, rank: int, ticket: WorkTicket, runner: ModelRunner, state: TrainState) -> None:
-        self.worker_table.assign_ticket(rank, ticket, state.updates, time.monotonic())
+        self.worker_table.assign_ticket(rank, ticket, state.num_updates, time.monotonic())
         self.ledger.taken += 1
         self._last_number = self._ticket_numbers[rank] = self._last_number + 1
-        fields = {**asdict(ticket), "number": self._last_number, "version": state.updates, "to": rank}
+        fields = {**asdict(ticket), "number": self._last_number, "version": state.num_updates, "to": rank}
         # The other servers follow these broadcasts in order, so their pieces have the same version.
         self.server_group.broadcast("ticket", fields)
         fields |= {"scale": state.scale.value, "dropped": self._take_dropped_flag(rank)}
         tensors = runner.buffers.values()
-        tensors += self.transfer.encode_parameters(rank, self.parts(runner), state.updates)
+        tensors += self.transfer.encode_parameters(rank, self.parts(runner), state.num_updates)
         self.send(rank, "ticket", fields, tensors, lasts=self.transfer.lasts)
 
     def _take_dropped_flag(self, rank: int) -> bool:
@@ -311,7 +311,7 @@ class PrimaryServer(ShardServer):
         for push in pushes:
             for ledger in (self.ledger, ages):
                 ledger.applied += 1
-                ledger.staleness[state.updates - push.version] += 1
+                ledger.staleness[state.num_updates - push.version] += 1
         messages = [push.message for push in pushes]
         numbers = [message.fields["number"] for message in messages]
         self.server_group.broadcast("apply", {"numbers": numbers, "step": self._policy.step})
@@ -341,7 +341,7 @@ class PrimaryServer(ShardServer):
             "ledger": self.ledger.record(),
             "step": state.step,
             "number": self._last_number,
-            "version": state.updates,
+            "version": state.num_updates,
             "scale": asdict(state.scale),
             "left": self.left,
             "news": self.record_events(self._round_events()),
@@ -395,8 +395,8 @@ class SecondaryServer(ShardServer):
 
     def _send_ticket(self, fields: Mapping[str, Any], runner: ModelRunner, state: TrainState) -> None:
         # A ticket must have parameters of one version from all servers.
-        require_same_updates("a ticket", state.updates, {PRIMARY_RANK: fields["version"]})
-        tensors = self.transfer.encode_parameters(fields["to"], self.parts(runner), state.updates)
+        require_same_updates("a ticket", state.num_updates, {PRIMARY_RANK: fields["version"]})
+        tensors = self.transfer.encode_parameters(fields["to"], self.parts(runner), state.num_updates)
         self.send(fields["to"], "ticket", fields, tensors, lasts=self.transfer.lasts)
 
     def _apply(self, fields: Mapping[str, Any], runner: ModelRunner, update_step: UpdateStep) -> None:
@@ -418,7 +418,7 @@ class SecondaryServer(ShardServer):
 
     def _pause(self, fields: Mapping[str, Any], runner: ModelRunner, state: TrainState) -> StepStats:
         """Send all ranks this server's parts, receive the others' parts, and wait until all have arrived."""
-        require_same_updates("the end of a round", state.updates, {PRIMARY_RANK: fields["version"]})
+        require_same_updates("the end of a round", state.num_updates, {PRIMARY_RANK: fields["version"]})
         self._pushed.clear()
         self.transfer.forget()
         parts, servers = self.parts(runner), (self.rank, *self.server_group.others)

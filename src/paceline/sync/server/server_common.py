@@ -308,7 +308,7 @@ class ServerParticipant(ExtraState):
         """Adopt the state that rank 0 sent at the end of a round. Return its record, with the times of this
         rank.
         """
-        state.step, state.updates = fields["step"], fields["version"]
+        state.step, state.num_updates = fields["step"], fields["version"]
         state.scale.value, state.scale.clean_steps = fields["scale"]["value"], fields["scale"]["clean_steps"]
         self.ledger = WorkLedger.of(fields["ledger"])
         self.left = tuple(fields["left"])
@@ -364,7 +364,7 @@ class ShardServer(ServerParticipant):
         self.phases.begin("optimizer")
         total, state = self.pushes.add(messages, runner), update_step.state
         flats = [g for g in total.grads.values() if g is not None]
-        norms = self._norms(torch._foreach_norm(flats) if flats else [], state.updates)
+        norms = self._norms(torch._foreach_norm(flats) if flats else [], state.num_updates)
         self.phases.begin("optimizer")
         # Only server 0 receives the changes of buffers; it sends them on with the end of the round.
         if total.tally.buffers.numel():

@@ -78,7 +78,7 @@ def test_what_an_aborted_step_has_left_is_forgotten() -> None:
     inbox.take(0, PipelineAction("F", 3, 0, 0), SAMPLES)
     inbox.abort()
     post = Post([1, 2], 0)
-    inbox._wire = post
+    inbox._transport = post
     (x, _), _ = inbox.take(0, PipelineAction("F", 3, 0, 1), SAMPLES)
     assert post.taken == 1 and x.tolist() == [2.0, 3.0, 4.0]
 

@@ -1,4 +1,4 @@
-"""Join a job as one of its ranks: choose the device, connect, build the task on all ranks, build the session.
+"""Start a rank: choose the device, connect, build the task on all ranks, build the session.
 
 Invariant: a rank that fails leaves its connections open, since the other ranks may be gone and closing
 would wait for them; the process is about to end. After a clean end the number of intra-op threads is what

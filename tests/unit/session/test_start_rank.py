@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paceline.errors import DeviceError
-from paceline.session.joining import choose_device, idle_gpu_warning
+from paceline.session.start_rank import choose_device, idle_gpu_warning
 
 
 @pytest.fixture(params=[0, 2])

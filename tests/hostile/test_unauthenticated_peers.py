@@ -68,7 +68,7 @@ def test_a_stranger_does_not_keep_the_ranks_from_meeting(greeting: str) -> None:
             assert sorted(found) == [1, 2]
             for one in (*found.values(), *(future.result() for future in coming)):
                 one.close()
-    assert said == ["the server rejected 20 callers that do not belong to this job"]
+    assert said == ["the server rejected 20 callers from outside this job"]
 
 
 def test_more_strangers_than_there_is_room_for_do_not_either() -> None:

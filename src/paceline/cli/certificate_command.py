@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from paceline.cli.console import print_plain
+from paceline.errors import format_count
 
 Folder = Annotated[Path, typer.Argument(help="Folder for the three files.", show_default=False)]
 Days = Annotated[int, typer.Option("--days", min=1, max=3650, help="Days for which it is valid.")]
@@ -19,6 +20,7 @@ def certificate(folder: Folder, days: Days = 365) -> None:
 
     JobCertificate.make(days).save(folder)
     print_plain(
-        f"{folder} holds the certificate of a job, valid for {days} days. Copy the folder to every host and"
-        f" set security.certificate to it.\n{KEY_FILE} is secret: nobody else should be able to read it."
+        f"{folder} holds the certificate of a job, valid for {format_count(days, 'day')}. Copy the folder to"
+        f" every host and set security.certificate to it.\n"
+        f"{KEY_FILE} is secret: nobody else should be able to read it."
     )

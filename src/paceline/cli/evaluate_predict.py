@@ -18,7 +18,7 @@ import typer
 
 from paceline.cli.common_options import JobPlacement, Trust
 from paceline.cli.console import error_output, output, print_plain
-from paceline.errors import DataError, RecipeError
+from paceline.errors import DataError, RecipeError, format_count
 
 if TYPE_CHECKING:
     from paceline.session.saved_run import OpenedRun
@@ -143,7 +143,7 @@ def _print_json(record: dict[str, Any], rows: list[Any], to: Path | None) -> Non
 
 def _print_rows(rows: list[Any], checkpoint: str, to: Path | None) -> None:
     if to is not None:
-        print_plain(f"{to}: {len(rows)} predictions of {checkpoint}")
+        print_plain(f"{to}: {format_count(len(rows), 'prediction')} of {checkpoint}")
         return
     for index, row in enumerate(rows):
         print_plain(f"{index}  {json.dumps(_plain(row))}")

@@ -28,7 +28,7 @@ from textwrap import dedent
 from types import TracebackType
 from typing import IO, Self
 
-from paceline.errors import DataError, MemoryLimitError, PacelineError
+from paceline.errors import DataError, MemoryLimitError, PacelineError, format_count
 from paceline.job.cluster import Cluster
 from paceline.launch.job_spec import error_file, socket_folder, stack_file
 from paceline.launch.process_inspection import enable_stack_dump
@@ -130,7 +130,7 @@ def _format_chain(error: traceback.TracebackException) -> list[str]:
     if not shown or error.stack[-1].filename.startswith(_PACKAGE_FOLDER):
         shown = list(error.stack)
     num_folded = len(error.stack) - len(shown)
-    note = f"; {num_folded} frames of Paceline and libraries hidden" if num_folded else ""
+    note = f"; {format_count(num_folded, 'frame')} of Paceline and libraries hidden" if num_folded else ""
     head = [f"Traceback (most recent call last{note}):\n"] if shown else []
     frames = traceback.StackSummary.from_list(shown).format()
     return [*lines, *head, *frames, *error.format_exception_only()]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from paceline.errors import TaskError
+from paceline.errors import TaskError, format_count
 from paceline.models.dropout import KeyedDropout
 from paceline.models.initialize import InitializeByName, InitRule
 from paceline.models.positions import positions
@@ -52,7 +52,8 @@ class GPTConfig:
     def __post_init__(self) -> None:
         if self.width % self.heads or (self.positions == "rotary" and (self.width // self.heads) % 2):
             raise TaskError(
-                f"width {self.width} cannot be cut into {self.heads} heads with {self.positions} positions",
+                f"width {self.width} cannot be cut into {format_count(self.heads, 'head')} with"
+                f" {self.positions} positions",
                 next_step="choose width = heads x an even number",
             )
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from paceline.errors import RunFolderError
+from paceline.errors import RunFolderError, format_count
 
 _MAX_PENDING_BYTES = 16 * 2**20
 
@@ -72,8 +72,9 @@ class LineAppender:
         self._write_pending()
         num_lost = self._num_lost_lines + len(self._pending)
         if num_lost:
-            lines = "1 line" if num_lost == 1 else f"{num_lost} lines"
-            self._warn(f"lost {lines} of {self._path.name} that could not be written")
+            self._warn(
+                f"lost {format_count(num_lost, 'line')} of {self._path.name} that could not be written"
+            )
         self._close_file()
 
     def _write_pending(self) -> None:

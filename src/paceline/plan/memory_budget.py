@@ -68,7 +68,7 @@ def _refusal(plan: MemoryPlan, task: Task, nodes: int) -> StrategyError | None:
         advice = f"lower evaluate.batch, which is {plan.recipe.evaluate.batch}; or {advice}"
     return StrategyError(
         f"{describe_peak(plan)}, and memory.budget is {format_bytes(budget)}",
-        where=f'strategy "{plan.recipe.strategy}" on {plan.processes} processes',
+        where=f'strategy "{plan.recipe.strategy}" on {format_count(plan.processes, "process")}',
         next_step=advice,
     )
 

@@ -11,7 +11,7 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import NamedTuple
 
-from paceline.errors import StrategyError, TaskError
+from paceline.errors import StrategyError, TaskError, format_count
 from paceline.parallel.pipeline.stage_partition import partition_evenly
 from paceline.plan.memory_plan import MemoryPlan, describe_peak
 from paceline.plan.memory_planner import plan_memory
@@ -159,10 +159,10 @@ def cut_within_budget(
             return BudgetedCut(places, budget.peaks(places))
     least, budget_bytes = min(plans, key=lambda plan: plan.peak), recipe.memory.budget or 0
     raise StrategyError(
-        f"no cut of {len(weights)} modules into {_describe_stages(recipe, chunks)} keeps memory.budget ="
-        f" {format_bytes(budget_bytes)}; stages={least.recipe.strategy.stages} needs least of all that were"
-        f" tried: {describe_peak(least)}",
-        where=f'strategy "{recipe.strategy}" on {processes} processes',
+        f"no cut of {format_count(len(weights), 'module')} into {_describe_stages(recipe, chunks)} keeps"
+        f" memory.budget = {format_bytes(budget_bytes)}; stages={least.recipe.strategy.stages} needs"
+        f" least of all that were tried: {describe_peak(least)}",
+        where=f'strategy "{recipe.strategy}" on {format_count(processes, "process")}',
         next_step="take more stages, shards of the state (shard=2 zero=1), or smaller micro-batches"
         " (batch.shards)",
     )

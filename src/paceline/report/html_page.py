@@ -140,7 +140,7 @@ def _render_events(run: RecordedRun) -> Html:
     if len(events) > len(shown):
         rows.insert(half, ["…", "", f"… {len(events) - len(shown)} more in metrics.jsonl"])
     listed = table(["time (UTC)", "event", ""], rows, kind="scroll left")
-    return tag("details", tag("summary", f"{len(events)} events"), listed)
+    return tag("details", tag("summary", format_count(len(events), "event")), listed)
 
 
 def _render_checkpoints(run: RecordedRun, at: Path) -> Html:

@@ -17,7 +17,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from paceline.errors import DivergenceError
+from paceline.errors import DivergenceError, format_count
 from paceline.observe.sinks import Sink
 from paceline.observe.step_stats import StepStats
 from paceline.parallel.state_hash import find_divergence, whole_sha256
@@ -189,7 +189,7 @@ class RunSchedule:
 
     def _patience(self) -> str:
         recipe = self._session.recipe.evaluate
-        return f"{recipe.patience} evaluations without a better {recipe.metric}"
+        return f"{format_count(recipe.patience, 'evaluation')} without a better {recipe.metric}"
 
     def _check_stop_requests(self) -> None:
         """End the run on all ranks if a callback of any rank asks for it; 8 bytes a round with callbacks."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from paceline.errors import DeviceError
+from paceline.errors import DeviceError, format_count
 from paceline.job.cluster import Cluster
 from paceline.job.cpu_count import find_cores
 from paceline.job.membership import SetupDeadline
@@ -37,7 +37,8 @@ def choose_device(name: str, local_rank: int, num_processes: int) -> torch.devic
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name == "cuda" and count < num_processes:
         raise DeviceError(
-            f'runtime.device = "cuda": this host has {count} NVIDIA GPUs for {num_processes} processes',
+            f'runtime.device = "cuda": this host has {format_count(count, "NVIDIA GPU")} for'
+            f" {format_count(num_processes, 'process')}",
             next_step='start fewer processes, or set runtime.device = "auto" to use the CPU',
         )
     if name == "cpu" or count < num_processes:
@@ -54,8 +55,9 @@ def idle_gpu_warning(configured: str, device: torch.device, num_processes: int) 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if configured == "auto" and device.type == "cpu" and count:
         yield (
-            f"warning: this host has {count} NVIDIA GPUs for {num_processes} processes, so all of them use"
-            f" the CPU. Start at most {count} processes to use the GPUs."
+            f"warning: this host has {format_count(count, 'NVIDIA GPU')} for"
+            f" {format_count(num_processes, 'process')},"
+            f" so all of them use the CPU. Start at most {format_count(count, 'process')} to use the GPUs."
         )
 
 

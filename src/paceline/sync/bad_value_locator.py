@@ -19,7 +19,7 @@ from torch import Tensor
 from paceline.comm.group_collectives import all_gather_texts
 from paceline.comm.net import Net
 from paceline.comm.reduction.gradients import Gradients
-from paceline.errors import NumericError
+from paceline.errors import NumericError, format_count
 from paceline.job.mesh import RankGroup
 from paceline.parallel.model_runner import ModelRunner
 from paceline.task import Loss, LossFunction
@@ -94,9 +94,15 @@ class RankEvidence:
     def gradient(self) -> str:
         """Describe the gradient that is not finite."""
         what = "gradient" if self.own else "sum over ranks of the gradient"
-        more = f", and so are {self.num_tensors - 1} others" if self.num_tensors > 1 else ""
+        others = self.num_tensors - 1
+        more = (
+            f", and so {'is' if others == 1 else 'are'} {format_count(others, 'other')}" if others > 0 else ""
+        )
         how_many = self.num_bad or "some"
-        return f"the {what} of '{self.tensor}' is not finite ({how_many} of {self.num_values} values{more})"
+        return (
+            f"the {what} of '{self.tensor}' is not finite ({how_many} of"
+            f" {format_count(self.num_values, 'value')}{more})"
+        )
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from paceline.data.work import MicroBatch, split_evenly
-from paceline.errors import StrategyError
+from paceline.errors import StrategyError, format_count
 from paceline.observe.step_stats import StepStats
 from paceline.recipe.recipe import Recipe
 from paceline.session.evaluation import Evaluation
@@ -121,7 +121,7 @@ class OracleLoopReplicas:
         index = self._num_evaluations[rank]
         self._num_evaluations[rank] += 1
         if index >= len(self.run_evaluations):
-            raise _different_updates_error("no evaluation", f"one after {step} steps")
+            raise _different_updates_error("no evaluation", f"one after {format_count(step, 'step')}")
         model.eval()
         if rank == 0:
             self.own_evaluations.append(self._evaluate(model, step, source))

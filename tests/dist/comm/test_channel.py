@@ -65,4 +65,4 @@ def test_a_stranger_is_turned_away_and_a_missing_rank_is_named() -> None:
         with pytest.raises(CommunicationError, match="rank 1 has a different token than the server"):
             stranger.result()
         friend.result().close()
-    assert said == ["the server rejected 1 callers that do not belong to this job"]
+    assert said == ["the server rejected 1 caller from outside this job"]

@@ -73,7 +73,7 @@ def test_a_stranger_is_turned_away_and_a_missing_rank_is_named() -> None:
             DeadlineError, match=r"ranks \[2, 3\] did not connect.*rank 2 has a different token"
         ):
             hub.wait_for_all(0.1)
-    assert said == ["the server rejected 1 calls that do not belong to this job"]
+    assert said == ["the server rejected 1 call from outside this job"]
     close([hub, friend.result()])
 
 

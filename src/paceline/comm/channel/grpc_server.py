@@ -32,7 +32,7 @@ from paceline.comm.channel.grpc_protocol import (
 )
 from paceline.comm.channel.message_channel import bad_message_error, peer_gone_error
 from paceline.comm.channel.reliable_queue import PeerIsGoneError, ReliableQueues, StreamPosition
-from paceline.errors import CommunicationError, DeadlineError
+from paceline.errors import CommunicationError, DeadlineError, format_count
 from paceline.job.addresses import format_address
 from paceline.job.handshake import OTHER_KEY, compute_proof, decode_hello
 from paceline.observe.file_writing import warn_on_stderr
@@ -118,7 +118,7 @@ class GrpcServer:
             self._changed.wait_for(lambda: not self._missing(), deadline_seconds)
             missing, strangers, self._num_rejected = self._missing(), self._num_rejected, 0
         if strangers:
-            self._log(f"the server rejected {strangers} calls that do not belong to this job")
+            self._log(f"the server rejected {format_count(strangers, 'call')} from outside this job")
         if missing:
             reasons = "".join(f"; rank {rank} has {OTHER_KEY}" for rank in sorted(self._rejected_ranks))
             raise DeadlineError(

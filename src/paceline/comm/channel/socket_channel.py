@@ -29,7 +29,7 @@ from paceline.comm.channel.message_channel import (
     peer_not_reading_error,
 )
 from paceline.comm.ledger import ByteLedger
-from paceline.errors import CommunicationError, DeadlineError
+from paceline.errors import CommunicationError, DeadlineError, format_count
 from paceline.job.addresses import format_address, listen_at
 from paceline.job.handshake import AuthenticatingListener, connect_authenticated
 from paceline.job.tls import EncryptedSocket
@@ -78,7 +78,10 @@ def accept_ranks(
         finally:
             callers.close()
             if callers.num_rejected:
-                log(f"the server rejected {callers.num_rejected} callers that do not belong to this job")
+                log(
+                    f"the server rejected {format_count(callers.num_rejected, 'caller')} from outside"
+                    " this job"
+                )
         if tls:
             _encrypt_connections(callers.accepted, token, deadline_seconds)
         failing.pop_all()

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from paceline.comm.group_collectives import all_gather_texts
 from paceline.comm.net import Net
-from paceline.errors import CommunicationError, DeadlineError
+from paceline.errors import CommunicationError, DeadlineError, format_count
 from paceline.job.mesh import RankGroup
 
 # Bytes of a message, which may have several signals.
@@ -436,11 +436,8 @@ class _HostRendezvous:
 
     def stranger_summary(self) -> str:
         """Return a clause that says how many callers were rejected, for an error."""
-        return (
-            f"; {self.num_rejected} callers that do not belong to this job were rejected"
-            if self.num_rejected
-            else ""
-        )
+        count = format_count(self.num_rejected, "caller")
+        return f"; rejected {count} from outside this job" if self.num_rejected else ""
 
     def _call_rank(self, group_rank: int) -> None:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

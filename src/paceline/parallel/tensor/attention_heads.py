@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from paceline.errors import TaskError
+from paceline.errors import TaskError, format_count
 from paceline.parallel.placement import even_span
 from paceline.parallel.tensor.parallel_linear import LinearCut, linear_dims, num_features
 from paceline.state.slot import Span, join_runs
@@ -92,7 +92,8 @@ def cut_heads(name: str, module: nn.Module, degree: int) -> AttentionCut:
     heads, shared = _count_heads(name, module)
     if heads < degree:
         raise TaskError(
-            f"'{name}' has {heads} attention heads for tensor={degree}, so a rank would have none",
+            f"'{name}' has {format_count(heads, 'attention head')} for tensor={degree}, so a rank would have"
+            " none",
             next_step=f"choose tensor={heads} or less, or leave '{name}' out of the tensor plan",
         )
     shares = assign_heads(heads, shared, degree)

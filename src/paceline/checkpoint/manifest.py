@@ -371,7 +371,7 @@ def _limit_optimizer_depth(record: Mapping[str, Any]) -> None:
 
 
 def _upgrade_format(record: Mapping[str, Any]) -> None:
-    """Bring a record into the present format: the one before knew no other checksum than SHA-256."""
+    """Convert a record to the present format; the previous one knew only SHA-256 checksums."""
     files = record.get("files")
     for file in files if isinstance(files, list) else []:
         if isinstance(file, dict) and "sha256" in file:

@@ -159,7 +159,7 @@ def export_weights(
 
     Args:
         checkpoint: a checkpoint.
-        path: of the file; a file that is there is replaced at once, or stays if the write fails.
+        path: of the file; an existing file is replaced atomically, or stays as it is if the write fails.
         which: as for `model_weights_of`.
     Raises:
         CheckpointError: the file cannot be written.

@@ -81,7 +81,7 @@ def known_checksums(files: StorageFolder, names: Sequence[str], pin: str | None)
     Args:
         files: the folder.
         names: the files.
-        pin: the SHA-256 after the place, if there is one.
+        pin: the SHA-256 that the user gave after the location, if any.
     Raises:
         ValueError: a checksum is not valid, or is given for some files only.
     """

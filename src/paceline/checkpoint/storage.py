@@ -217,7 +217,7 @@ class StorageFolder:
         return path
 
     def publish(self, name: str, data: bytes) -> None:
-        """Write a small file at once: a reader sees the old file or all of the new one."""
+        """Write a small file atomically: a reader sees the old file or all of the new one."""
         path = self.make_room(name)
         self._replace(path, data)
 

@@ -309,7 +309,12 @@ def _save_results(
     files = {
         "results.json": json.dumps(comparison.to_json(), indent=1) + "\n",
         "table.txt": "\n".join(render_comparison(comparison)) + "\n",
-        COMPARISON_PAGE: render_comparison_page(f"{len(planned)} strategies compared", about, tables, groups),
+        COMPARISON_PAGE: render_comparison_page(
+            f"{'1 strategy' if len(planned) == 1 else f'{len(planned)} strategies'} compared",
+            about,
+            tables,
+            groups,
+        ),
     }
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():

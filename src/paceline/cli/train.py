@@ -129,7 +129,7 @@ def _num_processes(run: Path | None, processes: int | None, strategy: str | None
 
 
 def _check_name(name: str | None, recipe: Recipe, run: Path | None) -> None:
-    """Refuse a `--name` that cannot name the run folder, or that comes with another folder."""
+    """Refuse a `--name` that is no valid folder name, or is given together with `run_dir` or `--resume`."""
     if name is None:
         return
     other = f"run_dir = {recipe.run_dir}" if recipe.run_dir is not None else f"--resume {run}" if run else ""

@@ -39,7 +39,7 @@ class Workspace:
         """Return a contiguous tensor [shape] with undefined values.
 
         Args:
-            room: number of values that a later request of this name may have; new memory is made for so many.
+            room: number of values that a later request of this name may have; new memory is made so large.
         """
         key, num_values = (name, dtype, device), prod(shape)
         x = self._tensors.get(key)

@@ -128,7 +128,7 @@ def map_tokens(
     *,
     deadline_seconds: float = 600.0,
 ) -> NDArray[Any]:
-    """Map the tokens of `files` read-only, with the tokenizer's separator behind each file.
+    """Map the tokens of `files` read-only, with the tokenizer's separator after each file.
 
     The first process writes them under a lock; others wait, and later ones check the existing file.
     The tokens of a list of files are those of its parts, one after another, so files can be divided among

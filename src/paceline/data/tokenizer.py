@@ -63,7 +63,7 @@ _MAX_TOKENS = 2**24
 
 
 def tokenizer_paths(source: str) -> tuple[str, str | None]:
-    """Return the places of tokenizer.json and tokenizer_config.json; of a file the second is None."""
+    """Return the paths of tokenizer.json and tokenizer_config.json (None if `source` is a file)."""
     is_folder = (
         Path(source).is_dir() if "://" not in source else not source.partition("?")[0].endswith(".json")
     )
@@ -128,7 +128,7 @@ def _read_file(source: str) -> str:
 
 
 def _check_ids(value: Any) -> None:
-    """Check all integers: ids are in the vocabulary, in `added_tokens` and in post-processors."""
+    """Check that every integer is a valid token id: in the vocabulary, `added_tokens` and post-processors."""
     # Level by level and not by recursion, because a file can be nested to any depth.
     level = [value]
     while level:

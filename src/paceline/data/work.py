@@ -197,7 +197,7 @@ class BatchStream(Iterator[LoadedBatch], AbstractContextManager["BatchStream"], 
     """An iterator of micro-batches with their batches; the caller that opens a stream closes it."""
 
     def close(self) -> None:
-        """Release the workers and buffers behind the stream; can be called twice."""
+        """Release the workers and buffers of the stream; can be called twice."""
 
 
 class BatchReader(Protocol):

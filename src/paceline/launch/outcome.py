@@ -144,7 +144,7 @@ def shorten_line(line: str) -> str:
 
 
 def signal_headline(number: int) -> str:
-    """Return a headline for a worker that a signal ended, with the likely reason if there is worker."""
+    """Return a headline for a worker that a signal ended, and the likely reason if one is known."""
     hints: dict[int, str] = {signal.SIGKILL: " (out of memory?)", signal.SIGBUS: " (no space in /dev/shm?)"}
     try:
         name = signal.Signals(number).name

@@ -264,7 +264,7 @@ def build_gradient_norm(context: SessionContext, sharded_model: ShardedModel) ->
 
 
 def _whole_tree(shards: int) -> range:
-    """Return the root of the summation tree over that many shards."""
+    """Return the root of the summation tree over `shards` shards."""
     return range(1 << (shards - 1).bit_length())
 
 

@@ -54,12 +54,12 @@ class HostSharedParameters:
 
 
 def share_sharded_parameters(sharded_model: ShardedModel, memory: SharedMemoryCollective) -> ShardedModel:
-    """Move what a rank computes with into memory that exists once on the host; collective.
+    """Move the whole parameters that a rank computes with into memory shared on the host; collective.
 
     Args:
-        sharded_model: its parts have memory, what it computes with has none.
+        sharded_model: its own parts are allocated; the whole parameters are not.
     Returns:
-        The same model; its parts are views of what is computed with.
+        The same model; its own parts are views of the whole parameters.
     """
     shared = _allocate_shared(sharded_model, memory)
     for placement in sharded_model.held.values():

@@ -99,10 +99,10 @@ class MicroBatchBuffers:
             module._buffers[name] = original.clone() if held is None else held[i]
 
     def swap_out(self, micro_batch: int, chunk: int, *, counts: bool = True) -> list[Tensor]:
-        """Record the change of a micro-batch in a chunk so far, and put the original buffers back.
+        """Record how a micro-batch has changed the buffers of a chunk, and put the original buffers back.
 
         Args:
-            counts: whether to record it; False for a part of a backward that is run a second time.
+            counts: whether to record it; False for the part of a backward pass that is run a second time.
         Returns:
             The buffers that were swapped in, as they are now.
         """

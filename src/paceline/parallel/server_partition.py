@@ -46,7 +46,7 @@ Partitioner = Callable[[TensorExtent, int], int]
 
 
 def one_piece_per_server(extent: TensorExtent, num_servers: int) -> int:
-    """Return one piece for each server."""
+    """Split every tensor into as many pieces as there are servers."""
     return num_servers
 
 

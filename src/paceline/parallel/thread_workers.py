@@ -249,7 +249,7 @@ class ThreadedRunner(ThreadedRunnerBase):
         touched = [slot.name for slot, p in originals.items() if p.grad is not None]
         if touched:
             raise TaskError(
-                f"the loss uses '{touched[0]}' of a model outside of its arguments, and lanes run copies",
+                f"the loss uses '{touched[0]}' of a model outside of its arguments, but lanes run copies",
                 next_step="use only the model argument of loss(model, batch), or a strategy without lanes",
             )
 

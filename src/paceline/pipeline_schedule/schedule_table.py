@@ -77,7 +77,7 @@ class ScheduleTable:
 
     @property
     def splits(self) -> bool:
-        """Whether backwards are split into the gradients of inputs and those of weights."""
+        """Whether backward passes are split into input gradients and weight gradients."""
         return any(action.kind == "W" for order in self.orders for action in order)
 
     def first(self, num_micro_batches: int) -> ScheduleTable:
@@ -130,7 +130,7 @@ def max_messages_in_flight(table: ScheduleTable, stage: int, to: int) -> int:
 
 
 def _max_open_forwards(table: ScheduleTable, stage: int, receiver: int, num_parts: int) -> int:
-    """Return the most forwards of a stage that went to another one and whose backward has not run.
+    """Return the largest number of forward passes sent to `receiver` whose backward pass has not run yet.
 
     Args:
         num_parts: number of parts of a micro-batch in which they are counted.
@@ -284,7 +284,7 @@ def _require_divisible_parts(table: ScheduleTable, parts_by_stage: Sequence[int]
 def _require_complete(
     table: ScheduleTable, parts_by_stage: Sequence[int], stage: int, num_micro_batches: int
 ) -> set[ActionKey]:
-    """Return which backwards of a stage are split.
+    """Check that a stage runs every action once and in order; return the backward passes that it splits.
 
     Raises:
         StrategyError: an action is missing or out of order.
@@ -321,8 +321,8 @@ def _require_ascending(order: Sequence[PipelineAction], stage: int) -> None:
     # The sort is stable, so within a chunk it keeps the order in which the stage runs them.
     if sorted(forwards, key=lambda entry: entry[0]) != sorted(forwards):
         raise StrategyError(
-            f"the schedule of stage {stage} runs forwards out of order: give the micro-batch that comes first"
-            " the smaller number",
+            f"the schedule of stage {stage} runs forward passes out of order: give the micro-batch that comes"
+            " first the smaller number",
             next_step=_NEXT_STEP,
         )
 
@@ -339,8 +339,8 @@ def _require_parts_in_order(
         len({a.micro_batch for a in ends[k : k + num_parts]}) > 1 for k in range(0, len(ends), num_parts)
     ):
         raise StrategyError(
-            f"the schedule of stage {stage} mixes backwards of the parts of several micro-batches, or runs"
-            " them out of order",
+            f"the schedule of stage {stage} interleaves the backward passes of parts of different"
+            " micro-batches, or runs those of one micro-batch out of order",
             next_step="end the parts of a micro-batch one after another, from the first to the last",
         )
 

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def gpipe(num_stages: int, num_micro_batches: int, parts: Sequence[int] = ()) -> ScheduleTable:
-    """Return all forwards, then all backwards in reverse order.
+    """Return all forward passes, then all backward passes in reverse order.
 
     A stage stores the activations of all micro-batches.
 
@@ -35,11 +35,12 @@ def gpipe(num_stages: int, num_micro_batches: int, parts: Sequence[int] = ()) ->
 
 
 def one_f_one_b(num_stages: int, num_items: int, parts: Sequence[int] = ()) -> ScheduleTable:
-    """Return alternating forwards and backwards: stage s runs p-s-1 forwards ahead.
+    """Return alternating forward and backward passes, where stage s of p runs p-s-1 forward passes ahead.
 
-    A stage stores the activations of at most p-s items, however many there are. PipeDream runs it over
-    steps, without a flush between them; a synchronous pipeline over the micro-batches of one step. Where
-    stages run items in parts, none stores more for it, and stages before smaller parts may store less.
+    A stage stores the activations of at most p-s items, however many there are. The items are the steps of
+    PipeDream, which has no flush between them, or the micro-batches of one step of a synchronous pipeline. If
+    items run in parts, no stage stores more than without parts; one whose next stage has smaller parts may
+    store less.
 
     Args:
         parts: see `gpipe`.
@@ -75,7 +76,7 @@ def pipedream_2bw(num_stages: int, counts: Sequence[int]) -> ScheduleTable:
 
 
 def _bounded_staleness_order(ahead: int, needed: Sequence[int]) -> Iterator[PipelineAction]:
-    """Yield forwards that are `ahead` of the backwards, but wait for the backwards that each needs."""
+    """Yield forward passes up to `ahead` ahead, and before each the backward passes that it needs."""
     done = 0
     # The last entry has no forward: it stands for the backwards that are left at the end.
     for number, least in enumerate([*needed, len(needed)]):
@@ -90,7 +91,7 @@ def interleaved(num_stages: int, num_micro_batches: int, chunks: int | str = 2) 
     """Return 1F1B over v chunks of the model on every rank.
 
     It has 1/v of the bubble of 1F1B, and more micro-batches in flight. Micro-batches go through the chunks in
-    groups of p. If the last group is smaller, stages run more forwards ahead, as few as are possible.
+    groups of p. If the last group is smaller, stages run further ahead, by as few forward passes as can run.
 
     Source: Narayanan et al. 2021, Efficient Large-Scale Language Model Training, arXiv:2104.04473, section
     2.2.2.
@@ -111,7 +112,7 @@ def interleaved(num_stages: int, num_micro_batches: int, chunks: int | str = 2) 
 
 
 def zero_bubble(num_stages: int, num_micro_batches: int, parts: Sequence[int] = ()) -> ScheduleTable:
-    """Return 1F1B with split backwards: gradients of weights fill the time in which a stage would wait.
+    """Return 1F1B with split backward passes: weight gradients fill the time in which a stage would wait.
 
     Stage s defers the gradients of weights by s micro-batches. So each stage keeps at most p micro-batches,
     and the last stages have work while the first ones fill and drain.
@@ -127,7 +128,7 @@ def zero_bubble(num_stages: int, num_micro_batches: int, parts: Sequence[int] = 
 
 
 def _defer_weight_gradients(order: Sequence[PipelineAction], later: int) -> Iterator[PipelineAction]:
-    """Yield the gradients of weights `later` backwards after their own backward, or at the end."""
+    """Defer the weight gradients of each backward pass by `later` backward passes, or to the end."""
     waiting = deque[PipelineAction]()
     for action in order:
         yield action
@@ -143,7 +144,7 @@ def _actions_in_parts(kind: str, micro_batches: Iterable[int], num_parts: int) -
 
 
 def _max_parts_in_flight(parts: Sequence[int]) -> list[int]:
-    """Return by stage how many parts 1F1B keeps: those of which the next one keeps some, and those in flight.
+    """Return by stage how many parts 1F1B keeps, counting those that the next stage still holds in part.
 
     The parts of two stages need not begin at the same samples. The number is never larger than without parts.
     """
@@ -166,7 +167,7 @@ def _group_by_turn(actions: Sequence[PipelineAction], turn: int) -> list[Sequenc
 
 
 def _alternate(forwards: Sequence[T], backwards: Sequence[T], ahead: int) -> list[T]:
-    """Return `ahead` forwards, then forwards and backwards in turn, then the remaining backwards."""
+    """Return `ahead` forward passes, then both kinds in turn, then the remaining backward passes."""
 
     def order() -> Iterator[T]:
         yield from forwards[:ahead]

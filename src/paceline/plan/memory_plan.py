@@ -77,7 +77,7 @@ class RankMemory:
 
     @property
     def when(self) -> str:
-        """Return the name of the moment with most bytes."""
+        """Return the name of the moment at which most memory is used."""
         return max(self.moments, key=lambda name: self.moments[name].total)
 
     @property

@@ -223,7 +223,7 @@ class MemoryPlanner:
         return message_buffer_bytes(stage_footprints, table, number, near)
 
     def _built_bytes(self) -> int:
-        """Return the bytes of the whole model, which exists before it is cut unless it is built on `meta`."""
+        """Return the bytes of the whole model in memory before it is split; 0 if it is built on `meta`."""
         return sum(p.nbytes for p in self._task.model.parameters() if not p.is_meta)
 
 

@@ -53,7 +53,7 @@ def measure_block_seconds(
     precision: MixedPrecision,
     device: torch.device,
 ) -> dict[int, float]:
-    """Return the seconds of each block's forwards in one micro-batch.
+    """Return the seconds that each block's forward passes take in one micro-batch.
 
     Args:
         blocks: blocks by number; not changed; can be on the meta device.
@@ -82,7 +82,7 @@ def _kind_of_call(block: nn.Module, entry: LayerCall) -> Hashable:
 def _measure_forward(
     block: nn.Module, entry: LayerCall, precision: MixedPrecision, device: torch.device
 ) -> float:
-    """Return the shortest of some forwards of a copy, after one for warm-up."""
+    """Return the least seconds of a forward pass of a copy in a few runs after a warm-up."""
     twin, times = allocate_copy(block).to(device), []
     for _ in range(_REPEATS + 1):
         set_micro_batch_key(twin, 0)
@@ -349,7 +349,7 @@ class RecomputeChoice:
 
     @property
     def more_seconds(self) -> float:
-        """Return the extra seconds of a micro-batch; segments run two more forwards."""
+        """Return the extra seconds of a micro-batch; segments run two more forward passes."""
         word = self.recompute
         if word in ("blocks", "segments"):
             return (2 if word == "segments" else 1) * sum(self.seconds.values())

@@ -399,7 +399,7 @@ def _ordered_sums(reduction: GradientReduction) -> GradientSumMemory:
 def _ordered_wire_bytes(reduction: GradientReduction, nodes: int) -> tuple[int, int]:
     """Return copies of a gradient in flight, as sent and as received, and bytes of the sums.
 
-    In memory that ranks share, and where one addition is left, buckets become the sums. A single node of the
+    Buckets become the sums where ranks share memory, or where only one addition remains. A single node of the
     tree is sent without a copy.
     """
     shard = reduction.recipe.strategy.shard
@@ -441,7 +441,7 @@ def _slice_bytes(reduction: GradientReduction) -> int:
 
 
 def _scatter_path(reduction: GradientReduction, path: BucketPath) -> object:
-    """Return an identifier of the path; reductions with every micro-batch have one each."""
+    """Return an identifier of the path; each path that reduces after every micro-batch has its own."""
     inside = {"shard", "pipeline", "tensor"}
     return path.number if reduction.leaves_often and not path.meets else frozenset(path.axes) - inside
 

@@ -74,7 +74,7 @@ def _line(key: RecipeKey, value: Any) -> str:
 
 
 def _options_last(lines: list[str], recipe: Recipe) -> list[str]:
-    """Write `options` as a table of its own, behind the top-level keys."""
+    """Write `options` as a table of its own, after the top-level keys."""
     if not recipe.options:
         return lines
     others = [line for line in lines if not line.startswith("options = ")]

@@ -135,7 +135,7 @@ class SyncPhase(NamedTuple):
 
     Args:
         rule: the rule as it is written.
-        until: the step before which it ends, or the event that ends it (`UNTIL_STRAGGLER`, `UNTIL_MEASURED`);
+        until: the step after its last one, or the event that ends it (`UNTIL_STRAGGLER`, `UNTIL_MEASURED`);
             None: the end of the run.
     """
 
@@ -149,7 +149,7 @@ class SyncPhase(NamedTuple):
 
     @property
     def end(self) -> int | None:
-        """Return the step before which it ends, if that is known already."""
+        """Return the step after its last one; None if that is not known yet, or is the end of the run."""
         return self.until if isinstance(self.until, int) else None
 
 
@@ -215,7 +215,7 @@ def waits_for_straggler(text: str) -> bool:
 
 
 def resolve_phases(text: str, step: int, chosen: str = "") -> str:
-    """Replace the event that a phase waits for by the step before which it has happened.
+    """Replace the event that ends a phase by the first step of the next phase.
 
     Args:
         text: the phases.
@@ -228,18 +228,18 @@ def resolve_phases(text: str, step: int, chosen: str = "") -> str:
 
 
 def append_return(configured: str, resolved: str, step: int) -> str:
-    """Return the phases of a run whose slow rank has recovered: it goes back, until the next rank is slow.
+    """Return the phases of a run that returns to its first rule, now that a slow rank has recovered.
 
     Args:
         configured: the phases of the recipe.
         resolved: the phases of the run so far.
-        step: the step from which the run goes back.
+        step: the first step under the first rule again.
     """
     return f"{resolved}@{step},{','.join(configured.split(',')[-2:])}"
 
 
 def count_returns(configured: str, resolved: str) -> int:
-    """Return how often a run has gone back to its first rule."""
+    """Return how often a run has returned to its first rule."""
     return (len(phases_of(resolved)) - len(phases_of(configured))) // 2
 
 

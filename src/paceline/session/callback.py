@@ -32,7 +32,7 @@ class Callback:
         """Run after every round: one step, or several steps under rules in which replicas train alone."""
 
     def on_evaluation(self, session: Session, evaluation: Evaluation) -> None:
-        """Run after every evaluation on held-out data, which is equal on all ranks."""
+        """Run after every evaluation on held-out data; `evaluation` is equal on all ranks."""
 
     def on_end(self, session: Session, result: Result) -> None:
         """Run after the last checkpoint; not called if the run fails."""

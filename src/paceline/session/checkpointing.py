@@ -161,7 +161,7 @@ def _present_ranks(session: Session) -> list[int]:
 
 
 def _wait_before_updates(session: Session) -> None:
-    """Make updates wait until a save in the background reads the state no more.
+    """Make updates wait until a background save no longer reads the state.
 
     It is the first part of the update step, since a skipped step runs only some of the parts, and since
     parameters change before the update where replicas average that have trained alone.
@@ -249,7 +249,7 @@ def restore_checkpoint(
 
 
 def _resolve_name(files: StorageFolder, name: str) -> str:
-    """Return the name behind "best" and "newest"; every rank reads the folder, as nothing is written now."""
+    """Return the checkpoint name that "best" or "newest" stands for; every rank reads the folder itself."""
     return CheckpointCatalog.read(files).resolve_name(name)
 
 

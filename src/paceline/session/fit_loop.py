@@ -209,7 +209,7 @@ class Result:
     Args:
         steps: steps taken since the beginning of the run, including those before a resume.
         last: stats of the last round of this fit; None if there was no step to take.
-        evaluation: on the held-out data after the last step; None without such data.
+        evaluation: on the held-out data after the last step; None if the task has no held-out data.
         checkpoint: path or URL of the last checkpoint; None if nothing was saved.
         sha256: hash of the state after the last step, in hex; None unless the run is reproducible.
         stopped: a signal ended the run before its last step.

@@ -215,7 +215,7 @@ class Session:
         stop_reason: why a callback of this rank wants the run to end; empty: it does not.
         enter_rule: switches to the rule that is active at a step.
         reinstall_hooks: called after new `parts` were built, to install hooks in the new update step.
-        wait_for_save: waits until a save in the background reads the state no more.
+        wait_for_save: waits until a background save no longer reads the state.
         commit: votes of `repeat_until_agreed`; made at the first of them.
     """
 

@@ -84,11 +84,11 @@ def clocks_per_turn(size: int) -> int:
 
 
 class PendingHalves:
-    """The halves that a rank has not received yet; pure.
+    """The halves of push-sum states that peers have sent and this rank has not received yet; pure.
 
     Args:
         rank, size: this rank, and the number of ranks.
-        bound: S, the clocks that a half can be late.
+        bound: S, how many clocks late a half can be.
     """
 
     def __init__(self, rank: int, size: int, bound: int) -> None:
@@ -112,13 +112,13 @@ class PendingHalves:
         return clock >= self._reached
 
     def take(self, clock: int) -> int:
-        """Record that the half of a clock arrived, and return how many clocks late it is.
+        """Record that the half sent at a clock has arrived, and return how many clocks late it is.
 
         Raises:
             CommunicationError: it was added before.
         """
         if clock not in self._missing:
-            raise internal_rule_error(f"rank {self._rank} received its half of clock {clock} twice")
+            raise internal_rule_error(f"rank {self._rank} received the half of clock {clock} twice")
         self._missing.remove(clock)
         return self._reached - 1 - clock
 
@@ -167,13 +167,13 @@ class PushSumState:
 
     @torch.no_grad()
     def halve(self) -> None:
-        """Keep one half of sum and weight; the half to send has the same values."""
+        """Halve sum and weight; the half that is sent to the peer has the same values."""
         torch._foreach_mul_(self.sums, 0.5)
         self.weight /= 2
 
     @torch.no_grad()
     def add(self, sums: Sequence[Tensor], weight: float) -> None:
-        """Add the half of another rank."""
+        """Add the half that another rank has sent."""
         torch._foreach_add_(
             self.sums, [received.to(x.device) for received, x in zip(sums, self.sums, strict=True)]
         )
@@ -317,7 +317,7 @@ class GossipSGD:
         return True
 
     def _handle(self, message: ChannelMessage) -> None:
-        """Handle a half, or a request to end the round."""
+        """Handle a message: half of a peer's push-sum state, or a request to end the round."""
         if message.kind == "end":
             self._end_steps[message.sender] = int(message.fields["step"])
             return

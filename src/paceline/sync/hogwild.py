@@ -286,7 +286,7 @@ def _build_shares(context: SessionContext) -> EvenAssignment | None:
 
 
 def _tally_size(num_values: int) -> int:
-    """Return the size of the tally of ones, given the size of the largest tensor."""
+    """Return the length of `SharedCounters.ones`, given the number of values of the largest tensor."""
     return min(_MAX_TALLY_SIZE, num_values)
 
 

@@ -122,7 +122,7 @@ class LocalRound:
 
     Args:
         first: its first step.
-        end: the step before which it ends.
+        end: the step after its last one.
         buffers: copies of the buffers at its start.
         results: tally and update of each step so far.
         num_items: about how many items each of these steps had on all replicas, applied or not.

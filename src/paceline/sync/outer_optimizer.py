@@ -84,7 +84,7 @@ class ParameterDelta:
         step: the outer optimizer and its collectives.
         reducer: sums deltas over the replicas; it codes them and keeps the quantisation error.
     Attributes:
-        share: how far a parameter moves at once for a unit of the mean delta.
+        share: how far an outer step moves a parameter per unit of the mean delta of its round.
     """
 
     def __init__(

@@ -54,7 +54,7 @@ class ResidualUnit(Protocol):
         """
 
     def resume(self, scale: float, items: float | None) -> float:
-        """Return the factor that brings saved errors, with their scale and items, into this unit."""
+        """Return the factor that converts errors saved with this `scale` and these `items` to this unit."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class ResidualState(ExtraState):
         self._same_num_ranks: dict[str, bool] = {}  # by name: as many ranks code as when it was saved
 
     def pieces(self) -> list[TensorPiece]:
-        """Return this rank's row of each tensor, which has a row for each rank that is left."""
+        """Return this rank's row of each error tensor, which has one row for each rank that is not lost."""
         group = self._group
         left = [rank for rank in group.ranks if rank in (self._left() or group.ranks)]
         row = left.index(group.ranks[group.rank])

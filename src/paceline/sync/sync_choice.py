@@ -93,7 +93,10 @@ class StepTimings(NamedTuple):
         return self._first_profitable_factor(rule, coarse / 1.1, 1.005, 21) * self.exchange_seconds
 
     def _first_profitable_factor(self, rule: str, begin: float, ratio: float, count: int) -> float:
-        """Return the first of `count` factors of slower links at which a rule pays, or infinity."""
+        """Return the first slowdown of the link at which a rule beats every-step, or infinity.
+
+        It tries `count` slowdowns: `begin`, `begin * ratio`, `begin * ratio**2` and so on.
+        """
         factors = (begin * ratio**number for number in range(count))
         slower = ((factor, self._over_slower_link(factor)) for factor in factors)
         return next((f for f, at in slower if at.step_seconds >= MIN_SPEEDUP * at.seconds(rule)), math.inf)

@@ -85,7 +85,7 @@ class GradientSum:
     """The sum of a step's gradients over its micro-batches.
 
     Args:
-        weights: of its forwards.
+        weights: the weights of its forward passes.
     """
 
     def __init__(self, weights: StageWeights) -> None:
@@ -150,7 +150,7 @@ class StashedStep:
     Args:
         version: updates in the weights of its forward.
         weights: these weights.
-        micro_batches: what their backwards need.
+        micro_batches: what the backward passes of its micro-batches need.
         count: items of the step; known on the last stage, and sent with the gradients.
         scale: the factor of the losses.
     """
@@ -284,7 +284,7 @@ class DoubleBufferedWeights:
                 self._spare[name], p.data = p.data, other
 
     def add_version(self, step: int, updates: int) -> None:
-        """Register the weights after the update of the step before `step`, and drop the oldest version."""
+        """Register the weights that `step` starts from, and drop the oldest version."""
         self.versions_by_step = {
             max(self.versions_by_step): self.versions_by_step[max(self.versions_by_step)],
             step: self._present_version(updates),
@@ -302,7 +302,7 @@ class InFlightStep:
     """A step between its first forward and its update.
 
     Args:
-        version: of its forwards.
+        version: number of the weight version of its forward passes.
         scale: the factor of the losses.
         sums: loss sums of its micro-batches.
         grads: sum of its gradients.

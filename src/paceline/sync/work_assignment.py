@@ -289,8 +289,8 @@ class SpeedAssignment(EvenAssignment):
         shares: shards of each rank at the start.
         rank: this rank.
         exchange: of the same ranks.
-        lag: steps after which all ranks know a window: what a rank publishes at its end has arrived when
-            another rank starts a step that many later.
+        lag: steps after which all ranks know a window: what a rank publishes at the end of the window has
+            arrived when another rank starts a step that is `lag` steps later.
         window: steps of a measurement.
         divides: an update uses the mean of its samples; otherwise their sum, which needs no weight.
         note: receives the event "shares", and "samples" at the end of a round.

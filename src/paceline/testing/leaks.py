@@ -164,7 +164,7 @@ class _ProcessTree:
         return cls(root, children, frozenset(process for process in existing if process[0] in strangers))
 
     def describe(self) -> dict[int, str]:
-        """Return command lines by number, without lasting servers, idle ranks and ending processes."""
+        """Return command lines by process id, without lasting servers, idle ranks and ending processes."""
         commands: dict[int, str] = {}
         children = self.children.get(self.root, ())
         pending = list(children)

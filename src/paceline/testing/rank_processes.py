@@ -174,7 +174,7 @@ def _attribute_identities() -> dict[str, dict[str, int]]:
 
 
 def _process_settings() -> tuple[Any, ...]:
-    """Return settings that a function may change and that the next call would meet."""
+    """Return process settings that a function may change and that would affect the next call."""
     import torch
 
     handlers = tuple(signal.getsignal(number) for number in signal.valid_signals())

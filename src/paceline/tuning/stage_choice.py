@@ -109,7 +109,7 @@ def _call_with_loss(task: Task, batch: Any, run: RunModule, twin: nn.Module, x: 
 def _time_module(
     link: nn.Module, run: RunModule, shapes: Sequence[Tensor], precision: MixedPrecision, device: torch.device
 ) -> float:
-    """Return the least seconds of some forwards and backwards of a copy, after one that is not counted."""
+    """Return the least seconds of a forward and backward pass of a copy in a few runs after a warm-up."""
     twin, times = allocate_copy(link).to(device), []
     x = [
         sample_input(shape.shape, shape.dtype).to(device).requires_grad_(shape.is_floating_point())
@@ -208,7 +208,7 @@ class StageChoice(NamedTuple):
 def measure_and_choose_stages(
     recipe: Recipe, task: Task, cluster: Cluster, processes: int, device: torch.device
 ) -> StageChoice:
-    """Measure on the ranks of a cluster, and choose stages for a job of so many processes; collective.
+    """Measure on the ranks of a cluster, and choose stages for a job of `processes` processes; collective.
 
     Args:
         recipe: its strategy has its replicas filled in.
@@ -227,7 +227,7 @@ def measure_and_choose_stages(
 
 
 def resolve_measured_stages(recipe: Recipe, task: Task, processes: int) -> Recipe:
-    """Replace `stages=time` by numbers of modules, measured in this process for a job of so many processes.
+    """Replace `stages=time` by numbers of modules, measured here for a job of `processes` processes.
 
     A memory plan needs the lengths of the stages, and plans them without the processes of the job.
 

@@ -396,6 +396,6 @@ class OwnLoopLoss:
             else:
                 return request.loss
         raise StrategyError(
-            f"in {_MOST_TURNS} steps on the same batch the loop makes no update number {self.update + 1}",
+            f"the loop never made update {self.update + 1} of a step in {_MOST_TURNS} steps on one batch",
             next_step="let the batches decide which parts of the model are updated",
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -98,3 +99,10 @@ def raising(error: BaseException) -> Callable[..., None]:
         raise error
 
     return fail
+
+
+def flip_bit(path: Path, place: int = -1, bit: int = 0) -> None:
+    """Damage a file."""
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1 << bit
+    path.write_bytes(data)

@@ -17,22 +17,14 @@ from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe
 from paceline.session import checkpointing, fit
 from paceline.testing.parity import build_test_session
-from tests.unit.checkpoint.states import holds, load, make_state, save, whole
+from tests.unit.checkpoint.states import flip_bit, holds, load, make_state, save, whole
 
 pytestmark = pytest.mark.capability("N13")
 TENSORS, MANIFEST = "rank-00000.safetensors", "manifest.json"
 
 
-def flip_bit(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[-5] ^= 0x10
-    path.write_bytes(data)
-
-
 def flip_header(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[3] ^= 0x01
-    path.write_bytes(data)
+    flip_bit(path, place=3)
 
 
 def cut_short(path: Path) -> None:

@@ -21,7 +21,7 @@ from paceline.session import train
 from paceline.state.train_state import TrainState
 from paceline.testing.parity import make_task
 from tests.recipes import recipe_of
-from tests.unit.checkpoint.states import save
+from tests.unit.checkpoint.states import flip_bit, save
 from tests.web import serving
 
 pytestmark = pytest.mark.capability("W6")
@@ -94,12 +94,10 @@ def test_a_folder_of_several_files_with_an_index(tmp_path: Path) -> None:
 
 def test_one_flipped_bit_is_refused(tmp_path: Path) -> None:
     path = exported(tmp_path, Tied())
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
+    flip_bit(path)
     with pytest.raises(CheckpointError, match="damaged: SHA-256"):
         load_weights(Tied(), path)
-    path.write_bytes(data[:100])
+    path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(CheckpointError, match="cannot read the weights"):
         load_weights(Tied(), path)
 

@@ -20,6 +20,7 @@ from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe
 from paceline.session.start_rank import join
 from paceline.testing.parity import make_task
+from tests.unit.checkpoint.states import flip_bit
 from tests.web import serving
 
 pytestmark = pytest.mark.capability("W6")
@@ -53,12 +54,6 @@ def write_sums(folder: Path) -> Path:
 
 def sha256(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
-
-
-def flip(file: Path) -> None:
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
 
 
 @pytest.mark.parametrize("place", ["path", "file", "http"])
@@ -118,7 +113,7 @@ def test_sums_beside_a_folder_are_compared(remote: bool, tmp_path: Path) -> None
         place = web.url if remote else str(tmp_path)
         assert load_weights(ours, place).unverified_files == () and same(ours, theirs)
         last = max(tmp_path.glob("*.safetensors"))
-        flip(last)
+        flip_bit(last)
         untouched, before = gpt2(2), gpt2(2)
         with pytest.raises(CheckpointError, match=f"{last.name} is damaged: .*by SHA256SUMS"):
             load_weights(untouched, place)
@@ -142,7 +137,7 @@ def test_what_hugging_faces_library_noted_is_compared(kept: str, tmp_path: Path)
         local.write_download_metadata(file.parent, file.name, "a commit", digest)
         blob = file
     assert load_weights(ours, file.parent).unverified_files == () and same(ours, theirs)
-    flip(blob)
+    flip_bit(blob)
     with pytest.raises(CheckpointError, match=r"is damaged: .*by Hugging Face's download"):
         load_weights(ours, file.parent)
 

@@ -14,6 +14,7 @@ from paceline.checkpoint.catalog import CheckpointCatalog
 from paceline.checkpoint.checkpoint_reader import ManifestReader
 from paceline.checkpoint.disk.checksum import is_checksum
 from paceline.checkpoint.safetensors_file import TensorChunk
+from paceline.checkpoint.staging import StagingBuffer
 from paceline.checkpoint.storage import StorageFolder
 from paceline.errors import CheckpointError, DeadlineError
 from paceline.parallel.sharded_model import unsharded_model
@@ -217,11 +218,11 @@ def test_an_update_waits_for_the_copy(tmp_path: Path, monkeypatch: pytest.Monkey
 
     go = threading.Event()
     with saver(tmp_path, state := make_state()) as one:
-        complete = one._staging.complete
-        monkeypatch.setattr(one._staging, "complete", lambda: (go.wait(100), complete())[1])
+        complete = StagingBuffer.complete
+        monkeypatch.setattr(StagingBuffer, "complete", lambda buffer: (go.wait(100), complete(buffer))[1])
         early = make_state()
         name = one.save()
-        assert one._staging._to_copy.unfinished_tasks
+        assert one.busy  # nothing is copied yet
         with torch.no_grad():
             state.model[0].weight.add_(1.0)  # behind the optimizer's back
         go.set()

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -34,14 +35,12 @@ def every_save_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def beside(
-    url: object, state: TrainState, **changes: Any
-) -> Iterator[tuple[CheckpointSaver, WriterProcess, list[str]]]:
-    """A saver with a process, that process, and what it warns of."""
+def beside(url: object, state: TrainState, **changes: Any) -> Iterator[tuple[CheckpointSaver, list[str]]]:
+    """A saver with a process, and what it warns of."""
     process, told = WriterProcess(dict(os.environ)), list[str]()
     writer = ProcessWriter(process, changes.pop("seconds", 20.0), told.append)
     with saver(url, state, writer=writer, **changes) as one:
-        yield one, process, told
+        yield one, told
 
 
 def grown(width: int) -> TrainState:
@@ -55,7 +54,7 @@ def grown(width: int) -> TrainState:
 def test_its_checkpoints_are_those_of_threads(tmp_path: Path) -> None:
     """Also while parameters, moments and statistics change, and whether or not it hurries."""
     state, manifests = make_state(), []
-    with beside(tmp_path / "process", state, newest=9) as (one, _, told):
+    with beside(tmp_path / "process", state, newest=9) as (one, told):
         for hurries in (False, True, False):
             one.save()
             change(state, one.settle)
@@ -88,36 +87,47 @@ def test_a_state_that_grows_has_new_memory(tmp_path: Path) -> None:
             assert holds(tmp_path, (one.save(), one.finish())[0], state)
 
 
-def test_a_process_that_is_killed_is_replaced(tmp_path: Path) -> None:
+def test_a_process_that_is_killed_is_replaced(
+    started: list[subprocess.Popen[bytes]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The training writes what it was to write, says so, and the next save has a new one."""
     state = make_state()
-    with beside(tmp_path, state, newest=9) as (one, process, told):
+    with beside(tmp_path, state, newest=9) as (one, told):
         for save_number in range(3):
             state.step += 1
             name = one.save()
             if save_number == 1:
-                process._process.kill()
-                process._process.wait()
-                one._staging.settle()
+                started[-1].kill()
+                started[-1].wait()
+                one.settle()
             one.finish()
             assert holds(tmp_path, name, state)
-            assert process._process.poll() == (-signal.SIGKILL if save_number == 1 else None)
+            assert started[-1].poll() == (-signal.SIGKILL if save_number == 1 else None)
     assert len(told) <= 1, "it may have ended with its work done"
-    with beside(tmp_path / "other", state) as (one, process, told):
-        process._send = lambda asked: process._process.kill()  # before it has read anything
+    write = WriterProcess.write
+
+    def write_after_a_kill(process: WriterProcess, *given: Any) -> list[str]:
+        started[-1].kill()
+        started[-1].wait()
+        return write(process, *given)
+
+    monkeypatch.setattr(WriterProcess, "write", write_after_a_kill)
+    with beside(tmp_path / "other", state) as (one, told):
         name = one.save()
         one.finish()
         assert holds(tmp_path / "other", name, state)
         assert len(told) == 1 and "has ended" in told[0] and "training process writes this save" in told[0]
 
 
-def test_a_process_that_is_stopped_is_replaced(tmp_path: Path) -> None:
+def test_a_process_that_is_stopped_is_replaced(
+    started: list[subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
     """Nobody may wait for it without end. One that goes on soon, as after Ctrl-Z of a whole job, is kept."""
     state = make_state()
-    with beside(tmp_path, state, newest=9) as (one, process, told):
+    with beside(tmp_path, state, newest=9) as (one, told):
         one.save()
         one.finish()
-        stopped = process._process
+        (stopped,) = started
         state.step += 1
         stopped.send_signal(signal.SIGSTOP)
         name = one.save()
@@ -127,13 +137,13 @@ def test_a_process_that_is_stopped_is_replaced(tmp_path: Path) -> None:
         state.step += 1
         name = one.save()
         one.finish()
-        assert holds(tmp_path, name, state) and process._process is not stopped and len(told) == 1
+        assert holds(tmp_path, name, state) and len(started) == 2 and len(told) == 1
 
 
 def test_one_that_cannot_be_started_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "missing"))
     state = make_state()
-    with beside(tmp_path / "c", state) as (one, _, told):
+    with beside(tmp_path / "c", state) as (one, told):
         name = one.save()
         one.finish()
     assert holds(tmp_path / "c", name, state)
@@ -158,7 +168,7 @@ def fill(files: StorageFolder, times: int) -> None:
 def test_a_full_disk_is_an_error_or_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publish, "_RETRY_SECONDS", 0.01)
     state, told = make_state(1), list[str]()
-    with beside(tmp_path, state, newest=9) as (one, _, lost):
+    with beside(tmp_path, state, newest=9) as (one, lost):
         name = one.save()
         one.finish()
         state.step = 2
@@ -169,7 +179,7 @@ def test_a_full_disk_is_an_error_or_waited_for(tmp_path: Path, monkeypatch: pyte
         assert "step-00000002" in caught.value.where and "full_disk_seconds" in caught.value.next_step
         assert list((tmp_path / "step-00000002").iterdir()) == []
     assert holds(tmp_path, name, make_state(1)) and lost == []
-    with beside(tmp_path, state, patience=FullDiskPatience(20.0, told.append)) as (one, _, lost):
+    with beside(tmp_path, state, patience=FullDiskPatience(20.0, told.append)) as (one, lost):
         fill(one.catalog.files, 2)
         name = one.save()
         one.finish()

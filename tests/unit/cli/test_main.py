@@ -8,7 +8,7 @@ import sys
 import pytest
 
 HEAVY = ("rich", "pydantic", "numpy", "torch")
-ROOMS = ("recipe", "launch", "report", "studies", "observe", "cluster", "schedule", "lab", "plan")
+ROOMS = ("recipe", "launch", "report", "studies", "observe", "pipeline_schedule", "lab", "plan", "session")
 HELP = [*HEAVY, *(f"paceline.{room}" for room in ROOMS)]
 COUNTED = """
 import sys, typer

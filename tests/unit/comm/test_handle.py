@@ -26,30 +26,25 @@ class Counted:
         return self.result
 
 
-def test_nothing_is_made_before_the_first_wait_and_nothing_after_it() -> None:
-    made = Counted(object())
+@pytest.mark.parametrize("result", [object(), None])
+def test_nothing_is_made_before_the_first_wait_and_nothing_after_it(result: object) -> None:
+    made = Counted(result)
     handle = Handle(made)
     assert made.asked == []
-    assert [handle.wait() for _ in range(3)] == [made.result] * 3
+    assert [handle.wait() for _ in range(3)] == [result] * 3
     assert made.asked == [(None, True)]
 
 
-def test_none_is_a_result_too() -> None:
-    made = Counted(None)
-    handle = Handle(made)
-    assert (handle.wait(), handle.wait()) == (None, None)
-    assert len(made.asked) == 1
-
-
 @pytest.mark.parametrize("error", [CommunicationError("a peer is gone", next_step="look"), KeyError("x")])
-def test_a_failure_is_raised_again_and_not_looked_for_again(error: Exception) -> None:
-    made = Counted(error=error)
+def test_a_failure_is_raised_by_every_wait_and_what_follows_is_not_called(error: Exception) -> None:
+    made, calls = Counted(error=error), []
     handle = Handle(made)
-    for _ in range(3):
+    following = handle.then(calls.append)
+    for each in (following, following, handle):
         with pytest.raises(type(error)) as caught:
-            handle.wait()
+            each.wait()
         assert caught.value is error
-    assert len(made.asked) == 1
+    assert len(made.asked) == 1 and calls == []
 
 
 def test_of_several_all_have_ended_when_one_has_failed() -> None:
@@ -82,28 +77,11 @@ def test_what_follows_is_made_once_and_leaves_the_first_result_alone() -> None:
     made, calls = Counted([1]), []
     first = Handle(made)
     following = first.then(lambda found: calls.append(found) or [*found, 2])
+    other = first.then(len)
     assert calls == []
     assert following.wait() is following.wait()
-    assert (following.wait(), first.wait(), len(calls), len(made.asked)) == ([1, 2], [1], 1, 1)
-
-
-def test_two_that_follow_share_one_result() -> None:
-    made = Counted(5)
-    handle = Handle(made)
-    one, other = handle.then(lambda n: n + 1), handle.then(lambda n: n - 1)
-    assert (one.wait(), other.wait()) == (6, 4)
-    assert len(made.asked) == 1
-
-
-def test_a_failure_reaches_what_follows_and_its_function_is_not_called() -> None:
-    error, calls = CommunicationError("a peer is gone", next_step="look"), []
-    handle = Handle(Counted(error=error))
-    following = handle.then(calls.append)
-    for each in (following, following, handle):
-        with pytest.raises(CommunicationError) as caught:
-            each.wait()
-        assert caught.value is error
-    assert calls == []
+    assert (following.wait(), other.wait(), first.wait()) == ([1, 2], 1, [1])
+    assert (len(calls), len(made.asked)) == (1, 1)
 
 
 def test_a_function_that_fails_is_called_once_and_the_first_result_is_kept() -> None:

@@ -359,13 +359,6 @@ def test_the_cache_is_hit_in_the_second_epoch(workers: int) -> None:
     assert (loader.cache_hits, loader.cache_lookups) == (120, 160)
 
 
-def test_without_cache_bytes_nothing_is_kept_or_counted() -> None:
-    loader = SampleLoader(Numbers(), list, recipe(), CPU)
-    with loader.open(micro_batches(10, num_samples=8)) as stream:
-        assert len(list(stream)) == 20
-    assert (loader.cache_hits, loader.cache_lookups) == (0, 0)
-
-
 def test_cache_bytes_are_divided_among_the_workers() -> None:
     class Wide(Numbers):
         def __getitem__(self, index: int) -> torch.Tensor:

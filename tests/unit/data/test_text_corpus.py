@@ -13,7 +13,7 @@ import torch
 from paceline.data.loader import SampleLoader
 from paceline.data.sample_order import KeyedOrder
 from paceline.data.text_corpus import TextWindows, corpus_files, open_corpus, split_files
-from paceline.data.token_file import TextFile, hash_text_file
+from paceline.data.token_file import TextFile
 from paceline.data.tokenizer import ByteTokenizer
 from paceline.data.work import LockstepWork
 from paceline.errors import DataError
@@ -210,10 +210,3 @@ def test_windows_of_a_mapped_corpus_pass_through_the_loader(
             expected = torch.stack([windows[int(i)] for i in loaded.micro_batch.indices])
             assert torch.equal(loaded.batch, expected)
             assert loaded.batch.shape == (4, 17)
-
-
-def test_examine_reads_size_and_content(folder: Path) -> None:
-    first, again, other = (hash_text_file(folder / name) for name in ("a.txt", "a.txt", "b.txt"))
-    assert first == again
-    assert first.num_bytes == 90
-    assert first.digest != other.digest

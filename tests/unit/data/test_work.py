@@ -54,16 +54,6 @@ def test_micro_batches_do_not_depend_on_the_number_of_replicas(num_replicas: int
         ]
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2, 3, 5, 8])
-def test_replicas_run_blocks_of_nearly_equal_length(num_replicas: int) -> None:
-    order = KeyedOrder(64, 64, 1)
-    counts = [
-        len(LockstepWork(order, 8, 1, rank, num_replicas).micro_batches(0)) for rank in range(num_replicas)
-    ]
-    assert sum(counts) == 8
-    assert max(counts) - min(counts) <= 1
-
-
 @pytest.mark.capability("A5", "A12")
 @pytest.mark.parametrize("num_replicas", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("num_samples", [1, 7, 97, 100, 129])
@@ -85,15 +75,6 @@ def test_ragged_epochs_use_every_sample_exactly_once(num_samples: int, num_repli
             steps_taken.add(len(steps))
         assert sorted(i for part in seen for i in part) == list(range(num_samples))
         assert len(steps_taken) == 1  # nobody runs out of steps first, so nobody waits for ever
-
-
-@pytest.mark.capability("A12")
-def test_a_tail_batch_is_spread_over_the_replicas() -> None:
-    order = KeyedOrder(36, 32, 1)
-    sizes = [
-        sum(len(u.indices) for u in LockstepWork(order, 8, 1, rank, 4).micro_batches(1)) for rank in range(4)
-    ]
-    assert sizes == [1, 1, 1, 1]
 
 
 def test_seven_samples_on_eight_replicas_leave_one_without_a_micro_batch() -> None:

@@ -24,19 +24,11 @@ from paceline.lab.topology import (
 
 
 def test_quantities_and_what_is_none() -> None:
-    assert (
-        parse_rate_bits("100mbit") == 1e8 and parse_rate_bits("1.5Gbit") == 1.5e9 and parse_rate_bits("") == 0
-    )
-    assert parse_duration_seconds("500us") == pytest.approx(5e-4) and parse_duration_seconds(
-        "2 ms"
-    ) == pytest.approx(2e-3)
+    assert [parse_rate_bits(text) for text in ("100mbit", "1.5Gbit", "")] == [1e8, 1.5e9, 0]
+    assert [parse_duration_seconds(text) for text in ("500us", "2 ms")] == pytest.approx([5e-4, 2e-3])
     assert parse_size_bytes("64mb") == 64 << 20 and parse_fraction("0.5%") == pytest.approx(0.005)
-    for read, text in (
-        (parse_rate_bits, "100"),
-        (parse_rate_bits, "10mb"),
-        (parse_duration_seconds, "fast"),
-        (parse_fraction, "101%"),
-    ):
+    rates = [(parse_rate_bits, text) for text in ("100", "10mb")]
+    for read, text in (*rates, (parse_duration_seconds, "fast"), (parse_fraction, "101%")):
         with pytest.raises(RecipeError):
             read(text)
 

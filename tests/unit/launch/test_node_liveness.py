@@ -57,12 +57,7 @@ def test_a_worker_without_a_launcher_announces_its_node_only(tmp_path: Path) -> 
 def test_the_report_of_a_lost_connection_names_the_node_and_others_do_not() -> None:
     lost = ["node 2 (h2, 10.0.0.3) is gone"]
     connection = WorkerFailure(0, "connection", 1.0, "raised CommunicationError", 4)
-    assert (
-        "  cause: node 2 (h2, 10.0.0.3) is gone"
-        in summarize_failures([connection], nodes=4, lost=lost).report
-    )
-    assert (
-        "node 2"
-        not in summarize_failures([WorkerFailure(0, "error", 1.0, "raised X", 1)], nodes=4, lost=lost).report
-    )
+    error = WorkerFailure(0, "error", 1.0, "raised X", 1)
+    said = [summarize_failures([failure], nodes=4, lost=lost).report for failure in (connection, error)]
+    assert "  cause: node 2 (h2, 10.0.0.3) is gone" in said[0] and "node 2" not in said[1]
     assert "look at the other nodes" in summarize_failures([connection], nodes=4).report

@@ -68,13 +68,6 @@ def test_gpt_branches_are_scaled_by_depth() -> None:
     assert abs(model.blocks[3].feed_forward.project.weight.std().item() / (0.02 / 4) - 1) < 0.05
 
 
-def test_a_tied_weight_is_set_once_and_stays_tied() -> None:
-    model = GPT(SMALL)
-    initialize_gpt(model, 1)
-    assert model.head.weight is model.embed.weight
-    assert "head.weight" not in dict(model.named_parameters())
-
-
 def normal_rule(model: nn.Module) -> Callable[[str, torch.Tensor, torch.Generator], object]:
     def rule(name: str, values: torch.Tensor, generator: torch.Generator) -> None:
         values.normal_(generator=generator)

@@ -53,11 +53,8 @@ def test_a_field_that_is_missing_is_said() -> None:
 
 
 def test_numbers_that_are_not_finite_are_numbers() -> None:
-    assert (
-        find_schema_errors({**RECORD, "time": "inf"})
-        == []
-        != find_schema_errors({**RECORD, "time": "infinite"})
-    )
+    assert not find_schema_errors({**RECORD, "time": "inf"})
+    assert find_schema_errors({**RECORD, "time": "infinite"})
 
 
 def test_levels_are_ordered_and_what_nobody_named_is_information() -> None:

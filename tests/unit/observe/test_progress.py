@@ -1,6 +1,7 @@
 """The progress line: what it says, plain lines without a terminal, one live line with one."""
 
 import io
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,36 +10,14 @@ from rich.console import Console
 from paceline.observe import PHASES, StepStats
 from paceline.observe import progress as module
 from paceline.observe.progress import ProgressSink
-
-
-class Clock:
-    """Seconds that pass only when the test says so."""
-
-    def __init__(self) -> None:
-        self.now = 50.0
-
-    def monotonic(self) -> float:
-        return self.now
+from paceline.testing.contracts.sink_contract import make_step
+from tests.unit.observe.clock import Clock
 
 
 def make_stats(step: int, **changes: Any) -> StepStats:
-    values: dict[str, Any] = {
-        "step": step,
-        "epoch": 0,
-        "loss": 2.0,
-        "metrics": {},
-        "num_samples": 10,
-        "num_items": 10.0,
-        "grad_norm": 1.0,
-        "lr": 0.1,
-        "applied": True,
-        "loss_scale": 1.0,
-        "stops": 0,
-        "seconds": 0.5,
-        "phases": {**dict.fromkeys(PHASES, 0.0), "forward": 0.125, "backward": 0.25},
-        "sent_bytes": 0.0,
-    }
-    return StepStats(**{**values, **changes})
+    phases = {**dict.fromkeys(PHASES, 0.0), "forward": 0.125, "backward": 0.25}
+    values = {"loss": 2.0, "num_samples": 10, "seconds": 0.5, "phases": phases}
+    return replace(make_step(step), **(values | changes))
 
 
 def plain_console() -> tuple[Console, io.StringIO]:
@@ -107,8 +86,12 @@ def test_on_a_terminal_there_is_one_live_line_with_a_bar_that_stays_at_the_end()
 
 @pytest.mark.parametrize("done, whole, filled", [(0, 8, 0), (1, 8, 3), (4, 8, 12), (8, 8, 24), (0, 0, 0)])
 def test_the_bar_is_filled_in_proportion(done: int, whole: int, filled: int) -> None:
-    bar = module._render_bar(done, whole)
-    assert (bar.count("━"), len(bar)) == (filled, 24)
+    out = io.StringIO()
+    progress = ProgressSink(Console(file=out, force_terminal=True, width=160, color_system=None), 0, whole, 0)
+    progress.step(make_stats(done - 1))
+    progress.close()
+    bar = "━" * filled + "╌" * (24 - filled)
+    assert f"{bar} step {done}/{whole}" in out.getvalue()
 
 
 @pytest.mark.parametrize("terminal", [False, True])

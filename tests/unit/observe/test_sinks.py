@@ -3,33 +3,20 @@
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from paceline.observe import PHASES, JsonLinesSink, StepStats, TextLogSink
+from paceline.observe import JsonLinesSink, StepStats, TextLogSink
 from paceline.observe.sinks import rotated_files
+from paceline.testing.contracts.sink_contract import make_step
+from tests.unit.observe.clock import Clock
 
 
 def make_stats(**changes: Any) -> StepStats:
-    values: dict[str, Any] = {
-        "step": 4,
-        "epoch": 1,
-        "loss": 0.5,
-        "metrics": {"accuracy": 0.75},
-        "num_samples": 32,
-        "num_items": 96.0,
-        "grad_norm": 1.25,
-        "lr": 1e-3,
-        "applied": True,
-        "loss_scale": 1.0,
-        "stops": 0,
-        "seconds": 0.25,
-        "phases": dict.fromkeys(PHASES, 0.05),
-        "sent_bytes": 4096.0,
-    }
-    return StepStats(**{**values, **changes})
+    return replace(make_step(4), **({"epoch": 1, "seconds": 0.25} | changes))
 
 
 def refuse(name: str) -> float:
@@ -138,16 +125,6 @@ def test_a_line_that_a_crash_cut_short_spoils_no_other(tmp_path: Path) -> None:
 
 
 LINE = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z (INFO|WARNING|ERROR) +\S")
-
-
-class Clock:
-    """Seconds that pass only when the test says so."""
-
-    def __init__(self) -> None:
-        self.now = 50.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def lines(path: Path) -> list[str]:

@@ -7,16 +7,7 @@ import pytest
 from paceline.observe import PHASES, PhaseTimer
 from paceline.observe import step_stats as module
 from paceline.observe.step_stats import RANK_COLUMNS, build_rank_records
-
-
-class Clock:
-    """A clock that stands still until it is told to go on."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def perf_counter(self) -> float:
-        return self.now
+from tests.unit.observe.clock import Clock
 
 
 @pytest.fixture

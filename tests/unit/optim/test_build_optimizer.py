@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import math
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -149,28 +147,6 @@ def test_l2_equals_a_penalty_in_the_loss(name: str) -> None:
     assert largest_gap(found, train(without, build(without, name=name, lr=0.01))) > 1e-3
 
 
-@pytest.mark.capability("J8", "J9")
-def test_l2_under_adam_is_not_decoupled_decay() -> None:
-    coupled, decoupled = make_model(), make_model()
-    one = train(coupled, build(coupled, name="adam", lr=0.01, l2=0.1))
-    other = train(decoupled, build(decoupled, name="adamw", lr=0.01, weight_decay=0.1))
-    assert largest_gap(one, other) > 1e-2
-
-
-@pytest.mark.capability("J9")
-def test_decay_is_outside_the_moments_and_spares_what_has_fewer_than_two_dimensions() -> None:
-    model = make_model()
-    before = copy.deepcopy(model.state_dict())
-    optimizer = build(model, name="adamw", lr=0.1, weight_decay=0.5)
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    for name, parameter in model.named_parameters():
-        factor = 1 - 0.1 * 0.5 if parameter.dim() >= 2 else 1.0
-        assert torch.allclose(parameter, before[name] * factor, atol=1e-15)
-        assert torch.all(optimizer.state[parameter]["exp_avg"] == 0)
-
-
 @pytest.mark.capability("J9")
 def test_groups_are_by_dimension_not_by_name() -> None:
     model = nn.ParameterDict({"bias": torch.zeros(2, 2), "norm": torch.zeros(2, 2, 2), "w": torch.zeros(3)})
@@ -208,32 +184,6 @@ def test_fused_is_used_when_asked_allowed_and_supported(name: str) -> None:
     not_allowed = build_optimizer(model, OptimizerRecipe(name=name), fused_allowed=False)
     assert not_allowed.param_groups[0]["fused"] is False
     assert not fused_is_supported(name, make_model().to("meta").named_parameters())
-
-
-def test_rmsprop_has_no_fused_kernel_and_trains_without() -> None:
-    model = make_model()
-    before = loss_of(model, next(batches())).item()
-    train(model, build(model, name="rmsprop", fused=True))
-    assert loss_of(model, next(batches())).item() < before
-
-
-@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "rmsprop"])
-def test_a_state_saved_in_mid_run_goes_on_to_the_same_bits(name: str) -> None:
-    fields = {"name": name, "lr": 0.01} | ({"momentum": 0.9} if name == "sgd" else {})
-    model = make_model()
-    optimizer = build(model, **fields)
-    train(model, optimizer)
-    clone = copy.deepcopy(model)
-    resumed = build(clone, **fields)
-    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    assert largest_gap(train(clone, resumed), train(model, optimizer)) == 0.0
-
-
-def test_a_rate_of_zero_changes_nothing() -> None:
-    model = make_model()
-    before = copy.deepcopy(model.state_dict())
-    after = train(model, build(model, lr=0.0, weight_decay=1.0))
-    assert math.isclose(largest_gap(after, before), 0.0)
 
 
 @pytest.mark.capability("J1")

@@ -91,17 +91,8 @@ class Plain(UserOptimizer):
 
 
 KNOWN = (
-    "SGD",
-    "Adam",
-    "AdamW",
-    "Adamax",
-    "NAdam",
-    "RAdam",
-    "Adagrad",
-    "Adadelta",
-    "RMSprop",
-    "Rprop",
-    "ASGD",
+    *("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam"),
+    *("Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD"),
 )
 ACCEPTED: dict[str, Make] = {
     **{name: lambda ps, name=name: getattr(torch.optim, name)(ps, lr=0.1) for name in KNOWN},
@@ -211,10 +202,7 @@ def test_nothing_is_kept_of_parameters_that_the_rank_does_not_update() -> None:
     assert {id(p) for p in optimizer.state} <= own
 
 
-DRIVEN = [
-    *("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon"),
-    *("NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
-]
+DRIVEN = (*KNOWN, "Adafactor", "Muon")
 
 
 def loss(model: nn.Module, batch: Tensor) -> Loss:

@@ -105,18 +105,6 @@ def test_every_parameter_is_announced_once_whatever_the_micro_batches_used(secon
     )
 
 
-def test_frozen_parameters_have_no_slot_and_tied_ones_share_one() -> None:
-    runner = place(Branches())
-    assert [slot.name for slot in runner.sharded_model.slots] == [
-        "first.weight",
-        "first.bias",
-        "second.weight",
-        "second.bias",
-        "never.weight",
-        "never.bias",
-    ]
-
-
 @pytest.mark.capability("G10")
 def test_gradients_are_announced_during_the_last_backward_in_its_order() -> None:
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))

@@ -126,19 +126,6 @@ def test_the_first_backward_hands_on_nothing_early() -> None:
     assert not sink.early and len(sink.seen) == 6
 
 
-def test_what_no_micro_batch_used_is_handed_on_as_nothing() -> None:
-    model = Recurrent()
-    model.skips = True
-    handing = GradientHooks(trained_parameters(model), overlap=True)
-    for _ in range(3):
-        sink = Sink()
-        backward(model, handing, sink)
-        found = dict(sink.seen)
-        assert len(sink.seen) == 6
-        assert {name for name, grad in found.items() if grad is None} == {"last.weight", "last.bias"}
-        assert handing.used == set(found) - {"last.weight", "last.bias"}
-
-
 def test_by_micro_batch_each_starts_anew() -> None:
     model = Recurrent()
     handing = GradientHooks(trained_parameters(model), overlap=True)

@@ -247,53 +247,6 @@ def test_without_a_transform_all_is_whole_and_updated() -> None:
 # By hand
 
 
-def spans(found: Sequence[TensorSlot | None], dim: int) -> list[tuple[int, int] | None]:
-    return [None if one is None else one.part[dim] for one in found]
-
-
-def test_rows_that_do_not_divide_differ_by_one_at_most() -> None:
-    held = ModelPlacement((slot("w", 7, 2),)).cut(ShardTransform(3, {})).at({"shard": 1})["w"]
-    assert spans(held.parts, 0) == [(0, 2), (2, 4), (4, 7)]
-    assert spans(held.parts, 1) == [(0, 2)] * 3
-    assert held.updates == held.parts[1] and held.computes.is_whole and not held.computes.axes
-
-
-def test_a_tensor_shorter_than_its_ranks_leaves_some_without_a_part() -> None:
-    held = ModelPlacement((slot("w", 1, 4),)).cut(ShardTransform(3, {})).at({"shard": 0})["w"]
-    assert spans(held.parts, 0) == [None, None, (0, 1)]
-    assert held.updates is None and held.computes.is_whole
-
-
-def test_one_number_has_one_owner_and_no_dimension_to_cut() -> None:
-    placement = ModelPlacement((slot("scale"),)).cut(TensorTransform({}, 2)).cut(ShardTransform(3, {}))
-    found = [placement.at({"tensor": t, "shard": s})["scale"] for t in range(2) for s in range(3)]
-    assert [held.updates is not None for held in found] == [False, False, True] * 2
-    assert [held.counts for held in found] == [True] * 3 + [False] * 3
-
-
-def test_a_shard_of_a_span_is_inside_it() -> None:
-    """Columns 2 and 3 of four; of these the first rank of the shard has the one, the second the other."""
-    placement = (
-        ModelPlacement((slot("w", 3, 4),)).cut(TensorTransform({"w": 1}, 2)).cut(ShardTransform(2, {"w": 1}))
-    )
-    held = placement.at({"tensor": 1, "shard": 0})["w"]
-    assert held.computes.part == ((0, 3), (2, 4))
-    assert spans(held.parts, 1) == [(2, 3), (3, 4)]
-    assert held.updates is not None and held.updates.inside(held.computes) == (slice(0, 3), slice(0, 1))
-    assert held.updates.axes == {"tensor", "shard"}
-
-
-def test_a_tensor_that_two_stages_use_meets_and_is_counted_by_the_first() -> None:
-    placement = ModelPlacement((slot("tied", 4), slot("own", 4))).cut(
-        PipelineTransform({"tied": (0, 2), "own": (1,)})
-    )
-    first, middle, last = (placement.at({"pipeline": stage}) for stage in range(3))
-    assert (list(first), list(middle), list(last)) == (["tied"], ["own"], ["tied"])
-    assert first["tied"].holders == last["tied"].holders == (0, 2)
-    assert first["tied"].sums == ("pipeline", *DATA_AXES) and middle["own"].sums == DATA_AXES
-    assert (first["tied"].counts, last["tied"].counts, middle["own"].counts) == (True, False, True)
-
-
 def test_only_a_shard_that_keeps_nothing_lets_go_of_what_is_computed_with() -> None:
     for keeps in (True, False):
         assert ModelPlacement((slot("w", 4),)).cut(ShardTransform(2, {}, keeps)).at({})["w"].kept is keeps

@@ -86,9 +86,12 @@ WHOLE = [PipelineAction("F", 0), PipelineAction("F", 1), PipelineAction("B", 0),
     "second, says",
     [
         ([F(0, 0), F(0, 1), B(0, 0), B(0, 1), F(1, 0), B(1, 0), B(1, 1)], "once in each of 2 parts"),
-        ([F(0, 1), F(0, 0), B(0, 0), B(0, 1), F(1, 0), F(1, 1), B(1, 0), B(1, 1)], "forwards out of order"),
-        ([F(0, 0), F(0, 1), F(1, 0), F(1, 1), B(0, 0), B(1, 0), B(0, 1), B(1, 1)], "mixes backwards"),
-        ([F(0, 0), F(0, 1), F(1, 0), F(1, 1), B(0, 1), B(0, 0), B(1, 0), B(1, 1)], "mixes backwards"),
+        (
+            [F(0, 1), F(0, 0), B(0, 0), B(0, 1), F(1, 0), F(1, 1), B(1, 0), B(1, 1)],
+            "forward passes out of order",
+        ),
+        ([F(0, 0), F(0, 1), F(1, 0), F(1, 1), B(0, 0), B(1, 0), B(0, 1), B(1, 1)], "interleaves the"),
+        ([F(0, 0), F(0, 1), F(1, 0), F(1, 1), B(0, 1), B(0, 0), B(1, 0), B(1, 1)], "interleaves the"),
     ],
     ids=["incomplete", "forwards", "mixed", "backwards"],
 )

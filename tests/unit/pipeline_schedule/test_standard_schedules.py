@@ -101,73 +101,21 @@ def test_halves_of_backwards_fill_the_bubble_and_store_no_more(p: int, m: int) -
 
 @pytest.mark.capability("D1", "D11")
 @pytest.mark.parametrize(
-    "broken, says",
+    "first, second, says",
     [
-        (
-            [[PipelineAction("F", 0)], [PipelineAction("F", 0), PipelineAction("B", 0)]],
-            "forward and backward once",
-        ),
-        (
-            [
-                [PipelineAction("F", 0), PipelineAction("B", 0)] * 2,
-                [PipelineAction("F", 0), PipelineAction("B", 0)],
-            ],
-            "forward and backward once",
-        ),
-        (
-            [
-                [PipelineAction("B", 0), PipelineAction("F", 0)],
-                [PipelineAction("F", 0), PipelineAction("B", 0)],
-            ],
-            "backward before forward",
-        ),
-        (
-            [
-                [PipelineAction("F", 0), PipelineAction("W", 0), PipelineAction("B", 0)],
-                [PipelineAction("F", 0), PipelineAction("B", 0)],
-            ],
-            "before those of the inputs",
-        ),
-        (
-            [
-                [
-                    PipelineAction("F", 1),
-                    PipelineAction("F", 0),
-                    PipelineAction("B", 0),
-                    PipelineAction("B", 1),
-                ],
-                [
-                    PipelineAction("F", 0),
-                    PipelineAction("F", 1),
-                    PipelineAction("B", 0),
-                    PipelineAction("B", 1),
-                ],
-            ],
-            "out of order",
-        ),
-        (
-            [
-                [
-                    PipelineAction("F", 0),
-                    PipelineAction("B", 0),
-                    PipelineAction("F", 1),
-                    PipelineAction("B", 1),
-                ],
-                [
-                    PipelineAction("F", 0),
-                    PipelineAction("F", 1),
-                    PipelineAction("B", 0),
-                    PipelineAction("B", 1),
-                ],
-            ],
-            "stage 0 at B0 of chunk 0, stage 1 at F1 of chunk 0",
-        ),
+        ("F0", "F0 B0", "forward and backward once"),
+        ("F0 B0 F0 B0", "F0 B0", "forward and backward once"),
+        ("B0 F0", "F0 B0", "backward before forward"),
+        ("F0 W0 B0", "F0 B0", "before those of the inputs"),
+        ("F1 F0 B0 B1", "F0 F1 B0 B1", "out of order"),
+        ("F0 B0 F1 B1", "F0 F1 B0 B1", "stage 0 at B0 of chunk 0, stage 1 at F1 of chunk 0"),
     ],
     ids=["incomplete", "twice", "backward first", "halves", "order", "deadlock"],
 )
-def test_a_schedule_that_cannot_run_is_refused_before_it_does(broken: list, says: str) -> None:
+def test_a_schedule_that_cannot_run_is_refused_before_it_does(first: str, second: str, says: str) -> None:
+    orders = [[PipelineAction(word[0], int(word[1:])) for word in text.split()] for text in (first, second)]
     with pytest.raises(StrategyError, match=says):
-        simulate_schedule(ScheduleTable(broken), 1 + max(a.micro_batch for a in broken[1]))
+        simulate_schedule(ScheduleTable(orders), 1 + max(a.micro_batch for a in orders[1]))
 
 
 @pytest.mark.capability("D11")

@@ -77,19 +77,10 @@ def test_the_largest_gpt_3_has_350_gb_of_weights_and_2800_gb_of_state() -> None:
 def test_sums_that_wait_for_others_are_those_of_the_tree() -> None:
     assert waiting_partial_sums(range(8)) == [1, 1, 2, 1, 2, 2, 3, 1]
     assert waiting_partial_sums(range(1, 4)) == [1, 2, 2]  # shard 1, then shards 2 and 3
-    assert waiting_partial_sums([5, 4, 3, 2, 1, 0]) == [
-        1,
-        1,
-        2,
-        2,
-        3,
-        2,
-    ]  # 4 and 5 wait longer than in their order
+    assert waiting_partial_sums([5, 4, 3, 2, 1, 0]) == [1, 1, 2, 2, 3, 2]  # 4 and 5 wait longer
     assert gathered_bytes([], 100, 2) == 100  # all of it, for a whole run
     assert gathered_bytes([10, 10], 5, 2) == 25
-    assert (
-        gathered_bytes([10, 10], 5, 4) == 50
-    )  # Gloo takes as much again for what three ranks send, and more
+    assert gathered_bytes([10, 10], 5, 4) == 50  # Gloo takes as much again for what three ranks send
 
 
 @pytest.mark.capability("L3")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from paceline.errors import RecipeError
-from paceline.recipe import BatchRecipe, OptimizerRecipe, Recipe, ScheduleRecipe, Strategy
+from paceline.recipe import BatchRecipe, Recipe, Strategy
 
 
 def refuse(**values: Any) -> RecipeError:
@@ -89,71 +89,11 @@ def test_a_python_error_says_which_call_it_was() -> None:
     assert str(caught.value) == "shards: expected at most batch.size = 4, found 8\n  where: BatchRecipe(...)"
 
 
-def test_all_errors_of_all_tables_come_in_one_message() -> None:
-    error = refuse(seed="x", batch={"size": 0, "shard": 2}, optimizer={"nesterov": True}, steps=None)
-    assert error.what.splitlines() == [
-        "5 errors:",
-        '  Recipe(...): seed: expected an integer >= 0 and <= 9223372036854775807, found "x"',
-        "  Recipe(...): epochs: expected steps or epochs, found neither",
-        "  Recipe(...): batch.size: expected an integer >= 1, found 0",
-        "  Recipe(...): batch.shard: unknown key, found 2; did you mean batch.shards?",
-        '  Recipe(...): optimizer.nesterov: expected only with sgd, found "adamw"',
-    ]
-
-
 def test_exactly_one_of_steps_and_epochs() -> None:
     assert Recipe(task="digits", epochs=2).epochs == 2.0
     assert refuse(steps=None).what == "epochs: expected steps or epochs, found neither"
     assert refuse(epochs=0.5).what == "epochs: expected steps or epochs, found both: steps = 10, epochs = 0.5"
     assert "epochs" not in refuse(steps="x").what
-
-
-@pytest.mark.parametrize(
-    ("table", "values", "key"),
-    [
-        ("batch", {"size": 4, "shards": 5}, "batch.shards"),
-        ("batch", {"accumulation": 33}, "batch.accumulation"),
-        ("batch", {"accumulation": 2, "shards": 4}, "batch.accumulation"),
-        ("batch", {"shards": 33}, "batch.shards"),
-        ("optimizer", {"name": "sgd", "weight_decay": 0.1}, "optimizer.weight_decay"),
-        ("optimizer", {"name": "adam", "weight_decay": 0.1}, "optimizer.weight_decay"),
-        ("optimizer", {"name": "adamw", "l2": 0.1}, "optimizer.l2"),
-        ("optimizer", {"name": "sgd", "betas": [0.8, 0.9]}, "optimizer.betas"),
-        ("optimizer", {"name": "adam", "alpha": 0.5}, "optimizer.alpha"),
-        ("optimizer", {"name": "rmsprop", "nesterov": True}, "optimizer.nesterov"),
-        ("optimizer", {"name": "sgd", "nesterov": True}, "optimizer.nesterov"),
-        ("schedule", {"final": 0.1}, "schedule.final"),
-        ("schedule", {"decay": "exponential"}, "schedule.rate"),
-        ("schedule", {"rate": 0.1}, "schedule.rate"),
-        ("schedule", {"decay": "linear", "cycle_steps": 5}, "schedule.cycle_steps"),
-        ("schedule", {"decay": "cosine", "cycle_factor": 2}, "schedule.cycle_factor"),
-        ("schedule", {"warmup_from": 0.1}, "schedule.warmup_from"),
-        ("schedule", {"batch_scaling": "linear"}, "schedule.base_batch"),
-        ("schedule", {"base_batch": 32}, "schedule.base_batch"),
-    ],
-)
-def test_fields_that_do_not_agree_are_refused(table: str, values: dict[str, Any], key: str) -> None:
-    assert refuse(**{table: values}).what.startswith(f"{key}: ")
-
-
-@pytest.mark.parametrize(
-    ("table", "values"),
-    [
-        ("batch", {"size": 8}),
-        ("optimizer", {"weight_decay": 0.1}),
-        ("optimizer", {"name": "adam", "l2": 0.1, "betas": (0.5, 0.9)}),
-        ("optimizer", {"name": "sgd", "momentum": 0.9, "nesterov": True, "l2": 0.1}),
-        ("optimizer", {"name": "rmsprop", "alpha": 0.9, "momentum": 0.5, "eps": 1e-3}),
-        ("schedule", {"decay": "cosine", "final": 0.1, "cycle_steps": 5, "cycle_factor": 2}),
-        ("schedule", {"decay": "linear", "final": 0.1, "warmup_steps": 5, "warmup_from": 0.1}),
-        ("schedule", {"decay": "exponential", "rate": 0.1}),
-        ("schedule", {"batch_scaling": "sqrt", "base_batch": 32}),
-    ],
-)
-def test_fields_that_agree_are_taken(table: str, values: dict[str, Any]) -> None:
-    recipe: dict[str, Any] = {"task": "digits", "steps": 1, table: values}
-    taken = getattr(Recipe(**recipe), table)
-    assert {name: getattr(taken, name) for name in values} == values
 
 
 def test_replace_is_validated_and_leaves_the_original() -> None:
@@ -201,11 +141,6 @@ def test_every_field_is_described() -> None:
     for model in models:
         for name, field in model.model_fields.items():
             assert field.description, f"{model.__name__}.{name}"
-
-
-def test_tables_can_be_built_alone() -> None:
-    assert OptimizerRecipe(betas=(0.5, 0.6)).betas == (0.5, 0.6)
-    assert ScheduleRecipe(decay="cosine").decay == "cosine"
 
 
 def test_the_room_imports_neither_torch_nor_numpy() -> None:

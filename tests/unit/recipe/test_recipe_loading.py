@@ -53,7 +53,6 @@ def test_a_strategy_is_text_or_a_table(write: Write) -> None:
     [
         ('stepz = 1\ntask = "x"\nsteps = 1', 1, "stepz: unknown key, found 1; did you mean steps?"),
         ('task = "x"\nsteps = "ten"', 2, 'steps: expected an integer >= 1, found "ten"'),
-        ("task = 1\n\n\nsteps = 1", 1, "task: expected a string that is not empty, found 1"),
         (
             'task = "x"\nsteps = 1\n[optimizer]\nname = "sdg"',
             4,
@@ -77,11 +76,6 @@ def test_a_strategy_is_text_or_a_table(write: Write) -> None:
         ),
         ('task = "x"\nsteps = 1\nbatch = 5', 3, "batch: expected a table, found 5"),
         (
-            'task = "x"\nsteps = 1\n[batch]\nsize = 4\nshards = 8',
-            5,
-            "batch.shards: expected at most batch.size = 4, found 8",
-        ),
-        (
             'task = "x"\nsteps = 1\n[batch]\nshards = 64',
             4,
             "batch.shards: expected at most batch.size = 32, found 64",
@@ -101,7 +95,6 @@ def test_a_strategy_is_text_or_a_table(write: Write) -> None:
             3,
             "strategy.replica: unknown key, found 2; did you mean strategy.replicas?",
         ),
-        ('task = "x"\nsteps = 1\nstrategy = "dpp"', 3, 'strategy: unknown preset "dpp"; did you mean "ddp"?'),
         (
             'task = "x"\nsteps = 1\n[strategy]\nzero = 9',
             4,
@@ -173,24 +166,9 @@ def test_a_file_that_cannot_be_read(tmp_path: Path, write: Write) -> None:
         ("steps = 3", ["epochs=2", "steps=7"], {"steps": 7, "epochs": None}),
         ("epochs = 3", ["epochs=", "steps=7"], {"steps": 7, "epochs": None}),
         (
-            "steps = 3\n[optimizer]\nbetas = [0.8, 0.9]",
-            ["optimizer.name=sgd"],
-            {"optimizer": {"name": "sgd"}},
-        ),
-        (
-            'steps = 3\n[schedule]\ndecay = "cosine"\nfinal = 0.1\ncycle_steps = 2\ncycle_factor = 2',
-            ["schedule.decay=constant"],
-            {"schedule": {}},
-        ),
-        (
             'steps = 3\n[schedule]\ndecay = "exponential"\nrate = 0.1',
             ["schedule.decay=linear", "schedule.final=0.5"],
             {"schedule": {"decay": "linear", "final": 0.5}},
-        ),
-        (
-            "steps = 3\n[health]\nspike_factor = 3.0\nspike_window = 4",
-            ["health.spike_factor="],
-            {"health": {}},
         ),
     ],
 )

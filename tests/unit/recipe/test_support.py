@@ -22,69 +22,24 @@ NOT_BUILT: dict[str, Any] = {
     "sync": "federated:10",
     "route": "server",
 }
-WORKS = {
-    "ddp",
-    "fsdp",
-    "hsdp",
-    "zero1",
-    "zero2",
-    "zero3",
-    "mirrored",
-    "multi-worker-mirrored",
-    "local-sgd",
-    "diloco",
-    "pipedream",
-    "gpipe",
-    "1f1b",
-    "3d",
-    "auto",
-    "tensor=2",
-    "context=2",
-    "lanes=2",
-    "sync=every-step",
-    "sync=local:8",
-    "sync=diloco:50",
-    "servers=1 sync=server-async",
-    "servers=1 sync=server",
-    "parameter-server",
-    "servers=1 sync=bounded:2",
-    "central-storage",
-    "hogwild",
-    "sync=hogwild",
-    "sync=gossip:2",
-    "sync=auto:every-step,diloco:8",
-    "servers=1 sync=backup:1",
-    "replicas=1 pipeline=2 sync=pipedream",
-    "servers=1 sync=server channel=socket",
-    "servers=1 sync=server channel=grpc",
-    "pipeline=2 schedule=gpipe",
-    "pipeline=2 schedule=1f1b",
-    "pipeline=2 schedule=interleaved:2",
-    "pipeline=2 schedule=zero-bubble",
-    "pipeline=2 schedule=file:schedule.csv",
-    "codec=fp32",
-    "codec=bf16",
-    "codec=fp16",
-    "codec=int8",
-    "codec=int4",
-    "codec=int2",
-    "codec=fixed:8",
-    "codec=sign",
-    "codec=topk:0.01",
-    "codec=dgc:0.01:0.9",
-    "codec=randomk:0.01",
-    "codec=lowrank:2",
-    "codec=lossless",
-    "codec=auto",
-    "route=auto",
-    "route=native",
-    "route=ring",
-    "route=tree",
-    "route=recursive-doubling",
-    "route=grid",
-    "replicas=4 route=hierarchical",
-    "route=shared-memory",
-}
+
+
+def each(words: str, before: str = "") -> set[str]:
+    return {before + word for word in words.split()}
+
+
+WORKS = (
+    each("ddp fsdp hsdp zero1 zero2 zero3 mirrored multi-worker-mirrored local-sgd diloco pipedream gpipe")
+    | each("1f1b 3d auto parameter-server central-storage hogwild tensor=2 context=2 lanes=2")
+    | each("every-step local:8 diloco:50 hogwild gossip:2 auto:every-step,diloco:8", "sync=")
+    | each("server-async server bounded:2 backup:1", "servers=1 sync=")
+    | each("socket grpc", "servers=1 sync=server channel=")
+    | each("gpipe 1f1b interleaved:2 zero-bubble file:schedule.csv", "pipeline=2 schedule=")
+    | each("fp32 bf16 fp16 int8 int4 int2 fixed:8 sign topk:0.01 dgc:0.01:0.9 randomk:0.01", "codec=")
+    | each("lowrank:2 lossless auto", "codec=")
+    | each("auto native ring tree recursive-doubling grid shared-memory", "route=")
+    | {"replicas=4 route=hierarchical", "replicas=1 pipeline=2 sync=pipedream"}
+)
 COMBINATIONS = {  # what runs on as many processes, or the reason why not
     "shard=2 zero=1": (4, ""),
     "shard=2 zero=2": (4, ""),
@@ -220,9 +175,8 @@ def test_the_product_of_all_degrees_and_the_servers_is_counted() -> None:
     product = "replicas=2 x shard=3 x tensor=5 x pipeline=7 x context=11 + servers=13"
     assert f"{product} needs 2323 processes, and there are 4" in reason
     assert "processes" not in support(strategy, processes=2323, shards=8).reason
-    assert (
-        "replicas=1 x tensor=2 needs 2 processes" in support(Strategy(tensor=2), processes=3, shards=8).reason
-    )
+    reason = support(Strategy(tensor=2), processes=3, shards=8).reason
+    assert "replicas=1 x tensor=2 needs 2 processes" in reason
 
 
 @pytest.mark.capability("B1")
@@ -231,20 +185,6 @@ def test_more_replicas_than_shards_are_refused() -> None:
     assert not answer.ok
     assert "replicas=5 is more than batch.shards=4" in answer.reason
     assert answer.nearest == Strategy(replicas=4)
-
-
-@pytest.mark.parametrize("seed", range(300))
-def test_every_reason_is_given_and_the_nearest_always_runs(seed: int) -> None:
-    rng = random.Random(seed)
-    processes, shards = rng.randint(1, 6), rng.randint(1, 6)
-    changed = {name: NOT_BUILT[name] for name in NOT_BUILT if rng.random() < 0.1}
-    strategy = Strategy(replicas=rng.choice([None, processes, rng.randint(1, 6)]), **changed)
-    answer = support(strategy, processes=processes, shards=shards)
-    assert answer.ok == (not changed and strategy.replicas in (None, processes) and processes <= shards)
-    assert answer.ok == (answer.reason == "")
-    for name, value in changed.items():
-        assert f"{name}={value} is not built yet" in answer.reason
-    assert runs(answer, shards)
 
 
 def runs(answer: SupportResult, shards: int) -> bool:

@@ -227,13 +227,6 @@ def test_a_contradiction_is_an_error_that_names_the_key_to_change(
     assert message in str(raised.value), key
 
 
-def test_an_override_does_not_remove_a_key_that_it_contradicts(tmp_path: Path) -> None:
-    """It removes keys that only lose their effect; a contradiction is for the user to decide."""
-    (tmp_path / "a.toml").write_text('task = "digits"\nsteps = 1\nbatch.sync_batchnorm = true\n')
-    with pytest.raises(RecipeError, match="does not go with this reproducible"):
-        load_recipe(tmp_path / "a.toml", ["reproducible=true"])
-
-
 def test_lanes_of_a_reproducible_run_are_reported_once() -> None:
     with pytest.raises(RecipeError, match="inside an operation") as raised:
         recipe(reproducible=True, **{"strategy.lanes": 2, "runtime.threads": 2})

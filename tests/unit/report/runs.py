@@ -5,34 +5,21 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from paceline.observe import PHASES, JsonLinesSink, StepStats
 from paceline.observe.process_info import process_start_ticks
 from paceline.report import RecordedRun, read_run
+from paceline.testing.contracts.sink_contract import make_step
 
 GRADIENT_BYTES, TALLY_BYTES = 4_000, 80
 
 
 def stats(step: int, loss: float = 1.0, **changes: Any) -> StepStats:
-    values: dict[str, Any] = {
-        "step": step,
-        "epoch": 0,
-        "loss": loss,
-        "metrics": {"accuracy": 0.5},
-        "num_samples": 32,
-        "num_items": 32.0,
-        "grad_norm": 1.0,
-        "lr": 0.1,
-        "applied": True,
-        "loss_scale": 1.0,
-        "stops": 0,
-        "seconds": 0.5,
-        "phases": dict.fromkeys(PHASES, 0.1),
-        "sent_bytes": 0.0,
-    }
-    return StepStats(**{**values, **changes})
+    values = {"metrics": {"accuracy": 0.5}, "seconds": 0.5, "sent_bytes": 0.0}
+    return replace(make_step(step, loss), **(values | {"phases": dict.fromkeys(PHASES, 0.1)} | changes))
 
 
 def start(step: int = 0, num_steps: int = 10, **changes: Any) -> dict[str, Any]:

@@ -97,10 +97,8 @@ def test_what_is_right_or_cannot_be_told_is_let_through() -> None:
         return Loss(F.cross_entropy(out @ out.T, torch.arange(len(out)), reduction="sum") + 1e-3, len(out))
 
     for loss in (masked, contrast):
-        assert (
-            build_test_session(Cluster.single(), RECIPE, partial(task_of, loss)).runner.metric_names.names
-            == ()
-        )
+        session = build_test_session(Cluster.single(), RECIPE, partial(task_of, loss))
+        assert session.runner.metric_names.names == ()
     nothing = Loss(torch.tensor(0.0), 1)
     refuse_means(nothing, replace(nothing, count=2))
 

@@ -38,6 +38,7 @@ class Node:
 
     rank: int
     pending_halves: PendingHalves
+    value: torch.Tensor
     push_sum: PushSumState
     clock: int = FIRST
     waits: bool = False
@@ -55,7 +56,8 @@ class Played:
         for rank in range(size):
             box = PendingHalves(rank, size, bound)
             box.begin(FIRST)
-            self.nodes.append(Node(rank, box, PushSumState([torch.zeros(1, dtype=torch.float64)])))
+            value = torch.zeros(1, dtype=torch.float64)
+            self.nodes.append(Node(rank, box, value, PushSumState([value])))
         self.moved = 0.0
         self.events: list[tuple[float, int, int, int, torch.Tensor | None, float]] = []
         self.table = {(r, c): self.moves.random() for r in range(size) for c in range(FIRST, END)}
@@ -90,7 +92,7 @@ class Played:
     def finish(self, node: Node) -> None:
         before = node.push_sum.load_mean()
         moved = self.table[node.rank, node.clock]
-        node.push_sum._params[0].add_(moved)
+        node.value.add_(moved)
         self.moved += moved
         node.push_sum.add_movement(before)
         other = peer_at_clock(node.rank, node.clock, self.size)

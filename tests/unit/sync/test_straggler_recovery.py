@@ -115,9 +115,8 @@ def test_the_policy_opens_no_further_step_then_and_says_so_at_the_end_of_the_rou
     steps = 0
     while played.one_step(0.0):
         steps += 1
-    assert (
-        steps == 14
-    )  # two more until the third window ends, which was slow by half, and three that were not
+    # Two more until the third window ends, which was slow by half, and three that were not.
+    assert steps == 14
     assert played.policy.is_complete and played.policy.step == 24
     (told,) = played.policy.round_events().items()
     assert told[0] == RECOVERED and (told[1]["step"], told[1]["rank"]) == (24, 2)
@@ -224,9 +223,14 @@ def told_of(made: Rounds) -> list[tuple[str, Any]]:
         measure_compute(lambda step: 2, RankGroup("replica", (0, 5), 0), cast("Any", made)),
         lambda name, record: told.append((name, record)),
     )
-    runner = SimpleNamespace(sharded_model=SimpleNamespace(device=torch.device("cpu")))
-    assert len([*rule.rounds(None, runner, SimpleNamespace(state=SimpleNamespace(step=0)))]) == 40
+    assert len([*rounds_of(rule)]) == 40
     return told
+
+
+def rounds_of(rule: Any) -> Iterator[StepStats]:
+    """The rounds of a rule, on the CPU, from step 0."""
+    runner = SimpleNamespace(sharded_model=SimpleNamespace(device=torch.device("cpu")))
+    return rule.rounds(None, runner, SimpleNamespace(state=SimpleNamespace(step=0)))
 
 
 @pytest.mark.capability("I9", clause="the way back")
@@ -255,17 +259,7 @@ def test_replicas_that_train_alone_try_the_link_where_they_meet(monkeypatch: pyt
     look = measure_links(RankGroup("replica", (0, 1, 2, 3), 0), cast("Any", made))
     note = lambda name, record: told.append((name, record))  # noqa: E731
     rule = ReplicaRecoveryRule(cast("Any", made), recovered.observe_seconds, 1, look, note)
-    runner = SimpleNamespace(sharded_model=SimpleNamespace(device=torch.device("cpu")))
-    assert (
-        len(
-            [
-                *rule.rounds(
-                    None, cast("Any", runner), cast("Any", SimpleNamespace(state=SimpleNamespace(step=0)))
-                )
-            ]
-        )
-        == 40
-    )
+    assert len([*rounds_of(rule)]) == 40
     ((name, record),) = told
     assert (name, record["rank"], record["step"]) == (RECOVERED, 1, 8 * 4)
     assert record["seconds"] == pytest.approx(0.01) == record["usual"]

@@ -225,10 +225,8 @@ def test_it_is_every_step_until_it_is_known() -> None:
     assert support(strategy, processes=2, shards=4).ok
     answer = support(strategy.replace(shard=2, zero=1, replicas=1), processes=2, shards=4)
     assert not answer.ok and "in place of @straggler or auto" in answer.reason
-    assert (
-        resolve_phases(text, 8, "every-step") == "every-step"
-        and resolve_phases(text, 8, "local:4") == "every-step@8,local:4"
-    )
+    assert resolve_phases(text, 8, "every-step") == "every-step"
+    assert resolve_phases(text, 8, "local:4") == "every-step@8,local:4"
     for known, fits in {
         text: True,
         "every-step": True,

@@ -40,11 +40,12 @@ def test_slow_links_have_smaller_buckets_than_links_of_long_latency() -> None:
         for alpha, beta in LINKS
     ]
     assert sizes == [1 << 19, 1 << 19, 1 << 20, MOST]
-    assert (
-        choose_bucket_bytes(LinkModel(1e-3, 0.0, 0.0, ()), 4, 0.05, MOST).bucket_bytes == MOST
-    )  # no bandwidth was seen
-    assert choose_bucket_bytes(LinkModel(0.0, 0.0, 0.0, ()), 4, 0.05, MOST).bucket_bytes == MIN_BUCKET_BYTES
-    assert choose_bucket_bytes(LinkModel(1e-3, 8e-8, 0.0, ()), 4, 0.05, 64).bucket_bytes == 64
+    for alpha, beta, most, right in (
+        (1e-3, 0.0, MOST, MOST),  # no bandwidth was seen
+        (0.0, 0.0, MOST, MIN_BUCKET_BYTES),
+        (1e-3, 8e-8, 64, 64),
+    ):
+        assert choose_bucket_bytes(LinkModel(alpha, beta, 0.0, ()), 4, 0.05, most).bucket_bytes == right
 
 
 def test_the_reason_names_alpha_and_bandwidth() -> None:

@@ -50,9 +50,8 @@ def test_the_line_names_the_break_even_bandwidth_and_it_is_that_of_the_model() -
 
 def test_a_codec_that_sends_more_never_pays() -> None:
     worse = CodecMeasurements(0.1, 1e6, (CODINGS[0], CodecCost("lossless", 41 * MB, 0.1)))
-    assert (
-        choose_fastest_codec(worse).codec == "fp32" and "lossless never" in choose_fastest_codec(worse).reason
-    )
+    choice = choose_fastest_codec(worse)
+    assert choice.codec == "fp32" and "lossless never" in choice.reason
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 
 
 def connect_first_ranks(context: SessionContext, num_ranks: int) -> MessageChannel:
-    """Connect every one of the first ranks with all ranks after it, over the channel of the strategy;
-    collective.
+    """Connect each of the first `num_ranks` ranks with all ranks that follow it; collective.
+
+    The strategy chooses the channel.
     """
     channel: MessageChannel = context.recipe.strategy.channel_spec.load()(context, num_ranks)
     return channel

@@ -69,7 +69,7 @@ class GrpcChannel:
         """Wait until every peer has acknowledged its messages.
 
         Raises:
-            CommunicationError: a peer is lost; the others have had their time.
+            CommunicationError: a peer is lost; raised after the other peers have acknowledged or timed out.
         """
         return self._queues.flush(seconds)
 

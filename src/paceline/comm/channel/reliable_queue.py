@@ -54,7 +54,7 @@ class NumberedMessage(NamedTuple):
     chunks: tuple[bytes, ...]
 
     def after(self, num_bytes: int) -> Iterator[bytes]:
-        """Yield the chunks behind the first bytes."""
+        """Yield the chunks that follow the first `num_bytes` bytes."""
         for chunk in self.chunks:
             if num_bytes < len(chunk):
                 yield chunk[num_bytes:] if num_bytes else chunk
@@ -190,7 +190,7 @@ class MessageAssembler:
             return None
         head, body = FRAME_LENGTHS.unpack_from(self._head)
         if head > MAX_HEADER_BYTES or body > MAX_TENSOR_BYTES:
-            raise ValueError(f"a header of {head} bytes and tensors of {body}")
+            raise ValueError(f"its header of {head} bytes or its tensors of {body} bytes are over the limit")
         return FRAME_LENGTHS.size + head, body
 
 

@@ -278,7 +278,7 @@ class SocketPeer:
         length = int(FRAME_LENGTHS.unpack_from(self._head)[0])
         # Another process has written the length: check it before memory is reserved.
         if length > MAX_HEADER_BYTES:
-            raise self._bad_message_error(f"a header of {length} bytes")
+            raise self._bad_message_error(f"its header of {length} bytes is over the limit")
         return FRAME_LENGTHS.size + length
 
     def _bad_message_error(self, what: str) -> CommunicationError:

@@ -59,7 +59,7 @@ class CodecKernels:
         self._library = library
 
     def take(self, *tensors: Tensor) -> bool:
-        """Return whether these functions can be called with such rows of values."""
+        """Return whether the functions accept these tensors: float32, contiguous and on the CPU."""
         return all(x.dtype == torch.float32 and x.is_cpu and x.is_contiguous() for x in tensors)
 
     def top(self, x: Tensor, out: Tensor) -> None:

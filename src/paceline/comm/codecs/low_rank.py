@@ -52,7 +52,7 @@ def draw_factor(matrix: MatrixSpan, rank: int, key: int, like: Tensor) -> Tensor
 
 
 def next_factor(matrix: MatrixSpan, before: Tensor | None, rank: int, key: int, like: Tensor) -> Tensor:
-    """Return Q of the step before, [columns, rank]; columns that have no direction are drawn at random."""
+    """Return Q of the previous step, [columns, rank]; columns without a direction are drawn at random."""
     if before is not None and bool(has_direction(before).all()):
         return before
     # A column without direction would stay zero or infinite in all later steps.

@@ -86,7 +86,7 @@ class ErrorFeedback:
             zero_non_finite(self.velocity[row, some].masked_fill_(was_sent, 0.0))
 
     def zero_padding(self, num_values: int, rank: int) -> None:
-        """Clear the errors behind the first `num_values`: padding has no error."""
+        """Set the errors after the first `num_values` to zero, because padding has no error."""
         for x in (self.sent, self.velocity):
             if x is not None:
                 x.view(-1)[num_values:].zero_()

@@ -238,7 +238,7 @@ class PowerSGDCollective:
         return x.numel(), 1
 
     def rescale(self, factor: float, keys: Collection[str]) -> None:
-        """Multiply the errors; factors are directions and stay."""
+        """Multiply the errors; the factors are directions, so they stay unchanged."""
         for state in [self._committed[key] for key in keys if key in self._committed]:
             state.sent.mul_(factor)
 

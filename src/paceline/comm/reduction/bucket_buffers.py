@@ -269,12 +269,12 @@ class BlockPool:
 
     @property
     def temporary_bytes(self) -> int:
-        """Bytes of blocks that are in use and do not stay."""
+        """Bytes of the blocks in use that will be freed, not kept for reuse."""
         return sum(x.nbytes for number, x in self.memory.items() if number not in self._kept_dtypes)
 
     @property
     def kept(self) -> list[Tensor]:
-        """Blocks that stay."""
+        """Blocks that are kept for reuse."""
         return [self.memory[number] for number in self._kept_dtypes]
 
     def take(self, dtype: torch.dtype, num_values: int) -> int:
@@ -296,7 +296,7 @@ class BlockPool:
 
     def arriving(self, rows: Tensor, turn: int) -> ReceiveBuffer:
         """Return a function that allocates memory for received rows of `rows` [P, n]; one buffer for each
-        turn, if blocks stay.
+        turn, if blocks are kept for reuse.
         """
         num_others, width = len(rows) - 1, rows.shape[1]
         if not self._num_kept:
@@ -306,7 +306,7 @@ class BlockPool:
         return lambda: self._workspace.take(name, size, rows.dtype, where, room=room)
 
     def release(self, number: int) -> bool:
-        """Release a block and return whether it stays."""
+        """Release a block, and return whether it is kept for reuse."""
         if number in self._kept_dtypes:
             self._free.append(number)
             return True

@@ -51,7 +51,7 @@ class BucketSum(Protocol):
 
     @property
     def feedback(self) -> Mapping[str, ErrorFeedbackStore]:
-        """Quantisation errors by a prefix of their sides: of whole buckets (empty prefix), and of rows."""
+        """Quantisation errors by the prefix of their side names: "" for whole buckets, else for rows."""
 
     def zeros(self, num_values: int, like: Tensor, key: str) -> Tensor:
         """Allocate a buffer [n]; collective."""

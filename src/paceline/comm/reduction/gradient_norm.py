@@ -140,7 +140,7 @@ class LocalClip:
         self._inner.micro_batch(shards, is_last)
 
     def ready(self, slot: TensorSlot, grad: Tensor | None) -> None:
-        """Keep a reference."""
+        """Hold a reference to the gradient, to scale it later."""
         self._held[slot] = grad
 
     def record_items(self, count: float, scale: float) -> None:

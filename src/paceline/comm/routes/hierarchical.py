@@ -217,7 +217,7 @@ class SliceErrorFeedback:
         self._inner.clear(key)
 
     def _slice_indices(self, key: str, num_values: int) -> Tensor:
-        """Return the indices of this rank's slice in the buffer; the last ones may be behind its end."""
+        """Return the indices of this rank's slice in the buffer; the last ones may lie past its end."""
         levels, rank_in_node = self._levels, self._levels.scatter.rank
         if not self._by_rows.get(key, False):
             width = -(-num_values // levels.scatter.size)
@@ -235,7 +235,7 @@ def _zero_padded(flat: Tensor, indices: Tensor) -> Tensor:
 
 
 def _join_slices(slices: Tensor, x: Tensor) -> Tensor:
-    """Write the slices over `x`; the last ones may be padded, or hold nothing of it."""
+    """Write the slices over `x`; the last slices may be padded, or hold nothing of `x`."""
     for run, values in zip(x.split(slices.shape[1]), slices, strict=False):
         run.copy_(values[: run.numel()])
     return x

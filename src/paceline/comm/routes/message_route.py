@@ -102,7 +102,7 @@ class MessageRoute(Protocol):
         """Copy `x` [n] of `source`, in place."""
 
     def cost(self, op: str, size: int, rank: int, n: int, source: int = 0) -> MessageCost:
-        """Return the closed form of a collective."""
+        """Return the cost of a collective in closed form."""
 
 
 def pairwise_all_to_all(messenger: RouteMessenger, rows: Tensor, out: Tensor) -> Tensor:

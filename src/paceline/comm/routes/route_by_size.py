@@ -333,7 +333,7 @@ class RouteChoice(NamedTuple):
 def choose_route(
     forecast: RouteForecast, sizes: Sequence[int] = CHOICE_SIZES, op: str = "all_reduce"
 ) -> RouteChoice:
-    """Return the best route of every size, as limits between them."""
+    """Return the best route for every size, as the sizes at which the best route changes."""
     best = [(size, forecast.best(size, op)) for size in sorted(sizes)]
     limits = tuple((size, route) for (size, route), (_, after) in pairwise(best) if route != after)
     return RouteChoice(limits, best[-1][1])

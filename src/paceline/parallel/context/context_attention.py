@@ -252,7 +252,7 @@ class ContextParallelMode(TorchFunctionMode):
         return self.part.positions(x.device)
 
     def keep_mask(self, module: KeyedDropout, x: Tensor) -> Tensor:
-        """Return the dropout mask of the whole sequence at this rank's positions."""
+        """Draw the dropout mask for the whole sequence and return the part at this rank's positions."""
         shape = shape_of_all_positions(module, x)
         dim = self.part.dim_in(shape, "KeyedDropout")
         mask = draw_mask(module, self.part.whole_shape(shape, dim), x.device)

@@ -50,8 +50,8 @@ def build_checked_table(recipe: Recipe, shards: int) -> ScheduleTable:
         _backwards_are_ordered(table, stage) for stage in range(table.num_stages)
     ):
         raise StrategyError(
-            f"schedule={strategy.schedule} runs backwards neither in ascending nor in descending order of the"
-            " micro-batches, and the bits of a sum would depend on it",
+            f"schedule={strategy.schedule} runs the backward passes of micro-batches neither in ascending nor"
+            " in descending order, so the bits of a sum would depend on the schedule",
             next_step="leave out reproducible, or choose gpipe, 1f1b, interleaved or zero-bubble",
         )
     return table
@@ -94,7 +94,7 @@ def _first_rows(table: ScheduleTable, name: str, num_stages: int, num_micro_batc
 
 
 def _backwards_are_ordered(table: ScheduleTable, stage: int) -> bool:
-    """Return whether the backwards of each chunk end in ascending or descending order of micro-batches."""
+    """Return whether each chunk ends its micro-batches in ascending or descending order."""
     order = table.orders[stage]
     split = {action.place for action in order if action.kind == "W"}
     for chunk in range(table.chunks):

@@ -39,7 +39,7 @@ def override_attributes(module: nn.Module, numbers: Mapping[str, int]) -> None:
 
 
 def register_undo(module: nn.Module, undo: Callable[[Any], None]) -> None:
-    """Register what `restore_module` has to undo, the last change first."""
+    """Register a function that `restore_module` calls; the last one registered is called first."""
     vars(module)[_UNDO] = (undo, *vars(module).get(_UNDO, ()))
 
 

@@ -72,7 +72,7 @@ def _padded(x: Tensor, width: int) -> Tensor:
 
 
 class _SplitPositions(torch.autograd.Function):
-    """This rank's part of what every rank has whole; gradients of all parts are gathered."""
+    """This rank's part of a tensor that every rank has whole; backward gathers the gradients of all parts."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, positions: PositionPartition, key: str) -> Tensor:
@@ -87,7 +87,7 @@ class _SplitPositions(torch.autograd.Function):
 
 
 class _JoinPositions(torch.autograd.Function):
-    """All parts, with which every rank continues alike; this rank's part of the gradient."""
+    """All parts joined, for equal computations on all ranks; backward returns this rank's part."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, positions: PositionPartition, key: str) -> Tensor:
@@ -101,7 +101,7 @@ class _JoinPositions(torch.autograd.Function):
 
 
 class _AllGatherPositions(torch.autograd.Function):
-    """All parts, with which each rank continues differently; gradients are summed and scattered."""
+    """All parts joined, for different computations on the ranks; backward sums and scatters gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, positions: PositionPartition, key: str) -> Tensor:
@@ -115,7 +115,7 @@ class _AllGatherPositions(torch.autograd.Function):
 
 
 class _ReduceScatterPositions(torch.autograd.Function):
-    """This rank's part of the sum; gradients of all parts are gathered."""
+    """This rank's part of the sum over ranks; backward gathers the gradients of all parts."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, positions: PositionPartition, key: str) -> Tensor:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class WordArgument(NamedTuple):
-    """The argument of a word: the text behind its colon.
+    """The argument of a word: the text after its colon.
 
     Args:
         example: a valid one.
@@ -53,7 +53,7 @@ class WordSpec:
     Args:
         word: as users write it.
         summary: a few words on what it does.
-        argument: what is expected behind a colon; None: no argument.
+        argument: what is expected after a colon; None: no argument.
         argument_may_be_missing: the word may stand alone, and its argument is then None.
         build: `module:name` of the function that builds the object; empty: not implemented yet.
         with_terms: further terms of the smallest strategy that shows it.

@@ -44,7 +44,7 @@ from paceline.sync.update import UpdateResult, UpdateStep
 
 
 class WorkerTable:
-    """The workers of a server: which are left, what each works on, and from which an answer is due; pure.
+    """The workers of a server: which remain, what each works on, and which owe an answer; pure.
 
     A worker has at most one ticket, and is idle, awaited or lost. Worker k of the policy is the k-th rank,
     also after others were lost.
@@ -70,7 +70,7 @@ class WorkerTable:
 
     @property
     def all_idle(self) -> bool:
-        """Return whether all workers that are left are idle."""
+        """Return whether all remaining workers are idle."""
         return not self._awaited
 
     def number(self, rank: int) -> int:
@@ -78,7 +78,7 @@ class WorkerTable:
         return self._ranks.index(rank)
 
     def begin(self, now: float) -> None:
-        """Start a round: all workers that are left have to report that they are ready."""
+        """Start a round: all remaining workers have to report that they are ready."""
         self._idle.clear()
         self._awaited = dict.fromkeys(self.left, now)
 
@@ -111,7 +111,7 @@ class WorkerTable:
         return ticket
 
     def require(self, num_needed: int) -> None:
-        """Check that enough workers are left.
+        """Check that enough workers remain.
 
         Raises:
             CommunicationError: there are too few; names those that are lost.
@@ -193,10 +193,10 @@ class PrimaryServer(ShardServer):
         """Do nothing: no step is half done here, and a worker that lost its work reports that it is ready."""
 
     def _hand_out_tickets(self, runner: ModelRunner, state: TrainState) -> bool:
-        """Give idle workers what there is to do. Return whether all are idle, so that the round is over.
+        """Hand tickets to idle workers. Return whether all are still idle, so that the round is over.
 
         Raises:
-            CommunicationError: too few workers are left; names those that are lost.
+            CommunicationError: too few workers remain; names those that are lost.
         """
         self.worker_table.require(self._policy.num_needed)
         if self.stop_requested():

@@ -115,7 +115,7 @@ class ServerPolicy(Protocol):
     """The decisions of a server between two quiescent points.
 
     Attributes:
-        drops: work can be late, so workers check for a recall.
+        drops: whether late work is dropped, so that workers check for a recall.
     """
 
     drops: bool
@@ -157,7 +157,7 @@ class ServerPolicy(Protocol):
 
 
 class AsynchronousUpdates:
-    """The asynchronous policy: every push is an update, at once.
+    """The asynchronous policy: every push makes an update immediately.
 
     Source: Dean et al. 2012, Large Scale Distributed Deep Networks, section 4.1 (Downpour SGD).
     """
@@ -260,8 +260,8 @@ class BackupWorkers:
             self._handed_out.discard(worker)
 
     def drop_worker(self, worker: int, ticket: WorkTicket | None) -> None:
-        """Remove a lost worker. Its part is not handed out: enough workers are left, or the server ends the
-        run.
+        """Remove a lost worker. Its part is not handed out again: enough workers remain, or the server ends
+        the run.
         """
 
     def is_late(self, ticket: WorkTicket) -> bool:

@@ -1,14 +1,13 @@
-"""Files that go past the system's memory hold the same bytes as others, and threads stand back alone."""
+"""Files that go past the system's memory hold the same bytes as others."""
 
 import errno
 import mmap
 import os
 from pathlib import Path
-from threading import Thread
 
 import pytest
 
-from paceline.checkpoint.disk import direct_write, writer_main
+from paceline.checkpoint.disk import direct_write
 from paceline.checkpoint.disk.checksum import CHECKSUM_KIND, recompute_checksum
 from paceline.checkpoint.disk.direct_write import PAGE_BYTES, HashedFileWrite
 
@@ -72,20 +71,3 @@ def test_a_full_disk_is_its_own_error_and_the_file_is_closed() -> None:
     with pytest.raises(OSError) as caught:
         found.step()
     assert caught.value.errno == errno.ENOSPC and found.done
-
-
-def test_only_the_thread_that_asks_stands_back() -> None:
-    found: list[tuple[int, int]] = []
-
-    def stand_back() -> None:
-        writer_main._lower_thread_priority()
-        found.append(priority())
-
-    def priority() -> tuple[int, int]:
-        return os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)
-
-    before = priority()
-    thread = Thread(target=stand_back)
-    thread.start()
-    thread.join()
-    assert found == [(19, os.SCHED_IDLE)] and priority() == before

@@ -48,11 +48,14 @@ def test_it_ends_with_the_training_however_that_ends(moment: str, tmp_path: Path
     assert not alive(pid)
 
 
-def policies(process: WriterProcess) -> list[int]:
+def policies(pid: int) -> list[int]:
     """Of the threads that write; the first one, which listens, keeps what it has."""
-    tasks = sorted(Path(f"/proc/{process._process.pid}/task").iterdir(), key=lambda path: int(path.name))
-    first, *others = [os.sched_getscheduler(int(path.name)) for path in tasks]
+    tasks = sorted(Path(f"/proc/{pid}/task").iterdir(), key=lambda path: int(path.name))
+    found = {int(path.name): os.sched_getscheduler(int(path.name)) for path in tasks}
+    first, *others = found.values()
     assert first == os.SCHED_OTHER
+    idle = [task for task, policy in found.items() if policy == os.SCHED_IDLE]
+    assert all(os.getpriority(os.PRIO_PROCESS, task) == 19 for task in idle)
     return others
 
 
@@ -64,7 +67,9 @@ def wait_until(what: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("asked", ["by the training", "after its patience"])
-def test_it_stands_back_until_it_is_waited_for(asked: str, tmp_path: Path) -> None:
+def test_it_stands_back_until_it_is_waited_for(
+    asked: str, started: list[subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
     """The file is a pipe: it is written as fast as it is read here, and no disk, which is told in the end."""
     os.mkfifo(tmp_path / "pipe")
     process = WriterProcess(dict(os.environ))
@@ -76,11 +81,12 @@ def test_it_stands_back_until_it_is_waited_for(asked: str, tmp_path: Path) -> No
         written = pool.submit(process.write, [(str(tmp_path / "pipe"), 0, len(data))], patience)
         with (tmp_path / "pipe").open("rb", buffering=0) as pipe:
             found = pipe.read(1)
-            wait_until(lambda: policies(process) == [os.SCHED_IDLE])
+            pid = started[-1].pid
+            wait_until(lambda: policies(pid) == [os.SCHED_IDLE])
             if patience == 60.0:
                 process.hurry()
             wait_until(lambda: process._hurry)
-            while policies(process) != [os.SCHED_OTHER]:  # what a slow thread has begun it ends
+            while policies(pid) != [os.SCHED_OTHER]:  # what a slow thread has begun it ends
                 found += pipe.read(2**15)
                 assert len(found) < len(data), "nobody took over"
                 time.sleep(0.005)

@@ -105,11 +105,7 @@ def test_a_letter_goes_on_where_the_taker_is() -> None:
     first, *_ = letter.chunks
     assert taken.add_chunk(taken.begin_call(1, 0), first) is None
     assert taken.position == StreamPosition(0, len(first))
-    assert (
-        not taken.begin_call(1, 0)
-        and not taken.begin_call(2, len(first))
-        and not taken.begin_call(1, len(first) - 1)
-    )
+    assert not any(taken.begin_call(*at) for at in ((1, 0), (2, len(first)), (1, len(first) - 1)))
     found = _rest(taken, letter, taken.position.num_bytes)
     assert found.sender == 3 and torch.equal(found.tensors[0], message.tensors[0])
     assert taken.position == StreamPosition(1, 0)

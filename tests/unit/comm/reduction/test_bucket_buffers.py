@@ -98,12 +98,6 @@ def test_parts_along_the_outermost_dimension_lie_in_memory_as_the_parameter_does
     assert start == tensor.numel()
 
 
-def test_channels_last_stays_channels_last() -> None:
-    for _, _, view in all_parts(buffer_of(["channels last"], 2), 2):
-        assert view.is_contiguous(memory_format=torch.channels_last)
-        assert not view.is_contiguous()
-
-
 @pytest.mark.parametrize("degree", DEGREES)
 def test_tensors_of_every_kind_go_in_and_come_out_as_they_were(degree: int) -> None:
     buffer = buffer_of(list(KINDS), degree)
@@ -127,12 +121,6 @@ def test_parts_of_a_row_share_no_value_and_every_value_is_in_one_part(degree: in
     assert set(buffer.flat.tolist()) <= {0.0, 1.0}
     assert int(buffer.flat.sum()) == sum(prod(slot.shape) for slot in buffer.slots)
     assert buffer.flat.numel() == buffer.rows.numel()
-
-
-def test_a_number_and_a_short_tensor_are_on_one_rank() -> None:
-    for name in ("number", "fewer rows than ranks"):
-        found = all_parts(buffer_of([name], 3), 3)
-        assert [part.numel for _, part, _ in found] == [KINDS[name][0].numel()]
 
 
 @pytest.mark.parametrize("name", ["nothing", "no columns"])

@@ -94,7 +94,7 @@ def test_a_carry_keeps_one_partial_sum_for_a_level() -> None:
     most = 0
     for shard in range(64):
         carry.push(range(shard, shard + 1), torch.ones(1))
-        most = max(most, len(carry._sums))
+        most = max(most, carry.num_sums)
     assert most <= 7
     assert carry.close()[0].item() == 64
 

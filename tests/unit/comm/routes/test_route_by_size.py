@@ -209,18 +209,13 @@ def test_the_first_route_is_tried_throughout_and_others_are_given_up_on_large_bu
 @pytest.mark.capability("G13")
 def test_the_longest_way_is_that_of_the_papers() -> None:
     n = 1200
-    assert (
-        critical_path_cost("ring", n, 4)
-        == CollectiveCost(1800.0, 1800.0, 6)
-        == critical_path_cost("native", n, 4)
-    )
+    for route in ("ring", "native"):
+        assert critical_path_cost(route, n, 4) == CollectiveCost(1800.0, 1800.0, 6)
     assert critical_path_cost("tree", n, 4) == CollectiveCost(4.0 * n, 4.0 * n, 4)
     assert critical_path_cost("recursive-doubling", n, 4) == CollectiveCost(2.0 * n, 2.0 * n, 2)
     assert critical_path_cost("recursive-doubling", n, 5) == CollectiveCost(4.0 * n, 4.0 * n, 4)
     assert critical_path_cost("grid", n, 4) == CollectiveCost(1.0 * n + 0.5 * n, 1.5 * n, 4)
-    assert (
-        critical_path_cost("hierarchical", n, 4, 2).sent_bytes == n
-    )  # of two hosts, each sends all of it once
+    assert critical_path_cost("hierarchical", n, 4, 2).sent_bytes == n  # each of two hosts sends all once
     assert critical_path_cost("tree", n, 1) == CollectiveCost(0.0, 0.0, 0)
 
 

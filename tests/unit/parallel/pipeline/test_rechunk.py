@@ -29,7 +29,7 @@ class Post:
         parts = inbox_parts[source]
         key = PartReceiver(self, source, inbox_parts, 1).key
         self.taken = 0
-        self._there = {
+        self.there = {
             key(PipelineAction(kind, 3, 0, part)): self._message(part_samples(SAMPLES, parts, part), state)
             for part in range(parts)
             if part_samples(SAMPLES, parts, part)
@@ -42,7 +42,7 @@ class Post:
 
     def receive(self, source: int, *, key: int = 0) -> tuple[list[Tensor], float]:
         self.taken += 1
-        return self._there.pop(key)
+        return self.there.pop(key)
 
     def send(self, to: int, tensors: Sequence[Tensor], note: float = 0.0, *, key: int = 0) -> None:
         raise AssertionError("nobody sends here")
@@ -70,17 +70,19 @@ def test_a_stage_gets_its_own_samples_whatever_its_neighbour_sends(
             (x, y, *rest), note = inbox.take(1 - stage, PipelineAction(kind, 3, 0, part), SAMPLES)
             assert x.tolist() == wanted and y.tolist() == [[i + 10.0] for i in wanted]
             assert len(rest) == int(note) == int(state and kind == "F")
-        assert not post._there and not inbox._divided  # everything was taken, nothing is kept
+        assert not post.there
+        with pytest.raises(KeyError):  # nothing is kept
+            inbox.take(1 - stage, PipelineAction(kind, 3, 0, own - 1), SAMPLES)
 
 
 def test_what_an_aborted_step_has_left_is_forgotten() -> None:
-    inbox = PartReceiver(Post([1, 2], 0), 1, [1, 2], 1)
+    post = Post([1, 2], 0)
+    inbox = PartReceiver(post, 1, [1, 2], 1)
     inbox.take(0, PipelineAction("F", 3, 0, 0), SAMPLES)
     inbox.abort()
-    post = Post([1, 2], 0)
-    inbox._transport = post
+    post.there = Post([1, 2], 0).there
     (x, _), _ = inbox.take(0, PipelineAction("F", 3, 0, 1), SAMPLES)
-    assert post.taken == 1 and x.tolist() == [2.0, 3.0, 4.0]
+    assert post.taken == 2 and x.tolist() == [2.0, 3.0, 4.0]
 
 
 def test_a_batch_is_divided_in_all_its_containers() -> None:

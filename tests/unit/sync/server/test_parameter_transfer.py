@@ -10,14 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.comm import Codec
 from paceline.comm.codecs import CodecKeys
-from paceline.comm.codecs.strategy_codec import build_codec
 from paceline.comm.workspace import Workspace
-from paceline.recipe import Strategy
 from paceline.state.slot import TensorSlot
 from paceline.sync.server import parameter_transfer
 from paceline.sync.server.parameter_transfer import CodedTransfer
+from tests.codecs import codec_of
 from tests.peak import allocated
 
 WORDS = (
@@ -32,12 +30,6 @@ WORDS = (
     "lossless",
 )
 STEPS = 5
-
-
-def codec_of(word: str) -> Codec:
-    found = build_codec(Strategy(codec=word))
-    assert found is not None
-    return found
 
 
 def shapes() -> dict[TensorSlot, Tensor]:

@@ -3,7 +3,6 @@
 A newcomer follows a step file by file, so the number of files that a plain step enters is a measure of how
 readable the training loop is. The step is the third of a small run, when every buffer exists; calls of
 functions of the package are counted on the training thread of rank 0. Building a session is counted apart.
-`tests/unit/test_call_path.py` holds the limits.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import paceline
 from paceline.checkpoint.pretrained import load_weights
 from paceline.errors import DataError, RecipeError, TaskError
 from paceline.task import Loss, Task
-from tests.cli.test_runs_are_kept import SUM, small
+from tests.cli.test_run_files import SUM, small
 from tests.commands import run
 
 SCRIPT = """

@@ -180,15 +180,6 @@ def test_the_examples_run_on_any_number_of_processes(tmp_path: Path) -> None:
     assert one[:-1] == two[:-1] and "accuracy 1.000" in one[-2] and one[-1].startswith("120 steps, runs/")
 
 
-def test_the_command_line_starts_without_what_only_some_commands_need() -> None:
-    heavy = ("torch", "numpy", "pydantic")
-    code = f"import sys, paceline.cli.main; print(sorted(m for m in {heavy} if m in sys.modules))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
-    )
-    assert done.stdout.strip() == "[]"
-
-
 @pytest.mark.capability("P1")
 @pytest.mark.parametrize(
     "words, loaded",

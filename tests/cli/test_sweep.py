@@ -97,9 +97,7 @@ def test_digits_have_a_critical_batch_beyond_which_steps_are_hardly_saved(tmp_pa
         assert by_values[size, "2", "1"] == pytest.approx(by_values[size, "1", "2"], rel=1e-4)
 
 
-def test_a_folder_of_another_recipe_is_refused(
-    swept: tuple[Path, subprocess.CompletedProcess[str]],
-) -> None:
+def test_a_folder_of_another_recipe_is_refused(swept: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     folder, _ = swept
     other = sweep(folder, "batch=16", "replicas=1", settings=("seed=9",))
     assert other.returncode == 2 and "choose another --out" in other.stderr

@@ -10,22 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.comm import Codec
 from paceline.comm.codecs import CodecKeys
 from paceline.comm.codecs.bit_packing import pack, packed_bytes, unpack
 from paceline.comm.codecs.low_rank import near_square_span
-from paceline.comm.codecs.strategy_codec import build_codec
 from paceline.comm.codecs.top_k import index_bytes
 from paceline.comm.workspace import Workspace
-from paceline.recipe import Strategy
+from tests.codecs import codec_of
 
 KEYS = CodecKeys(5, 6)
-
-
-def codec_of(word: str) -> Codec:
-    found = build_codec(Strategy(codec=word))
-    assert found is not None
-    return found
 
 
 @pytest.mark.capability("H2", "H3", "H4")

@@ -3,18 +3,15 @@
 import pytest
 
 from paceline.comm import Codec
-from paceline.comm.codecs.strategy_codec import build_codec
-from paceline.recipe import Strategy
 from paceline.testing.contracts import CodecContract
+from tests.codecs import codec_of
 
 
 class _Word(CodecContract):
     word: str
 
     def codec(self) -> Codec:
-        found = build_codec(Strategy(codec=self.word))
-        assert found is not None
-        return found
+        return codec_of(self.word)
 
 
 @pytest.mark.capability("H7")
@@ -91,10 +88,7 @@ class TestRandomK(_Word):
 
 
 class TestLowRank(_Word):
-    word, relative_error = (
-        "lowrank:2",
-        100.0,
-    )  # of a value; that of the whole is in test_codecs_of_any_tensor.py
+    word, relative_error = "lowrank:2", 100.0  # of a value; see test_codecs_of_any_tensor.py for the whole
 
 
 @pytest.mark.capability("H6")

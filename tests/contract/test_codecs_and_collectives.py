@@ -22,66 +22,12 @@ TOP_K_ERROR = 1.0  # what is not kept is lost
 SHARE = 0.5
 
 
-# The native route
+def coded(net: Net, group: RankGroup) -> CodedCollective:
+    return CodedCollective(NativeCollective(net, group), BlockIntCodec(8))
 
 
-@pytest.mark.capability("G14")
-class TestNativeCollective(CollectiveContract):
-    def collective(self, net: Net, group: RankGroup) -> Collective:
-        return NativeCollective(net, group)
-
-
-@pytest.mark.capability("H8")
-class TestInt8Collective(CollectiveContract):
-    relative_error = INT8_ERROR
-    uses_error_feedback = True
-
-    def collective(self, net: Net, group: RankGroup) -> Collective:
-        return CodedCollective(NativeCollective(net, group), BlockIntCodec(8))
-
-
-@pytest.mark.capability("H8")
-class TestTopKCollective(CollectiveContract):
-    relative_error = TOP_K_ERROR
-    uses_error_feedback = True
-
-    def collective(self, net: Net, group: RankGroup) -> Collective:
-        return CodedCollective(NativeCollective(net, group), TopKCodec(make_keep_count(SHARE)))
-
-
-class TestReducer(ReducerContract):
-    degrees: ClassVar = {"replica": 3}
-
-    def collective(self, net: Net, group: RankGroup) -> Collective:
-        return NativeCollective(net, group)
-
-
-@pytest.mark.capability("H8")
-class TestCodedReducer(ReducerContract):
-    relative_error = INT8_ERROR
-
-    def collective(self, net: Net, group: RankGroup) -> Collective:
-        return CodedCollective(NativeCollective(net, group), BlockIntCodec(8))
-
-
-@pytest.mark.capability("A11")
-class TestReducerOfShards(ReducerContract):
-    degrees: ClassVar = {"replica": 2, "shard": 2}
-
-    def collective(self, net: Net, group: RankGroup) -> Collective:
-        return NativeCollective(net, group)
-
-
-@pytest.mark.capability("H8")
-class TestCodedReducerOfShards(ReducerContract):
-    degrees: ClassVar = {"replica": 2, "shard": 2}
-    relative_error = 2 * INT8_ERROR
-
-    def collective(self, net: Net, group: RankGroup) -> Collective:
-        return CodedCollective(NativeCollective(net, group), BlockIntCodec(8))
-
-
-# Through memory
+def sparse(net: Net, group: RankGroup) -> CodedCollective:
+    return CodedCollective(NativeCollective(net, group), TopKCodec(make_keep_count(SHARE)))
 
 
 def shared(net: Net, group: RankGroup) -> Collective:
@@ -92,17 +38,71 @@ def shared(net: Net, group: RankGroup) -> Collective:
     return SharedMemoryCollective(net, group, links)
 
 
+def tree(net: Net, group: RankGroup) -> MessageCollective:
+    return MessageCollective(net, duplicate_group(group, "tree"), TreeRoute())
+
+
+def coded_tree(net: Net, group: RankGroup) -> CodedCollective:
+    return CodedCollective(tree(net, group), BlockIntCodec(8))
+
+
+# The native route
+
+
+@pytest.mark.capability("G14")
+class TestNativeCollective(CollectiveContract):
+    collective = staticmethod(NativeCollective)
+
+
+@pytest.mark.capability("H8")
+class TestInt8Collective(CollectiveContract):
+    relative_error = INT8_ERROR
+    uses_error_feedback = True
+    collective = staticmethod(coded)
+
+
+@pytest.mark.capability("H8")
+class TestTopKCollective(CollectiveContract):
+    relative_error = TOP_K_ERROR
+    uses_error_feedback = True
+    collective = staticmethod(sparse)
+
+
+class TestReducer(ReducerContract):
+    degrees: ClassVar = {"replica": 3}
+    collective = staticmethod(NativeCollective)
+
+
+@pytest.mark.capability("H8")
+class TestCodedReducer(ReducerContract):
+    relative_error = INT8_ERROR
+    collective = staticmethod(coded)
+
+
+@pytest.mark.capability("A11")
+class TestReducerOfShards(ReducerContract):
+    degrees: ClassVar = {"replica": 2, "shard": 2}
+    collective = staticmethod(NativeCollective)
+
+
+@pytest.mark.capability("H8")
+class TestCodedReducerOfShards(ReducerContract):
+    degrees: ClassVar = {"replica": 2, "shard": 2}
+    relative_error = 2 * INT8_ERROR
+    collective = staticmethod(coded)
+
+
+# Through memory
+
+
 @pytest.mark.capability("G1", "G14")
 class TestSharedMemoryCollective(CollectiveContract):
-    def collective(self, net: Net, group: RankGroup) -> Collective:
-        return shared(net, group)
+    collective = staticmethod(shared)
 
 
 class TestSharedMemoryReducer(ReducerContract):
     degrees: ClassVar = {"replica": 3}
-
-    def collective(self, net: Net, group: RankGroup) -> Collective:
-        return shared(net, group)
+    collective = staticmethod(shared)
 
 
 @pytest.mark.capability("A11")
@@ -110,9 +110,7 @@ class TestScatterer(ReducerContract):
     """Gradients that leave with every micro-batch, over messages, with replicas."""
 
     degrees: ClassVar = {"replica": 2, "shard": 2}
-
-    def collective(self, net: Net, group: RankGroup) -> Collective:
-        return NativeCollective(net, group)
+    collective = staticmethod(NativeCollective)
 
     def reducer(
         self, tensors: Mapping[TensorSlot, Tensor], parts: PartsBySlot, mesh: Mesh, net: Net
@@ -127,31 +125,21 @@ class TestScatterer(ReducerContract):
 @pytest.mark.capability("A11")
 class TestSharedMemoryScatterer(TestScatterer):
     degrees: ClassVar = {"shard": 3}
-
-    def collective(self, net: Net, group: RankGroup) -> Collective:
-        return shared(net, group)
+    collective = staticmethod(shared)
 
 
 @pytest.mark.capability("A11")
 class TestSharedMemoryReducerOfShards(ReducerContract):
     degrees: ClassVar = {"replica": 2, "shard": 2}
-
-    def collective(self, net: Net, group: RankGroup) -> Collective:
-        return shared(net, group)
+    collective = staticmethod(shared)
 
 
 # Along a tree
 
 
-def tree(net: Net, group: RankGroup) -> MessageCollective:
-    return MessageCollective(net, duplicate_group(group, "tree"), TreeRoute())
-
-
 class TestTreeCollective(CollectiveContract):
     worlds: ClassVar = (2, 3, 5)
-
-    def collective(self, net: Net, group: RankGroup) -> Collective:
-        return tree(net, group)
+    collective = staticmethod(tree)
 
 
 @pytest.mark.capability("H8")
@@ -159,30 +147,22 @@ class TestInt8Tree(CollectiveContract):
     worlds: ClassVar = (3, 2)
     relative_error = INT8_ERROR
     uses_error_feedback = True
-
-    def collective(self, net: Net, group: RankGroup) -> Collective:
-        return CodedCollective(tree(net, group), BlockIntCodec(8))
+    collective = staticmethod(coded_tree)
 
 
 class TestTreeReducer(ReducerContract):
     degrees: ClassVar = {"replica": 3}
-
-    def collective(self, net: Net, group: RankGroup) -> Collective:
-        return tree(net, group)
+    collective = staticmethod(tree)
 
 
 @pytest.mark.capability("A11")
 class TestTreeReducerOfShards(ReducerContract):
     degrees: ClassVar = {"replica": 2, "shard": 2}
-
-    def collective(self, net: Net, group: RankGroup) -> Collective:
-        return tree(net, group)
+    collective = staticmethod(tree)
 
 
 @pytest.mark.capability("H8")
 class TestCodedTreeReducerOfShards(ReducerContract):
     degrees: ClassVar = {"replica": 2, "shard": 2}
     relative_error = 2 * INT8_ERROR
-
-    def collective(self, net: Net, group: RankGroup) -> Collective:
-        return CodedCollective(tree(net, group), BlockIntCodec(8))
+    collective = staticmethod(coded_tree)

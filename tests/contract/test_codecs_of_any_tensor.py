@@ -14,20 +14,13 @@ from torch import Tensor
 
 from paceline.comm import Codec
 from paceline.comm.codecs import CodecKeys
-from paceline.comm.codecs.strategy_codec import build_codec
 from paceline.comm.codecs.top_k import select_largest
 from paceline.comm.workspace import Workspace
-from paceline.recipe import Strategy
+from tests.codecs import codec_of
 
 KEYS = CodecKeys(5, 6)
 _TINY = torch.finfo(torch.float32).tiny
 _BLOCK = 256
-
-
-def codec_of(word: str) -> Codec:
-    found = build_codec(Strategy(codec=word))
-    assert found is not None
-    return found
 
 
 def decoded(codec: Codec, x: Tensor, keys: CodecKeys = KEYS) -> Tensor:

@@ -1,5 +1,6 @@
 """The collectives of routes keep the contract, alone, with a codec and under the reducers."""
 
+from functools import partial
 from typing import ClassVar
 
 import pytest
@@ -26,6 +27,12 @@ def two_nodes(net: Net, group: RankGroup, codec: Codec | None = None) -> Collect
     return on_nodes(net, group, parts, codec)
 
 
+def three_nodes(net: Net, group: RankGroup, codec: Codec | None = None) -> Collective:
+    """Ranks are dealt to three nodes in turn, as some schedulers place them."""
+    parts = group_ranks_by_node(group.ranks, [rank % 3 for rank in range(group.size)])
+    return on_nodes(net, group, parts, codec)
+
+
 def on_nodes(net: Net, group: RankGroup, parts: list[tuple[int, ...]], codec: Codec | None) -> Collective:
     levels = NodeLevels.build(group, parts)
     between = NativeCollective(net, levels.between)
@@ -38,21 +45,13 @@ class TestHierarchicalCollective(CollectiveContract):
     """Two nodes of two, and two of three."""
 
     worlds: ClassVar = (4, 6)
-
-    def collective(self, net: Net, group: RankGroup) -> Collective:
-        return two_nodes(net, group)
+    collective = staticmethod(two_nodes)
 
 
 @pytest.mark.capability("G8")
 class TestHierarchicalCollectiveDealtOut(CollectiveContract):
-    """Ranks are dealt to three nodes in turn, as some schedulers place them."""
-
     worlds: ClassVar = (6,)
-
-    def collective(self, net: Net, group: RankGroup) -> Collective:
-        return on_nodes(
-            net, group, group_ranks_by_node(group.ranks, [rank % 3 for rank in range(group.size)]), None
-        )
+    collective = staticmethod(three_nodes)
 
 
 @pytest.mark.capability("G8", "H8")
@@ -62,26 +61,15 @@ class TestInt8BetweenNodes(CollectiveContract):
     worlds: ClassVar = (4, 6)
     relative_error = INT8_ERROR
     uses_error_feedback = True
-
-    def collective(self, net: Net, group: RankGroup) -> Collective:
-        return two_nodes(net, group, BlockIntCodec(8))
+    collective = staticmethod(partial(two_nodes, codec=BlockIntCodec(8)))
 
 
 @pytest.mark.capability("G8", "H8")
 class TestInt8BetweenNodesDealtOut(CollectiveContract):
-    """Ranks are dealt to three nodes in turn, as some schedulers place them."""
-
     worlds: ClassVar = (6,)
     relative_error = INT8_ERROR
     uses_error_feedback = True
-
-    def collective(self, net: Net, group: RankGroup) -> Collective:
-        return on_nodes(
-            net,
-            group,
-            group_ranks_by_node(group.ranks, [rank % 3 for rank in range(group.size)]),
-            BlockIntCodec(8),
-        )
+    collective = staticmethod(partial(three_nodes, codec=BlockIntCodec(8)))
 
 
 @pytest.mark.capability("G8", "H8")
@@ -89,17 +77,13 @@ class TestTopKBetweenNodes(CollectiveContract):
     worlds: ClassVar = (4,)
     relative_error = TOP_K_ERROR
     uses_error_feedback = True
-
-    def collective(self, net: Net, group: RankGroup) -> Collective:
-        return two_nodes(net, group, TopKCodec(make_keep_count(0.5)))
+    collective = staticmethod(partial(two_nodes, codec=TopKCodec(make_keep_count(0.5))))
 
 
 @pytest.mark.capability("G8")
 class TestHierarchicalReducer(ReducerContract):
     degrees: ClassVar = {"replica": 4}
-
-    def collective(self, net: Net, group: RankGroup) -> Collective:
-        return two_nodes(net, group)
+    collective = staticmethod(two_nodes)
 
 
 @pytest.mark.capability("G8")
@@ -107,18 +91,14 @@ class TestHierarchicalReducerOfShards(ReducerContract):
     """One replica over two nodes."""
 
     degrees: ClassVar = {"shard": 4}
-
-    def collective(self, net: Net, group: RankGroup) -> Collective:
-        return two_nodes(net, group)
+    collective = staticmethod(two_nodes)
 
 
 @pytest.mark.capability("G8", "H8")
 class TestReducerCodedBetweenNodes(ReducerContract):
     degrees: ClassVar = {"replica": 4}
     relative_error = INT8_ERROR
-
-    def collective(self, net: Net, group: RankGroup) -> Collective:
-        return two_nodes(net, group, BlockIntCodec(8))
+    collective = staticmethod(partial(two_nodes, codec=BlockIntCodec(8)))
 
 
 @pytest.mark.capability("G8", "H8")
@@ -127,9 +107,7 @@ class TestReducerOfSignsBetweenNodes(ReducerContract):
 
     degrees: ClassVar = {"replica": 4}
     relative_error = SIGN_ERROR
-
-    def collective(self, net: Net, group: RankGroup) -> Collective:
-        return two_nodes(net, group, SignCodec())
+    collective = staticmethod(partial(two_nodes, codec=SignCodec()))
 
 
 @pytest.mark.capability("G8", "H8")
@@ -138,6 +116,4 @@ class TestReducerOfShardsCodedBetweenNodes(ReducerContract):
 
     degrees: ClassVar = {"shard": 4}
     relative_error = INT8_ERROR
-
-    def collective(self, net: Net, group: RankGroup) -> Collective:
-        return two_nodes(net, group, BlockIntCodec(8))
+    collective = staticmethod(partial(two_nodes, codec=BlockIntCodec(8)))

@@ -11,28 +11,12 @@ from torch.nn import functional as F
 from tests.zoo.kind import CLASSES, NUM_SAMPLES, WIDTH, Kind, Made, chain, mlp
 
 
-def plain() -> Made:
-    return mlp()
-
-
-def _images() -> Made:
+def channels_last() -> Made:
     samples = [(torch.randn(3, 5, 5), torch.randint(CLASSES, ())) for _ in range(NUM_SAMPLES)]
     links = [nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 5, 2), nn.Flatten(), nn.Linear(20, CLASSES)]
     made = chain(*links, samples=samples)
     made.model.to(memory_format=torch.channels_last)
     return made
-
-
-def channels_last() -> Made:
-    return _images()
-
-
-def channels_last_adamw() -> Made:
-    return _images()
-
-
-def channels_last_fused() -> Made:
-    return _images()
 
 
 class Transposed(nn.Module):
@@ -168,10 +152,10 @@ def double() -> Made:
 
 
 STORED: dict[str, Kind] = {
-    "plain": Kind(plain),
+    "plain": Kind(mlp),
     "channels-last": Kind(channels_last),
-    "channels-last-adamw": Kind(channels_last_adamw, optimizer="adamw", tolerance=2e-5),
-    "channels-last-fused": Kind(channels_last_fused, fused=True),
+    "channels-last-adamw": Kind(channels_last, optimizer="adamw", tolerance=2e-5),
+    "channels-last-fused": Kind(channels_last, fused=True),
     "transposed": Kind(transposed),
     "complex-parameter": Kind(complex_parameter),
     "complex-vector": Kind(complex_vector),

@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import pytest
-from _pytest.mark import ParameterSet
 
-from paceline.testing import RanksFailed, run_ranks
+from paceline.testing import run_ranks
 from tests.zoo.kinds import KINDS
-from tests.zoo.known import KNOWN, OTHER_BITS, known, refusal
+from tests.zoo.refused import refusal
 from tests.zoo.runs import WAYS, Ran, fits, run_many, verdict
 
 FAMILIES = (  # `make test` runs every kind in one way of each, `make soak` in all ways
@@ -31,34 +30,14 @@ SAME_BITS = [way for way in WAYS if way.startswith("same-bits-") and way != "sam
 
 def kinds_of(way: str, *, sampled: bool) -> list[str]:
     """The kinds that go with a way; of those that go with a family, its share."""
+    going = [kind for kind in KINDS if fits(kind, way)]
     if not sampled:
-        return [kind for kind in KINDS if fits(kind, way) and not dies(kind, way)]
+        return going
     family = next(family for family in FAMILIES if way in family)
+    shares = {kind: [w for w in family if fits(kind, w)] for kind in going}
     return [
-        kind
-        for number, kind in enumerate(KINDS)
-        if way
-        == (open_to := [w for w in family if fits(kind, w) and not dies(kind, w)] or [""])[
-            number % len(open_to)
-        ]
+        kind for k, kind in enumerate(KINDS) if kind in shares and way == shares[kind][k % len(shares[kind])]
     ]
-
-
-def deadly() -> list[ParameterSet]:
-    """Cells that end a process."""
-    found = [(kind, way) for way in WAYS for kind in KINDS if fits(kind, way) and dies(kind, way)]
-    return [
-        pytest.param(kind, way, marks=[] if way in SAMPLED else [pytest.mark.soak]) for kind, way in found
-    ]
-
-
-def dies(kind: str, way: str) -> bool:
-    entry = known(kind, way)
-    return entry is not None and entry.dies
-
-
-def agrees(kind: str, way: str) -> bool:
-    return not (refusal(kind, way) or known(kind, way))
 
 
 def train_all(kinds: list[str], way: str) -> dict[str, list[Ran]]:
@@ -74,20 +53,16 @@ def check(kinds: list[str], way: str) -> None:
     for kind in [kind for kind in kinds if refusal(kind, way)]:
         said = found.pop(kind)
         assert said.startswith("refused:") and refusal(kind, way) in said, (kind, said)
-    wrong = {kind: said for kind, said in found.items() if said and not known(kind, way)}
-    assert not wrong
-    mended = [kind for kind, said in found.items() if not said and known(kind, way)]
-    assert not mended, "these agree now: take them out of KNOWN"
+    assert not {kind: said for kind, said in found.items() if said}
     if way in SAME_BITS:
         check_bits(rans, way)
 
 
 def check_bits(rans: Mapping[str, Sequence[Ran]], way: str) -> None:
     """Each that agrees has the bits of one process."""
-    kinds = [k for k in rans if agrees(k, way) and agrees(k, "same-bits-1")]
+    kinds = [k for k in rans if not refusal(k, way) and not refusal(k, "same-bits-1")]
     alone = train_all(kinds, "same-bits-1")
-    apart = [k for k in kinds if max(ran.end.distance(alone[k][0].end) for ran in rans[k]) > 0.0]
-    assert apart == [k for k in kinds if any(entry.covers(k, way) for entry in OTHER_BITS)]
+    assert not [k for k in kinds if max(ran.end.distance(alone[k][0].end) for ran in rans[k]) > 0.0]
 
 
 @pytest.mark.capability("A2", "A11", "N2", "Z2")
@@ -109,19 +84,3 @@ def test_every_kind_is_in_the_sample_of_every_family_that_it_goes_with() -> None
     for family in FAMILIES:
         sampled = [kind for way in family for kind in kinds_of(way, sampled=True)]
         assert sorted(sampled) == sorted({kind for way in family for kind in kinds_of(way, sampled=False)})
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("kind, way", deadly())
-def test_a_cell_that_ended_a_process_is_still_wrong(kind: str, way: str) -> None:
-    try:
-        by_rank = run_ranks(run_many, WAYS[way].processes, [kind], way, group_deadline=60)
-    except RanksFailed:
-        return
-    said = verdict(kind, way, [ran[kind] for ran in by_rank])
-    assert said, "it agrees now: take it out of KNOWN"
-
-
-def test_every_known_mistake_has_a_cell() -> None:
-    for entry in KNOWN:
-        assert any(entry.covers(kind, way) and fits(kind, way) for kind in KINDS for way in WAYS), entry

@@ -27,10 +27,7 @@ BUS = "killed by signal: Bus error. It is possible that dataloader's workers are
         (OutOfMemoryError("CUDA out of memory."), "out of memory"),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), "out of memory"),
         (RuntimeError(SHARED), "this host is out of shared memory"),
-        (
-            DataError(f"sample 3 cannot be read: RuntimeError: {SHARED}"),
-            "this host is out of shared memory",
-        ),
+        (DataError(f"sample 3 cannot be read: RuntimeError: {SHARED}"), "this host is out of shared memory"),
         (DataError(f"the loader failed: {BUS}"), "this host is out of shared memory"),
     ],
 )

@@ -41,11 +41,7 @@ class Stack(nn.Module):
         return self.head(x)
 
 
-DROPOUTS = {
-    "none": nn.Identity,
-    "torch": lambda: nn.Dropout(0.3),
-    "keyed": lambda: KeyedDropout(0.3),
-}
+DROPOUTS = {"none": nn.Identity, "torch": lambda: nn.Dropout(0.3), "keyed": lambda: KeyedDropout(0.3)}
 
 
 def pair(kind: str, how: str = "blocks") -> tuple[Stack, Stack]:

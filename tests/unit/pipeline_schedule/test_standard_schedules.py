@@ -149,10 +149,7 @@ def test_a_row_that_is_none_is_named_by_its_line(row: str, tmp_path: Path) -> No
 @pytest.mark.capability("D11")
 def test_it_is_drawn_as_text_and_as_a_picture() -> None:
     proof = simulate_schedule(zero_bubble(2, 2), 2)
-    assert list(render_text(proof)) == [
-        "stage 0  F0 F1 .  B0 W0 B1 W1",
-        "stage 1  .  F0 B0 F1 B1 W0 W1",
-    ]
+    assert list(render_text(proof)) == ["stage 0  F0 F1 .  B0 W0 B1 W1", "stage 1  .  F0 B0 F1 B1 W0 W1"]
     assert list(render_text(simulate_schedule(one_f_one_b(2, 2), 2))) == [
         "stage 0  F0 F1 .  .  B0 -  .  B1 -",
         "stage 1  .  F0 B0 -  F1 B1 -  .  .",

@@ -1,4 +1,4 @@
-"""The capability page and the pins, on tiny trees; and what no file of this project may name."""
+"""The capability page and the pins, on tiny trees; what no file may name; what the README and `make` show."""
 
 from __future__ import annotations
 
@@ -8,12 +8,17 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+import paceline
+from paceline.cli.main import COMMANDS
+from paceline.recipe import load_recipe
 from tools import capabilities, constraints
 
 ROOT = Path(__file__).resolve().parents[3]
+README = (ROOT / "README.md").read_text("utf-8")
 
 
 def write(root: Path, name: str, text: str) -> Path:
@@ -245,3 +250,61 @@ def test_no_file_names_a_machine_path_or_a_registry() -> None:
 def test_a_room_of_the_command_line_does_not_load_torch(room: str) -> None:
     code = f"import sys, paceline.{room}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=240).returncode == 0
+
+
+# Public names: what they say, in whatever order a script imports things
+
+
+@pytest.mark.parametrize("name", [name for name in paceline.__all__ if name != "__version__"])
+def test_every_public_name_can_be_imported_and_is_no_module(name: str) -> None:
+    assert not isinstance(getattr(paceline, name), ModuleType)
+    assert name in dir(paceline)
+
+
+def test_verbs_stay_functions_after_their_rooms_were_imported() -> None:
+    code = (
+        "import paceline.session.fit_loop, paceline.verification.verifier, paceline.session.evaluation;"
+        "import paceline;"
+        "print(*[callable(getattr(paceline, n)) for n in ('train', 'verify', 'evaluate', 'join')])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=True
+    )
+    assert done.stdout.split() == ["True"] * 4
+
+
+def test_an_unknown_name_says_what_there_is() -> None:
+    with pytest.raises(AttributeError, match="it has ByGroup, Callback, Cluster, Loss"):
+        paceline.teach
+
+
+# What `make` installs before it runs something
+
+
+def test_the_soak_installs_what_its_walk_needs(tmp_path: Path) -> None:
+    """Without it the walk of a first day is skipped, and nobody sees it."""
+    asked = ["make", "-n", "soak", f"VENV={tmp_path / 'fresh'}"]
+    said = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=True, timeout=100).stdout
+    extras = (ROOT / "pyproject.toml").read_text("utf-8")
+    assert "-e '.[walk]'" in said and "nbclient" in extras
+    assert said.index("-e '.[dev]'") < said.index("-e '.[walk]'") < said.index("pytest --soak")
+
+
+# What the README shows is what lies in the repository
+
+
+@pytest.mark.parametrize("name", ["quickstart.py", "quickstart.toml"])
+def test_the_example_is_the_file_that_the_tests_run(name: str) -> None:
+    assert (ROOT / "examples" / name).read_text().strip() in README
+
+
+def test_the_recipe_behind_the_first_screen_is_the_one_that_was_run() -> None:
+    recipe = load_recipe(ROOT / "recipes" / "byte-gpt.toml")
+    assert f"step {recipe.steps}/{recipe.steps}" in README
+    assert recipe.strategy.replicas == 2
+
+
+def test_every_command_exists() -> None:
+    commands = {command.words.partition(" ")[0] for command in COMMANDS}
+    shown = set(re.findall(r"^(?:\$ )?paceline (\w+)", README, re.MULTILINE))
+    assert shown and shown <= commands

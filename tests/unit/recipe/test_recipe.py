@@ -48,10 +48,7 @@ def test_a_small_recipe_has_every_default() -> None:
         ({"batch": {"shuffle": 1}}, "batch.shuffle: expected true or false, found 1"),
         ({"optimizer": {"lr": float("inf")}}, "optimizer.lr: expected a finite number >= 0, found inf"),
         ({"optimizer": {"lr": -0.1}}, "optimizer.lr: expected a finite number >= 0, found -0.1"),
-        (
-            {"optimizer": {"lr": float("nan")}},
-            "optimizer.lr: expected a finite number >= 0, found nan",
-        ),
+        ({"optimizer": {"lr": float("nan")}}, "optimizer.lr: expected a finite number >= 0, found nan"),
         (
             {"optimizer": {"name": "adamm"}},
             f'optimizer.name: expected one of {OPTIMIZERS}, found "adamm"; did you mean "adam"?',
@@ -70,10 +67,7 @@ def test_a_small_recipe_has_every_default() -> None:
         ),
         ({"stepz": 1}, "stepz: unknown key, found 1; did you mean steps?"),
         ({"lr": 0.1}, "lr: unknown key, found 0.1; did you mean optimizer.lr?"),
-        (
-            {"memory": {"zzz": 1}},
-            "memory.zzz: unknown key, found 1; expected one of recompute, budget",
-        ),
+        ({"memory": {"zzz": 1}}, "memory.zzz: unknown key, found 1; expected one of recompute, budget"),
         ({"options": {"a": {1: 2}}}, "options: expected strings as keys, found 1 in options.a"),
         ({"options": 3}, "options: expected a table, found 3"),
         ({"strategy": 3}, 'strategy: expected a table, or text such as "replicas=2" or "ddp", found 3'),

@@ -10,14 +10,7 @@ import pytest
 
 from paceline.errors import StrategyError
 from paceline.recipe import PRESETS, Recipe, Strategy
-from paceline.recipe.registry import (
-    CodecSpec,
-    RouteSpec,
-    ScheduleSpec,
-    SyncSpec,
-    WordSpec,
-    known_specs,
-)
+from paceline.recipe.registry import CodecSpec, RouteSpec, ScheduleSpec, SyncSpec, WordSpec, known_specs
 from paceline.recipe.registry.route_specs import ChannelSpec
 
 

@@ -18,10 +18,7 @@ from paceline.recipe.registry.route_specs import ChannelSpec
 from paceline.recipe.support import SupportResult, list_layouts, num_ranks
 from tests.unit.recipe.test_strategy import draw
 
-NOT_BUILT: dict[str, Any] = {
-    "sync": "federated:10",
-    "route": "server",
-}
+NOT_BUILT: dict[str, Any] = {"sync": "federated:10", "route": "server"}
 
 
 def each(words: str, before: str = "") -> set[str]:

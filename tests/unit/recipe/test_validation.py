@@ -13,13 +13,7 @@ from paceline.errors import RecipeError
 from paceline.job.cluster import Cluster
 from paceline.job.mesh import Mesh, RankGroup
 from paceline.recipe import Recipe, Strategy, load_recipe, support
-from paceline.recipe.validation import (
-    FieldNeed,
-    NeedScope,
-    default_value,
-    get_value,
-    list_needs,
-)
+from paceline.recipe.validation import FieldNeed, NeedScope, default_value, get_value, list_needs
 from paceline.session.build import build_session
 from paceline.session.start_warnings import find_unused_keys
 from paceline.tasks import load_task

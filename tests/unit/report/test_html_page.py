@@ -43,10 +43,7 @@ def test_the_values_under_the_pointer_are_those_of_the_rows(tmp_path: Path) -> N
 def test_several_runs_are_compared_with_what_differs_in_their_recipes(tmp_path: Path) -> None:
     small, large = (
         write(
-            tmp_path / name,
-            ("run", start()),
-            *steps(0, 4),
-            recipe=f'task = "digits"\nbatch.size = {size}\n',
+            tmp_path / name, ("run", start()), *steps(0, 4), recipe=f'task = "digits"\nbatch.size = {size}\n'
         )
         for name, size in (("small", 32), ("large", 64))
     )

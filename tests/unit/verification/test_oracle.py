@@ -134,10 +134,7 @@ def test_parameters_of_two_bytes_are_trained(dtype: torch.dtype) -> None:
     model = nn.Linear(6, 8).to(dtype)
     before = model.weight.detach().clone()
     recipe = OptimizerRecipe(name="sgd", lr=0.1, momentum=0.9)
-    for build in (
-        lambda: build_optimizer(model, recipe, True),
-        lambda: plain_optimizer(model, recipe, True),
-    ):
+    for build in (lambda: build_optimizer(model, recipe, True), lambda: plain_optimizer(model, recipe, True)):
         with torch.no_grad():
             model.weight.copy_(before)
         model.weight.grad, model.bias.grad = torch.ones_like(model.weight), torch.ones_like(model.bias)

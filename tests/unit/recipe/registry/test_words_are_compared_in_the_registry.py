@@ -15,14 +15,7 @@ from pathlib import Path
 import pytest
 
 import paceline
-from paceline.recipe.registry import (
-    ChannelSpec,
-    CodecSpec,
-    RouteSpec,
-    ScheduleSpec,
-    SyncSpec,
-    builtin_specs,
-)
+from paceline.recipe.registry import ChannelSpec, CodecSpec, RouteSpec, ScheduleSpec, SyncSpec, builtin_specs
 
 SOURCE = Path(paceline.__file__).parent
 ALLOWED = ("recipe/registry/", "recipe/strategy_text.py")

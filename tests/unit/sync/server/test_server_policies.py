@@ -77,11 +77,7 @@ def play(policy: ServerPolicy, num_workers: int, seed: int, losses: int = 0) -> 
             found.updates.append([one.ticket for one in pushes])
 
 
-schedules = {
-    "num_workers": st.integers(1, 6),
-    "seed": st.integers(0, 2**32),
-    "losses": st.integers(0, 3),
-}
+schedules = {"num_workers": st.integers(1, 6), "seed": st.integers(0, 2**32), "losses": st.integers(0, 3)}
 
 
 @pytest.mark.capability("I4", "Z6")

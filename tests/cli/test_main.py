@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.test_runs_are_kept import SHORT, SUM
+from tests.cli.test_run_files import SHORT, SUM
 from tests.commands import run
 
 TASK = """

@@ -44,12 +44,7 @@ def test_processes_that_claim_at_once_get_folders_of_their_own(tmp_path: Path) -
 
 @pytest.mark.parametrize(
     "task, name",
-    [
-        ("byte-gpt", "byte-gpt"),
-        ("a/my.py:build", "build"),
-        ("package:make_it", "make_it"),
-        ("..", "run"),
-    ],
+    [("byte-gpt", "byte-gpt"), ("a/my.py:build", "build"), ("package:make_it", "make_it"), ("..", "run")],
 )
 def test_a_run_is_called_after_its_function(task: str, name: str) -> None:
     assert run_name_of_task(task) == name

@@ -17,7 +17,7 @@ from paceline.api.calls import ProgressLines
 from paceline.errors import RecipeError, WorkerError
 from paceline.observe import StepStats
 from paceline.task import Loss, Task
-from tests.cli.test_runs_are_kept import small
+from tests.cli.test_run_files import small
 
 RECIPE = paceline.Recipe(steps=4, batch={"size": 4, "shards": 2}, runtime={"threads": 1})
 

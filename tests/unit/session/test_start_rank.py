@@ -22,7 +22,7 @@ def test_each_process_has_a_gpu_of_its_own_or_all_the_processor(
     asked: str, processes: int, gpus: int
 ) -> None:
     if asked == "cuda" and gpus < processes:
-        with pytest.raises(DeviceError, match=f"{gpus} NVIDIA GPUs for {processes} processes"):
+        with pytest.raises(DeviceError, match=f"{gpus} NVIDIA GPUs for {processes} process"):
             choose_device(asked, processes - 1, processes)
         return
     device = choose_device(asked, processes - 1, processes)

@@ -23,7 +23,7 @@ from paceline.parallel.context.context_attention import (
     ring_bytes,
     ulysses_bytes,
 )
-from paceline.parallel.context.ring_attention import FlashCpuKernel, MatmulKernel
+from paceline.parallel.context.ring_attention import BlockInputs, FlashCpuKernel, MatmulKernel
 from paceline.parallel.context.sequence_split import SequencePart, split_positions
 from paceline.testing import run_ranks
 
@@ -226,12 +226,8 @@ def test_sequences_of_two_lengths_are_refused() -> None:
 
 def test_both_kernels_agree() -> None:
     q, k, v, grad = (x.detach() for x in tensors((2, 3, 3, 9, 8), torch.float32))
-    fused, plain = (
-        kernel.forward(q, k, v, causal=True, scale=0.3) for kernel in (FlashCpuKernel(), MatmulKernel())
-    )
+    block = BlockInputs(q, k, v, causal=True, scale=0.3)
+    fused, plain = (kernel.forward(block) for kernel in (FlashCpuKernel(), MatmulKernel()))
     assert torch.allclose(fused.out, plain.out, atol=1e-6) and torch.allclose(fused.lse, plain.lse, atol=1e-6)
-    found = [
-        kernel.backward(grad, q, k, v, plain, causal=True, scale=0.3)
-        for kernel in (FlashCpuKernel(), MatmulKernel())
-    ]
+    found = [kernel.backward(grad, block, plain) for kernel in (FlashCpuKernel(), MatmulKernel())]
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*found, strict=True))

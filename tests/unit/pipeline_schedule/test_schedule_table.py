@@ -87,22 +87,8 @@ def ways(table: ScheduleTable) -> Iterator[tuple[int, int]]:
 @pytest.mark.capability("D1", "L3")
 @pytest.mark.parametrize("name", TABLES)
 def test_no_more_messages_are_on_the_way_than_the_table_says(name: str) -> None:
+    """And beside a slow reader so many are, where no chunk waits for another of its stage."""
     for table in TABLES[name]:
-        for stage, to in ways(table):
-            assert most_untaken(table, stage, to) <= max_messages_in_flight(table, stage, to), (
-                table,
-                stage,
-                to,
-            )
-
-
-@pytest.mark.capability("D1", "L3")
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zero-bubble"])
-def test_so_many_are_on_the_way_beside_a_slow_reader(name: str) -> None:
-    for table in TABLES[name]:
-        for stage, to in ways(table):
-            assert most_untaken(table, stage, to) == max_messages_in_flight(table, stage, to), (
-                table,
-                stage,
-                to,
-            )
+        for way in ways(table):
+            most, said = most_untaken(table, *way), max_messages_in_flight(table, *way)
+            assert most == said if name in ("gpipe", "1f1b", "zero-bubble") else most <= said, (table, way)

@@ -1,4 +1,4 @@
-"""Letters: whatever is lost, cut off or said twice, every message arrives once and in order."""
+"""Whatever is lost, cut off or said twice, every numbered message arrives once and in order."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from paceline.comm.channel.reliable_queue import (
 pytestmark = pytest.mark.capability("G12")
 
 
-def letters(count: int) -> UnacknowledgedQueue:
+def unacknowledged(count: int) -> UnacknowledgedQueue:
     sent = UnacknowledgedQueue()
     for k in range(count):
         data = b"".join(
@@ -33,7 +33,7 @@ def letters(count: int) -> UnacknowledgedQueue:
     return sent
 
 
-class BadLine:
+class BrokenCalls:
     """Calls end after any chunk, answers are lost, and what an earlier call had still to say comes late."""
 
     def __init__(self, sent: UnacknowledgedQueue, taken: MessageAssembler, rng: random.Random) -> None:
@@ -45,12 +45,12 @@ class BadLine:
         position = self.taken.position
         if self.rng.random() < 0.6:  # else the sender has not heard it
             self.sent.acknowledge(position.number)
-        letter = self.sent.next
-        if letter is None:
+        numbered = self.sent.next
+        if numbered is None:
             return
-        start = position.num_bytes if letter.number == position.number + 1 else 0
-        call = self.taken.begin_call(letter.number, start)
-        chunks = [*letter.after(start)]
+        start = position.num_bytes if numbered.number == position.number + 1 else 0
+        call = self.taken.begin_call(numbered.number, start)
+        chunks = [*numbered.after(start)]
         broken = self.rng.randrange(len(chunks) + 1)
         for chunk in chunks[:broken]:
             self._take(call, chunk)
@@ -66,7 +66,7 @@ class BadLine:
 
 
 class Forgets(MessageAssembler):
-    """A mistake: a letter that comes again is taken again."""
+    """A mistake: a message that comes again is taken again."""
 
     def begin_call(self, number: int, num_bytes: int) -> int:
         self._number = number - 1
@@ -75,53 +75,53 @@ class Forgets(MessageAssembler):
 
 
 def run(taken: MessageAssembler, seed: int) -> list[int]:
-    line = BadLine(letters(6), taken, random.Random(seed))
+    calls = BrokenCalls(unacknowledged(6), taken, random.Random(seed))
     for _ in range(2_000):
-        line.one_call()
-    assert all(torch.equal(m.tensors[0], torch.full_like(m.tensors[0], m.fields["k"])) for m in line.found)
-    return [message.fields["k"] for message in line.found]
+        calls.one_call()
+    assert all(torch.equal(m.tensors[0], torch.full_like(m.tensors[0], m.fields["k"])) for m in calls.found)
+    return [message.fields["k"] for message in calls.found]
 
 
 @given(seed=st.integers(0, 2**32))
-def test_on_a_bad_line_every_letter_is_taken_once_and_in_order(seed: int) -> None:
+def test_on_a_bad_line_every_message_is_taken_once_and_in_order(seed: int) -> None:
     assert run(MessageAssembler(1), seed) == [*range(6)]
 
 
-def test_a_taker_that_forgets_what_it_has_takes_letters_twice() -> None:
+def test_a_taker_that_forgets_what_it_has_takes_messages_twice() -> None:
     """The test above would see it."""
-    line = BadLine(letters(6), Forgets(1), random.Random(0))
+    calls = BrokenCalls(unacknowledged(6), Forgets(1), random.Random(0))
     with pytest.raises((AssertionError, ValueError)):
         for _ in range(200):
-            line.one_call()
-        assert [message.fields["k"] for message in line.found] == [*range(6)]
+            calls.one_call()
+        assert [message.fields["k"] for message in calls.found] == [*range(6)]
 
 
-def test_a_letter_goes_on_where_the_taker_is() -> None:
+def test_a_message_goes_on_where_the_taker_is() -> None:
     sent, taken = UnacknowledgedQueue(), MessageAssembler(3)
     message = ChannelMessage("x", {}, [torch.arange(1_000_000.0)])
     sent.put(encode_message_chunks(message))
-    letter = sent.next
-    assert letter is not None and max(len(chunk) for chunk in letter.chunks) == CHUNK_BYTES
-    first, *_ = letter.chunks
+    numbered = sent.next
+    assert numbered is not None and max(len(chunk) for chunk in numbered.chunks) == CHUNK_BYTES
+    first, *_ = numbered.chunks
     assert taken.add_chunk(taken.begin_call(1, 0), first) is None
     assert taken.position == StreamPosition(0, len(first))
     assert not any(taken.begin_call(*at) for at in ((1, 0), (2, len(first)), (1, len(first) - 1)))
-    found = _rest(taken, letter, taken.position.num_bytes)
+    found = _rest(taken, numbered, taken.position.num_bytes)
     assert found.sender == 3 and torch.equal(found.tensors[0], message.tensors[0])
     assert taken.position == StreamPosition(1, 0)
     sent.acknowledge(1)
     assert sent.next is None and sent.num_bytes == 0
 
 
-def _rest(taken: MessageAssembler, letter: NumberedMessage, start: int) -> ChannelMessage:
-    call = taken.begin_call(letter.number, start)
-    (found,) = (m for chunk in letter.after(start) if (m := taken.add_chunk(call, chunk)) is not None)
+def _rest(taken: MessageAssembler, numbered: NumberedMessage, start: int) -> ChannelMessage:
+    call = taken.begin_call(numbered.number, start)
+    (found,) = (m for chunk in numbered.after(start) if (m := taken.add_chunk(call, chunk)) is not None)
     return found
 
 
-def test_a_letter_begins_at_any_byte() -> None:
-    letter = NumberedMessage(1, (b"abc", b"de", b"f"))
-    assert [b"".join(letter.after(n)) for n in range(8)] == [b"abcdef"[n:] for n in range(8)]
+def test_a_message_begins_at_any_byte() -> None:
+    numbered = NumberedMessage(1, (b"abc", b"de", b"f"))
+    assert [b"".join(numbered.after(n)) for n in range(8)] == [b"abcdef"[n:] for n in range(8)]
 
 
 def broken() -> Iterator[tuple[bytes, ...]]:

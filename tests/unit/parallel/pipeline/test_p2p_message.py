@@ -26,8 +26,8 @@ def test_the_parts_of_a_message_are_what_was_sent(
     kinds: list[tuple[torch.dtype, list[int]]], note: float, key: int, size: int
 ) -> None:
     sent = [torch.arange(3.0).sum().to(dtype).expand(shape) for dtype, shape in kinds]
-    letter = MessageHeader.of(sent, note, key, 3)
-    first, *rest = message_parts(letter, sent, size)
+    header = MessageHeader.of(sent, note, key, 3)
+    first, *rest = message_parts(header, sent, size)
     words, missing = parse_first_part(first)
     if missing:
         words += rest[0].view(torch.int64).tolist()
@@ -50,9 +50,9 @@ def test_a_part_is_as_long_as_the_message_before_unless_that_was_large() -> None
 
 def taken(*tensors: torch.Tensor) -> list[torch.Tensor]:
     """What arrives of tensors that go in one part."""
-    letter = MessageHeader.of(tensors, 1.0, 0, 0)
-    (part,) = message_parts(letter, tensors, letter.num_bytes)
-    return letter.copy_tensors_from(part)
+    header = MessageHeader.of(tensors, 1.0, 0, 0)
+    (part,) = message_parts(header, tensors, header.num_bytes)
+    return header.copy_tensors_from(part)
 
 
 def test_a_generator_goes_on_from_a_state_that_came_behind_other_tensors() -> None:

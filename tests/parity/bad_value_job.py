@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from paceline import Loss, Task
 from paceline.errors import NumericError
 from paceline.job.cluster import Cluster
-from paceline.observe import StepStats
 from paceline.observe.metrics_schema import event_level, find_schema_errors
 from paceline.recipe import Recipe, Strategy
 from paceline.session import Session, fit
+from paceline.testing import run_ranks
 from paceline.testing.parity import build_test_session
+from tests.parity.training_runs import RecordingSink, each_case
 
 BAD_STEP, STEPS = 6, 12
 SIZE = 8
@@ -41,22 +42,13 @@ class Trained(NamedTuple):
     end: dict[str, Tensor]
 
 
-class Notebook:
-    """A sink."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[int, bool]] = []
-        self.events: list[tuple[str, dict[str, Any]]] = []
-
-    def step(self, stats: StepStats) -> None:
-        self.seen.append((stats.step, stats.applied))
+class CheckedSink(RecordingSink):
+    """Remembers; an event that is not of the schema is an error."""
 
     def event(self, name: str, record: Any) -> None:
         common = {"event": name, "level": event_level(name), "rank": 0, "time": 0.0}
         assert not find_schema_errors({**common, **record})
-        self.events.append((name, dict(record)))
-
-    def close(self) -> None: ...
+        super().event(name, record)
 
 
 def net() -> nn.Sequential:
@@ -105,12 +97,22 @@ def recipe(strategy: str = "replicas=all", *, more: Any = None, **health: Any) -
 
 def train(cluster: Cluster, chosen: Recipe, make: Callable[[], Task], run_dir: Path | None = None) -> Trained:
     """One rank of a run, with a sink on every rank."""
-    session, notebook = build_test_session(cluster, chosen, make), Notebook()
+    session, sink, said = build_test_session(cluster, chosen, make), CheckedSink(), ""
     try:
-        fit(session, run_dir, [notebook])
+        fit(session, run_dir, [sink])
     except NumericError as error:
-        return Trained(str(error), notebook.seen, notebook.events, ends(session))
-    return Trained("", notebook.seen, notebook.events, ends(session))
+        said = str(error)
+    return Trained(said, sink.steps, sink.events, ends(session))
+
+
+def train_with_each(
+    recipe_for: Callable[[str], Recipe], make: Callable[[], Task]
+) -> Iterator[tuple[int, str, Trained]]:
+    """Number of ranks, strategy, and what a rank found; one job for each number of ranks."""
+    for num_ranks in sorted({ranks for ranks, _ in STRATEGIES}):
+        strategies = [text for ranks, text in STRATEGIES if ranks == num_ranks]
+        for rank in run_ranks(each_case, num_ranks, train, [(recipe_for(text), make) for text in strategies]):
+            yield from ((num_ranks, text, found) for text, found in zip(strategies, rank, strict=True))
 
 
 def ends(session: Session) -> dict[str, Tensor]:

@@ -7,12 +7,14 @@ import math
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from paceline import Loss, Task
+from paceline.comm.collectives.error_feedback import ErrorFeedbackBuffers
 from paceline.errors import RecipeError, StrategyError
 from paceline.job.cluster import Cluster
 from paceline.observe import JsonLinesSink
@@ -27,104 +29,89 @@ from paceline.testing.parity import build_test_session
 from tests.parity.bad_value_job import (
     BAD_STEP,
     STEPS,
-    STRATEGIES,
     bad_slope,
     build,
     distance,
     recipe,
     run_without,
     train,
+    train_with_each,
 )
 
 pytestmark = pytest.mark.capability("K8")
 bad = partial(build, math.nan)
 
 
-@pytest.mark.parametrize(("num_ranks", "strategy"), STRATEGIES)
-def test_stop_names_the_tensor_the_rank_and_the_step(num_ranks: int, strategy: str) -> None:
-    for found in run_ranks(train, num_ranks, recipe(strategy), bad):
+def test_stop_names_the_tensor_the_rank_and_the_step() -> None:
+    for num_ranks, strategy, found in train_with_each(recipe, bad):
         assert f"the loss is nan in step {BAD_STEP}: on rank {num_ranks - 1} the loss is nan" in found.said
         assert f"where: rank {num_ranks - 1}, step {BAD_STEP}" in found.said
         how_many = "some" if "zero" in strategy else "1"  # of what was let go of only the norm is known
         assert f"gradient of 'last.bias' is not finite ({how_many} of 1 value" in found.said
         assert "next:  lower optimizer.lr" in found.said
         assert [step for step, _ in found.seen] == list(range(BAD_STEP))
-    reached = "it has reached rank 0" in found.said
-    assert reached == ("pipeline" in strategy)  # replicas have gradients of their own
+        reached = "it has reached rank 0" in found.said
+        assert reached == ("pipeline" in strategy)  # replicas have gradients of their own
 
 
-def slope(cluster: Cluster, reproducible: bool = False) -> str:
-    return train(cluster, recipe(more={"reproducible": reproducible}), bad_slope).said
+def slopes(cluster: Cluster) -> list[str]:
+    """A gradient that is not finite where every loss is: plainly, let go of, and with sums in one order."""
+    plain = [recipe()] if cluster.world_size == 1 else [recipe(), *map(recipe, LET_GO)]
+    found = [train(cluster, one, bad_slope).said for one in plain]
+    ordered = recipe(more={"reproducible": True})
+    return [*found, train(cluster, ordered, bad_slope).said, train(cluster, ordered, bad).said]
+
+
+LET_GO = [f"replicas=1 shard=2 zero={zero}" for zero in (1, 2, 3)]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_gradient_is_named_where_every_loss_is_finite(num_ranks: int) -> None:
-    for said in run_ranks(slope, num_ranks):
-        assert f"the gradient is not finite in step {BAD_STEP}: " in said
-        assert f"on rank {num_ranks - 1} the loss is " in said and "the loss is nan" not in said
-        assert "gradient of 'norm.weight' is not finite (4 of 4 values)" in said
+    """With sums in one order nobody keeps the gradient of a rank; a loss still names its rank."""
+    for plain, *let_go, ordered, of_loss in run_ranks(slopes, num_ranks):
+        assert f"the gradient is not finite in step {BAD_STEP}: " in plain
+        assert "gradient of 'norm.weight' is not finite (4 of 4 values)" in plain
+        for said in let_go:
+            assert "the gradient of 'norm.weight' is not finite (some of 4 values)" in said
+        for said in (plain, *let_go):
+            assert f"on rank {num_ranks - 1} the loss is " in said and "the loss is nan" not in said
+        if num_ranks == 2:
+            assert "the sum over ranks of the gradient of 'norm.weight' is not finite (4 of 4" in ordered
+            assert f"where: step {BAD_STEP}" in ordered
+            assert "on rank 1 the loss is nan" in of_loss and f"where: rank 1, step {BAD_STEP}" in of_loss
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
-def test_a_gradient_that_was_let_go_of_names_its_rank_all_the_same(zero: int) -> None:
-    def sharded(cluster: Cluster) -> str:
-        return train(cluster, recipe(f"replicas=1 shard=2 zero={zero}"), bad_slope).said
-
-    for said in run_ranks(sharded, 2):
-        assert "on rank 1 the loss is " in said and "the loss is nan" not in said
-        assert "the gradient of 'norm.weight' is not finite (some of 4 values)" in said
-
-
-def test_where_sums_are_taken_in_one_order_they_must_do() -> None:
-    """Nobody keeps the gradient of a rank then; a loss that is not finite still names its rank."""
-    for said in run_ranks(slope, 2, True):
-        assert "the sum over ranks of the gradient of 'norm.weight' is not finite (4 of 4 values)" in said
-        assert f"where: step {BAD_STEP}" in said
-    for found in run_ranks(train, 2, recipe(more={"reproducible": True}), bad):
-        assert "on rank 1 the loss is nan" in found.said and f"where: rank 1, step {BAD_STEP}" in found.said
-
-
-@pytest.mark.parametrize(("num_ranks", "strategy"), STRATEGIES)
-def test_skip_leaves_the_step_out_as_if_it_had_not_been(num_ranks: int, strategy: str) -> None:
+def test_skip_leaves_the_step_out_as_if_it_had_not_been() -> None:
     """Neither parameters nor moments nor the statistics of BatchNorm hold anything of it."""
     right = run_without([BAD_STEP])
-    for found in run_ranks(train, num_ranks, recipe(strategy, non_finite="skip"), bad):
+    for num_ranks, strategy, found in train_with_each(partial(recipe, non_finite="skip"), bad):
         assert found.said == ""
         assert [step for step, applied in found.seen if not applied] == [BAD_STEP]
         (note,) = [record for name, record in found.events if name == "skip"]
         assert note["step"] == BAD_STEP and f"on rank {num_ranks - 1} the loss is nan" in note["reason"]
         assert all(bool(t.isfinite().all()) for t in found.end.values())
         assert int(found.end["model/norm.num_batches_tracked"]) == STEPS - 1
-        close = 1e-5 if "int8" not in strategy else 1e-2
-        assert distance(found.end, right) <= close
+        assert distance(found.end, right) <= (1e-2 if "int8" in strategy else 1e-5)
 
 
-def coded(cluster: Cluster, make: Any, steps: int) -> dict[str, torch.Tensor]:
-    chosen = recipe("replicas=all codec=int8", non_finite="skip", more={"steps": steps})
-    return train(cluster, chosen, make).end
+def coded(cluster: Cluster) -> list[dict[str, torch.Tensor]]:
+    """Where runs end: with the step, without it, and with it where its residuals are kept (the twin)."""
+
+    def end(make: Any, steps: int) -> dict[str, torch.Tensor]:
+        chosen = recipe("replicas=all codec=int8", non_finite="skip", more={"steps": steps})
+        return train(cluster, chosen, make).end
+
+    found = [end(bad, STEPS), end(partial(build, math.nan, without=[BAD_STEP]), STEPS - 1)]
+    with patch.object(ErrorFeedbackBuffers, "abort", ErrorFeedbackBuffers.commit):
+        return [*found, end(bad, STEPS)]
 
 
 def test_what_coding_owes_is_not_lost_with_a_step() -> None:
     """The run that never had the step ends with the same bits, residuals and all."""
-    with_it = run_ranks(coded, 2, bad, STEPS)
-    without = run_ranks(coded, 2, partial(build, math.nan, without=[BAD_STEP]), STEPS - 1)
-    for a, b in zip(with_it, without, strict=True):
-        assert any(name.startswith("residual/") for name in a)
-        assert all(torch.equal(a[name], t) for name, t in b.items())
-
-
-def test_the_twin_that_keeps_the_residuals_of_the_step_ends_elsewhere(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def committing(cluster: Cluster) -> dict[str, torch.Tensor]:
-        from paceline.comm.collectives.error_feedback import ErrorFeedbackBuffers
-
-        setattr(ErrorFeedbackBuffers, "abort", ErrorFeedbackBuffers.commit)  # noqa: B010
-        return coded(cluster, bad, STEPS)
-
-    broken, *_ = run_ranks(committing, 2)
-    without, *_ = run_ranks(coded, 2, partial(build, math.nan, without=[BAD_STEP]), STEPS - 1)
-    assert not all(torch.equal(broken[name], t) for name, t in without.items())
+    for with_it, without, broken in run_ranks(coded, 2):
+        assert any(name.startswith("residual/") for name in with_it)
+        assert all(torch.equal(with_it[name], t) for name, t in without.items())
+        assert not all(torch.equal(broken[name], t) for name, t in without.items())
 
 
 def test_skipping_has_an_end() -> None:
@@ -240,9 +227,8 @@ def spiking(answer: str, strategy: str = "replicas=all") -> Any:
     return recipe(strategy, spike_factor=50.0, spike_window=4, spike=answer)
 
 
-@pytest.mark.parametrize(("num_ranks", "strategy"), STRATEGIES)
-def test_a_spike_is_named_by_tensor_rank_and_step(num_ranks: int, strategy: str) -> None:
-    for found in run_ranks(train, num_ranks, spiking("stop", strategy), partial(build, 3000.0)):
+def test_a_spike_is_named_by_tensor_rank_and_step() -> None:
+    for num_ranks, _, found in train_with_each(partial(spiking, "stop"), partial(build, 3000.0)):
         assert f"the loss of step {BAD_STEP} is" in found.said
         assert "the median of the last 4 is" in found.said
         assert f"on rank {num_ranks - 1} the loss is" in found.said

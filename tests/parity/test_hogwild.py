@@ -3,15 +3,16 @@
 import time
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
 import pytest
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.job.cluster import Cluster
-from paceline.recipe import Recipe, Strategy
+from paceline.recipe import Recipe
 from paceline.session import Session, evaluate
 from paceline.testing import run_ranks
 from paceline.testing.parity import (
@@ -23,20 +24,20 @@ from paceline.testing.parity import (
     trajectory_of,
     whole_trajectory,
 )
+from tests.parity.training_runs import asked_to_stop
+from tests.recipes import recipe_of
 
 STEPS = 80
 
 
-def digits(strategy: str, **changes: Any) -> Recipe:
-    settings: dict[str, Any] = {
-        "task": "digits",
-        "options": {"model": "mlp", "hidden": [32]},
-        "steps": STEPS,
-        "batch": {"size": 48, "shards": 6},
-        "optimizer": {"name": "sgd", "lr": 0.1},
-        "strategy": Strategy.parse(strategy),
-    }
-    return Recipe(**(settings | changes))
+digits = partial(
+    recipe_of,
+    task="digits",
+    options={"model": "mlp", "hidden": [32]},
+    steps=STEPS,
+    batch={"size": 48, "shards": 6},
+    optimizer={"name": "sgd", "lr": 0.1},
+)
 
 
 def mapping_of(t: Tensor) -> tuple[int, int, int]:
@@ -134,20 +135,17 @@ def test_one_worker_alone_has_the_bits_of_every_step() -> None:
 
 def with_a_slow_one(cluster: Cluster, sync: str) -> dict[str, Any]:
     """Rank 1 sleeps in every forward; how far behind a rank the slowest was when it began a step, at most."""
-    session, behind = build_test_session(cluster, digits(f"sync={sync}")), [0]
-    session.runner.sharded_model.model.register_forward_pre_hook(
-        lambda module, inputs: time.sleep(0.01 * (cluster.global_rank == 1))
-    )
-    shared_counters, inner = session.rule.shared_counters, session.rule._step
+    session, behind = build_test_session(cluster, digits(f"sync={sync}")), dict[int, int]()
 
-    def seen(*given: Any) -> None:
-        behind.append(session.state.step - int(shared_counters.clocks.min()))
-        inner(*given)
+    def see(module: nn.Module, inputs: Any) -> None:
+        step, clocks = session.state.step, session.rule.shared_counters.clocks
+        behind.setdefault(step, step - int(clocks.min()))
+        time.sleep(0.01 * (cluster.global_rank == 1))
 
-    session.rule._step = seen
+    session.runner.sharded_model.model.register_forward_pre_hook(see)
     rounds = [stats.metrics["staleness"] for stats in session.rounds()]
     session.close()
-    return {"behind": max(behind), "steps": len(behind) - 1, "staleness": max(rounds)}
+    return {"behind": max(behind.values()), "steps": len(behind), "staleness": max(rounds)}
 
 
 @pytest.mark.capability("I2", "I4", clause="without a server, on one host")
@@ -158,18 +156,14 @@ def test_with_a_bound_nobody_is_further_ahead_of_a_slow_rank() -> None:
     assert max(rank["behind"] for rank in run_ranks(with_a_slow_one, 3, "hogwild")) > 1
 
 
-def asked_to_stop(cluster: Cluster) -> tuple[int, float, int]:
-    """Rank 1 is asked in its tenth step."""
-    session = build_test_session(cluster, digits("sync=hogwild"))
-    session.parts.feed = replace(session.feed, intervals=(), num_steps=40_000)
-    if cluster.global_rank == 1:
-        session.rule._stop_requested = session.rule.inner._stop_requested = lambda: session.state.step >= 10
+def stopped(cluster: Cluster) -> tuple[int, float, int]:
+    session = asked_to_stop(cluster, digits("sync=hogwild"))
     stops = [stats.stops for stats in session.rounds()]
     return session.state.step, float(session.sum(session.state.step)), stops[-1]
 
 
 def test_a_stop_ends_all_after_the_same_step() -> None:
-    found = run_ranks(asked_to_stop, 2)
+    found = run_ranks(stopped, 2)
     (step, total, stops), other = found
     assert other == (step, total, stops) and total == 2 * step and stops == 1
     assert 10 <= step < 2000  # the pause after which it would end otherwise

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 from torch import Tensor
@@ -17,7 +19,7 @@ from paceline.comm.reduction import PendingResidual, sum_residuals
 from paceline.job.cluster import Cluster
 from paceline.parallel.session_context import SessionContext
 from paceline.parallel.state_hash import find_divergence
-from paceline.recipe import Recipe, Strategy
+from paceline.recipe import Recipe
 from paceline.session import checkpointing, evaluate, fit
 from paceline.state.slot import ExtraState
 from paceline.sync import DiLoCo, ReplicaOptimizerState, diloco
@@ -26,6 +28,8 @@ from paceline.testing import run_ranks
 from paceline.testing.contracts import RuleContract
 from paceline.testing.parity import Trajectory, build_test_session, whole_trajectory
 from tests.parity.test_rule_switch import handed, until
+from tests.parity.training_runs import each_case, train_whole
+from tests.recipes import recipe_of
 from tests.texts import SMALL_TEXT
 
 NEAR, APART = 5e-6, 1e-4  # sums in another order; a step that is another one
@@ -44,17 +48,15 @@ class Case(NamedTuple):
         return self.make(f"replicas=2 {spread} sync={self.sync}", **self.changes)
 
 
-def digits(strategy: str, **changes: Any) -> Recipe:
-    """Replicas have unequal shares, so that a mean without weights shows, and a clip needs whole norms."""
-    settings: dict[str, Any] = {
-        "task": "digits",
-        "options": {"model": "mlp", "hidden": [24, 16], "dropout": 0.1},
-        "steps": 14,
-        "batch": {"size": 45, "shards": 5},
-        "optimizer": {"name": "adamw", "lr": 2e-3, "clip_norm": 0.5},
-        "strategy": Strategy.parse(strategy),
-    }
-    return Recipe(**(settings | changes))
+# Replicas have unequal shares, so that a mean without weights shows, and a clip needs whole norms.
+digits = partial(
+    recipe_of,
+    task="digits",
+    options={"model": "mlp", "hidden": [24, 16], "dropout": 0.1},
+    steps=14,
+    batch={"size": 45, "shards": 5},
+    optimizer={"name": "adamw", "lr": 2e-3, "clip_norm": 0.5},
+)
 
 
 def convnet(strategy: str, **changes: Any) -> Recipe:
@@ -149,45 +151,38 @@ class TestLocalSGDOfZero2(RuleContract):
 # -- the twins ---------------------------------------------------------------------------------------------
 
 
-def summed_over_replicas() -> None:
-    """Every step sums over all ranks, as every-step does."""
-    SessionContext.single_replica_mesh = lambda self: self
+def deltas_of_all_ranks(context: SessionContext, *given: Any) -> Any:
+    axes = {**context.mesh.axes, "replica": context.mesh.data}
+    return BUILD_DELTA_REDUCTION(replace(context, mesh=replace(context.mesh, axes=axes)), *given)
 
 
-def counted_by_rank() -> None:
-    """The items of a replica count once for each of its ranks."""
-    diloco.meeting_ranks = lambda context: context.mesh.world
-
-
-def met_with_others() -> None:
-    """Ranks that hold other parts are summed, too."""
-    sums = diloco.build_delta_reduction
-
-    def wrong(context: SessionContext, *given: Any) -> Any:
-        axes = {**context.mesh.axes, "replica": context.mesh.data}
-        return sums(replace(context, mesh=replace(context.mesh, axes=axes)), *given)
-
-    diloco.build_delta_reduction = wrong
-
-
-def not_brought() -> None:
-    """Nobody gets what the others of its replica hold once all have met."""
-    step = diloco.OuterStep
-    diloco.OuterStep = lambda outer, norm, bring: step(outer, norm, lambda: None)
+BUILD_DELTA_REDUCTION, OUTER_STEP = diloco.build_delta_reduction, diloco.OuterStep
+FAULTS: dict[str, tuple[Any, str, Any]] = {
+    "every step sums over all ranks": (SessionContext, "single_replica_mesh", lambda self: self),
+    "items count once a rank": (diloco, "meeting_ranks", lambda context: context.mesh.world),
+    "ranks with other parts are summed": (diloco, "build_delta_reduction", deltas_of_all_ranks),
+    "nobody gets what its replica holds": (
+        *(diloco, "OuterStep"),
+        lambda outer, norm, bring: OUTER_STEP(outer, norm, lambda: None),
+    ),
+}
 
 
 @pytest.mark.capability("I6", "Z1")
-@pytest.mark.parametrize("fault", [summed_over_replicas, counted_by_rank, met_with_others, not_brought])
-def test_what_sums_over_the_wrong_ranks_ends_elsewhere(fault: Any) -> None:
+def test_what_sums_over_the_wrong_ranks_ends_elsewhere() -> None:
     case = CASES["local"]
 
-    def broken(cluster: Cluster, recipes: list[Recipe]) -> Any:
-        fault()
-        return run(cluster, recipes, compares=False)
+    def broken(cluster: Cluster, recipe: Recipe) -> dict[str, Trajectory]:
+        ends = {}
+        for name, fault in FAULTS.items():
+            with patch.object(*fault):
+                ends[name] = train_whole(cluster, recipe)
+        return ends
 
     right, _ = run_ranks(run, 2, [case.recipe()])[0][0]
-    ends = run_ranks(broken, 4, [case.recipe("shard=2 zero=1")])
-    assert max(end.distance(right) for [(end, _)] in ends) > APART
+    ends = run_ranks(broken, 4, case.recipe("shard=2 zero=1"))
+    for name in FAULTS:
+        assert max(rank[name].distance(right) for rank in ends) > APART, name
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------
@@ -197,23 +192,12 @@ def save(cluster: Cluster, strategy: str, run_dir: Path) -> None:
     fit(build_test_session(cluster, digits(strategy, steps=8)), run_dir)
 
 
-def go_on(cluster: Cluster, strategy: str, run_dir: Path, fault: Any = None) -> Trajectory:
+def go_on(cluster: Cluster, strategy: str, run_dir: Path) -> Trajectory:
     """From that checkpoint to the end of a longer run."""
-    if fault is not None:
-        fault()
     session = build_test_session(cluster, digits(strategy))
     checkpointing.restore_checkpoint(session, StorageFolder(str(run_dir / "checkpoints")))
     assert session.state.step == 8
     return whole_trajectory([stats.loss for stats in session.rounds()], session)
-
-
-def outer_momentum_lost() -> None:
-    DiLoCo.wanted = lambda self, shapes: {}
-
-
-def inner_moments_lost() -> None:
-    ReplicaOptimizerState.wanted = ExtraState.wanted
-    ReplicaOptimizerState.load = lambda self, tensors: self._state.optimizer.state.clear()
 
 
 @pytest.mark.capability("N3", "I6", "Z1")
@@ -231,14 +215,25 @@ def test_a_checkpoint_goes_on_under_another_layout(then: str, tmp_path: Path) ->
         assert end.distance(right) <= NEAR, end.distance(right)
 
 
+def forget_moments(self: ReplicaOptimizerState, tensors: Any) -> None:
+    self._state.optimizer.state.clear()
+
+
 @pytest.mark.capability("I6", "Z1")
-@pytest.mark.parametrize("fault", [outer_momentum_lost, inner_moments_lost])
-def test_what_a_checkpoint_forgets_shows(fault: Any, tmp_path: Path) -> None:
-    """The twins of the test above."""
-    spread = "replicas=2 shard=2 zero=1 sync=diloco:4"
-    run_ranks(save, 4, spread, tmp_path)
-    right, broken = (run_ranks(go_on, 4, spread, tmp_path, wrong)[0] for wrong in (None, fault))
-    assert broken.distance(right) > APART
+def test_what_a_checkpoint_forgets_shows(tmp_path: Path) -> None:
+    """The twins of the test above: without the outer momentum, and without moments of the inner optimizer."""
+
+    def ends(cluster: Cluster) -> list[Trajectory]:
+        spread = "replicas=2 shard=2 zero=1 sync=diloco:4"
+        save(cluster, spread, tmp_path)
+        found = [go_on(cluster, spread, tmp_path)]
+        with patch.object(DiLoCo, "wanted", lambda self, shapes: {}):
+            found.append(go_on(cluster, spread, tmp_path))
+        with patch.multiple(ReplicaOptimizerState, wanted=ExtraState.wanted, load=forget_moments):
+            return [*found, go_on(cluster, spread, tmp_path)]
+
+    right, *broken = run_ranks(ends, 4)[0]
+    assert all(end.distance(right) > APART for end in broken)
 
 
 SPREADS = ("shard=2 zero=1", "shard=2 zero=2 route=native", "tensor=2", "pipeline=2", "shard=2 zero=3")
@@ -279,25 +274,27 @@ def test_only_movements_are_coded() -> None:
 
 def copies(cluster: Cluster, by_rank: bool) -> list[Any]:
     """Tensors that several ranks hold, where coding draws."""
-    if by_rank:
-        keys = coded_collective.CodedCollective._keys
-        coded_collective.CodedCollective._keys = lambda self, key: keys(self, key)._replace(
-            own=coded_collective.hashed(keys(self, key).shared, self.group.ranks[self.group.rank])
-        )
-    found = []
-    for spread in ("tensor=2", "pipeline=2", "context=2"):
-        session = build_test_session(cluster, gpt(f"replicas=2 {spread} sync=diloco:3 codec=int4:stochastic"))
-        list(session.rounds())
-        found.append(find_divergence(session.state, session.mesh, session.net))
-        session.close()
+    keys, found = coded_collective.CodedCollective._keys, []
+
+    def drawn_by_rank(self: Any, key: str) -> Any:
+        shared = keys(self, key)
+        return shared._replace(own=coded_collective.hashed(shared.shared, self.group.ranks[self.group.rank]))
+
+    with patch.object(coded_collective.CodedCollective, "_keys", drawn_by_rank if by_rank else keys):
+        for spread in ("tensor=2", "pipeline=2", "context=2"):
+            strategy = f"replicas=2 {spread} sync=diloco:3 codec=int4:stochastic"
+            session = build_test_session(cluster, gpt(strategy))
+            list(session.rounds())
+            found.append(find_divergence(session.state, session.mesh, session.net))
+            session.close()
     return found
 
 
 @pytest.mark.capability("I6", "H4", "Z1")
 def test_copies_stay_equal_where_coding_draws() -> None:
     """The twin: each rank draws for itself."""
-    assert run_ranks(copies, 4, False, deadline=400)[0] == [None] * 3
-    assert all(run_ranks(copies, 4, True, deadline=400)[0])
+    equal, twin = run_ranks(each_case, 4, copies, [(False,), (True,)], deadline=400)[0]
+    assert equal == [None] * 3 and all(twin)
 
 
 def moved(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -326,14 +323,15 @@ def snapshot(cluster: Cluster, strategy: str) -> tuple[dict[str, Tensor], Any]:
 
 def taken(cluster: Cluster, strategy: str, tensors: Any, scalars: Any, forgets: bool) -> dict[str, Tensor]:
     """What is there once a session goes on from a snapshot."""
-    if forgets:
-        plain = ErrorFeedbackBuffers.set_residuals
-        ErrorFeedbackBuffers.set_residuals = lambda self, key, flats: plain(
-            self, key, {"sent": flats["sent"]}
-        )
-    session = build_test_session(cluster, digits(strategy))
-    session.restore(tensors, scalars)
-    return dict(session.snapshot().copied().tensors())
+    plain = ErrorFeedbackBuffers.set_residuals
+
+    def without_sums(self: ErrorFeedbackBuffers, key: str, flats: Any) -> None:
+        plain(self, key, {"sent": flats["sent"]})
+
+    with patch.object(ErrorFeedbackBuffers, "set_residuals", without_sums if forgets else plain):
+        session = build_test_session(cluster, digits(strategy))
+        session.restore(tensors, scalars)
+        return dict(session.snapshot().copied().tensors())
 
 
 def missing(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> float:
@@ -350,27 +348,23 @@ def test_what_was_lost_goes_on_under_another_layout(spread: str) -> None:
     plain, cut = "replicas=2 sync=diloco:4 codec=int4", f"replicas=2 {spread} sync=diloco:4 codec=int4"
     for first, second, num_first, num_second in ((plain, cut, 2, 4), (cut, plain, 4, 2)):
         tensors, scalars = run_ranks(snapshot, num_first, first)[0]
-        for forgets, fits in ((False, lambda x: x < 1e-5), (True, lambda x: x > 1e-2)):
-            for after in run_ranks(taken, num_second, second, tensors, scalars, forgets):
-                assert fits(missing(tensors, after)), (first, second, forgets, missing(tensors, after))
+        cases = [(second, tensors, scalars, forgets) for forgets in (False, True)]
+        for after, twin in run_ranks(each_case, num_second, taken, cases):
+            assert missing(tensors, after) < 1e-5 < 1e-2 < missing(tensors, twin), (first, second)
 
 
 def movements(cluster: Cluster, spread: str) -> list[float]:
     """How far every-step begins from where uncoded movements led: with what was lost, and without."""
     first = build_test_session(cluster, digits(f"replicas=2 {spread} sync=local:{SWITCH}"))
     until(first, SWITCH)
-    found, load = [], DeltaResidualFlush.load
-    for forgets in (False, True):
-        if forgets:
-            DeltaResidualFlush.load = lambda self, tensors: None
-        rule = f"sync=local:{SWITCH}@{SWITCH},every-step"
-        session = build_test_session(cluster, digits(f"replicas=2 {spread} codec=topk:0.1 {rule}"))
-        until(session, SWITCH)
-        session.enter_rule(SWITCH)
-        found.append(
-            max(float((a - b).abs().max()) for a, b in zip(updated(session), updated(first), strict=True))
-        )
-    DeltaResidualFlush.load = load
+    found, rule = [], f"sync=local:{SWITCH}@{SWITCH},every-step"
+    for load in (DeltaResidualFlush.load, lambda self, tensors: None):
+        with patch.object(DeltaResidualFlush, "load", load):
+            session = build_test_session(cluster, digits(f"replicas=2 {spread} codec=topk:0.1 {rule}"))
+            until(session, SWITCH)
+            session.enter_rule(SWITCH)
+        ends = zip(updated(session), updated(first), strict=True)
+        found.append(max(float((a - b).abs().max()) for a, b in ends))
     return found
 
 
@@ -380,22 +374,19 @@ def updated(session: Any) -> list[Tensor]:
 
 def gradients(cluster: Cluster, spread: str) -> list[tuple[float, float]]:
     """What every-step has lost, and how much of it replicas alone miss; then with a fault."""
-    found, kept = [], PendingResidual.set_residuals
-    strategy = f"replicas=2 {spread} codec=topk:0.1"
-    for forgets in (False, True):
-        if forgets:
-            PendingResidual.set_residuals = lambda self, lost: None
-        session = build_test_session(cluster, digits(strategy))
-        until(session, SWITCH)
-        before = session.snapshot().copied()
-        then = build_test_session(cluster, digits(f"{strategy} sync=local:3"))
-        then.restore_shared(before)
-        found.append(handed(before.tensors(), then.snapshot().tensors()))
-        until(then, SWITCH + 3)
+    found, strategy = [], f"replicas=2 {spread} codec=topk:0.1"
+    for set_residuals in (PendingResidual.set_residuals, lambda self, lost: None):
+        with patch.object(PendingResidual, "set_residuals", set_residuals):
+            session = build_test_session(cluster, digits(strategy))
+            until(session, SWITCH)
+            before = session.snapshot().copied()
+            then = build_test_session(cluster, digits(f"{strategy} sync=local:3"))
+            then.restore_shared(before)
+            found.append(handed(before.tensors(), then.snapshot().tensors()))
+            until(then, SWITCH + 3)
         assert not any(name.startswith("residual/") for name in then.snapshot().tensors())  # it was paid
         session.close()
         then.close()
-    PendingResidual.set_residuals = kept
     return found
 
 

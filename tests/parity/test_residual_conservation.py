@@ -6,7 +6,8 @@ mean is of fewer samples then, and losses are multiplied with another power of t
 
 from __future__ import annotations
 
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import pytest
@@ -23,6 +24,7 @@ from paceline.sync.server.parameter_transfer import CodedTransfer
 from paceline.sync.update import PendingUpdate, UpdateResult, insert_part_before
 from paceline.testing import run_ranks
 from paceline.testing.parity import CPU
+from tests.parity.training_runs import each_case
 
 RATE, STEPS = 0.5, 11  # batches of 7, 7 and 3 samples
 
@@ -62,141 +64,106 @@ def owed_of(session: Session, reduction: str) -> Tensor:
     return owed
 
 
-def missing(cluster: Cluster, codec: str, strategy: str, reduction: str, follows: bool) -> list[float]:
-    """By step, how much of the gradient was neither applied nor is owed, of all that was applied so far."""
-    found: list[float] = []
-    with patch.object(GradientUnit, "follow", GradientUnit.follow if follows else GradientUnit.resume):
-        words = strategy, f"{strategy} route=native codec={codec}"
-        plain, coded = (session_of(cluster, word, reduction) for word in words)
+class Case(NamedTuple):
+    """A coded run beside a plain one, with a mistake or without."""
+
+    strategy: str
+    reduction: str = "mean"
+    codec: str = "topk:3"
+    outer: dict[str, Any] = {}  # noqa: RUF012
+    fault: str = ""
+
+
+def owed_by_workers(session: Session, case: Case) -> Tensor:
+    """Each of two workers codes what it pushes; at a pause of the server."""
+    owed = session.snapshot().tensors()["residual/sent/weight"].double().sum(0)
+    return owed / (7.0 / (2 if "async" in case.strategy else 1) if case.reduction == "mean" else 1.0)
+
+
+def planted(fault: str) -> Any:
+    """Another unit; pushes and rounds as if all were full; what is owed as if the next batch were."""
+    push, leave, added = CodedTransfer.encode_push, ParameterDelta.start_sum, PendingResidual.add_to
+    faults: dict[str, tuple[type, str, Any]] = {
+        "unit": (GradientUnit, "follow", GradientUnit.resume),
+        "push": (
+            CodedTransfer,
+            "encode_push",
+            lambda self, grads, place, weight=1.0: push(self, grads, place),
+        ),
+        "round": (ParameterDelta, "start_sum", lambda self, count, whole: leave(self, count, 24.0)),
+        "batch": (PendingResidual, "add_to", lambda self, grads, count: added(self, grads, self._items)),
+    }
+    return patch.object(*faults[fault]) if fault else nullcontext()
+
+
+def missing(cluster: Cluster, *of: Any) -> list[float]:
+    """By round, how much of the gradient was neither applied nor is owed, of all that was applied so far."""
+    case, found, applied = Case(*of), list[float](), dict[int, Tensor]()
+    with planted(case.fault):
+        plain, coded = (
+            session_of(cluster, f"{case.strategy} codec={codec}", case.reduction, **case.outer)
+            for codec in ("fp32", case.codec)
+        )
         first = weight_of(plain)
-        for _ in zip(plain.rounds(), coded.rounds(), strict=True):
-            right, sent = (first - weight_of(plain)) / RATE, (first - weight_of(coded)) / RATE
-            off: Any = (right - sent - owed_of(coded, reduction)).abs().max() / right.abs().max()
-            found.append(float(off))
-    for session in (plain, coded):
-        session.close()
+        for _ in plain.rounds():
+            applied[plain.state.step] = (first - weight_of(plain)) / RATE
+        for _ in coded.rounds():
+            right, sent = applied[coded.state.step], (first - weight_of(coded)) / RATE
+            served = "servers" in case.strategy
+            owed = owed_by_workers(coded, case) if served else owed_of(coded, case.reduction)
+            found.append(float((right - sent - owed).abs().max() / right.abs().max()))
+    plain.close()
+    coded.close()
     return found
 
 
-def missing_at_pauses(cluster: Cluster, sync: str, reduction: str, forgets: bool) -> list[float]:
-    """The same of a server, where a run pauses; two workers, each of which codes what it pushes."""
-    if forgets:
-        push = CodedTransfer.encode_push
-        CodedTransfer.encode_push = lambda self, grads, place, weight=1.0: push(self, grads, place)
-    found: list[float] = []
-    strategy = f"replicas=2 servers=1 sync={sync}"
-    sessions = [session_of(cluster, word, reduction) for word in (strategy, f"{strategy} codec=topk:3")]
-    first, applied = weight_of(sessions[0]), dict[int, Tensor]()
-    for _ in sessions[0].rounds():
-        applied[sessions[0].state.step] = (first - weight_of(sessions[0])) / RATE
-    for _ in sessions[1].rounds():
-        kept, right = sessions[1].snapshot().tensors(), applied[sessions[1].state.step]
-        owed = kept["residual/sent/weight"].double().sum(0)
-        owed /= 7.0 / (2 if sync == "server-async" else 1) if reduction == "mean" else 1.0
-        sent = (first - kept["model/weight"].double()) / RATE
-        found.append(float((right - sent - owed).abs().max() / right.abs().max()))
-    for session in sessions:
-        session.close()
-    return found
-
-
-SERVED = [("server", "mean"), ("server", "sum"), ("server-async", "mean")]
-
-
-@pytest.mark.capability("H4", "H5")
-@pytest.mark.parametrize(("sync", "reduction"), SERVED)
-def test_what_a_server_has_not_applied_is_owed_by_its_workers(sync: str, reduction: str) -> None:
-    found = run_ranks(missing_at_pauses, 3, sync, reduction, False)[0]
-    assert len(found) >= 3 and max(found) <= 1e-5, found
-
-
-@pytest.mark.capability("H4", "H5")
-def test_what_is_owed_of_a_full_batch_in_a_short_one_would_be_seen() -> None:
-    """The twin."""
-    assert max(run_ranks(missing_at_pauses, 3, "server", "mean", True)[0]) >= 1e-2
-
-
-PLAIN = {"lr": 0.7, "momentum": 0.0}
-ALONE = [
-    ("sync=local:4", "mean", {}),  # rounds of 24, 24 and 17 samples
-    ("sync=local:2", "sum", {}),
-    ("sync=diloco:4", "mean", {**PLAIN}),
-    ("sync=diloco:4", "mean", {**PLAIN, "fragments": 2, "delay_steps": 1}),
-    ("sync=every-step@2,local:3", "mean", {}),  # taken over before a short batch
-    ("sync=every-step@3,local:3", "mean", {}),  # and after it
-    ("sync=every-step@2,local:3", "sum", {}),
-    ("sync=every-step@3,diloco:4", "mean", {**PLAIN, "lr": 1.0, "delay_steps": 1}),
-    ("sync=local:3@3,every-step", "mean", {}),
+PLAIN, NATIVE = {"lr": 0.7, "momentum": 0.0}, "replicas=2 route=native"
+OF_TWO = [
+    Case(NATIVE),
+    Case(NATIVE, "sum"),
+    Case("replicas=1 shard=2 zero=2 route=native", codec="int2"),
+    Case(NATIVE, "sum", "lowrank:1"),
+    Case(f"{NATIVE} sync=local:4"),  # rounds of 24, 24 and 17 samples
+    Case(f"{NATIVE} sync=local:2", "sum"),
+    Case(f"{NATIVE} sync=diloco:4", outer=PLAIN),
+    Case(f"{NATIVE} sync=diloco:4", outer={**PLAIN, "fragments": 2, "delay_steps": 1}),
+    Case(f"{NATIVE} sync=every-step@2,local:3"),  # taken over before a short batch
+    Case(f"{NATIVE} sync=every-step@3,local:3"),  # and after it
+    Case(f"{NATIVE} sync=every-step@2,local:3", "sum"),
+    Case(f"{NATIVE} sync=every-step@3,diloco:4", outer={**PLAIN, "lr": 1.0, "delay_steps": 1}),
+    Case(f"{NATIVE} sync=local:3@3,every-step"),
 ]
-
-
-def missing_of_replicas(
-    cluster: Cluster, sync: str, reduction: str, outer: dict[str, Any], fault: str
-) -> list[float]:
-    """The same of replicas that train alone, by round."""
-    if fault == "rounds":
-        leave = ParameterDelta.start_sum
-        ParameterDelta.start_sum = lambda self, count, whole: leave(self, count, 24.0)
-    elif fault == "owed":
-        added = PendingResidual.add_to
-        PendingResidual.add_to = lambda self, grads, count: added(self, grads, self._items)
-    found: list[float] = []
-    sessions = [
-        session_of(cluster, f"replicas=2 route=native codec={codec} {sync}", reduction, **outer)
-        for codec in ("fp32", "topk:3")
-    ]
-    plain, coded = sessions
-    first, applied = weight_of(plain), dict[int, Tensor]()
-    for _ in plain.rounds():
-        applied[plain.state.step] = (first - weight_of(plain)) / RATE
-    for _ in coded.rounds():
-        right, sent = applied[coded.state.step], (first - weight_of(coded)) / RATE
-        found.append(float((right - sent - owed_of(coded, reduction)).abs().max() / right.abs().max()))
-    for session in sessions:
-        session.close()
-    return found
-
-
-@pytest.mark.capability("H4", "H5")
-@pytest.mark.parametrize(("sync", "reduction", "outer"), ALONE)
-def test_what_replicas_alone_have_not_applied_is_owed(sync: str, reduction: str, outer: Any) -> None:
-    for found in run_ranks(missing_of_replicas, 2, sync, reduction, outer, ""):
-        assert len(found) >= 3 and max(found) <= 1e-5, found
-
-
-@pytest.mark.capability("H4", "H5")
-@pytest.mark.parametrize(("case", "fault"), [(ALONE[0], "rounds"), (ALONE[4], "owed")])
-def test_what_is_owed_of_another_round_or_batch_would_be_seen(case: Any, fault: str) -> None:
-    """The twins: rounds as if they were all full, and what is owed as if the batch that comes were."""
-    assert max(run_ranks(missing_of_replicas, 2, *case, fault)[0]) >= 1e-2
-
-
-CASES = [
-    ("topk:3", "replicas=2", "mean"),
-    ("topk:3", "replicas=2", "sum"),
-    ("int2", "replicas=1 shard=2 zero=2", "mean"),
-    ("lowrank:1", "replicas=2", "sum"),
+SERVED = [
+    Case("replicas=2 servers=1 sync=server"),
+    Case("replicas=2 servers=1 sync=server", "sum"),
+    Case("replicas=2 servers=1 sync=server-async"),
 ]
 
 
 @pytest.mark.capability("H4", "H5")
-@pytest.mark.parametrize(("codec", "strategy", "reduction"), CASES)
-def test_what_was_not_applied_is_owed(codec: str, strategy: str, reduction: str) -> None:
-    for found in run_ranks(missing, 2, codec, strategy, reduction, True):
-        assert len(found) == STEPS and max(found) <= 1e-5, found
+@pytest.mark.parametrize(("num_ranks", "cases"), [(2, OF_TWO), (3, SERVED)])
+def test_what_was_not_applied_is_owed(num_ranks: int, cases: list[Case]) -> None:
+    """By ranks in every step, by replicas that train alone in every round, and by the workers of a server."""
+    for rank in run_ranks(each_case, num_ranks, missing, cases):
+        for case, found in zip(cases, rank, strict=True):
+            assert len(found) >= 3 and max(found) <= 1e-5, (case, found)
+
+
+TWINS = [Case(*OF_TWO[k][:4], fault) for k, fault in ((0, "unit"), (1, "unit"), (4, "round"), (8, "batch"))]
 
 
 @pytest.mark.capability("H4", "H5")
-@pytest.mark.parametrize(("codec", "strategy", "reduction"), CASES[:2])
-def test_what_is_lost_in_another_unit_would_be_seen(codec: str, strategy: str, reduction: str) -> None:
-    """The twin: nothing is missing until the batches change."""
-    for found in run_ranks(missing, 2, codec, strategy, reduction, False):
-        assert max(found[:2]) <= 1e-5 and max(found[2:]) >= 1e-2, found
+def test_what_is_owed_of_another_batch_or_round_would_be_seen() -> None:
+    """The twins; nothing is missing until the batches change."""
+    in_unit, sums, rounds, batches = run_ranks(each_case, 2, missing, TWINS)[0]
+    assert all(max(found[:2]) <= 1e-5 and max(found[2:]) >= 1e-2 for found in (in_unit, sums))
+    assert max(rounds) >= 1e-2 and max(batches) >= 1e-2
+    assert max(run_ranks(missing, 3, *SERVED[0][:4], "push")[0]) >= 1e-2
 
 
-RATE_SKIPPING, SIZE, SWITCH = 0.5, 8, 2
-PLAIN_SKIPPING = {"lr": 1.0, "momentum": 0.0}
-STREAMED = {**PLAIN_SKIPPING, "fragments": 2}
+SIZE, SWITCH = 8, 2
+FLAT = {"lr": 1.0, "momentum": 0.0}
+STREAMED = {**FLAT, "fragments": 2}
 
 
 class Sums(nn.Module):
@@ -218,7 +185,7 @@ def session_of_skipping(cluster: Cluster, sync: str, outer: dict[str, Any]) -> S
         steps=10,
         strategy=f"replicas=2 route=native codec=topk:1.0 sync=every-step@{SWITCH},{sync}",
         batch={"size": SIZE, "shards": 4},
-        optimizer={"name": "sgd", "lr": RATE_SKIPPING},
+        optimizer={"name": "sgd", "lr": RATE},
         outer=outer,
         runtime={"device": "cpu"},
     )
@@ -262,7 +229,7 @@ def times(cluster: Cluster, sync: str, outer: dict[str, Any], skipped: list[int]
 
     with patch.object(PendingResidual, "settle_mean", kept if fault else PendingResidual.settle_mean):
         without, with_it = (end(cluster, sync, outer, skipped, owes) for owes in (False, True))
-    return [float((without[name] - with_it[name]).mean()) * SIZE / RATE_SKIPPING for name in "ab"]
+    return [float((without[name] - with_it[name]).mean()) * SIZE / RATE for name in "ab"]
 
 
 CASES_SKIPPING = [
@@ -278,13 +245,15 @@ CASES_SKIPPING = [
 
 
 @pytest.mark.capability("Z1", "H4")
-@pytest.mark.parametrize(("sync", "outer", "skipped"), CASES_SKIPPING)
-def test_what_is_owed_is_applied_once(sync: str, outer: dict[str, Any], skipped: list[int]) -> None:
-    for found in run_ranks(times, 2, sync, outer, skipped, False):
-        assert found == pytest.approx([1.0, 1.0], abs=1e-4)
+def test_what_is_owed_is_applied_once() -> None:
+    """Where replicas take over that do not all apply their first steps.
 
-
-@pytest.mark.capability("Z1", "H4")
-def test_a_replica_that_pays_after_the_first_mean_would_be_seen() -> None:
-    """The twin: the other one has paid for both."""
-    assert max(run_ranks(times, 2, *CASES_SKIPPING[3], True)[0]) >= 1.1
+    A vector of ones is owed then, so the run without it ends as far away as one step of the whole batch would
+    have moved it. In the twin one pays for both.
+    """
+    cases = [*((*case, False) for case in CASES_SKIPPING), (*CASES_SKIPPING[3], True)]
+    ranks = run_ranks(each_case, 2, times, cases)
+    for rank in ranks:
+        for case, found in zip(CASES_SKIPPING, rank[:-1], strict=True):
+            assert found == pytest.approx([1.0, 1.0], abs=1e-4), case
+    assert max(ranks[0][-1]) >= 1.1

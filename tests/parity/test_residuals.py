@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -30,6 +32,8 @@ from paceline.state.slot import TensorSlot
 from paceline.task import Loss, Task
 from paceline.testing import run_ranks
 from paceline.testing.parity import CPU, build_test_session, whole_trajectory
+from tests.parity.training_runs import each_case
+from tests.recipes import recipe_of
 
 A, B = TensorSlot("a", (8, 6), ((0, 8), (0, 6))), TensorSlot("b", (7, 9), ((0, 7), (0, 9)))
 CODERS: dict[str, Callable[[Collective], Any]] = {
@@ -39,16 +43,14 @@ CODERS: dict[str, Callable[[Collective], Any]] = {
 }
 
 
-def digits(strategy: str, **changes: Any) -> Recipe:
-    settings: dict[str, Any] = {
-        "task": "digits",
-        "options": {"model": "mlp", "hidden": [24, 16]},
-        "steps": 8,
-        "batch": {"size": 46, "shards": 6},
-        "optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9},
-        "strategy": Strategy.parse(strategy),
-    }
-    return Recipe(**(settings | changes))
+digits = partial(
+    recipe_of,
+    task="digits",
+    options={"model": "mlp", "hidden": [24, 16]},
+    steps=8,
+    batch={"size": 46, "shards": 6},
+    optimizer={"name": "sgd", "lr": 0.1, "momentum": 0.9},
+)
 
 
 # -- groups of tensors that share a path -------------------------------------------------------------------
@@ -59,11 +61,8 @@ def lost_of(reduction: GradientReduction, slot: TensorSlot) -> dict[str, Tensor]
     return {s: x.clone() for s, own, x in reduction.residuals() if own == slot and not s.endswith("factor")}
 
 
-def one_path(cluster: Cluster, coder: str, forgets: bool) -> bool:
+def one_path(cluster: Cluster, coder: str) -> bool:
     """Whether what was lost of a tensor that nobody uses is lost still: it is the second group's."""
-    if forgets:
-        commit = ErrorFeedbackBuffers.commit
-        ErrorFeedbackBuffers.commit = lambda self, keys=None: commit(self)
     mesh, net = Mesh.build(cluster, {"replica": cluster.world_size}), Net(60.0)
     sums = UnorderedSum(
         NativeCollective(net, mesh.group_over(())), CODERS[coder](NativeCollective(net, mesh.replica))
@@ -88,16 +87,19 @@ def one_path(cluster: Cluster, coder: str, forgets: bool) -> bool:
 
 
 @pytest.mark.capability("H4")
-@pytest.mark.parametrize("coder", CODERS)
-def test_groups_on_one_path_keep_what_nobody_used(coder: str) -> None:
-    """As tied weights do beside the others of their stage, and parts beside copies among tensor shards."""
-    assert all(run_ranks(one_path, 2, coder, False))
+def test_groups_on_one_path_keep_what_nobody_used() -> None:
+    """As tied weights do beside the others of their stage, and parts beside copies among tensor shards.
 
+    The twin: whoever is first says for the whole path that all was applied.
+    """
 
-@pytest.mark.capability("H4")
-def test_one_group_that_speaks_for_all_forgets() -> None:
-    """The twin: whoever is first says for the whole path that all was applied."""
-    assert not any(run_ranks(one_path, 2, "int4", True))
+    def keep(cluster: Cluster) -> tuple[list[str], bool]:
+        commit = ErrorFeedbackBuffers.commit
+        kept = [coder for coder in CODERS if one_path(cluster, coder)]
+        with patch.object(ErrorFeedbackBuffers, "commit", lambda self, keys=None: commit(self)):
+            return kept, one_path(cluster, "int4")
+
+    assert run_ranks(keep, 2) == [([*CODERS], False)] * 2
 
 
 @pytest.mark.capability("H4")
@@ -137,10 +139,9 @@ def nothing_moved(cluster: Cluster, forgets: bool) -> bool:
 
 
 @pytest.mark.capability("H4")
-@pytest.mark.parametrize("forgets", [False, True])
-def test_a_round_in_which_all_steps_were_left_out_sends_nothing(forgets: bool) -> None:
+def test_a_round_in_which_all_steps_were_left_out_sends_nothing() -> None:
     """As after overflows; the twin takes it as sent, and it would never come."""
-    assert set(run_ranks(nothing_moved, 2, forgets)) == {not forgets}
+    assert run_ranks(each_case, 2, nothing_moved, [(False,), (True,)]) == [[True, False]] * 2
 
 
 # -- a loss scale that moves -------------------------------------------------------------------------------
@@ -148,10 +149,8 @@ def test_a_round_in_which_all_steps_were_left_out_sends_nothing(forgets: bool) -
 FP16 = {"compute": "fp16", "init_scale": 2.0**8}
 
 
-def scaled(cluster: Cluster, strategy: str, breaks: bool) -> tuple[float, float, float]:
+def scaled(cluster: Cluster, strategy: str) -> tuple[float, float, float]:
     """How far a run ends whose scale doubles after each two updates from one whose scale stays."""
-    if breaks:
-        GradientUnit.follow = GradientUnit.resume
     ends, last = [], 0.0
     for growth_steps in (1000, 2):
         precision = {**FP16, "growth_steps": growth_steps}
@@ -166,22 +165,23 @@ def scaled(cluster: Cluster, strategy: str, breaks: bool) -> tuple[float, float,
     return ends[0].distance(ends[1]), ends[0].distance(exact), last
 
 
-@pytest.mark.capability("H4")
-@pytest.mark.parametrize(
-    "strategy",
-    ["replicas=2 codec=topk:0.1", "replicas=2 codec=lowrank:2", "replicas=1 shard=2 zero=2 codec=int4"],
-)
-def test_residuals_are_multiples_of_the_present_loss_scale(strategy: str) -> None:
-    """Powers of two change no digit, so both runs are one but for what fp16 cannot hold."""
-    for off, moved, last in run_ranks(scaled, 2, strategy, False):
-        assert last == 2.0**12 and off <= 1e-3 * moved, (off, moved)
+SCALED = ("replicas=2 codec=topk:0.1", "replicas=2 codec=lowrank:2", "replicas=1 shard=2 zero=2 codec=int4")
 
 
 @pytest.mark.capability("H4")
-def test_residuals_of_another_scale_would_be_seen() -> None:
-    """The twin."""
-    for off, moved, _ in run_ranks(scaled, 2, "replicas=2 codec=topk:0.1", True):
-        assert off >= 1e-2 * moved, (off, moved)
+def test_residuals_are_multiples_of_the_present_loss_scale() -> None:
+    """Powers of two change no digit, so both runs are one but for what fp16 cannot hold; and a twin."""
+
+    def all_scaled(cluster: Cluster) -> list[tuple[float, float, float]]:
+        found = [scaled(cluster, strategy) for strategy in SCALED]
+        with patch.object(GradientUnit, "follow", GradientUnit.resume):
+            return [*found, scaled(cluster, SCALED[0])]
+
+    for rank in run_ranks(all_scaled, 2):
+        *found, (twin_off, twin_moved, _) = rank
+        for strategy, (off, moved, last) in zip(SCALED, found, strict=True):
+            assert last == 2.0**12 and off <= 1e-3 * moved, (strategy, off, moved)
+        assert twin_off >= 1e-2 * twin_moved, (twin_off, twin_moved)
 
 
 class Sometimes(nn.Module):
@@ -243,12 +243,8 @@ def kept(cluster: Cluster) -> dict[str, list[bool]]:
 
 
 def forgetful(cluster: Cluster) -> list[bool]:
-    restore = ErrorFeedbackBuffers.restore
-    ErrorFeedbackBuffers.restore = lambda self, key, places: None
-    try:
+    with patch.object(ErrorFeedbackBuffers, "restore", lambda self, key, places: None):
         steps = lost(cluster, "topk:0.1")
-    finally:
-        ErrorFeedbackBuffers.restore = restore
     return [all(torch.equal(x, steps[1][name]) for name, x in steps[0].items())]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -22,11 +23,7 @@ from paceline.testing import run_ranks
 from paceline.testing.parity import Trajectory, build_test_session, whole_trajectory
 
 STEPS, SWITCH = 14, 6
-PAIRS = [
-    ("every-step", "diloco:3"),
-    ("diloco:3", "every-step"),
-    ("diloco:3", "diloco:2"),
-]
+PAIRS = [("every-step", "diloco:3"), ("diloco:3", "every-step"), ("diloco:3", "diloco:2")]
 
 
 def digits(sync: Any, **changes: Any) -> Recipe:
@@ -236,23 +233,26 @@ def handed(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> tuple[f
 
 def gradients(cluster: Cluster) -> list[tuple[float, float]]:
     """From every-step to replicas alone and to a server, and from that to every-step; then with faults."""
-    found, kept = [], (PendingResidual.set_residuals, CodedTransfer.set_residuals)
+    found = []
     three, one_server = f"replicas=3 {TOPK}", f"servers=1 {TOPK} sync=server"
     pairs = [(three, f"{three} sync=local:3"), (three, one_server), (one_server, three)]
-    for forgets in (False, True):
-        if forgets:
-            PendingResidual.set_residuals = lambda self, found: None
-            CodedTransfer.set_residuals = lambda self, found: None
-        for first, second in pairs[: 2 if forgets else 3]:
-            session = build_test_session(cluster, digits_coded(first))
-            until(session, SWITCH)
-            before = session.snapshot().copied()
-            then = build_test_session(cluster, digits_coded(second))
-            then.restore_shared(before)
-            found.append(handed(before.tensors(), then.snapshot().tensors()))
-            session.close()
-            then.close()
-    PendingResidual.set_residuals, CodedTransfer.set_residuals = kept
+
+    def hand_over(first: str, second: str) -> None:
+        session = build_test_session(cluster, digits_coded(first))
+        until(session, SWITCH)
+        before = session.snapshot().copied()
+        then = build_test_session(cluster, digits_coded(second))
+        then.restore_shared(before)
+        found.append(handed(before.tensors(), then.snapshot().tensors()))
+        session.close()
+        then.close()
+
+    for pair in pairs:
+        hand_over(*pair)
+    forget = partial(patch.object, attribute="set_residuals", new=lambda self, found: None)
+    with forget(PendingResidual), forget(CodedTransfer):
+        for pair in pairs[:2]:
+            hand_over(*pair)
     return found
 
 
@@ -273,17 +273,13 @@ def movements(cluster: Cluster) -> list[float]:
     """How far every-step begins from where uncoded movements led: with what was lost, and without."""
     first = build_test_session(cluster, digits_coded("replicas=2 sync=local:6"))
     until(first, SWITCH)
-    found, load = [], DeltaResidualFlush.load
-    for forgets in (False, True):
-        if forgets:
-            DeltaResidualFlush.load = lambda self, tensors: None
-        session = build_test_session(
-            cluster, digits_coded(f"replicas=2 {TOPK} sync=local:6@{SWITCH},every-step")
-        )
-        until(session, SWITCH)
-        session.enter_rule(SWITCH)
+    found, recipe = [], digits_coded(f"replicas=2 {TOPK} sync=local:6@{SWITCH},every-step")
+    for load in (DeltaResidualFlush.load, lambda self, tensors: None):
+        with patch.object(DeltaResidualFlush, "load", load):
+            session = build_test_session(cluster, recipe)
+            until(session, SWITCH)
+            session.enter_rule(SWITCH)
         found.append(float((values(session) - values(first)).abs().max()))
-    DeltaResidualFlush.load = load
     return found
 
 

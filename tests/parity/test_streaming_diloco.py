@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from statistics import mean, stdev
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,11 +14,11 @@ from paceline.data import work
 from paceline.errors import RecipeError
 from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe, Strategy
-from paceline.session import evaluate
 from paceline.sync.streaming_diloco import FragmentSchedule, StreamingDiLoCo
 from paceline.testing import run_ranks
 from paceline.testing.contracts import RuleContract
 from paceline.testing.parity import Trajectory, build_test_session, whole_trajectory
+from tests.parity.training_runs import asked_to_stop, held_out_losses
 
 STEPS = 24
 
@@ -42,10 +42,10 @@ def limits(cluster: Cluster) -> list[tuple[Trajectory, Trajectory]]:
     for strategy in ("sync=diloco:4", "sync=diloco:4 codec=int8"):
         ends = []
         for is_whole in (True, False):
-            FragmentSchedule.is_whole = property(lambda self, said=is_whole: said)
-            session = build_test_session(cluster, digits(strategy))
-            assert isinstance(session.rule, StreamingDiLoCo) != is_whole
-            ends.append(whole_trajectory([stats.loss for stats in session.rounds()], session))
+            with patch.object(FragmentSchedule, "is_whole", is_whole):
+                session = build_test_session(cluster, digits(strategy))
+                assert isinstance(session.rule, StreamingDiLoCo) != is_whole
+                ends.append(whole_trajectory([stats.loss for stats in session.rounds()], session))
         found.append((ends[0], ends[1]))
     return found
 
@@ -63,9 +63,9 @@ def by_hand(cluster: Cluster, outer: dict[str, Any], steps: int) -> tuple[float,
         "sync=diloco:6", outer, steps=steps, checkpoint={"every_steps": steps}, batch={"size": 48}
     )
     session, alone = build_test_session(cluster, recipe), build_test_session(cluster, recipe)
-    work._MIN_PAUSES = 1  # one round over all steps
     start = [p.detach().clone() for p in session.runner.sharded_model.computes.values()]
-    list(session.rounds())
+    with patch.object(work, "_MIN_PAUSES", 1):  # one round over all steps
+        list(session.rounds())
     mine = [*alone.runner.sharded_model.computes.values()]
     slots, rule = [*alone.runner.sharded_model.computes], alone.rule
     parts = [[slots.index(slot) for slot in one.anchors] for one in rule.fragments]
@@ -114,33 +114,27 @@ def test_without_the_delay_it_would_be_something_else() -> None:
     """The twin: the rule arrives at once, and the steps by hand do not."""
 
     def hasty(cluster: Cluster) -> tuple[float, float]:
-        from paceline.sync import streaming_diloco
-
-        travel = streaming_diloco.StreamingDiLoCo._exchange_fragments
+        travel = StreamingDiLoCo._exchange_fragments
 
         def at_once(self: Any, *given: Any, **named: Any) -> None:
             self.streaming = self.streaming._replace(delay=0)
             travel(self, *given, **named)
 
-        streaming_diloco.StreamingDiLoCo._exchange_fragments = at_once
-        return by_hand(cluster, OUTER, 14)
+        with patch.object(StreamingDiLoCo, "_exchange_fragments", at_once):
+            return by_hand(cluster, OUTER, 14)
 
     assert all(off > 1e-4 for off, _ in run_ranks(hasty, 2))
 
 
-def asked_to_stop(cluster: Cluster) -> tuple[int, float]:
-    """Rank 1 is asked in its tenth step."""
-    session = build_test_session(cluster, digits("sync=diloco:6", OUTER))
-    session.parts.feed = replace(session.feed, intervals=(), num_steps=40_000)
-    if cluster.global_rank == 1:
-        session.rule.inner._stop_requested = lambda: session.state.step >= 10
+def stopped(cluster: Cluster) -> tuple[int, float]:
+    session = asked_to_stop(cluster, digits("sync=diloco:6", OUTER))
     stops = [stats.stops for stats in session.rounds()]
     return session.state.step, stops[-1]
 
 
 def test_a_stop_ends_all_where_the_next_fragment_arrives() -> None:
     """One leaves every two steps, and arrives two later; the next pause is at step 2,004."""
-    first, other = run_ranks(asked_to_stop, 2)
+    first, other = run_ranks(stopped, 2)
     assert first == other == (14, 1)
 
 
@@ -163,21 +157,17 @@ def test_more_than_one_under_way_is_refused(outer: dict[str, Any]) -> None:
 def learned(cluster: Cluster) -> dict[str, list[float]]:
     """Two pauses a run, so that fragments do travel; at a pause all meet."""
     work._MIN_PAUSES = 2
-    found: dict[str, list[float]] = {}
-    for name, (strategy, outer) in {
+    streamed = {"fragments": 2, "delay_steps": 2, "mixing": 0.5}
+    cases = {
         "every-step": ("replicas=2", {}),
         "diloco:8": ("sync=diloco:8", {}),
-        "streamed": ("sync=diloco:8", {"fragments": 2, "delay_steps": 2, "mixing": 0.5}),
-        "streamed int4": ("sync=diloco:8 codec=int4", {"fragments": 2, "delay_steps": 2, "mixing": 0.5}),
-    }.items():
-        for seed in (1, 2, 3, 4, 5):
-            session = build_test_session(cluster, digits(strategy, outer, steps=160, seed=seed))
-            list(session.rounds())
-            evaluation = evaluate(session)
-            assert evaluation is not None
-            found.setdefault(name, []).append(evaluation.loss)
-            session.close()
-    return found
+        "streamed": ("sync=diloco:8", streamed),
+        "streamed int4": ("sync=diloco:8 codec=int4", streamed),
+    }
+    return {
+        name: held_out_losses(cluster, (digits(*case, steps=160, seed=seed) for seed in (1, 2, 3, 4, 5)))
+        for name, case in cases.items()
+    }
 
 
 @pytest.mark.soak

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -66,10 +67,8 @@ def loss(model: nn.Module, batch: Any) -> Loss:
     return Loss(F.cross_entropy(model(x), y, reduction="sum"), len(y))
 
 
-def trained(cluster: Cluster, between: str, strategy: str, checks: bool) -> list[float] | str:
+def trained(cluster: Cluster, between: str, strategy: str) -> list[float] | str:
     """The losses of three steps, or what was said."""
-    if not checks:
-        build.check_tensor_plan = lambda *_: None
     recipe = Recipe(
         task="own",
         steps=3,
@@ -86,15 +85,15 @@ def trained(cluster: Cluster, between: str, strategy: str, checks: bool) -> list
     return found
 
 
-def all_of_them(cluster: Cluster, strategy: str, checks: bool) -> dict[str, list[float] | str]:
-    return {between: trained(cluster, between, strategy, checks) for between in BETWEEN}
+def all_of_them(cluster: Cluster, strategy: str) -> dict[str, list[float] | str]:
+    return {between: trained(cluster, between, strategy) for between in BETWEEN}
 
 
 @pytest.mark.capability("C4")
 @pytest.mark.parametrize("strategy", ["replicas=1 tensor=2", "replicas=1 tensor=2 pipeline=2"])
 def test_what_mixes_features_between_a_column_and_its_row_is_refused(strategy: str) -> None:
     num_ranks = 4 if "pipeline" in strategy else 2
-    for found in run_ranks(all_of_them, num_ranks, strategy, True):
+    for found in run_ranks(all_of_them, num_ranks, strategy):
         for between in WRONG:
             text = str(found[between])
             assert "partitioned by its tensor plan, '1' computes other values than whole" in text
@@ -103,8 +102,11 @@ def test_what_mixes_features_between_a_column_and_its_row_is_refused(strategy: s
 
 @pytest.mark.capability("C4")
 def test_what_is_refused_would_train_something_else() -> None:
-    right = run_ranks(all_of_them, 1, "replicas=1", True)[0]
-    found = run_ranks(all_of_them, 2, "replicas=1 tensor=2", False)[0]
+    def unchecked(cluster: Cluster) -> dict[str, list[float] | str]:
+        with patch.object(build, "check_tensor_plan", lambda *_: None):
+            return all_of_them(cluster, "replicas=1 tensor=2")
+
+    right, found = all_of_them(Cluster.single(), "replicas=1"), run_ranks(unchecked, 2)[0]
     assert found["each"] == pytest.approx(right["each"], rel=1e-6)
     for between in WRONG:
         assert found[between] != pytest.approx(right[between], rel=1e-4)
@@ -226,14 +228,14 @@ def recipe_redundant(strategy: str) -> Recipe:
     [("replicas=1 tensor=2", 2), ("replicas=2 tensor=2", 4), ("replicas=1 tensor=2 pipeline=2", 4)],
 )
 def test_running_statistics_move_once_however_many_ranks_compute_them(strategy: str, ranks: int) -> None:
-    def verified(cluster: Cluster, everybody: bool) -> tuple[bool, str]:
-        if everybody:  # the twin
-            session_context.SessionContext.reports = property(lambda self: True)
-        report = compare_with_oracle(recipe_redundant(strategy), build_redundant(), cluster, CPU, 3)
-        return report.ok, str(report.failure)
+    def verified(cluster: Cluster) -> tuple[bool, bool]:
+        """The twin: all ranks report."""
+        settings = recipe_redundant(strategy)
+        right = compare_with_oracle(settings, build_redundant(), cluster, CPU, 3).ok
+        with patch.object(session_context.SessionContext, "reports", True):
+            return right, compare_with_oracle(settings, build_redundant(), cluster, CPU, 3).ok
 
-    assert all(ok for ok, _ in run_ranks(verified, ranks, False))
-    assert not any(ok for ok, _ in run_ranks(verified, ranks, True))
+    assert run_ranks(verified, ranks) == [(True, False)] * ranks
 
 
 @pytest.mark.capability("Z2")
@@ -263,8 +265,10 @@ def test_a_sum_over_ranks_that_hold_other_pieces_is_an_error() -> None:
             found = cut(self, held, coordinate)
             return found and replace(found, sums=("tensor", *found.sums))
 
-        TensorTransform.cut = summed_too
-        with pytest.raises(StrategyError, match="should be summed over tensor, replica, shard"):
+        with (
+            patch.object(TensorTransform, "cut", summed_too),
+            pytest.raises(StrategyError, match="should be summed over tensor, replica, shard"),
+        ):
             build_test_session(cluster, recipe_redundant("replicas=1 tensor=2"), build_redundant)
         return "refused"
 

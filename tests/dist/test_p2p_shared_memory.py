@@ -292,13 +292,14 @@ def answers(cluster: Cluster) -> int:
     """How many words rank 1 sends beside its answers, while rank 0 asks and waits for each."""
     net, words = Net(60.0), list[int]()
     wire, group = start(cluster, net)
-    signal_rank = type(wire._messenger._links).signal_rank
+    signals_of = type(wire._messenger._links)
+    signal_rank = signals_of.signal_rank
 
     def counted(links: object, rank: int, signals: list[object], file: int | None = None) -> None:
         words.append(len(signals))
         signal_rank(links, rank, signals, file)
 
-    with patch.object(type(wire._messenger._links), "signal_rank", counted):
+    with patch.object(signals_of, "signal_rank", counted):
         for number in range(5):
             if group.rank == 0:
                 wire.send(1, [torch.full((3,), float(number))])

@@ -358,7 +358,7 @@ def losses(folder: Path) -> list[float]:
 @pytest.mark.capability("Z1")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("word", STRATEGIES)
-def test_a_piece_from_another_package_trains_by_its_word(word: str, trained: Path) -> None:
+def test_a_component_from_another_package_trains_by_its_word(word: str, trained: Path) -> None:
     found, plain = losses(trained / word), losses(trained / "plain")
     notes = [(trained / f"used-{word}-{rank}").read_text() for rank in range(2)]
     assert len(found) == 41 and found[-1] < 2.2 < found[0]

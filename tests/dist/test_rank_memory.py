@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -177,10 +178,18 @@ LAYOUTS = {
     "replicas=1 shard=2 zero=3 pipeline=2 route=native": 4,
 }
 SHORT = tuple(LAYOUTS)[1:6]
+IN_TURN = [pytest.param(text, marks=[pytest.mark.soak] * (text not in SHORT)) for text in LAYOUTS]
 
 
-def lives(strategy: str, model: str, folder: Path) -> list[Life]:
-    return run_ranks(live, LAYOUTS[strategy], strategy, model, str(folder))
+@pytest.fixture(scope="module")
+def lives(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], list[Life]]:
+    """Each strategy and model is trained once."""
+
+    @cache
+    def find(strategy: str, model: str) -> list[Life]:
+        return run_ranks(live, LAYOUTS[strategy], strategy, model, str(tmp_path_factory.mktemp("run")))
+
+    return find
 
 
 def in_steps(strategy: str, life: Life) -> int:
@@ -206,15 +215,12 @@ def in_steps(strategy: str, life: Life) -> int:
 
 @pytest.mark.capability("A11", "D1")
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize(
-    "strategy",
-    [pytest.param(text, marks=[pytest.mark.soak] * (text not in SHORT)) for text in LAYOUTS],
-)
+@pytest.mark.parametrize("strategy", IN_TURN)
 def test_a_rank_holds_its_part_from_the_build_to_the_last_save(
-    strategy: str, model: str, tmp_path: Path
+    strategy: str, model: str, lives: Callable[[str, str], list[Life]]
 ) -> None:
     parts = Strategy.parse(strategy)
-    found = lives(strategy, model, tmp_path)
+    found = lives(strategy, model)
     for life in found:
         at_rest = life.updates if parts.zero == 3 else life.computes
         gathered = life.computes if parts.zero in (1, 2) else 0
@@ -234,10 +240,12 @@ def test_a_rank_holds_its_part_from_the_build_to_the_last_save(
 
 
 @pytest.mark.capability("A11")
-@pytest.mark.parametrize("strategy", LAYOUTS)
-def test_a_model_without_memory_is_never_whole_where_it_is_cut(strategy: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", IN_TURN)
+def test_a_model_without_memory_is_never_whole_where_it_is_cut(
+    strategy: str, lives: Callable[[str, str], list[Life]]
+) -> None:
     """While it is placed, a rank has its part, and of what it makes at most two tensors."""
-    for life in lives(strategy, "light", tmp_path):
+    for life in lives(strategy, "light"):
         cut = Strategy.parse(strategy).ranks_per_replica > 1 and Strategy.parse(strategy).zero not in (1, 2)
         at_rest = life.updates if "zero=3" in strategy else life.computes
         gathered = life.computes if Strategy.parse(strategy).zero in (1, 2) else 0
@@ -247,10 +255,10 @@ def test_a_model_without_memory_is_never_whole_where_it_is_cut(strategy: str, tm
 
 
 @pytest.mark.capability("A11")
-def test_a_shard_of_the_state_is_smaller_than_the_whole(tmp_path: Path) -> None:
+def test_a_shard_of_the_state_is_smaller_than_the_whole(lives: Callable[[str, str], list[Life]]) -> None:
     """What sharding is for: a rank that shares its state holds less between steps than one that does not."""
-    alone = lives("replicas=2 route=native", "light", tmp_path / "replica")[0]
-    for life in lives("replicas=1 shard=2 zero=3 route=native", "light", tmp_path / "shard"):
+    alone = lives("replicas=2 route=native", "light")[0]
+    for life in lives("replicas=1 shard=2 zero=3 route=native", "light"):
         assert max(life.steps) < 0.95 * max(alone.steps)
 
 

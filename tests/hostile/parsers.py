@@ -31,10 +31,7 @@ LETTER = len(encoded(formats.ORDER)).to_bytes(8, "big") + encoded(formats.ORDER)
 HELLO = encode_hello(1, bytes(range(32))) + bytes(32)
 
 PARSERS: dict[str, tuple[Callable[[], st.SearchStrategy[Any]], checks.Check]] = {
-    "recipe": (
-        lambda: st.one_of(damaged(formats.RECIPE), st.binary(max_size=200)),
-        checks.read_recipe,
-    ),
+    "recipe": (lambda: st.one_of(damaged(formats.RECIPE), st.binary(max_size=200)), checks.read_recipe),
     "override": (
         lambda: st.one_of(
             st.text(max_size=40),

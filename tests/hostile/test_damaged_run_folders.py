@@ -158,15 +158,11 @@ def test_what_is_no_file_is_never_waited_for(what: str, file: str, tmp_path: Pat
 
 def test_weights_that_are_refused_leave_the_state_untouched(tmp_path: Path) -> None:
     recipe = Recipe(
-        task="digits",
-        options={"model": "mlp", "hidden": [4]},
-        steps=1,
-        batch={"size": 8, "shards": 2},
+        task="digits", options={"model": "mlp", "hidden": [4]}, steps=1, batch={"size": 8, "shards": 2}
     )
     fit(build_test_session(Cluster.single(), recipe), tmp_path)
     rewrite(
-        tmp_path / "checkpoints" / "step-00000001",
-        lambda record: record["scalars"].update(groups=[{}] * 7),
+        tmp_path / "checkpoints" / "step-00000001", lambda record: record["scalars"].update(groups=[{}] * 7)
     )
     session = build_test_session(Cluster.single(), recipe)
     before = session.snapshot()

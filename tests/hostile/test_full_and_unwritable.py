@@ -136,10 +136,7 @@ def test_a_run_folder_that_cannot_be_written_is_an_error_with_a_next_step(disk: 
 @pytest.mark.parametrize(
     "disk, what",
     [
-        (
-            "disk that the metrics fill",
-            "cannot write a checkpoint: [Errno 28] No space left on device",
-        ),
+        ("disk that the metrics fill", "cannot write a checkpoint: [Errno 28] No space left on device"),
         ("read-only disk", "cannot write the files of the run: Read-only file system"),
     ],
 )

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
+from paceline.checkpoint.catalog import find_losses
+from paceline.checkpoint.model_weights import export_weights, find_checkpoint
+from paceline.checkpoint.pretrained import load_weights
+from paceline.checkpoint.storage import StorageFolder
 from paceline.comm.channel import FRAME_LENGTHS, ChannelMessage, SocketChannel
 from paceline.comm.ledger import ByteLedger
-from paceline.errors import CommunicationError, DataError, PacelineError, RecipeError
+from paceline.errors import CheckpointError, CommunicationError, DataError, PacelineError, RecipeError
+from paceline.job.launcher_reports import read_node_list, read_phase
+from paceline.launch.stale_folders import remove_stale_folders
+from paceline.launch.worker_guard import ErrorReport
 from paceline.recipe import load_recipe
+from paceline.session.stop_signals import _notice_check
 from tests.hostile.formats import METRICS, RANKS, RECIPE, lines_of, right_tokenizer
 from tests.hostile.parser_checks import read_metrics
+from tests.unit.checkpoint.states import make_state, save
 
 DEEP = [
     "a = " + "[" * 3000 + "]" * 3000,
@@ -70,13 +81,6 @@ def test_tokenizers_that_were_found_once(ids: int, tmp_path: Path) -> None:
 def test_weights_that_are_damaged_leave_the_model_untouched(tmp_path: Path) -> None:
     """One bit of the last tensor: the first ones are not taken over either."""
     import torch
-    from torch import nn
-
-    from paceline.checkpoint.model_weights import export_weights, find_checkpoint
-    from paceline.checkpoint.pretrained import load_weights
-    from paceline.checkpoint.storage import StorageFolder
-    from paceline.errors import CheckpointError
-    from tests.unit.checkpoint.states import make_state, save
 
     state = make_state(2)
     save(tmp_path / "run", state)
@@ -95,9 +99,6 @@ def test_weights_that_are_damaged_leave_the_model_untouched(tmp_path: Path) -> N
 @pytest.mark.capability("N10")
 def test_a_notice_url_that_answers_drop_by_drop_or_nonsense_hangs_nothing() -> None:
     import socket
-    import threading
-
-    from paceline.session.stop_signals import _notice_check
 
     for url in ("http://[", "http://\x00/", "http://127.0.0.1:99999/", "http://a b/", "http://"):
         assert _notice_check(url)() is False
@@ -119,9 +120,6 @@ def test_a_notice_url_that_answers_drop_by_drop_or_nonsense_hangs_nothing() -> N
 
 @pytest.mark.capability("N10")
 def test_losses_that_no_float_holds_are_left_out(tmp_path: Path) -> None:
-    from paceline.checkpoint.catalog import find_losses
-    from paceline.checkpoint.storage import StorageFolder
-
     (tmp_path / "losses.json").write_text(f'{{"3": {"9" * 400}, "4": 0.5, "5": NaN, "6": Infinity}}')
     assert find_losses(StorageFolder(str(tmp_path)), [], "") == {4: 0.5, 6: float("inf")}
 
@@ -129,10 +127,6 @@ def test_losses_that_no_float_holds_are_left_out(tmp_path: Path) -> None:
 @pytest.mark.capability("N10")
 def test_small_files_that_were_found_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers that no integer holds, and values of another type: each is as good as no file."""
-    from paceline.job.launcher_reports import read_node_list, read_phase
-    from paceline.launch.stale_folders import remove_stale_folders
-    from paceline.launch.worker_guard import ErrorReport
-
     endless = json.dumps(float("-inf"))
     (tmp_path / "roster.json").write_text(f'[{{"rank": 1, "host": "h", "address": "a", "port": {endless}}}]')
     assert read_node_list(tmp_path) == []

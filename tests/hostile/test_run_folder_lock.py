@@ -40,10 +40,7 @@ def hold(folder: Path) -> Command:
 
 @pytest.mark.parametrize(
     ("words", "code"),
-    [
-        (("train", "--resume", "run"), 3),
-        pytest.param(("train", "recipe.toml"), 2, marks=pytest.mark.soak),
-    ],
+    [(("train", "--resume", "run"), 3), pytest.param(("train", "recipe.toml"), 2, marks=pytest.mark.soak)],
 )
 def test_a_second_job_is_refused_and_who_resumes_is_told_host_and_process(
     words: tuple[str, ...], code: int, tmp_path: Path

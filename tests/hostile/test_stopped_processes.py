@@ -61,7 +61,7 @@ def test_a_task_that_is_not_built_in_time_is_named_with_its_rank(tmp_path: Path)
     assert re.search(rf"rank 1 {why}; it was in build \(task\.py", end.err), end.err
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.soak)])
 def test_a_rank_that_is_stopped_in_the_set_up_is_named(rank: int, tmp_path: Path) -> None:
     with train(tmp_path, options__what="freeze", options__rank=rank, runtime__deadline_seconds=3) as process:
         end = end_of(process)
@@ -82,7 +82,7 @@ def test_a_rank_that_is_stopped_after_the_others_have_ended_is_named(tmp_path: P
     assert report_of(end.err).partition("\n")[2].startswith(text), end.err
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.soak)])
 def test_a_request_to_stop_ends_a_set_up_although_a_rank_is_stopped(
     number: signal.Signals, tmp_path: Path
 ) -> None:

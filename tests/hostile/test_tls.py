@@ -22,6 +22,7 @@ from paceline.recipe import Recipe, Strategy
 from paceline.testing import run_ranks
 from paceline.testing.contracts import ChannelContract
 from paceline.testing.parity import build_test_session
+from tests.parity.training_runs import each_case
 
 pytestmark = [pytest.mark.capability("O2", "B3"), pytest.mark.timeout(240)]
 KEY = "the key of the job"
@@ -159,16 +160,17 @@ def serve(cluster: Cluster, tls: str) -> dict[str, Any]:
     session = build_test_session(cluster, recipe)
     losses = [stats.loss for stats in session.rounds()]
     channel = session.rule.channel if cluster.global_rank else session.rule.channel._inner
-    lines = channel._peers.values()
-    return {"losses": losses, "encrypts": all(isinstance(peer.socket, EncryptedSocket) for peer in lines)}
+    encrypts = all(isinstance(peer.socket, EncryptedSocket) for peer in channel._peers.values())
+    session.close()
+    return {"losses": losses, "encrypts": encrypts}
 
 
-@pytest.mark.parametrize("tls", ["on", "auto"])
-def test_a_server_and_its_worker_encrypt_where_the_recipe_says_so(tls: str) -> None:
+def test_a_server_and_its_worker_encrypt_where_the_recipe_says_so() -> None:
     """One worker: its losses are the same in the clear, which is what one node has by default."""
-    found = run_ranks(serve, 2, tls)
-    assert [one["encrypts"] for one in found] == [tls == "on"] * 2
-    assert len(found[0]["losses"]) and found[0]["losses"] == found[1]["losses"]
+    server, worker = run_ranks(each_case, 2, serve, [("on",), ("auto",)])
+    for rank in (server, worker):
+        assert [one["encrypts"] for one in rank] == [True, False]
+        assert len(rank[0]["losses"]) and rank[0]["losses"] == rank[1]["losses"] == server[0]["losses"]
 
 
 def test_several_nodes_encrypt_by_default() -> None:

@@ -36,14 +36,28 @@ def trains(cluster: Cluster, build: Callable[[], Task], changes: Mapping[str, An
     return ""
 
 
-def both(cluster: Cluster, name: str) -> tuple[str, str]:
-    case = REFUSALS[name]
-    return trains(cluster, case.wrong, case.recipe), trains(cluster, case.fixed, case.fixed_recipe)
+def both(cluster: Cluster, names: list[str]) -> dict[str, tuple[str, str]]:
+    """By name, what is said of the mistake and of its mended twin."""
+    cases = {name: REFUSALS[name] for name in names}
+    return {
+        name: (trains(cluster, case.wrong, case.recipe), trains(cluster, case.fixed, case.fixed_recipe))
+        for name, case in cases.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def said() -> dict[int, list[dict[str, tuple[str, str]]]]:
+    """By number of ranks, what each rank has said: one job for all cases."""
+    counts = {case.processes for case in REFUSALS.values()}
+    names = {n: [name for name, case in REFUSALS.items() if case.processes == n] for n in counts}
+    return {n: run_ranks(both, n, names[n]) for n in counts}
 
 
 @pytest.mark.capability("Z17")
 @pytest.mark.parametrize("name", REFUSALS)
-def test_a_known_mistake_is_refused_and_its_mended_twin_trains(name: str) -> None:
-    for wrong, fixed in run_ranks(both, REFUSALS[name].processes, name):
+def test_a_known_mistake_is_refused_and_its_mended_twin_trains(
+    name: str, said: dict[int, list[dict[str, tuple[str, str]]]]
+) -> None:
+    for wrong, fixed in (rank[name] for rank in said[REFUSALS[name].processes]):
         assert REFUSALS[name].says in wrong
         assert fixed == ""

@@ -2,18 +2,18 @@
 
 import json
 import random
-import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import pytest
 
-from paceline.data import TrainingFeed
 from paceline.job.cluster import Cluster
 from paceline.observe.metrics_schema import find_schema_errors
-from paceline.recipe import Recipe, Strategy, to_toml
+from paceline.recipe import Recipe, to_toml
 from paceline.session.fit_loop import fit
 from paceline.session.sink_setup import build_sinks
 from paceline.sync.server import gradient_push, server_builders
@@ -28,20 +28,20 @@ from paceline.testing.parity import (
     run_strategy,
     trajectory_of,
 )
+from tests.parity.training_runs import SlowSamples, each_case, pause_seldom
+from tests.recipes import recipe_of
 
 STEPS = 16
 
 
-def digits(strategy: str, **changes: Any) -> Recipe:
-    settings: dict[str, Any] = {
-        "task": "digits",
-        "options": {"model": "mlp", "hidden": [32], "dropout": 0.1},
-        "steps": STEPS,
-        "batch": {"size": 48, "shards": 6},
-        "optimizer": {"name": "sgd", "lr": 0.05, "momentum": 0.9},
-        "strategy": Strategy.parse(strategy),
-    }
-    return Recipe(**(settings | changes))
+digits = partial(
+    recipe_of,
+    task="digits",
+    options={"model": "mlp", "hidden": [32], "dropout": 0.1},
+    steps=STEPS,
+    batch={"size": 48, "shards": 6},
+    optimizer={"name": "sgd", "lr": 0.05, "momentum": 0.9},
+)
 
 
 @pytest.mark.capability("I4")
@@ -66,9 +66,13 @@ ORDERED = (
 
 def in_one_order(cluster: Cluster, strategy: str, twin: bool) -> list[Trajectory]:
     """Reproducible runs; the twin's server adds the nodes of the tree from the last to the first."""
-    if twin:
-        gradient_push.tree_sum = lambda places, values: sum(values[-2::-1], start=values[-1])
-    return [run_strategy(cluster, digits(strategy, reproducible=True, **changes)) for changes in ORDERED]
+    plain = gradient_push.tree_sum
+
+    def backwards(places: Any, values: Any) -> Any:
+        return sum(values[-2::-1], start=values[-1])
+
+    with patch.object(gradient_push, "tree_sum", backwards if twin else plain):
+        return [run_strategy(cluster, digits(strategy, reproducible=True, **changes)) for changes in ORDERED]
 
 
 @pytest.mark.capability("I4", "Z6", "I10")
@@ -101,52 +105,27 @@ class Ages(BoundedStaleness):
         return super().push(worker, push)
 
 
-class Slow:
-    """Samples of a worker that takes its time."""
-
-    def __init__(self, data: Any, seconds: float) -> None:
-        self._data, self._seconds = data, seconds
-
-    def __len__(self) -> int:
-        return len(self._data)
-
-    def __getitem__(self, index: int) -> Any:
-        time.sleep(self._seconds)
-        return self._data[index]
-
-
-class LongRounds(TrainingFeed):
-    """Few pauses, so that workers can get ahead."""
-
-    def next_pause(self, step: int) -> int:
-        return min(self.num_steps, step + 8)
-
-
 def slowed(cluster: Cluster, recipe: Recipe, slow: int, seconds: float = 0.003) -> Task:
     task = make_task(recipe)
-    return replace(task, data=Slow(task.data, seconds)) if cluster.global_rank == slow else task
+    return replace(task, data=SlowSamples(task.data, seconds)) if cluster.global_rank == slow else task
 
 
-def with_slow_worker(cluster: Cluster, bounds: Sequence[str]) -> list[dict[str, Any]]:
-    server_builders.BoundedStaleness = Ages
-    found = []
-    for bound in bounds:
-        Ages.found = []
-        recipe = digits(f"servers=1 sync=bounded:{bound}")
-        session = build_test_session(cluster, recipe, lambda r=recipe: slowed(cluster, r, 3))
-        session.parts.feed = LongRounds(session.feed.work, session.feed.loader, STEPS)
-        rounds = [stats.metrics for stats in session.rounds()]
-        session.close()
-        ages = {kind: max((a for k, a in Ages.found if k == kind), default=-1) for kind in ("read", "newest")}
-        oldest = max(metrics["staleness_max"] for metrics in rounds)
-        found.append({**session.rule.ledger.record(), **ages, "oldest": oldest})
-    return found
+def with_slow_worker(cluster: Cluster, bound: str) -> dict[str, Any]:
+    Ages.found = []
+    recipe = digits(f"servers=1 sync=bounded:{bound}")
+    with patch.object(server_builders, "BoundedStaleness", Ages):
+        session = build_test_session(cluster, recipe, lambda: slowed(cluster, recipe, 3))
+    pause_seldom(session, 8)
+    oldest = max(stats.metrics["staleness_max"] for stats in session.rounds())
+    session.close()
+    ages = {kind: max((a for k, a in Ages.found if k == kind), default=-1) for kind in ("read", "newest")}
+    return {**session.rule.ledger.record(), **ages, "oldest": oldest}
 
 
 @pytest.mark.capability("I4")
 def test_in_a_job_with_a_slow_worker_nothing_older_than_the_bound_is_applied() -> None:
     """The last is the twin: without a bound the same job applies older gradients."""
-    server, *workers = run_ranks(with_slow_worker, 4, ["0", "1", "inf"])
+    server, *workers = run_ranks(each_case, 4, with_slow_worker, [("0",), ("1",), ("inf",)])
     for bound, found in zip((0, 1), server, strict=False):
         assert 0 <= found["read"] <= bound and 0 <= found["newest"] <= bound
         assert found["oldest"] == max(map(int, found["staleness"])) <= (3 * (2 * bound + 1) - 1) * (bound > 0)

@@ -5,8 +5,10 @@ ring are in tests/dist/test_ring_attention.py."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -60,10 +62,7 @@ def score(cluster: Cluster, of: Recipe) -> tuple[float, float]:
     return found.loss, found.num_items
 
 
-TWO = {
-    "rotary, by heads": {},
-    "learned, around the ring": {"positions": "learned", "heads": 3},
-}
+TWO = {"rotary, by heads": {}, "learned, around the ring": {"positions": "learned", "heads": 3}}
 
 
 @pytest.mark.capability("Z1", "Z2")
@@ -164,6 +163,15 @@ def counted_on_both(model: nn.Module, batch: Any) -> Loss:
     return Loss(found.total, found.count * (2 if isinstance(batch, tuple) else 1))
 
 
+def all_begin_at_zero() -> Any:
+    return patch.dict(context_attention._INSTEAD, {positions: begins_at_zero})
+
+
+def nobody_asks() -> Any:
+    """What a model returns on parts of a sequence is not compared before the first step."""
+    return patch.object(partition_check, "_compare_values", lambda *args: None)
+
+
 @pytest.mark.capability("Z2")
 def test_broken_twins_are_found() -> None:
     """Before the first step, and by verification if nobody had asked then."""
@@ -171,18 +179,16 @@ def test_broken_twins_are_found() -> None:
     def broken(cluster: Cluster) -> list[bool]:
         of, found = recipe("replicas=1 context=2", positions="learned").replace(steps=2), list[bool]()
         task = make_task(of)
-        at_zero = {**context_attention._INSTEAD, positions: begins_at_zero}
-        for instead, loss, why in (
-            (at_zero, task.loss, "returns other values on parts of a sequence"),
-            (context_attention._INSTEAD, counted_on_both, "the count of the loss of the first sample"),
+        for mistake, loss, why in (
+            (all_begin_at_zero(), task.loss, "returns other values on parts of a sequence"),
+            (nullcontext(), counted_on_both, "the count of the loss of the first sample"),
         ):
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(context_attention, "_INSTEAD", instead)
+            with mistake:
                 with pytest.raises(TaskError, match=why):
                     build_session(of, replace(make_task(of), loss=loss), cluster, CPU)
-                patch.setattr(partition_check, "_compare_values", lambda *args: None)
                 twin = replace(make_task(of), loss=loss)
-                found.append(compare_with_oracle(of, twin, cluster, CPU, 2).ok)
+                with nobody_asks():
+                    found.append(compare_with_oracle(of, twin, cluster, CPU, 2).ok)
         return found
 
     assert run_ranks(broken, 2) == [[False, False]] * 2
@@ -256,17 +262,13 @@ def test_stages_train_on_parts_of_sequences_as_one_process() -> None:
 
     def run(cluster: Cluster) -> tuple[list[str], tuple[float, float], list[bool]]:
         right, found = [verified(cluster, of), verified(cluster, again)], list[bool]()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ContextTransform, "cut", summed_by_itself)
+        with patch.object(ContextTransform, "cut", summed_by_itself):
             found.append(compare_with_oracle(of, make_task(of), cluster, CPU, 1).ok)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(
-                context_attention, "_INSTEAD", {**context_attention._INSTEAD, positions: begins_at_zero}
-            )
+        with all_begin_at_zero():
             with pytest.raises(TaskError, match="returns other values on parts of a sequence"):
                 build_session(of, make_task(of), cluster, CPU)
-            patch.setattr(partition_check, "_compare_values", lambda *args: None)
-            found.append(compare_with_oracle(of, make_task(of), cluster, CPU, 1).ok)
+            with nobody_asks():
+                found.append(compare_with_oracle(of, make_task(of), cluster, CPU, 1).ok)
         return right, score(cluster, of), found
 
     loss, items = score(Cluster.single(), of.replace(strategy="replicas=1"))

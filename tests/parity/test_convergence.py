@@ -42,8 +42,7 @@ def losses(cluster: Cluster, strategies: tuple[str, ...]) -> dict[str, tuple[flo
     for words in strategies:
         session = build_test_session(cluster, load_recipe(RECIPE, SHORT, strategy=words))
         before = evaluate(session)
-        for _ in session.rounds():
-            pass
+        list(session.rounds())
         after = evaluate(session)
         assert before is not None and after is not None and session.state.step == 40
         found[words] = before.loss, after.loss
@@ -92,8 +91,7 @@ def held_out_losses(cluster: Cluster, words: list[str]) -> dict[str, list[float]
         components: Any = Components(collective=forget) if word == FORGETS else None
         for seed in SEEDS:
             session = build_test_session(cluster, recipe(word.partition(",")[0], seed), components=components)
-            for _ in session.rounds():
-                pass
+            list(session.rounds())
             answer = evaluate(session)
             session.close()
             assert answer is not None

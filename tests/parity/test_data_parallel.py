@@ -25,8 +25,9 @@ from paceline.parallel.state_hash import state_sha256
 from paceline.recipe import Recipe, Strategy
 from paceline.session import Components
 from paceline.testing import run_ranks
-from paceline.testing.parity import Trajectory, build_test_session, run_oracle, run_strategy
+from paceline.testing.parity import Trajectory, build_test_session, make_task, run_oracle, run_strategy
 from paceline.testing.planted_faults import PLANTED_FAULTS
+from tests.parity.training_runs import each_case
 
 STEPS = 24
 MLP = {"model": "mlp", "hidden": [48, 32]}
@@ -68,8 +69,6 @@ def test_adamw_with_a_clip_ends_where_the_full_batch_ends(world: int) -> None:
 
 
 def double_task() -> Task:
-    from paceline.testing.parity import make_task
-
     task = make_task(digits())
     model = task.model.double()
 
@@ -89,12 +88,14 @@ def test_in_float64_the_difference_is_that_of_float64() -> None:
 
 
 @pytest.mark.capability("A2")
-@pytest.mark.parametrize("fault", ["sum-instead-of-mean", "mean-of-means", "same-data", "bucket-not-reduced"])
-def test_a_broken_reduction_is_far_from_the_oracle(fault: str) -> None:
-    """The mutation twin of the tests above: with one piece broken they fail by orders of magnitude."""
+def test_a_broken_reduction_is_far_from_the_oracle() -> None:
+    """The mutation twin of the tests above: with one part broken they fail by orders of magnitude."""
     recipe = digits(batch={"size": 47, "shards": 4})
-    ends = run_ranks(run_strategy, 2, recipe, None, PLANTED_FAULTS[fault].components(2))
-    assert worst(recipe, ends) > 1e-4
+    faults = ("sum-instead-of-mean", "mean-of-means", "same-data", "bucket-not-reduced")
+    cases = [(recipe, None, PLANTED_FAULTS[fault].components(2)) for fault in faults]
+    reference = run_oracle(recipe, STEPS)
+    for fault, *ends in zip(faults, *run_ranks(each_case, 2, run_strategy, cases), strict=True):
+        assert max(end.distance(reference) for end in ends) > 1e-4, fault
 
 
 @pytest.mark.capability("A10")
@@ -107,8 +108,6 @@ def test_accumulated_micro_batches_are_one_batch(shards: int) -> None:
 @pytest.mark.capability("A10", "G14")
 def test_one_all_reduce_a_bucket_however_many_micro_batches() -> None:
     def calls(cluster: Cluster, shards: int) -> int:
-        from paceline.testing.parity import build_test_session
-
         session = build_test_session(cluster, digits(batch={"size": 46, "shards": shards}))
         num_steps = len(list(session.rounds()))
         found = session.net.ledger.rows["all_reduce", "replica"].calls
@@ -116,7 +115,8 @@ def test_one_all_reduce_a_bucket_however_many_micro_batches() -> None:
         assert found == num_steps * session.rule.reduction.num_buckets
         return found
 
-    assert run_ranks(calls, 2, 2) == run_ranks(calls, 2, 8)
+    for few, many in run_ranks(each_case, 2, calls, [(2,), (8,)]):
+        assert few == many
 
 
 class Odd(nn.Module):
@@ -139,8 +139,6 @@ class Odd(nn.Module):
 
 
 def odd_task() -> Task:
-    from paceline.testing.parity import make_task
-
     def loss(model: nn.Module, batch: object) -> Loss:
         x, y = batch
         return Loss(F.cross_entropy(model(x, y), y, reduction="sum"), len(y))
@@ -193,8 +191,6 @@ def test_an_epoch_that_does_not_divide_uses_every_sample_once(world: int) -> Non
     """97 samples, batches of 12 in 3 shards: the last step has one sample, and ranks without any."""
 
     def seen(cluster: Cluster) -> list[int]:
-        from paceline.testing.parity import build_test_session
-
         session = build_test_session(
             cluster, digits(steps=None, epochs=1, batch={"size": 12, "shards": 3}), padded_task
         )
@@ -382,13 +378,14 @@ def hashes(cluster: Cluster, strategies: tuple[str, ...], draws: bool) -> dict[s
 
 
 @pytest.mark.capability("I10")
-@pytest.mark.parametrize("draws", [False, True])
-def test_short_tails_and_foreign_draws_keep_the_bits(draws: bool) -> None:
+def test_short_tails_and_foreign_draws_keep_the_bits() -> None:
     """In the last step of an epoch a rank of four has no samples; the loss may draw from any generator."""
-    (alone,) = run_ranks(hashes, 1, ("replicas=1",), draws)
     ways = ("replicas=4 route=native", "replicas=4", "replicas=2 shard=2 zero=1 route=native")
-    for found in run_ranks(hashes, 4, ways, draws):
-        assert set(found.values()) == set(alone.values())
+    cases = [(ways, False), (ways, True)]
+    alone = run_ranks(each_case, 1, hashes, [(("replicas=1",), draws) for _, draws in cases])[0]
+    for rank in run_ranks(each_case, 4, hashes, cases):
+        for found, right in zip(rank, alone, strict=True):
+            assert {*found.values()} == {*right.values()}
 
 
 def test_a_norm_over_one_sample_is_one_sentence() -> None:

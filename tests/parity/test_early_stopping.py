@@ -80,9 +80,7 @@ def run(cluster: Cluster, recipe: Recipe, resume: bool = False) -> tuple[int, li
 
 
 @pytest.mark.capability("N1")
-def test_a_run_ends_after_its_patience_on_any_number_of_ranks_and_after_a_resume(
-    tmp_path: Path,
-) -> None:
+def test_a_run_ends_after_its_patience_on_any_number_of_ranks_and_after_a_resume(tmp_path: Path) -> None:
     steps, told = run(Cluster.single(), stopping_recipe(tmp_path / "one"))
     values = {e["step"]: e["metrics"]["accuracy"] for name, e in told if name == "evaluation"}
     ((_, end),) = [one for one in told if one[0] == "early-stop"]

@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import pytest
 
 from paceline.comm.channel import grpc_connect
 from paceline.job.cluster import Cluster
-from paceline.recipe import Recipe, Strategy
 from paceline.testing import run_ranks
 from paceline.testing.parity import Trajectory, build_test_session, trajectory_of
 from tests.bad_line import BadLine
+from tests.recipes import recipe_of
 
 pytestmark = pytest.mark.capability("G12", "B4")
 STEPS = 6
 
 
-def digits(strategy: str) -> Recipe:
-    return Recipe(
-        task="digits",
-        options={"model": "mlp", "hidden": [32]},
-        steps=STEPS,
-        batch={"size": 46, "shards": 6},
-        optimizer={"name": "adamw", "lr": 5e-3},
-        strategy=Strategy.parse(strategy),
-    )
+digits = partial(
+    recipe_of,
+    task="digits",
+    options={"model": "mlp", "hidden": [32]},
+    steps=STEPS,
+    batch={"size": 46, "shards": 6},
+    optimizer={"name": "adamw", "lr": 5e-3},
+)
 
 
 def trained(cluster: Cluster, strategy: str) -> tuple[Trajectory, dict[str, Any]]:

@@ -5,106 +5,98 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from statistics import mean, stdev
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from paceline import Loss, Task
+from paceline.errors import StrategyError
 from paceline.job.cluster import Cluster
 from paceline.optim import UserOptimizer
 from paceline.parallel.state_hash import find_divergence
 from paceline.recipe import Recipe, Strategy
-from paceline.session import Session, evaluate
+from paceline.session import Session
 from paceline.sync import DiLoCo
 from paceline.testing import run_ranks
-from paceline.testing.parity import Trajectory, build_test_session, trajectory_of
+from paceline.testing.parity import CPU, Trajectory, build_test_session, make_task, run_strategy
+from paceline.verification import compare_with_oracle
 from tests.parity.local_sgd_reference import LocalPlan, train_local
+from tests.parity.training_runs import each_case, held_out_losses
+from tests.recipes import recipe_of
 
 SGD = {"name": "sgd", "lr": 0.1}
 ADAMW = {"name": "adamw", "lr": 2e-3}
 
 
-def digits(strategy: str, **changes: Any) -> Recipe:
-    settings: dict[str, Any] = {
-        "task": "digits",
-        "options": {"model": "mlp", "hidden": [32]},
-        "steps": 24,
-        "batch": {"size": 46, "shards": 4},
-        "optimizer": SGD,
-        "strategy": Strategy.parse(strategy),
-    }
-    return Recipe(**(settings | changes))
+digits = partial(
+    recipe_of,
+    task="digits",
+    options={"model": "mlp", "hidden": [32]},
+    steps=24,
+    batch={"size": 46, "shards": 4},
+    optimizer=SGD,
+)
 
 
-def run(cluster: Cluster, recipe: Recipe) -> Trajectory:
-    session = build_test_session(cluster, recipe)
-    return trajectory_of([stats.loss for stats in session.rounds()], session)
+def ends(cluster: Cluster, batch: dict[str, int], twin: bool = False) -> tuple[Trajectory, Trajectory]:
+    """Of local steps that are averaged at once, and of every-step; the twin averages without weights."""
+    plain = DiLoCo._agree
+
+    def agree(self: DiLoCo, half: Any, runner: Any) -> Any:
+        same = [(replace(tally, count=1.0), update) for tally, update in half.results]
+        return plain(self, replace(half, results=same), runner)
+
+    with patch.object(DiLoCo, "_agree", agree if twin else plain):
+        local = run_strategy(cluster, digits("sync=local:1", batch=batch))
+    return local, run_strategy(cluster, digits("replicas=all", batch=batch))
 
 
 @pytest.mark.capability("I6")
 @pytest.mark.parametrize("world", [2, 3])
 def test_averaging_after_every_step_of_sgd_is_every_step(world: int) -> None:
     """46 samples in 4 shards: the replicas have unequal shares, and are weighted by their items."""
-    local = run_ranks(run, world, digits("sync=local:1"))
-    sync = run_ranks(run, world, digits("replicas=all"))
-    assert local[0].distance(sync[0]) <= 1e-6
-    assert max(abs(a - b) for a, b in zip(local[0].losses, sync[0].losses, strict=True)) <= 1e-6
+    local, sync = run_ranks(ends, world, {"size": 46, "shards": 4})[0]
+    assert local.distance(sync) <= 1e-6
+    assert max(abs(a - b) for a, b in zip(local.losses, sync.losses, strict=True)) <= 1e-6
 
 
 @pytest.mark.capability("I6")
 def test_an_unweighted_mean_is_not_every_step() -> None:
-    """The mutation twin."""
-
-    def unweighted(cluster: Cluster, recipe: Recipe) -> Trajectory:
-        plain = DiLoCo._agree
-
-        def agree(self: DiLoCo, half: Any, runner: Any) -> Any:
-            same = [(replace(tally, count=1.0), update) for tally, update in half.results]
-            return plain(self, replace(half, results=same), runner)
-
-        DiLoCo._agree = agree
-        return run(cluster, recipe)
-
-    batch = {"size": 46, "shards": 3}  # two shards for one replica, one for the other
-    local = run_ranks(unweighted, 2, digits("sync=local:1", batch=batch))
-    sync = run_ranks(run, 2, digits("replicas=all", batch=batch))
-    assert local[0].distance(sync[0]) > 1e-4
+    """The mutation twin: two shards for one replica, one for the other."""
+    local, sync = run_ranks(ends, 2, {"size": 46, "shards": 3}, True)[0]
+    assert local.distance(sync) > 1e-4
 
 
 @pytest.mark.capability("I6")
-@pytest.mark.parametrize("num_local_steps", [1, 2, 4, 8])
-def test_the_bytes_fall_with_the_number_of_local_steps(num_local_steps: int) -> None:
+def test_the_bytes_fall_with_the_number_of_local_steps() -> None:
     def sent(cluster: Cluster, strategy: str) -> float:
         session = build_test_session(cluster, digits(strategy))
         list(session.rounds())
         return session.net.ledger.rows["all_reduce", "replica"].sent_bytes
 
-    every = run_ranks(sent, 2, "replicas=all")[0]
-    assert run_ranks(sent, 2, f"sync=local:{num_local_steps}")[0] == every / num_local_steps
-
-
-def losses_of(cluster: Cluster, strategies: list[str]) -> dict[str, list[float]]:
-    """Held-out losses after the same samples, three seeds each."""
-    found: dict[str, list[float]] = {}
-    for strategy in strategies:
-        for seed in (1, 2, 3):
-            session = build_test_session(cluster, digits(strategy, steps=120, seed=seed, optimizer=ADAMW))
-            list(session.rounds())
-            evaluation = evaluate(session)
-            assert evaluation is not None
-            found.setdefault(strategy, []).append(evaluation.loss)
-    return found
+    steps = (1, 2, 4, 8)
+    cases = [("replicas=all",), *((f"sync=local:{n}",) for n in steps)]
+    every, *local = run_ranks(each_case, 2, sent, cases)[0]
+    assert local == [every / n for n in steps]
 
 
 @pytest.mark.capability("I6", "H8")
 def test_the_loss_after_the_same_samples_stays_near_that_of_every_step() -> None:
+    """Held-out losses, three seeds each."""
+
+    def losses_of(cluster: Cluster, strategy: str) -> list[float]:
+        seeds = (digits(strategy, steps=120, seed=seed, optimizer=ADAMW) for seed in (1, 2, 3))
+        return held_out_losses(cluster, seeds)
+
     strategies = ["replicas=2", "sync=local:4", "sync=diloco:8", "codec=int8", "sync=diloco:8 codec=int8"]
-    found = run_ranks(losses_of, 2, strategies, deadline=440)[0]
-    right = found["replicas=2"]
-    for strategy, losses in found.items():
+    found = run_ranks(each_case, 2, losses_of, [(one,) for one in strategies], deadline=440)[0]
+    right = found[0]
+    for strategy, losses in zip(strategies, found, strict=True):
         assert mean(losses) <= 1.25 * mean(right) + 2 * stdev(right), (strategy, losses, right)
 
 
@@ -137,10 +129,6 @@ def test_the_outer_optimizer_is_nesterov_of_the_mean_movement() -> None:
 @pytest.mark.capability("Z2")
 @pytest.mark.parametrize("strategy", ["sync=local:2", "codec=int8", "replicas=1 pipeline=2 sync=pipedream"])
 def test_what_is_approximate_by_nature_is_not_held_against_the_oracle(strategy: str) -> None:
-    from paceline.errors import StrategyError
-    from paceline.testing.parity import CPU, make_task
-    from paceline.verification import compare_with_oracle
-
     recipe = digits(strategy)
     with pytest.raises(StrategyError, match="is an approximation"):
         compare_with_oracle(recipe, make_task(recipe), Cluster.single(), CPU, 1)
@@ -236,16 +224,17 @@ def trained(cluster: Cluster, sync: str, optimizer: str) -> dict[str, Tensor]:
     return {n.removeprefix("model/"): t.clone() for n, t in found.state.tensors().items() if "model/" in n}
 
 
+RULES = {"local:1": (1.0, 0.0), "local:3": (1.0, 0.0), "diloco:3": (0.7, 0.9)}
+
+
 @pytest.mark.capability("I6")
 @pytest.mark.parametrize("replicas", [2, 3])
-@pytest.mark.parametrize(
-    ("sync", "outer"), [("local:1", (1.0, 0.0)), ("local:3", (1.0, 0.0)), ("diloco:3", (0.7, 0.9))]
-)
-def test_unequal_shares_have_their_weights(sync: str, outer: tuple[float, float], replicas: int) -> None:
-    plan = LocalPlan(replicas, int(sync[-1]), SIZE, SHARDS, STEPS, *outer)
-    right = train_local(model(), samples(), plan, adamw)
-    for found in run_ranks(trained, replicas, sync, "adamw"):
-        assert max(float((found[n] - t).abs().max()) for n, t in right.items()) < 1e-12
+def test_unequal_shares_have_their_weights(replicas: int) -> None:
+    plans = [LocalPlan(replicas, int(sync[-1]), SIZE, SHARDS, STEPS, *outer) for sync, outer in RULES.items()]
+    rights = [train_local(model(), samples(), plan, adamw) for plan in plans]
+    for rank in run_ranks(each_case, replicas, trained, [(sync, "adamw") for sync in RULES]):
+        for right, found in zip(rights, rank, strict=True):
+            assert max(float((found[n] - t).abs().max()) for n, t in right.items()) < 1e-12
 
 
 @pytest.mark.capability("I6")

@@ -129,10 +129,7 @@ def raising(loop: Any) -> None:
     raise ValueError("the user's own")
 
 
-REFUSED = {
-    parts: "the whole batch of a rank",
-    short: "the loop ended",
-}
+REFUSED = {parts: "the whole batch of a rank", short: "the loop ended"}
 REFUSED |= {stepless: "without calling step"}
 
 

@@ -6,12 +6,12 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from paceline.comm.channel import ChannelMessage, MessageChannel, channel_builders, socket_channel
-from paceline.data import TrainingFeed
 from paceline.errors import CommunicationError
 from paceline.job.cluster import Cluster
 from paceline.observe import JsonLinesSink
@@ -23,6 +23,7 @@ from paceline.sync.server import server_builders
 from paceline.sync.server.server_policies import AsynchronousUpdates
 from paceline.testing import RanksFailed, run_ranks
 from paceline.testing.parity import build_test_session, make_task
+from tests.parity.training_runs import pause_seldom
 
 STEPS = 20
 BUFFER_BYTES = 1 << 16
@@ -50,19 +51,6 @@ class Wrapped:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
-
-
-class LongRounds(TrainingFeed):
-    """Few pauses, so that much can happen between two of them."""
-
-    def next_pause(self, step: int) -> int:
-        return min(self.num_steps, step + 10)
-
-
-def long_rounds(session: Session) -> Session:
-    feed = session.feed
-    session.parts.feed = LongRounds(feed.work, feed.loader, feed.num_steps)
-    return session
 
 
 def told(cluster: Cluster, session: Session, losses: list[float]) -> dict[str, Any]:
@@ -157,7 +145,7 @@ class Watched(Wrapped):
 
 def with_deaf_worker(cluster: Cluster, folder: Path, seconds: float, blocks: bool) -> dict[str, Any]:
     with_small_buffers()
-    session = long_rounds(build_test_session(cluster, digits(ASYNC, hidden=(1024, 256))))
+    session = pause_seldom(build_test_session(cluster, digits(ASYNC, hidden=(1024, 256))), 10)
     kind: Any = (Watched, Busy, Deaf)[cluster.global_rank]
     given = ({"blocks": blocks}, {"folder": folder}, {"folder": folder, "seconds": seconds})
     session.rule.channel = wrapped = kind(session.rule.channel, **given[cluster.global_rank])
@@ -227,8 +215,8 @@ def with_leavers(
     moment: str,
     policy: Any = AsynchronousUpdates,
 ) -> dict[str, Any] | str:
-    server_builders.AsynchronousUpdates = policy
-    session = long_rounds(build_test_session(cluster, recipe))
+    with patch.object(server_builders, "AsynchronousUpdates", policy):
+        session = pause_seldom(build_test_session(cluster, recipe), 10)
     if cluster.global_rank in exit_callbacks:
         session.rule.channel = Leaving(session.rule.channel, moment)
     losses = []
@@ -365,7 +353,7 @@ class StuckWithWorkOf(Wrapped):
 def with_stuck_worker(
     cluster: Cluster, recipe: Recipe, folder: Path, second: int = -1
 ) -> dict[str, Any] | str:
-    session = long_rounds(build_test_session(cluster, recipe))
+    session = pause_seldom(build_test_session(cluster, recipe), 10)
     session.net.deadline_seconds = DEADLINE
     if cluster.global_rank == 2:
         session.rule.channel = Stuck(session.rule.channel, folder)

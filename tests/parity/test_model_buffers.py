@@ -62,8 +62,7 @@ def recipe(strategy: str, **more: Any) -> Recipe:
 def after_steps(cluster: Cluster, strategy: str) -> dict[str, Tensor]:
     """The buffers that this rank holds, after some steps."""
     session = build_session(recipe(strategy), build(), cluster, CPU)
-    for _ in session.rounds():
-        pass
+    list(session.rounds())
     model = session.complete()
     session.close()
     return {name: b.clone() for name, b in model.named_buffers()}

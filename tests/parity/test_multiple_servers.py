@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from paceline.comm.channel import ChannelMessage, MessageChannel
-from paceline.data import TrainingFeed
 from paceline.errors import CommunicationError
 from paceline.job.cluster import Cluster
 from paceline.parallel import server_partition
@@ -27,22 +27,22 @@ from paceline.task import Loss, Task
 from paceline.testing import run_ranks
 from paceline.testing.contracts import RuleContract
 from paceline.testing.parity import Trajectory, build_test_session, make_task, run_oracle, trajectory_of
+from tests.parity.training_runs import pause_seldom
+from tests.recipes import recipe_of
 
 STEPS = 12
 TWO = "servers=2 sync=server"
 CLIPPED = {"name": "adamw", "lr": 5e-3, "clip_norm": 0.05}
 
 
-def digits(strategy: str, **changes: Any) -> Recipe:
-    settings: dict[str, Any] = {
-        "task": "digits",
-        "options": {"model": "mlp", "hidden": [32], "dropout": 0.1},
-        "steps": STEPS,
-        "batch": {"size": 46, "shards": 6},
-        "optimizer": CLIPPED,
-        "strategy": Strategy.parse(strategy),
-    }
-    return Recipe(**(settings | changes))
+digits = partial(
+    recipe_of,
+    task="digits",
+    options={"model": "mlp", "hidden": [32], "dropout": 0.1},
+    steps=STEPS,
+    batch={"size": 46, "shards": 6},
+    optimizer=CLIPPED,
+)
 
 
 CONV = digits(TWO, options={"model": "convnet"}, optimizer={"name": "sgd", "lr": 0.05, "momentum": 0.9})
@@ -60,13 +60,6 @@ def trained(cluster: Cluster, recipe: Recipe) -> tuple[Trajectory, dict[str, Any
     }
     session.close()
     return found, told
-
-
-class OneRound(TrainingFeed):
-    """No pause before the end."""
-
-    def next_pause(self, step: int) -> int:
-        return self.num_steps
 
 
 class Left(Exception):
@@ -108,11 +101,10 @@ def of_two_servers(cluster: Cluster) -> list[Any]:
     whole = [
         trained(cluster, recipe) for recipe in (digits(TWO), CONV, digits(f"{TWO} partition=max-size:4096"))
     ]
-    ShardServer._norms, kept = norm_of_one, ShardServer._norms
-    whole.append(trained(cluster, digits(TWO)))
-    ShardServer._norms = kept
-    server_partition.plan_partition = held_by_nobody
-    return [*whole, trained(cluster, digits(TWO))]
+    with patch.object(ShardServer, "_norms", norm_of_one):
+        whole.append(trained(cluster, digits(TWO)))
+    with patch.object(server_partition, "plan_partition", held_by_nobody):
+        return [*whole, trained(cluster, digits(TWO))]
 
 
 @pytest.mark.capability("B2", "B4")
@@ -207,9 +199,7 @@ def test_a_run_goes_on_with_other_numbers_of_servers_and_workers() -> None:
 def with_a_loss(cluster: Cluster, lost: int, steps: int) -> str:
     """One rank closes its channel and leaves; what the others say."""
     recipe = digits("servers=2 sync=server-async", steps=steps, runtime={"deadline_seconds": 20.0})
-    session = build_test_session(cluster, recipe)
-    feed = session.feed
-    session.parts.feed = OneRound(feed.work, feed.loader, feed.num_steps)
+    session = pause_seldom(build_test_session(cluster, recipe))
     if cluster.global_rank == lost:
         session.rule.channel = Leaving(session.rule.channel)
     try:
@@ -269,7 +259,7 @@ def trained_rows(
 ) -> tuple[Trajectory, float]:
     """Where a run ends, and the bytes that this rank put on the channel."""
     session = build_test_session(cluster, recipe(optimizer, servers), partial(build, sparse))
-    session.parts.feed = OneRound(session.feed.work, session.feed.loader, STEPS_ROWS)
+    pause_seldom(session)
     losses = [stats.loss for stats in session.rounds()]
     sent = session.net.ledger.rows["send", "channel"].sent_bytes
     session.close()

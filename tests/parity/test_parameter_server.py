@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import select
 import time
+from contextlib import closing, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +19,7 @@ from torch import nn
 
 from paceline.checkpoint.storage import StorageFolder
 from paceline.comm.channel import ChannelMessage
+from paceline.errors import StrategyError
 from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe, Strategy
 from paceline.session import checkpointing, evaluate
@@ -30,20 +35,20 @@ from paceline.sync.server.server_policies import (
 from paceline.task import Task
 from paceline.testing import RanksFailed, run_ranks
 from paceline.testing.parity import Trajectory, build_test_session, make_task, run_oracle, whole_trajectory
+from tests.parity.training_runs import SlowSamples, each_case, held_out_losses, train_whole
+from tests.recipes import recipe_of
 
 STEPS = 24
 
 
-def digits(strategy: str, **changes: Any) -> Recipe:
-    settings: dict[str, Any] = {
-        "task": "digits",
-        "options": {"model": "mlp", "hidden": [32]},
-        "steps": STEPS,
-        "batch": {"size": 48, "shards": 6},
-        "optimizer": {"name": "sgd", "lr": 0.1},
-        "strategy": Strategy.parse(strategy),
-    }
-    return Recipe(**(settings | changes))
+digits = partial(
+    recipe_of,
+    task="digits",
+    options={"model": "mlp", "hidden": [32]},
+    steps=STEPS,
+    batch={"size": 48, "shards": 6},
+    optimizer={"name": "sgd", "lr": 0.1},
+)
 
 
 ASYNC = "servers=1 sync=server-async"
@@ -86,34 +91,16 @@ def test_a_late_push_is_dropped_for_good() -> None:
 
 @pytest.mark.capability("I7")
 def test_with_no_backups_it_is_every_step() -> None:
-    def run(cluster: Cluster) -> Trajectory:
-        session = build_test_session(cluster, digits("servers=1 sync=backup:0"))
-        return whole_trajectory([stats.loss for stats in session.rounds()], session)
-
-    ends = run_ranks(run, 3)
+    ends = run_ranks(train_whole, 3, digits("servers=1 sync=backup:0"))
     right = run_oracle(digits("replicas=1"), STEPS)
     assert all(end.distance(right) <= 1e-6 for end in ends)
-
-
-class Slow:
-    """Samples of a worker that takes its time."""
-
-    def __init__(self, data: Any, seconds: float) -> None:
-        self._data, self._seconds = data, seconds
-
-    def __len__(self) -> int:
-        return len(self._data)
-
-    def __getitem__(self, index: int) -> Any:
-        time.sleep(self._seconds)
-        return self._data[index]
 
 
 def with_straggler(cluster: Cluster, recipe: Recipe, straggler: int, seconds: float) -> dict[str, Any]:
     def build() -> Task:
         task = make_task(recipe)
         slow = cluster.global_rank == straggler
-        return replace(task, data=Slow(task.data, seconds)) if slow else task
+        return replace(task, data=SlowSamples(task.data, seconds)) if slow else task
 
     session = build_test_session(cluster, recipe, build)
     losses = [stats.loss for stats in session.rounds()]
@@ -149,11 +136,11 @@ def test_the_gradient_is_that_of_the_contributors_alone(tmp_path: Path) -> None:
             while len(list(tmp_path.glob("has-come-*"))) < 2:
                 time.sleep(0.01)
 
-        BackupWorkers.push = told
         session = build_test_session(cluster, digits("servers=1 sync=backup:1", steps=1))
         if cluster.global_rank == 3:
             session.runner.sharded_model.model.register_forward_pre_hook(late)
-        list(session.rounds())
+        with patch.object(BackupWorkers, "push", told):
+            list(session.rounds())
         return [p.detach().clone() for p in session.runner.sharded_model.computes.values()]
 
     found = run_ranks(run, 4)[0]
@@ -189,16 +176,9 @@ def test_the_asynchronous_loss_is_near_the_synchronous_one() -> None:
     """At equal samples, three seeds."""
 
     def losses(cluster: Cluster, strategy: str) -> list[float]:
-        found = []
-        for seed in (1, 2, 3):
-            lr = 0.05 if strategy == ASYNC else 0.1  # two updates a step, each of half a batch
-            settings = {"seed": seed, "steps": 120, "optimizer": {"name": "sgd", "lr": lr}}
-            session = build_test_session(cluster, digits(strategy, **settings))
-            list(session.rounds())
-            evaluation = evaluate(session)
-            assert evaluation is not None
-            found.append(evaluation.loss)
-        return found
+        sgd = {"name": "sgd", "lr": 0.05 if strategy == ASYNC else 0.1}  # two updates a step, of half a batch
+        seeds = (digits(strategy, steps=120, optimizer=sgd, seed=seed) for seed in (1, 2, 3))
+        return held_out_losses(cluster, seeds)
 
     stale, sync = run_ranks(losses, 3, ASYNC)[0], run_ranks(losses, 2, "replicas=2")[0]
     assert mean(stale) <= 1.15 * mean(sync) + 2 * stdev(sync), (stale, sync)
@@ -232,8 +212,6 @@ def test_a_run_goes_on_under_another_rule() -> None:
 @pytest.mark.capability("B3")
 def test_a_worker_that_dies_is_named() -> None:
     def run(cluster: Cluster) -> None:
-        import os
-
         session = build_test_session(cluster, digits(ASYNC, steps=100))
         for stats in session.rounds():
             if cluster.global_rank == 2 and stats.step > 10:
@@ -247,13 +225,9 @@ def test_a_worker_that_dies_is_named() -> None:
 @pytest.mark.capability("B3")
 def test_readers_that_work_ahead_are_refused() -> None:
     def run(cluster: Cluster) -> str:
-        from paceline.errors import StrategyError
-
-        try:
+        with pytest.raises(StrategyError) as caught:
             build_test_session(cluster, digits(ASYNC, loader={"workers": 1}))
-        except StrategyError as error:
-            return str(error)
-        return ""
+        return str(caught.value)
 
     assert all("loader.workers" in text for text in run_ranks(run, 3))
 
@@ -319,23 +293,18 @@ def to_whoever_asks(policy: BoundedStaleness, worker: int) -> int | None:
 
 def trained(cluster: Cluster, folder: Path, late: int, *, anybody: bool) -> Trajectory:
     """The end of a run in which one worker comes to the first step when another has pushed already."""
-    has_come, push, own = folder / f"{late}-{anybody}", BoundedStaleness.push, BoundedStaleness._own_part
+    has_come, push = folder / f"{late}-{anybody}", BoundedStaleness.push
 
     def told(policy: BoundedStaleness, worker: int, found: WorkerPush) -> Any:
         has_come.touch()
         return push(policy, worker, found)
 
     session = build_test_session(cluster, Recipe(**DIGITS))
-    BoundedStaleness.push = told
-    if anybody:
-        BoundedStaleness._own_part = to_whoever_asks
-    try:
+    twin = patch.object(BoundedStaleness, "_own_part", to_whoever_asks) if anybody else nullcontext()
+    with closing(session), patch.object(BoundedStaleness, "push", told), twin:
         while cluster.global_rank == late and not has_come.exists():
             time.sleep(0.01)
         return whole_trajectory([stats.loss for stats in session.rounds()], session)
-    finally:
-        BoundedStaleness.push, BoundedStaleness._own_part = push, own
-        session.close()
 
 
 def apart(cluster: Cluster, folder: Path) -> list[float]:
@@ -393,9 +362,9 @@ def hashes(cluster: Cluster, recipe: Recipe, run_dir: Path) -> tuple[list[str], 
 
 
 @pytest.mark.capability("N2", "B3")
-@pytest.mark.parametrize("optimizer", ["adamw", "rmsprop"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_ranks_agree_after_a_resume(strategy: str, optimizer: str, tmp_path: Path) -> None:
+def test_ranks_agree_after_a_resume(tmp_path: Path) -> None:
     """A worker updates nothing: what a checkpoint had of an optimizer is the server's."""
-    for whole, rest in run_ranks(hashes, 3, digits_resumed(strategy, optimizer), tmp_path):
-        assert len(whole) == 8 and rest == whole[4:]
+    recipes = [digits_resumed(text, name) for text in STRATEGIES for name in ("adamw", "rmsprop")]
+    cases = [(recipe, tmp_path / str(number)) for number, recipe in enumerate(recipes)]
+    for rank in run_ranks(each_case, 3, hashes, cases):
+        assert all(len(whole) == 8 and rest == whole[4:] for whole, rest in rank)

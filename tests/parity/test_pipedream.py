@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from statistics import mean, stdev
 from typing import Any
@@ -21,7 +22,7 @@ from paceline.errors import RecipeError, StrategyError
 from paceline.job.cluster import Cluster
 from paceline.parallel.pipeline import partition_model
 from paceline.recipe import Recipe, Strategy
-from paceline.session import Components, Session, evaluate
+from paceline.session import Components, Session
 from paceline.sync import PendingUpdate, UpdatePart
 from paceline.sync.weight_stashing import DoubleBufferedWeights
 from paceline.testing import run_ranks
@@ -34,22 +35,22 @@ from paceline.testing.parity import (
     make_task,
     whole_trajectory,
 )
+from tests.parity.training_runs import each_case, held_out_losses
+from tests.recipes import recipe_of
 
 ADAMW = {"name": "adamw", "lr": 2e-3}
 ROUND = 20  # steps until the pipeline is empty, of 400
 Weights = dict[str, Tensor]
 
 
-def digits(strategy: str, **changes: object) -> Recipe:
-    settings: dict[str, object] = {
-        "task": "digits",
-        "options": {"model": "mlp", "hidden": [48, 32]},
-        "steps": 20 * ROUND,
-        "batch": {"size": 46, "shards": 4},
-        "optimizer": {"name": "sgd", "lr": 0.05, "momentum": 0.9},
-        "strategy": Strategy.parse(strategy),
-    }
-    return Recipe(**(settings | changes))
+digits = partial(
+    recipe_of,
+    task="digits",
+    options={"model": "mlp", "hidden": [48, 32]},
+    steps=20 * ROUND,
+    batch={"size": 46, "shards": 4},
+    optimizer={"name": "sgd", "lr": 0.05, "momentum": 0.9},
+)
 
 
 def two_rounds(cluster: Cluster, recipe: Recipe) -> Trajectory:
@@ -136,13 +137,11 @@ def test_what_one_stage_cannot_decide_alone_is_refused(changes: dict[str, object
     recipe = digits("replicas=1 pipeline=2 sync=pipedream", **changes)
 
     def build(cluster: Cluster) -> str:
-        try:
+        with pytest.raises(StrategyError) as caught:
             build_test_session(
                 cluster, recipe, lambda: replace(make_task(recipe), blocks=lambda m: list(m.layers))
             )
-        except StrategyError as error:
-            return str(error)
-        return ""
+        return str(caught.value)
 
     assert all(words in text for text in run_ranks(build, 2))
 
@@ -174,18 +173,12 @@ def test_each_backward_uses_the_weights_of_its_forward_and_is_as_stale_as_its_st
 def test_pipedream_learns_about_as_well_as_every_step() -> None:
     """Held-out loss after 150 steps: the mean over three seeds is within 10 % of the synchronous one's."""
 
-    def losses(cluster: Cluster, strategy: str) -> list[float]:
-        found = []
-        for seed in (1, 2, 3):
-            session = build_test_session(cluster, digits(strategy, steps=150, seed=seed, optimizer=ADAMW))
-            list(session.rounds())
-            evaluation = evaluate(session)
-            assert evaluation is not None
-            found.append(evaluation.loss)
-        return found
+    def losses(cluster: Cluster, sync: str) -> list[float]:
+        strategy = f"replicas=1 pipeline=2 sync={sync}"
+        seeds = (digits(strategy, steps=150, seed=seed, optimizer=ADAMW) for seed in (1, 2, 3))
+        return held_out_losses(cluster, seeds)
 
-    stale = run_ranks(losses, 2, "replicas=1 pipeline=2 sync=pipedream")[0]
-    sync = run_ranks(losses, 2, "replicas=1 pipeline=2")[0]
+    stale, sync = run_ranks(each_case, 2, losses, [("pipedream",), ("every-step",)])[0]
     assert mean(stale) <= 1.1 * mean(sync) + 2 * stdev(sync), (stale, sync)
     assert stale != sync
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -33,9 +35,10 @@ from paceline.testing.parity import (
     build_test_session,
     make_task,
     run_oracle,
-    whole_trajectory,
 )
 from paceline.verification import VerificationReport, compare_with_oracle
+from tests.parity.training_runs import train_whole
+from tests.recipes import recipe_of
 from tests.texts import SMALL_TEXT
 
 ROOT = Path(__file__).parents[2]
@@ -53,16 +56,14 @@ def gpt(strategy: str) -> Recipe:
     )
 
 
-def digits(strategy: str, **changes: Any) -> Recipe:
-    settings: dict[str, Any] = {
-        "task": "digits",
-        "options": {"model": "mlp", "hidden": [48, 32]},
-        "steps": 40,
-        "batch": {"size": 46, "shards": 4},
-        "optimizer": {"name": "adamw", "lr": 2e-3},
-        "strategy": Strategy.parse(strategy),
-    }
-    return Recipe(**(settings | changes))
+digits = partial(
+    recipe_of,
+    task="digits",
+    options={"model": "mlp", "hidden": [48, 32]},
+    steps=40,
+    batch={"size": 46, "shards": 4},
+    optimizer={"name": "adamw", "lr": 2e-3},
+)
 
 
 def verify(
@@ -174,17 +175,12 @@ def verify_edges(
     return compare_with_oracle(recipe, task, cluster, CPU, steps)
 
 
-def train(cluster: Cluster, recipe: Recipe) -> Trajectory:
-    session = build_test_session(cluster, recipe)
-    return whole_trajectory([stats.loss for stats in session.rounds()], session)
-
-
 @pytest.mark.capability("D2")
 def test_micro_batches_are_the_full_batch_however_many() -> None:
     """46 samples in 1, 3 and 8 micro-batches, of which the last is smaller, against one batch of 46."""
 
     def ends(cluster: Cluster) -> list[Trajectory]:
-        return [train(cluster, digits_edges(batch={"size": 46, "shards": m})) for m in (1, 3, 8)]
+        return [train_whole(cluster, digits_edges(batch={"size": 46, "shards": m})) for m in (1, 3, 8)]
 
     right = run_oracle(digits_edges(), 4, shards=1)
     for rank in run_ranks(ends, 2):
@@ -247,10 +243,8 @@ def tied_task() -> Task:
     )
 
 
-def tied_weights(cluster: Cluster, codec: str, breaks: Callable[[], None] | None = None) -> list[float]:
+def tied_weights(cluster: Cluster, codec: str) -> list[float]:
     """The first layer's weights as this rank trained them: on every second rank, those of the last layer."""
-    if breaks is not None:
-        breaks()
     adamw = {"name": "adamw", "lr": 1e-2}
     recipe = digits_edges(f"replicas=3 pipeline=2 codec={codec}", steps=6, optimizer=adamw)
     session = build_test_session(cluster, recipe, tied_task)
@@ -262,16 +256,7 @@ def tied_weights(cluster: Cluster, codec: str, breaks: Callable[[], None] | None
 @pytest.mark.parametrize("codec", ["fp32", "int8"])
 def test_tied_weights_on_two_stages_keep_equal_bits(codec: str) -> None:
     """Three replicas: a sum, or a codec's blocks, would fall differently in the buckets of another stage."""
-
-    def weights(cluster: Cluster) -> list[float]:
-        recipe = digits_edges(
-            f"replicas=3 pipeline=2 codec={codec}", steps=6, optimizer={"name": "adamw", "lr": 1e-2}
-        )
-        session = build_test_session(cluster, recipe, tied_task)
-        list(session.rounds())
-        return session.runner.sharded_model.model[0].weight.detach().flatten().tolist()
-
-    ranks = run_ranks(weights, 6)
+    ranks = run_ranks(tied_weights, 6, codec)
     assert all(values == ranks[0] for values in ranks)
 
 
@@ -282,22 +267,24 @@ class AmongOthers(TiedGradientReduction):
         (super() if slot in self._tensors else self.inner).ready(slot, grad)
 
 
-def reduce_on_every_stage() -> None:
-    def build_reduction(context: SessionContext, sharded_model: ShardedModel) -> GradientReduction:
-        mesh = context.mesh
-        sums = UnorderedSum(context.collective(mesh.axes["shard"]), context.collective(mesh.replica))
-        inner = BucketReducer(sharded_model.computes, sharded_model.parts, sums, context.bucket_bytes)
-        shared = [held for held in sharded_model.held.values() if held.holders]
-        tensors = {held.computes: sharded_model.computes[held.computes] for held in shared}
-        return AmongOthers(inner, tensors, mesh.subgroup_along("pipeline", shared[0].holders), context.net)
-
-    every_step.build_gradient_reduction = build_reduction
+def reduction_of_every_stage(context: SessionContext, sharded_model: ShardedModel) -> GradientReduction:
+    mesh = context.mesh
+    sums = UnorderedSum(context.collective(mesh.axes["shard"]), context.collective(mesh.replica))
+    inner = BucketReducer(sharded_model.computes, sharded_model.parts, sums, context.bucket_bytes)
+    shared = [held for held in sharded_model.held.values() if held.holders]
+    tensors = {held.computes: sharded_model.computes[held.computes] for held in shared}
+    return AmongOthers(inner, tensors, mesh.subgroup_along("pipeline", shared[0].holders), context.net)
 
 
 @pytest.mark.capability("D1")
 def test_tied_weights_that_every_stage_sums_by_itself_drift_apart() -> None:
     """The mutation twin."""
-    ranks = run_ranks(tied_weights, 6, "int8", reduce_on_every_stage)
+
+    def drifting(cluster: Cluster) -> list[float]:
+        with patch.object(every_step, "build_gradient_reduction", reduction_of_every_stage):
+            return tied_weights(cluster, "int8")
+
+    ranks = run_ranks(drifting, 6)
     assert any(values != ranks[0] for values in ranks)
 
 
@@ -395,14 +382,13 @@ def loss(model: nn.Module, batch: Any) -> Loss:
     return Loss(F.cross_entropy(out, y, reduction="sum"), len(y), outputs)
 
 
-def recipe(strategy: str) -> Recipe:
-    return Recipe(
-        task="layers",
-        steps=1,
-        batch={"size": SAMPLES, "shards": 4, "shuffle": False},
-        optimizer={"name": "sgd", "lr": 1.0},
-        strategy=Strategy.parse(strategy),
-    )
+recipe = partial(
+    recipe_of,
+    task="layers",
+    steps=1,
+    batch={"size": SAMPLES, "shards": 4, "shuffle": False},
+    optimizer={"name": "sgd", "lr": 1.0},
+)
 
 
 def outputs(found: dict[str, float]) -> list[float]:

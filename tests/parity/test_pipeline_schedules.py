@@ -18,6 +18,7 @@ from paceline.job.cluster import Cluster
 from paceline.parallel.gradient_hooks import GradientHooks
 from paceline.parallel.pipeline import HostMemoryTransport, MultiHostTransport, NetTransport, PipelineRunner
 from paceline.parallel.pipeline.forward_backward import ChunkExecutor, InFlightMicroBatch
+from paceline.parallel.pipeline.strategy_schedule import build_checked_table
 from paceline.parallel.state_hash import state_sha256
 from paceline.pipeline_schedule import (
     PipelineAction,
@@ -114,8 +115,11 @@ def life(cluster: Cluster, word: str) -> tuple[int, list[tuple[str, int]]]:
         heard.append(("backward", in_flight_batch.action.chunk))
         return backward(self, in_flight_batch, *args, **kwargs)
 
-    GradientHooks._hand_on, ChunkExecutor.backward = hear, hear_backward
-    list(session.rounds())
+    with (
+        patch.object(GradientHooks, "_hand_on", hear),
+        patch.object(ChunkExecutor, "backward", hear_backward),
+    ):
+        list(session.rounds())
     session.close()
     return stage.peak_in_flight, heard[len(heard) // 2 :]
 
@@ -152,7 +156,6 @@ def test_what_does_not_fit_is_refused_with_what_does(tmp_path: Path) -> None:
         reproducible=True,
         batch={"size": 9, "shards": 3},
     )
-    from paceline.parallel.pipeline.strategy_schedule import build_checked_table
 
     with pytest.raises(StrategyError, match="neither in ascending nor in descending order"):
         build_checked_table(recipe, 3)
@@ -177,12 +180,8 @@ TWINS: dict[str, tuple[Any, str, Any, str]] = {
         lambda self: None,
         "zero-bubble",
     ),
-    "off by one": (
-        ChunkExecutor,
-        "_receive_inputs",
-        off_by_one,
-        "gpipe",
-    ),  # where all forwards come first, nobody waits
+    # Where all forwards come first, nobody waits.
+    "off by one": (ChunkExecutor, "_receive_inputs", off_by_one, "gpipe"),
 }
 
 
@@ -193,8 +192,8 @@ def test_a_broken_schedule_is_found(twin: str) -> None:
     owner, name, broken, schedule = TWINS[twin]
 
     def found(cluster: Cluster) -> VerificationReport:
-        setattr(owner, name, broken)
-        return verify(cluster, deep(f"replicas=1 pipeline=2 schedule={schedule}"))
+        with patch.object(owner, name, broken):
+            return verify(cluster, deep(f"replicas=1 pipeline=2 schedule={schedule}"))
 
     for report in run_ranks(found, 2):
         assert not report.ok

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from paceline import Loss, Task
 from paceline.job.cluster import Cluster
 from paceline.optim import UserOptimizer
-from paceline.recipe import Recipe, Strategy
-from paceline.session import build_session
+from paceline.recipe import Recipe, Strategy, load_recipe
+from paceline.session import build_session, evaluate
 from paceline.testing import run_ranks
 from paceline.testing.parity import CPU, Trajectory, build_test_session, make_task, run_oracle, run_strategy
 from paceline.verification import compare_with_oracle
@@ -115,8 +115,6 @@ def test_halves_are_as_accurate_as_floats() -> None:
     """Held-out digits, three seeds: the gap of the means is one percent at most."""
 
     def held_out(compute: str, seed: int) -> tuple[float, float]:
-        from paceline.session import evaluate
-
         recipe = Recipe(
             task="digits",
             seed=seed,
@@ -126,8 +124,7 @@ def test_halves_are_as_accurate_as_floats() -> None:
             precision={"compute": compute},
         )
         session = build_test_session(Cluster.single(), recipe)
-        for _ in session.rounds():
-            pass
+        list(session.rounds())
         found = evaluate(session)
         return found.metrics["accuracy"], found.loss
 
@@ -205,8 +202,6 @@ def test_a_batch_eight_times_larger_with_the_scaled_rate_is_as_accurate() -> Non
     """Equal samples, linear scaling with warm-up, SGD with momentum; three seeds each."""
 
     def accuracy(size: int, scaling: str, seed: int) -> float:
-        from paceline.session import evaluate
-
         recipe = Recipe(
             task="digits",
             seed=seed,
@@ -221,8 +216,7 @@ def test_a_batch_eight_times_larger_with_the_scaled_rate_is_as_accurate() -> Non
             },
         )
         session = build_test_session(Cluster.single(), recipe)
-        for _ in session.rounds():
-            pass
+        list(session.rounds())
         return evaluate(session).metrics["accuracy"]
 
     base = [accuracy(16, "none", seed) for seed in range(3)]
@@ -235,12 +229,8 @@ def test_a_batch_eight_times_larger_with_the_scaled_rate_is_as_accurate() -> Non
 @pytest.mark.capability("V1")
 def test_the_sum_is_learned_on_two_ranks() -> None:
     def error(cluster: Cluster) -> float:
-        from paceline.recipe import load_recipe
-        from paceline.session import evaluate
-
         session = build_test_session(cluster, load_recipe("recipes/sum.toml"))
-        for _ in session.rounds():
-            pass
+        list(session.rounds())
         return evaluate(session).loss
 
     assert max(run_ranks(error, 2, deadline=360)) < 1e-3
@@ -250,12 +240,8 @@ def test_the_sum_is_learned_on_two_ranks() -> None:
 @pytest.mark.capability("V2", "A1")
 def test_digits_reach_97_percent_on_two_ranks() -> None:
     def accuracy(cluster: Cluster) -> float:
-        from paceline.recipe import load_recipe
-        from paceline.session import evaluate
-
         session = build_test_session(cluster, load_recipe("recipes/digits.toml"))
-        for _ in session.rounds():
-            pass
+        list(session.rounds())
         return evaluate(session).metrics["accuracy"]
 
     assert min(run_ranks(accuracy, 2, deadline=360)) >= 0.97
@@ -300,8 +286,6 @@ def test_evaluation_has_the_same_bits_on_any_number_of_ranks() -> None:
     """299 held-out images in blocks of 64: the last is ragged, and ranks have unequal numbers of blocks."""
 
     def held_out(cluster: Cluster) -> tuple[float, float, int]:
-        from paceline.session import evaluate
-
         found = evaluate(build_test_session(cluster, Recipe(task="digits", steps=1)))
         return found.loss, found.metrics["accuracy"], found.num_samples
 

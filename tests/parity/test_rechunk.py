@@ -146,8 +146,7 @@ def running_means(cluster: Cluster) -> list[list[float]]:
         sgd: Any = {"optimizer": {"name": "sgd", "lr": 0.01}, "batch": {"size": 16, "shards": 4}}
         recipe = Recipe(task="sum", steps=3, strategy=strategy, **sgd)
         session = build_test_session(cluster, recipe, normed)
-        for _ in session.rounds():
-            pass
+        list(session.rounds())
         means = [x for name, x in whole_trajectory([], session).parameters.items() if "running_mean" in name]
         found.append(means[0].tolist())
         session.close()

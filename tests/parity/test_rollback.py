@@ -35,8 +35,14 @@ def going_back(cluster: Cluster, strategy: str, mode: str, run_dir: Path) -> Tra
     return train(cluster, chosen, bad, run_dir)
 
 
-@pytest.mark.parametrize("mode", ["background", "blocking"])
-@pytest.mark.parametrize(("num_ranks", "strategy"), STRATEGIES)
+@pytest.mark.parametrize(
+    ("num_ranks", "strategy", "mode"),
+    [
+        pytest.param(*one, mode, marks=[pytest.mark.soak] * (number % 2 != which))
+        for number, one in enumerate(STRATEGIES)
+        for which, mode in enumerate(["background", "blocking"])
+    ],
+)
 def test_what_led_to_the_trouble_is_left_out(
     num_ranks: int, strategy: str, mode: str, tmp_path: Path
 ) -> None:

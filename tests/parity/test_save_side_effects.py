@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,11 +17,12 @@ from paceline.checkpoint.staging import StagingBuffer
 from paceline.checkpoint.storage import StorageFolder
 from paceline.comm import BucketReducer
 from paceline.job.cluster import Cluster
-from paceline.recipe import Recipe, Strategy
+from paceline.recipe import Recipe
 from paceline.session import Session, checkpointing
 from paceline.session.fit_loop import hash_and_compare
 from paceline.testing import run_ranks
 from paceline.testing.parity import build_test_session
+from tests.recipes import recipe_of
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.capability("N1", "H4")]
 OF_TWO = (
@@ -44,18 +47,16 @@ OF_FOUR = (
 MIDDLE = 4
 
 
-def digits(strategy: str, **changes: Any) -> Recipe:
-    """Odd widths: buffers do not divide evenly among ranks."""
-    settings: dict[str, Any] = {
-        "task": "digits",
-        "options": {"model": "mlp", "hidden": [24, 15], "dropout": 0.1},
-        "steps": 8,
-        "batch": {"size": 46, "shards": 6},
-        "optimizer": {"name": "adamw", "lr": 2e-3, "clip_norm": 0.5},
-        "checkpoint": {"keep": 20},
-        "strategy": Strategy.parse(strategy),
-    }
-    return Recipe(**(settings | changes))
+# Odd widths: buffers do not divide evenly among ranks.
+digits = partial(
+    recipe_of,
+    task="digits",
+    options={"model": "mlp", "hidden": [24, 15], "dropout": 0.1},
+    steps=8,
+    batch={"size": 46, "shards": 6},
+    optimizer={"name": "adamw", "lr": 2e-3, "clip_norm": 0.5},
+    checkpoint={"keep": 20},
+)
 
 
 class Seen(NamedTuple):
@@ -98,8 +99,7 @@ def go_on(cluster: Cluster, recipe: Recipe, run_dir: Path) -> str:
     assert (
         checkpointing.restore_checkpoint(session, StorageFolder(str(run_dir / "checkpoints")), name) == name
     )
-    for _ in session.rounds():
-        pass
+    list(session.rounds())
     last = hash_and_compare(session, [])
     session.close()
     return last
@@ -154,8 +154,8 @@ def test_residuals_in_the_buffer_of_the_gradients_would_be_seen(tmp_path: Path) 
             self._span(buffer, word).copy_(flat)
             return buffer
 
-        BucketReducer._over = over
-        return run(cluster, digits("replicas=2 codec=int8"), tmp_path, saves=True, hashes=False).changed
+        with patch.object(BucketReducer, "_over", over):
+            return run(cluster, digits("replicas=2 codec=int8"), tmp_path, saves=True, hashes=False).changed
 
     assert all(run_ranks(broken, 2))
 

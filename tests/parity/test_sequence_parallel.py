@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from paceline.errors import StrategyError, TaskError
 from paceline.job.cluster import Cluster
 from paceline.models import GPT, GPT_TENSOR_PLAN, GPTConfig, KeyedDropout, tensor_plan_of
 from paceline.models.gpt import gpt_chain
+from paceline.parallel import gradient_reduction
 from paceline.parallel.tensor import plan_tensor_cuts, resolve_tensor_plan
 from paceline.recipe import Recipe
 from paceline.testing import run_ranks
@@ -64,18 +66,19 @@ def test_blocks_cut_by_positions_are_those_of_one_process() -> None:
         assert calls == CALLS
 
 
+def norms_not_summed() -> Any:
+    """Gradients of norms are those of the own positions."""
+    return patch.object(gradient_reduction, "_pre_reduction_groups", lambda context, alike: [])
+
+
 @pytest.mark.capability("E2", "Z2")
-def test_what_goes_wrong_by_position_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_goes_wrong_by_position_is_found() -> None:
     """The mutation twins: gradients of norms that are not summed, masks that are equal on shards."""
 
     def found(cluster: Cluster) -> list[bool]:
-        with monkeypatch.context() as patch:
-            patch.setattr(
-                "paceline.parallel.gradient_reduction._pre_reduction_groups", lambda context, alike: []
-            )
+        with norms_not_summed():
             norms = checked(cluster, by_position(), steps=1)
-        with monkeypatch.context() as patch:
-            patch.setattr(KeyedDropout, "take_positions", lambda self, positions: None)
+        with patch.object(KeyedDropout, "take_positions", lambda self, positions: None):
             masks = checked(cluster, by_position(), steps=1)
         return [norms != "", masks != ""]
 
@@ -135,10 +138,7 @@ def test_stages_of_blocks_that_are_cut_by_positions() -> None:
 
     def found(cluster: Cluster) -> tuple[list[str], str, str]:
         right = [checked(cluster, of), checked(cluster, of.replace(memory={"recompute": "blocks"}))]
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(
-                "paceline.parallel.gradient_reduction._pre_reduction_groups", lambda context, alike: []
-            )
+        with norms_not_summed():
             wrong = checked(cluster, of, steps=1)
         with pytest.raises(StrategyError) as caught:
             build_test_session(cluster, of, lambda: replace(make_task(of), stages=in_halves))

@@ -6,6 +6,7 @@ import copy
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,23 +28,22 @@ from paceline.sync.straggler_recovery import RecoveryJudge
 from paceline.testing import run_ranks
 from paceline.testing.parity import Trajectory, build_test_session, whole_trajectory
 from tests.parity.virtual_clock import own_clock
+from tests.recipes import recipe_of
 
 STEPS, SAMPLES, SLOW_FROM, SLOW_UNTIL = 28, 24, 3, 20
 USUAL = 1.0  # seconds of a micro-batch, however busy the machine is; ten more where a rank is slow
 HEALTH = {"straggler_factor": 4.0}
 
 
-def digits(strategy: str, **changes: Any) -> Recipe:
-    settings: dict[str, Any] = {
-        "task": "digits",
-        "options": {"model": "mlp", "hidden": [16], "dropout": 0.1},
-        "steps": STEPS,
-        "batch": {"size": SAMPLES, "shards": 6},
-        "optimizer": {"name": "adamw", "lr": 2e-3},
-        "schedule": {"decay": "cosine", "warmup_steps": 3},
-        "strategy": Strategy.parse(strategy),
-    }
-    return Recipe(**(settings | changes))
+digits = partial(
+    recipe_of,
+    task="digits",
+    options={"model": "mlp", "hidden": [16], "dropout": 0.1},
+    steps=STEPS,
+    batch={"size": SAMPLES, "shards": 6},
+    optimizer={"name": "adamw", "lr": 2e-3},
+    schedule={"decay": "cosine", "warmup_steps": 3},
+)
 
 
 def waiting(rule: str) -> Recipe:
@@ -152,8 +152,7 @@ def test_backup_or_bounded_takes_over_and_says_what_it_gained() -> None:
 
 
 @pytest.mark.parametrize(
-    "sync",
-    ["every-step@straggler", "local:4@straggler,local:8", "every-step@straggler,local:2@9,every-step"],
+    "sync", ["every-step@straggler", "local:4@straggler,local:8", "every-step@straggler,local:2@9,every-step"]
 )
 def test_only_every_step_can_end_so_and_only_before_the_last_rule(sync: str) -> None:
     with pytest.raises(RecipeError, match="expected"):

@@ -5,8 +5,9 @@ Each has mutation twins: an exchange that is forgotten, a norm that counts twice
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,6 +25,8 @@ from paceline.testing import run_ranks
 from paceline.testing.parity import CPU, build_test_session, make_task
 from paceline.verification import VerificationReport, compare_with_oracle
 from tests.dist.comm.nodes import on_nodes
+from tests.parity.training_runs import each_case
+from tests.recipes import recipe_of
 from tests.texts import SMALL_TEXT
 
 STEPS = 4
@@ -47,37 +50,29 @@ PRODUCTS = {
     "replicas=2 tensor=2": 4,
     "replicas=1 shard=2 zero=3 tensor=2 pipeline=2": 8,
 }
-SHORT = (
-    "replicas=1 shard=2 zero=2",
-    "replicas=1 shard=2 zero=3",
-    "replicas=1 shard=2 zero=3 route=native",
-    "replicas=1 tensor=2",
-    "replicas=1 pipeline=2 schedule=1f1b",
-    "replicas=1 shard=2 zero=1 pipeline=2",
+SHORT = tuple(PRODUCTS)[:3] + tuple(PRODUCTS)[4:7]
+IN_ONE_JOB = {n: [text for text in PRODUCTS if text in SHORT and PRODUCTS[text] == n] for n in (2, 4)}
+
+
+# Most of its parameters are built without memory; the embedding is the output layer too.
+gpt = partial(
+    recipe_of,
+    task="byte-gpt",
+    options={
+        "layers": 2,
+        "width": 48,
+        "heads": 2,
+        "context": 16,
+        "dropout": 0.1,
+        "text": SMALL_TEXT,
+        "sample_tokens": 0,
+        "train_tokens": 20_000,
+        "held_out_tokens": 200,
+    },
+    steps=12,
+    batch={"size": 21, "shards": 4},
+    optimizer={"name": "adamw", "lr": 3e-3, "clip_norm": 0.1, "weight_decay": 0.1},
 )
-
-
-def gpt(strategy: str, **changes: Any) -> Recipe:
-    """Most of its parameters are built without memory; the embedding is the output layer too."""
-    settings: dict[str, Any] = {
-        "task": "byte-gpt",
-        "options": {
-            "layers": 2,
-            "width": 48,
-            "heads": 2,
-            "context": 16,
-            "dropout": 0.1,
-            "text": SMALL_TEXT,
-            "sample_tokens": 0,
-            "train_tokens": 20_000,
-            "held_out_tokens": 200,
-        },
-        "steps": 12,
-        "batch": {"size": 21, "shards": 4},
-        "optimizer": {"name": "adamw", "lr": 3e-3, "clip_norm": 0.1, "weight_decay": 0.1},
-        "strategy": Strategy.parse(strategy),
-    }
-    return Recipe(**(settings | changes))
 
 
 def digits(strategy: str) -> Recipe:
@@ -94,14 +89,24 @@ def verify(
     return compare_with_oracle(recipe, task, cluster, CPU, STEPS, components=components)
 
 
+def require_ok(ranks: list[list[VerificationReport]], cases: Sequence[Any]) -> None:
+    for rank in ranks:
+        for case, report in zip(cases, rank, strict=True):
+            assert report.ok and report.steps == STEPS, (case, report.failure, report.diagnosis)
+
+
 @pytest.mark.capability("Z1", "Z2")
-@pytest.mark.parametrize(
-    "strategy", [pytest.param(text, marks=[pytest.mark.soak] * (text not in SHORT)) for text in PRODUCTS]
-)
-def test_every_step_of_a_gpt_is_that_of_the_oracle(strategy: str) -> None:
-    for report in run_ranks(verify, PRODUCTS[strategy], gpt(strategy)):
-        assert report.ok, (report.failure, report.diagnosis)
-        assert report.steps == STEPS
+@pytest.mark.parametrize("num_ranks", IN_ONE_JOB)
+def test_every_step_of_a_gpt_is_that_of_the_oracle(num_ranks: int) -> None:
+    strategies = IN_ONE_JOB[num_ranks]
+    require_ok(run_ranks(each_case, num_ranks, verify, [[gpt(text)] for text in strategies]), strategies)
+
+
+@pytest.mark.soak
+@pytest.mark.capability("Z1", "Z2")
+@pytest.mark.parametrize("strategy", [text for text in PRODUCTS if text not in SHORT])
+def test_every_step_is_that_of_the_oracle_under_other_products(strategy: str) -> None:
+    require_ok(run_ranks(each_case, PRODUCTS[strategy], verify, [[gpt(strategy)]]), [strategy])
 
 
 NODES = {
@@ -134,20 +139,21 @@ def test_on_other_routes_it_is_the_same(strategy: str) -> None:
         assert report.ok, (report.failure, report.diagnosis)
 
 
+UNEVEN = [
+    (f"{two} route=hierarchical", n)
+    for two in ("replicas=1 shard=4 zero=3", "replicas=2 shard=2 zero=3")
+    for n in (5, 6, 7)
+]
+
+
 @pytest.mark.capability("A11", "Z2")
-@pytest.mark.parametrize("shards", [5, 6, 7])
-@pytest.mark.parametrize("strategy", ["replicas=1 shard=4 zero=3", "replicas=2 shard=2 zero=3"])
-def test_blocks_are_gathered_along_two_levels_also_by_ranks_with_fewer_micro_batches(
-    strategy: str, shards: int
-) -> None:
+def test_blocks_are_gathered_along_two_levels_also_by_ranks_with_fewer_micro_batches() -> None:
     """Memory of a host is mapped at first use, which all its ranks come to."""
 
-    def runner(cluster: Cluster) -> VerificationReport:
-        uneven = gpt(f"{strategy} route=hierarchical", batch={"size": 21, "shards": shards})
-        return verify(on_nodes(cluster, 2), uneven)
+    def uneven(cluster: Cluster, strategy: str, shards: int) -> VerificationReport:
+        return verify(on_nodes(cluster, 2), gpt(strategy, batch={"size": 21, "shards": shards}))
 
-    for report in run_ranks(runner, 4):
-        assert report.ok, (report.failure, report.diagnosis)
+    require_ok(run_ranks(each_case, 4, uneven, UNEVEN, deadline=300.0), UNEVEN)
 
 
 CODED = (
@@ -272,14 +278,8 @@ TWINS = {
     "zero=2, padding counted": ("replicas=1 shard=3 zero=2 route=native", Components(scatterer=Padded)),
     "zero=3, the own norm": ("replicas=1 shard=2 zero=3", Components(norm=own_norm)),
     "tensor, counted twice": ("replicas=1 tensor=2", Components(norm=counted_on_every_holder)),
-    "1f1b, counted twice": (
-        "replicas=1 pipeline=2 schedule=1f1b",
-        Components(norm=counted_on_every_holder),
-    ),
-    "zero=1 of stages, not gathered": (
-        "replicas=1 shard=2 zero=1 pipeline=2",
-        Components(gather=forgotten),
-    ),
+    "1f1b, counted twice": ("replicas=1 pipeline=2 schedule=1f1b", Components(norm=counted_on_every_holder)),
+    "zero=1 of stages, not gathered": ("replicas=1 shard=2 zero=1 pipeline=2", Components(gather=forgotten)),
     "zero=1 of stages, counted twice": (
         "replicas=1 shard=2 zero=1 pipeline=2",
         Components(norm=counted_on_every_holder),
@@ -292,12 +292,13 @@ TWINS = {
 
 
 @pytest.mark.capability("Z2")
-@pytest.mark.parametrize("twin", TWINS)
-def test_a_broken_product_is_found(twin: str) -> None:
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_a_broken_product_is_found(num_ranks: int) -> None:
     """The mutation twins."""
-    strategy, components = TWINS[twin]
-    for report in run_ranks(verify, PRODUCTS[strategy], gpt(strategy), components):
-        assert not report.ok
+    twins = {name: twin for name, twin in TWINS.items() if PRODUCTS[twin[0]] == num_ranks}
+    cases = [(gpt(strategy), components) for strategy, components in twins.values()]
+    for rank in run_ranks(each_case, num_ranks, verify, cases):
+        assert [name for name, report in zip(twins, rank, strict=True) if report.ok] == []
 
 
 @pytest.mark.capability("A11", "Z2")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -85,19 +87,23 @@ def test_without_it_they_do_not() -> None:
     assert min(run_ranks(partial(far, chosen=chosen), 2)) > 1e-2
 
 
-def with_wrong_backward(cluster: Cluster) -> float:
-    """As if gradients did not flow through the statistics of other ranks."""
-    right = sync_batchnorm._NormalizeOverRanks.backward
+def wrong_sums(wrong: Callable[[Tensor, Any], Tensor]) -> Any:
+    """Let backward take other sums than those over all ranks."""
+    normalize = sync_batchnorm._NormalizeOverRanks
+    right = normalize.backward
 
-    def wrong(ctx: Any, dy: Tensor, *unused: Any) -> Any:
-        ctx.total = lambda sums: sums
+    def backward(ctx: Any, dy: Tensor, *unused: Any) -> Any:
+        of_all = ctx.total
+        ctx.total = lambda sums: wrong(sums, of_all)
         return right(ctx, dy, *unused)
 
-    sync_batchnorm._NormalizeOverRanks.backward = staticmethod(wrong)
-    try:
+    return patch.object(normalize, "backward", staticmethod(backward))
+
+
+def with_wrong_backward(cluster: Cluster) -> float:
+    """As if gradients did not flow through the statistics of other ranks."""
+    with wrong_sums(lambda own, of_all: own):
         return far(cluster, recipe())
-    finally:
-        sync_batchnorm._NormalizeOverRanks.backward = staticmethod(right)
 
 
 def test_gradients_that_stay_on_a_rank_are_found() -> None:
@@ -105,29 +111,19 @@ def test_gradients_that_stay_on_a_rank_are_found() -> None:
     assert min(run_ranks(with_wrong_backward, 2)) > 1e-3
 
 
-def verified(cluster: Cluster, strategy: str, breaks: bool) -> VerificationReport:
-    right = sync_batchnorm._NormalizeOverRanks.backward
-
-    def wrong(ctx: Any, dy: Tensor, *unused: Any) -> Any:
-        of_all = ctx.total
-        ctx.total = lambda sums: of_all(sums) * 1.001
-        return right(ctx, dy, *unused)
-
-    if breaks:
-        sync_batchnorm._NormalizeOverRanks.backward = staticmethod(wrong)
-    try:
-        return compare_with_oracle(recipe(strategy), build(), cluster, CPU, STEPS)
-    finally:
-        sync_batchnorm._NormalizeOverRanks.backward = staticmethod(right)
+def verified(cluster: Cluster, strategy: str) -> tuple[VerificationReport, VerificationReport]:
+    """As it is, and with a thousandth too much in the sums of backward."""
+    right = compare_with_oracle(recipe(strategy), build(), cluster, CPU, STEPS)
+    with wrong_sums(lambda own, of_all: of_all(own) * 1.001):
+        return right, compare_with_oracle(recipe(strategy), build(), cluster, CPU, STEPS)
 
 
 @pytest.mark.capability("Z2")
 @pytest.mark.parametrize(("strategy", "world"), [("replicas=3", 3), ("replicas=1 shard=2 zero=1", 2)])
 def test_verify_holds_it_against_one_forward_of_all_samples(strategy: str, world: int) -> None:
-    for report in run_ranks(verified, world, strategy, False):
+    for report, twin in run_ranks(verified, world, strategy):
         assert report.ok and report.steps == STEPS, conclusion_lines(report)
-    for report in run_ranks(verified, world, strategy, True):  # the twin: a thousandth in one sum
-        assert not report.ok and "gradient of" in " ".join(conclusion_lines(report))
+        assert not twin.ok and "gradient of" in " ".join(conclusion_lines(twin))
 
 
 def test_verify_says_that_ranks_draw_for_their_own_samples() -> None:

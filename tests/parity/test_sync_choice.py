@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -97,11 +98,19 @@ def test_the_rule_is_chosen_once_alike_on_all_ranks_and_is_the_run_that_was_aske
         )
 
 
+def choosing(place: int) -> Any:
+    """Whatever is measured, the rule in this place is chosen."""
+    return patch.object(
+        *(sync_choice, "choose_sync"),
+        lambda allowed, measured: sync_choice.SyncChoice(allowed[place], "it is asked for"),
+    )
+
+
 def goes_asynchronous(cluster: Cluster) -> dict[str, Any]:
     """As `chosen`, where the last of the rules is chosen; with no clock of lateness it has one answer."""
-    sync_choice.choose_sync = lambda allowed, measured: sync_choice.SyncChoice(allowed[-1], "it is the last")
     session = session_of(cluster, "auto:every-step,gossip:0", [])
-    ended = whole_trajectory([stats.loss for stats in session.rounds()], session)
+    with choosing(-1):
+        ended = whole_trajectory([stats.loss for stats in session.rounds()], session)
     notes = dict(session.events.take())
     asked = session_of(cluster, f"every-step@{KNOWN},gossip:0", [])
     named = whole_trajectory([stats.loss for stats in asked.rounds()], asked)
@@ -119,8 +128,8 @@ def stays(cluster: Cluster) -> list[Any]:
     found = []
     for sync in (AUTO, "every-step"):
         session = session_of(cluster, sync, [])
-        sync_choice.choose_sync = lambda allowed, measured: sync_choice.SyncChoice(allowed[0], "nothing pays")
-        losses = [stats.loss for stats in session.rounds()]
+        with choosing(0):
+            losses = [stats.loss for stats in session.rounds()]
         names = [name for name, _ in session.events.take() if name in ("sync", "switch")]
         again = session_of(cluster, sync, [])
         again.restore_shared(session.snapshot())

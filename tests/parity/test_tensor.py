@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -17,29 +18,28 @@ from paceline import Task
 from paceline.checkpoint.storage import StorageFolder
 from paceline.job.cluster import Cluster
 from paceline.parallel.tensor import attention_heads, mappings, tensor_plan
-from paceline.recipe import Recipe, Strategy
+from paceline.recipe import Recipe
 from paceline.session import checkpointing, fit
 from paceline.state.slot import join_runs
 from paceline.testing import run_ranks
 from paceline.testing.parity import CPU, build_test_session, make_task
 from paceline.verification import VerificationReport, compare_with_oracle
 from tests.parity import tensor_models
+from tests.recipes import recipe_of
 from tests.texts import SMALL_TEXT
 
 GPT = {"layers": 2, "width": 48, "heads": 3, "context": 16, "dropout": 0.1, "sample_tokens": 0}
 DATA = {"text": SMALL_TEXT, "train_tokens": 20_000, "held_out_tokens": 200}
 
 
-def recipe(strategy: str, **changes: Any) -> Recipe:
-    settings: dict[str, Any] = {
-        "task": "byte-gpt",
-        "options": {**GPT, **DATA},
-        "steps": 8,
-        "batch": {"size": 14, "shards": 3},
-        "optimizer": {"name": "adamw", "lr": 3e-3, "clip_norm": 0.1, "weight_decay": 0.1},
-        "strategy": Strategy.parse(strategy),
-    }
-    return Recipe(**(settings | changes))
+recipe = partial(
+    recipe_of,
+    task="byte-gpt",
+    options={**GPT, **DATA},
+    steps=8,
+    batch={"size": 14, "shards": 3},
+    optimizer={"name": "adamw", "lr": 3e-3, "clip_norm": 0.1, "weight_decay": 0.1},
+)
 
 
 SAME: Mapping[str, str] = {}

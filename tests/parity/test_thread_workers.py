@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -55,30 +55,30 @@ def cross_entropy(model: nn.Module, batch: Any) -> Loss:
     return Loss(F.cross_entropy(model(x), y, reduction="sum"), len(y))
 
 
-def hashes(cluster: Cluster, strategy: str, prepare: Callable[[], None], steps: int) -> list[str]:
-    prepare()
+def hashes(cluster: Cluster, strategy: str, steps: int) -> list[str]:
     session = build_test_session(cluster, threads_recipe(strategy, steps=steps), two_layers)
     found = [state_sha256(session.snapshot().tensors()) for _ in session.rounds()]
     session.close()
     return found
 
 
-def as_it_is() -> None: ...
-
-
-def shake() -> None:
+def shaken(cluster: Cluster, steps: int) -> list[str]:
     """Threads take turns as often as Python lets them, and stages pause at random."""
-    rng, plain = random.Random(5), ThreadTransport.send
+    rng, plain, interval = random.Random(5), ThreadTransport.send, sys.getswitchinterval()
 
     def send(self: ThreadTransport, *args: Any, **kwargs: Any) -> None:
         time.sleep(rng.choice([0.0, 0.0, 0.0, 1e-4, 5e-4]))
         plain(self, *args, **kwargs)
 
-    ThreadTransport.send = send
     sys.setswitchinterval(1e-6)
+    try:
+        with patch.object(ThreadTransport, "send", send):
+            return hashes(cluster, STAGES, steps)
+    finally:
+        sys.setswitchinterval(interval)
 
 
-def update_inside_backward() -> None:
+def updated_inside_backward(cluster: Cluster) -> list[str]:
     """The trap: a layer is updated while another thread's backward still needs what it was."""
     plain = ChunkExecutor.backward
 
@@ -90,20 +90,20 @@ def update_inside_backward() -> None:
                 p.grad = torch.zeros_like(p)
         return found
 
-    ChunkExecutor.backward = backward
+    with patch.object(ChunkExecutor, "backward", backward):
+        return hashes(cluster, STAGES, 1)
 
 
 @pytest.mark.timeout(800)
 @pytest.mark.parametrize("steps", [STEPS // 5, pytest.param(STEPS, marks=pytest.mark.soak)])
 def test_interleavings_have_the_bits_of_one_thread(steps: int) -> None:
-    right = run_ranks(hashes, 1, "replicas=1", as_it_is, steps)[0]
+    right = run_ranks(hashes, 1, "replicas=1", steps)[0]
     assert len(set(right)) == steps
-    assert run_ranks(hashes, 1, STAGES, shake, steps, deadline=480.0)[0] == right
+    assert run_ranks(shaken, 1, steps, deadline=480.0)[0] == right
 
 
 def test_an_update_inside_the_backward_would_be_seen() -> None:
-    right = run_ranks(hashes, 1, "replicas=1", as_it_is, 1)[0]
-    assert run_ranks(hashes, 1, STAGES, update_inside_backward, 1)[0] != right
+    assert run_ranks(updated_inside_backward, 1) != run_ranks(hashes, 1, "replicas=1", 1)
 
 
 def test_the_update_is_the_mean_gradient_of_autograd() -> None:

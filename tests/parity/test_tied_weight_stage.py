@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,7 +18,6 @@ from paceline.job.cluster import Cluster
 from paceline.models import KeyedDropout
 from paceline.parallel import gradient_reduction
 from paceline.parallel.state_hash import find_divergence
-from paceline.recipe import Recipe, Strategy
 from paceline.task import Loss, Task
 from paceline.testing import run_ranks
 from paceline.testing.parity import (
@@ -28,6 +29,8 @@ from paceline.testing.parity import (
     whole_trajectory,
 )
 from paceline.verification import VerificationReport, compare_with_oracle
+from tests.parity.training_runs import each_case, train_whole
+from tests.recipes import recipe_of
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.capability("D1", "H8")]
 SPLITS = {2: "pipeline=2 stages=8,2", 3: "pipeline=3 stages=4,4,2"}
@@ -57,15 +60,13 @@ class Tied(nn.Sequential):
         self[6].weight, self[9].weight = self[0].weight, self[2].weight
 
 
-def recipe(strategy: str, **changes: Any) -> Recipe:
-    settings: dict[str, Any] = {
-        "task": "digits",
-        "steps": STEPS,
-        "batch": {"size": 46, "shards": 4},
-        "optimizer": {"name": "adamw", "lr": 2e-3, "clip_norm": 0.5},
-        "strategy": Strategy.parse(strategy),
-    }
-    return Recipe(**(settings | changes))
+recipe = partial(
+    recipe_of,
+    task="digits",
+    steps=STEPS,
+    batch={"size": 46, "shards": 4},
+    optimizer={"name": "adamw", "lr": 2e-3, "clip_norm": 0.5},
+)
 
 
 def loss(model: nn.Module, batch: Sequence[Tensor]) -> Loss:
@@ -86,26 +87,25 @@ def initialized() -> Task:
     return replace(task(), initialize=make_task(recipe("replicas=1")).initialize)
 
 
-def run(cluster: Cluster, strategies: Sequence[str], make: Callable[[], Task] = task) -> list[Trajectory]:
-    """Where each ends; a stage's copy of the tied weight is equal to the other's."""
-    found = []
-    for strategy in strategies:
-        session = build_test_session(cluster, recipe(strategy), make)
-        if session.mesh.axes["pipeline"].rank == session.mesh.axes["pipeline"].size - 1:
-            assert [slot.name for slot in session.runner.sharded_model.computes] == ["2.weight"]
-        losses = [stats.loss for stats in session.rounds()]
-        assert find_divergence(session.state, session.mesh, session.net) is None, strategy
-        found.append(whole_trajectory(losses, session))
-        session.close()
-    return found
+def run(cluster: Cluster, strategy: str, make: Callable[[], Task] = task) -> Trajectory:
+    """Where it ends; a stage's copy of the tied weight is equal to the other's."""
+    session = build_test_session(cluster, recipe(strategy), make)
+    if session.mesh.axes["pipeline"].rank == session.mesh.axes["pipeline"].size - 1:
+        assert [slot.name for slot in session.runner.sharded_model.computes] == ["2.weight"]
+    losses = [stats.loss for stats in session.rounds()]
+    assert find_divergence(session.state, session.mesh, session.net) is None, strategy
+    end = whole_trajectory(losses, session)
+    session.close()
+    return end
 
 
-@pytest.mark.parametrize("make", [task, initialized])
 @pytest.mark.parametrize("num_stages", SPLITS)
-def test_it_goes_where_one_process_goes(num_stages: int, make: Callable[[], Task]) -> None:
-    right = run_oracle(recipe("replicas=1"), STEPS, make)
-    for [end] in run_ranks(run, num_stages, [f"replicas=1 {SPLITS[num_stages]}"], make):
-        assert end.distance(right) <= 2e-6
+def test_it_goes_where_one_process_goes(num_stages: int) -> None:
+    tasks = (task, initialized)
+    right = [run_oracle(recipe("replicas=1"), STEPS, make) for make in tasks]
+    cases = [(f"replicas=1 {SPLITS[num_stages]}", make) for make in tasks]
+    for ends in run_ranks(each_case, num_stages, run, cases):
+        assert all(end.distance(other) <= 2e-6 for end, other in zip(ends, right, strict=True))
 
 
 @pytest.mark.parametrize("num_stages", SPLITS)
@@ -122,34 +122,27 @@ def test_each_step_is_that_of_the_oracle(num_stages: int) -> None:
 def test_its_copy_stays_equal_whatever_a_codec_draws(num_stages: int) -> None:
     """Of two replicas; and what a codec of eight bits leads to is about where whole replicas go."""
     coded = [f"replicas=2 codec={codec}" for codec in CODECS]
-    right = run_ranks(ends, 2, coded[:1])[0][0]
-    for rank in run_ranks(run, 2 * num_stages, [f"{one} {SPLITS[num_stages]}" for one in coded]):
+    right = run_ranks(train_whole, 2, recipe(coded[0]), task)[0]
+    cases = [(f"{one} {SPLITS[num_stages]}",) for one in coded]
+    for rank in run_ranks(each_case, 2 * num_stages, run, cases):
         assert max(abs(a - b) for a, b in zip(rank[0].losses, right.losses, strict=True)) <= 5e-4
 
 
-def ends(cluster: Cluster, strategies: Sequence[str]) -> list[Trajectory]:
-    found = []
-    for strategy in strategies:
-        session = build_test_session(cluster, recipe(strategy), task)
-        found.append(whole_trajectory([stats.loss for stats in session.rounds()], session))
-        session.close()
-    return found
-
-
-def by_number() -> None:
-    """Buffers are called by their number on their rank."""
-    numbers = count()
-    gradient_reduction._bucket_prefix = lambda alike: f"{number}/" if (number := next(numbers)) else ""
-
-
-@pytest.mark.parametrize("codec", ["int4:stochastic", "lowrank:2"])
-def test_buffers_that_are_called_by_a_number_let_copies_drift_apart(codec: str) -> None:
+def test_buffers_that_are_called_by_a_number_let_copies_drift_apart() -> None:
     """The twin: the first stage has it in its second buffer, and the last in its first."""
 
-    def broken(cluster: Cluster) -> bool:
-        by_number()
-        session = build_test_session(cluster, recipe(f"replicas=2 {SPLITS[3]} codec={codec}"), task)
-        list(session.rounds())
-        return find_divergence(session.state, session.mesh, session.net) is None
+    def is_equal(cluster: Cluster, codec: str) -> bool:
+        numbers = count()
 
-    assert not any(run_ranks(broken, 6))
+        def by_number(alike: Any) -> str:
+            return f"{number}/" if (number := next(numbers)) else ""
+
+        with patch.object(gradient_reduction, "_bucket_prefix", by_number):
+            session = build_test_session(cluster, recipe(f"replicas=2 {SPLITS[3]} codec={codec}"), task)
+            list(session.rounds())
+        equal = find_divergence(session.state, session.mesh, session.net) is None
+        session.close()
+        return equal
+
+    for rank in run_ranks(each_case, 6, is_equal, [("int4:stochastic",), ("lowrank:2",)]):
+        assert not any(rank)

@@ -171,12 +171,7 @@ def squared(model: nn.Module, batch: Any) -> Loss:
 
 
 @pytest.mark.capability("Z2")
-@pytest.mark.parametrize(
-    ("wrong", "cause"),
-    [
-        (squared, "the loss does not add up"),
-    ],
-)
+@pytest.mark.parametrize(("wrong", "cause"), [(squared, "the loss does not add up")])
 def test_strict_sees_a_loss_that_does_not_add_up(wrong: Any, cause: str) -> None:
     recipe = Recipe(task="given", steps=20, batch={"size": 13, "shards": 4})
     task = Task(seeded(small), samples(), wrong)

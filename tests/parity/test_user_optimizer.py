@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -173,17 +174,19 @@ def trained(cluster: Cluster, strategy: str, make: Make) -> End | str:
         return str(error)
 
 
-def all_of_them(cluster: Cluster, strategy: str, refuse: bool) -> dict[str, End | str]:
-    """Every optimizer; without the refusals if so asked."""
-    if not refuse:
-        model_setup.require_layout_support = lambda optimizer, sharded_model: None
+def all_of_them(cluster: Cluster, strategy: str) -> dict[str, End | str]:
     return {name: trained(cluster, strategy, make) for name, make in OPTIMIZERS.items()}
+
+
+def unrefused(cluster: Cluster, strategy: str) -> dict[str, End | str]:
+    with patch.object(model_setup, "require_layout_support", lambda optimizer, sharded_model: None):
+        return all_of_them(cluster, strategy)
 
 
 @pytest.mark.capability("A11", "J13")
 @pytest.mark.parametrize("strategy", ["replicas=2", PARTS, STAGES])
 def test_each_ends_where_a_plain_loop_does_or_is_refused(strategy: str) -> None:
-    for found in run_ranks(all_of_them, 2, strategy, True):
+    for found in run_ranks(all_of_them, 2, strategy):
         for name, end in found.items():
             words = (REFUSED | REFUSED_TOO).get((name, strategy))
             if words is not None:
@@ -196,7 +199,7 @@ def test_each_ends_where_a_plain_loop_does_or_is_refused(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", [PARTS, STAGES])
 def test_without_the_refusal_it_ends_elsewhere(strategy: str) -> None:
     """Why the refusals are true."""
-    for found in run_ranks(all_of_them, 2, strategy, False):
+    for found in run_ranks(unrefused, 2, strategy):
         for name, refused in REFUSED:
             if refused == strategy:
                 end = found[name]
@@ -270,8 +273,7 @@ def trained_groups(cluster: Cluster, strategies: Sequence[str]) -> list[dict[str
     ends = []
     for words in strategies:
         session = build_test_session(cluster, recipe(words), task)
-        for _ in session.rounds():
-            pass
+        list(session.rounds())
         ends.append({name: t.clone() for name, t in session.snapshot().tensors().items()})
     return ends
 
@@ -307,8 +309,7 @@ def test_a_run_goes_on_with_what_each_of_them_knows() -> None:
         if first.state.step == 5:
             break
     second.state.load(first.state.tensors(), first.state.scalars())
-    for _ in second.rounds():
-        pass
+    list(second.rounds())
     assert all(torch.equal(t, whole[name]) for name, t in second.snapshot().tensors().items())
 
 

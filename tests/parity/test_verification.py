@@ -10,12 +10,17 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from paceline.comm.reduction import gradient_norm
+from paceline.data import sample_reader, work
 from paceline.job.cluster import Cluster
+from paceline.models.dropout import KeyedDropout
+from paceline.optim import lr_schedule
 from paceline.recipe import Recipe
+from paceline.session import build_session
 from paceline.testing import run_ranks
 from paceline.testing.parity import CPU, make_task
 from paceline.testing.planted_faults import PLANTED_FAULTS
-from paceline.verification import VerificationReport, compare_with_oracle
+from paceline.verification import StrategyVerifier, VerificationReport, build_oracle, compare_with_oracle
 from paceline.verification.verification_report import certificate, conclusion_lines
 from tests.parity.correct_tasks import random_data
 
@@ -84,9 +89,6 @@ def test_a_different_start_is_found_before_the_first_step() -> None:
     def start_apart(cluster: Cluster) -> VerificationReport:
         recipe, task = convnet(), make_task(convnet())
 
-        from paceline.session import build_session
-        from paceline.verification import StrategyVerifier, build_oracle
-
         oracle = build_oracle(recipe, make_task(recipe), CPU)
         session = build_session(recipe, task, cluster, CPU)
         with torch.no_grad():
@@ -123,11 +125,6 @@ def scaled(function: Callable[..., Any], factor: float) -> Callable[..., Any]:
 
 def breaks() -> dict[str, tuple[Any, str, Any]]:
     """What is broken: the owner, the name, and what is put there."""
-    from paceline.comm.reduction import gradient_norm
-    from paceline.data import sample_reader, work
-    from paceline.models.dropout import KeyedDropout
-    from paceline.optim import lr_schedule
-
     take_key, read = KeyedDropout.take_key, sample_reader.key
     # The package exports a function of the same name as the module.
     build_optimizer = import_module("paceline.optim.build_optimizer")

@@ -13,7 +13,7 @@ from torch import nn
 from paceline.data import LockstepWork, MicroBatchWork
 from paceline.errors import CommunicationError, RecipeError
 from paceline.job.cluster import Cluster
-from paceline.recipe import Recipe, Strategy
+from paceline.recipe import Recipe
 from paceline.sync.work_assignment import SpeedAssignment
 from paceline.testing import run_ranks
 from paceline.testing.contracts import RuleContract
@@ -26,21 +26,20 @@ from paceline.testing.parity import (
     whole_trajectory,
 )
 from tests.parity.virtual_clock import Clock, own_clock
+from tests.recipes import recipe_of
 
 STEPS = 28
 TURN = 15  # the step in which the other rank becomes the slow one
 
 
-def digits(strategy: str, **changes: Any) -> Recipe:
-    settings: dict[str, Any] = {
-        "task": "digits",
-        "options": {"model": "convnet", "channels": 2, "dropout": 0.1},
-        "steps": STEPS,
-        "batch": {"size": 22, "shards": 8},
-        "optimizer": {"name": "adamw", "lr": 1e-3, "clip_norm": 0.5},
-        "strategy": Strategy.parse(strategy),
-    }
-    return Recipe(**(settings | changes))
+digits = partial(
+    recipe_of,
+    task="digits",
+    options={"model": "convnet", "channels": 2, "dropout": 0.1},
+    steps=STEPS,
+    batch={"size": 22, "shards": 8},
+    optimizer={"name": "adamw", "lr": 1e-3, "clip_norm": 0.5},
+)
 
 
 class Slow:
@@ -117,16 +116,14 @@ def test_it_is_refused_where_bits_must_not_depend_on_ranks() -> None:
 STEPS_ALONE, TURN_ALONE = 28, 13
 
 
-def digits_alone(strategy: str, **changes: Any) -> Recipe:
-    settings: dict[str, Any] = {
-        "task": "digits",
-        "options": {"model": "mlp", "hidden": [32]},
-        "steps": STEPS_ALONE,
-        "batch": {"size": 48, "shards": 12},
-        "optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.5},
-        "strategy": Strategy.parse(strategy),
-    }
-    return Recipe(**(settings | changes))
+digits_alone = partial(
+    recipe_of,
+    task="digits",
+    options={"model": "mlp", "hidden": [32]},
+    steps=STEPS_ALONE,
+    batch={"size": 48, "shards": 12},
+    optimizer={"name": "sgd", "lr": 0.1, "momentum": 0.5},
+)
 
 
 def slowed_alone(cluster: Cluster, strategy: str, factor: float = 5.0, **changes: Any) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from paceline.errors import TaskError
 from paceline.job.cluster import Cluster
+from paceline.parallel import zero
 from paceline.parallel.zero import GatherCycle
 from paceline.recipe import Recipe
 from paceline.session.evaluation import evaluate
@@ -26,6 +28,7 @@ from paceline.testing.parity import CPU, build_test_session
 from paceline.testing.rank_processes import RanksFailed
 from paceline.verification import compare_with_oracle
 from paceline.verification.verification_report import conclusion_lines
+from tests.parity.training_runs import each_case
 from tests.recipes import recipe_of
 
 WIDTH = 6
@@ -195,18 +198,18 @@ class OwnOrder(GatherCycle):
 
 
 @pytest.mark.capability("A11", "Z2")
-def test_gathers_in_an_order_of_their_own_mix_equal_blocks_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gathers_in_an_order_of_their_own_mix_equal_blocks_up() -> None:
     """The mutation twin: there is no error then, and only the numbers tell."""
 
     def losses(cluster: Cluster, kind: type[GatherCycle]) -> list[float]:
-        monkeypatch.setattr("paceline.parallel.zero.GatherCycle", kind)
         recipe = blocks_recipe("replicas=1 shard=2 zero=3 route=native", shards=4)
-        session = build_test_session(cluster, recipe, lambda: task("another order"))
-        found = [stats.loss for stats in session.rounds()]
-        session.close()
+        with patch.object(zero, "GatherCycle", kind):
+            session = build_test_session(cluster, recipe, lambda: task("another order"))
+            found = [stats.loss for stats in session.rounds()]
+            session.close()
         return found
 
-    (right, _), (mixed, _) = (run_ranks(losses, 2, kind) for kind in (GatherCycle, OwnOrder))
+    right, mixed = run_ranks(each_case, 2, losses, [(GatherCycle,), (OwnOrder,)])[0]
     assert max(abs(a - b) for a, b in zip(right, mixed, strict=True)) > 1e-3
 
 

@@ -20,17 +20,19 @@ from paceline.testing.parity import build_test_session
 pytestmark = pytest.mark.capability("N3")
 STRATEGIES = [
     ("replicas=all", 2, "replicas=all", 3),
-    ("replicas=all", 3, "replicas=all", 1),
+    pytest.param("replicas=all", 3, "replicas=all", 1, marks=pytest.mark.soak),
     ("replicas=1 shard=2 zero=1", 2, "replicas=all", 1),
     ("replicas=1 shard=3 zero=1", 3, "replicas=1 shard=2 zero=1", 2),
-    ("replicas=all", 1, "replicas=1 shard=2 zero=1", 2),
+    pytest.param("replicas=all", 1, "replicas=1 shard=2 zero=1", 2, marks=pytest.mark.soak),
     ("replicas=1 shard=3 zero=2", 3, "replicas=1 shard=2 zero=3", 2),
-    ("replicas=1 shard=2 zero=3 route=native", 2, "replicas=1 shard=3 zero=2", 3),
-    ("replicas=2 sync=local:2", 2, "replicas=2 sync=local:2", 2),
+    pytest.param(
+        "replicas=1 shard=2 zero=3 route=native", 2, "replicas=1 shard=3 zero=2", 3, marks=pytest.mark.soak
+    ),
+    pytest.param("replicas=2 sync=local:2", 2, "replicas=2 sync=local:2", 2, marks=pytest.mark.soak),
     ("replicas=2 sync=diloco:2", 2, "replicas=2 sync=diloco:2", 2),
     ("replicas=2 codec=int8", 2, "replicas=2 codec=int8", 2),
     ("replicas=1 shard=2 zero=3 codec=int8", 2, "replicas=1 shard=2 zero=3 codec=int8", 2),
-    ("servers=2 sync=server", 4, "servers=3 sync=server", 4),
+    pytest.param("servers=2 sync=server", 4, "servers=3 sync=server", 4, marks=pytest.mark.soak),
     ("servers=2 sync=server codec=topk:0.1", 3, "servers=2 sync=server codec=topk:0.1", 3),
 ]
 

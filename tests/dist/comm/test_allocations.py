@@ -176,10 +176,7 @@ def test_scatters_and_gathers_of_zero_on_one_host_allocate_nothing() -> None:
         group, net = Mesh.build(cluster, {"shard": WORLD}).axes["shard"], Net(60.0)
         links = connect_single_host_group(group, net)
         assert links is not None
-        memory, rows = (
-            SharedMemoryCollective(net, group, links),
-            torch.randn(WORLD, N // WORLD),
-        )
+        memory, rows = (SharedMemoryCollective(net, group, links), torch.randn(WORLD, N // WORLD))
         found = {"scatter": steadily(lambda: memory.reduce_scatter(rows, "rows").wait())}
         memory.close()
         session = build_test_session(cluster, sharded("auto"))

@@ -83,11 +83,7 @@ def expected_rows(world: int, bucket_bytes: int) -> dict[tuple[str, str], tuple[
             NUM_STEPS * gradients,
             2 * (world - 1) / world * NUM_STEPS * gradients,
         ),
-        ("all_reduce", "world"): (
-            NUM_STEPS,
-            NUM_STEPS * tally,
-            2 * (world - 1) / world * NUM_STEPS * tally,
-        ),
+        ("all_reduce", "world"): (NUM_STEPS, NUM_STEPS * tally, 2 * (world - 1) / world * NUM_STEPS * tally),
     }
 
 

@@ -90,11 +90,10 @@ def test_a_call_that_was_heard_brings_nothing_again() -> None:
     body = b"".join(encode_message_chunks(ChannelMessage("twice")))
     with grpc.insecure_channel(f"127.0.0.1:{hub.port}") as line:
         again = line.unary_unary(method_path(SEND_METHOD))
-        again(body, timeout=SECONDS, metadata=caller._claim_metadata(SEND_METHOD, StreamPosition(1, 0)))
+        said = caller._claim_metadata(SEND_METHOD, StreamPosition(1, 0))
+        again(body, timeout=SECONDS, metadata=said)
         assert room.position(1) == StreamPosition(1, 0)
-        claim = CallClaim.read(caller._claim_metadata(SEND_METHOD, StreamPosition(1, 0)))._replace(
-            position=StreamPosition(2, 0)
-        )
+        claim = CallClaim.read(said)._replace(position=StreamPosition(2, 0))
         with pytest.raises(grpc.RpcError, match="a different token"):
             again(body, timeout=SECONDS, metadata=claim.metadata())
         with pytest.raises(grpc.RpcError, match="no call of a job"):

@@ -1,5 +1,7 @@
 """Sums in one order over real ranks: equal bits for every number of ranks, and the bytes that this costs."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -95,15 +97,19 @@ def spread(
 
 
 @pytest.mark.capability("G14")
-@pytest.mark.parametrize("in_memory", [False, True], ids=["messages", "memory"])
 @pytest.mark.parametrize("replicas, shards", MESHES)
 def test_sums_have_the_bits_of_one_rank_and_cost_what_the_closed_form_says(
-    replicas: int, shards: int, in_memory: bool
+    replicas: int, shards: int
 ) -> None:
+    """By messages, and in memory."""
     right, num_ranks = alone(), replicas * shards
     num_bytes = sum(4 * torch.Size(shape).numel() for shape in SHAPES)
     nodes = max(len(covering_nodes(split_evenly(NUM_SHARDS, num_ranks, rank))) for rank in range(num_ranks))
-    for found, sent, place in run_ranks(spread, num_ranks, replicas, shards, in_memory):
+
+    def both(cluster: Cluster) -> list[Any]:
+        return [spread(cluster, replicas, shards, in_memory) for in_memory in (False, True)]
+
+    for found, sent, place in [one for rank in run_ranks(both, num_ranks) for one in rank]:
         for index, (whole, held) in enumerate(zip(right, held_by(place, shards), strict=True)):
             assert torch.equal(found[index], whole[held.updates.index])
         if (replicas, shards) == (2, 1):

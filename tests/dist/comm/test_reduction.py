@@ -204,8 +204,7 @@ def steps(cluster: Cluster, waits: bool) -> int:
     with patch.object(gradient_reduction, "_scatter_order", always):
         session = build_session(recipe, task, cluster, CPU, warn=lambda _: None)
     try:
-        for _ in session.rounds():
-            pass
+        list(session.rounds())
     except CommunicationError:
         session.abort()
     return session.state.step

@@ -2,7 +2,7 @@
 
 An optimizer must update from one gradient without a closure. If ranks update parts of tensors it must be
 elementwise, and if they update some of the tensors it must treat each tensor by itself; unknown optimizers
-are tried on small tensors, whole and in parts.
+are tried on tensors of the shapes, parts and groups that they have.
 
 Invariant: an optimizer that would give another result under a strategy is refused before the first step.
 """
@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -80,9 +80,12 @@ _KNOWN = (
     "Rprop",
     "ASGD",
 )
-_TOLERANCE = 1e-5
+_TOLERANCE = 1e-3  # of the largest update
+_MAX_ULPS = 8
 _STEPS = 3
-_SHAPES = ((4, 6), (6, 2), (4,))
+_START_SCALE = 0.02  # small, so that a low rate shows beside the rounding of the values
+_TRIAL_RATE = 1e-2
+_MAX_TRIAL_VALUES = 1 << 20  # of one tensor
 
 
 def rebind_parameters(optimizer: torch.optim.Optimizer, sharded_model: ModelShard) -> None:
@@ -111,23 +114,26 @@ def require_layout_support(optimizer: torch.optim.Optimizer, sharded_model: Mode
     if sharded_model.updates_partially or len(sharded_model.updates) < len(sharded_model.slots):
         _require_no_hooks(optimizer)
         for member in member_optimizers(optimizer):
-            require(member)
+            require(member, sharded_model)
 
 
-def require_elementwise(optimizer: torch.optim.Optimizer) -> None:
+def require_elementwise(optimizer: torch.optim.Optimizer, sharded_model: ModelShard | None = None) -> None:
     """Refuse an optimizer that cannot update parts of tensors.
 
     A class can declare `elementwise = True` or `False`; PyTorch's optimizers are known; any other is tried on
-    small tensors, whole and in two parts.
+    tensors of the shapes and groups that it has, whole and in the parts of this rank.
 
+    Args:
+        sharded_model: what this rank updates; None: the first half of every tensor.
     Raises:
         StrategyError: a part that is updated alone gives another result; or the optimizer has step hooks, or
             does not update the parameters in its groups.
     """
     _require_no_hooks(optimizer)
     kind = type(optimizer)
-    declared = getattr(kind, "elementwise", None)
-    if declared is False or not (_is_known(kind, _KNOWN) or _matches_in_parts(optimizer, _HALVES)):
+    if getattr(kind, "elementwise", None) is False or not (
+        _is_known(kind, _KNOWN) or _matches_in_parts(optimizer, sharded_model)
+    ):
         raise StrategyError(
             f"{kind.__name__} needs a whole tensor to update any value of it, but with this strategy a rank"
             " updates parts of tensors",
@@ -135,15 +141,17 @@ def require_elementwise(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def require_tensorwise(optimizer: torch.optim.Optimizer) -> None:
+def require_tensorwise(optimizer: torch.optim.Optimizer, sharded_model: ModelShard | None = None) -> None:
     """Refuse an optimizer that needs several tensors to update one, for a rank that has only some of them.
 
+    Args:
+        sharded_model: what this rank updates; None: the first half of every tensor.
     Raises:
         StrategyError: a tensor that is updated alone gives another result; or as from `require_elementwise`.
     """
     _require_no_hooks(optimizer)
     kind = type(optimizer)
-    if not (_is_known(kind) or _matches_in_parts(optimizer, _ONE_BY_ONE)):
+    if not (_is_known(kind) or _matches_in_parts(optimizer, sharded_model)):
         raise StrategyError(
             f"{kind.__name__} needs all tensors to update any of them, but with this strategy a rank has only"
             " those of its own stage",
@@ -166,34 +174,77 @@ def _is_known(kind: type, names: Sequence[str] = ()) -> bool:
     return kind.__module__.startswith("torch.optim") and (not names or kind.__name__ in names)
 
 
-TensorParts = list[list[Tensor]]
+class _TrialTensor(NamedTuple):
+    """One tensor on which an optimizer is tried.
+
+    Args:
+        group: index of its parameter group.
+        index: the part that this rank updates; None: nothing of it.
+    """
+
+    group: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    index: tuple[Any, ...] | None
 
 
-@dataclass(frozen=True)
-class _SplitMethod:
-    """A way to split tensors into parts that are updated one after another, and to join them."""
+def _trial_tensors(optimizer: torch.optim.Optimizer, shard: ModelShard | None) -> list[_TrialTensor]:
+    """Return a tensor for each shape, part and group that the optimizer has.
 
-    apart: Callable[[Sequence[Tensor]], TensorParts]
-    together: Callable[[TensorParts], list[Tensor]]
+    Optimizers treat large matrices differently from small ones, rows differently from columns, and groups by
+    rules of their own, so nothing else shows what they do here.
+    """
+    slots = {id(p): slot for slot, p in shard.computes.items()} if shard else {}
+    parts = {slot.name: slot for slot in shard.updates} if shard else {}
+    tensors: dict[str, _TrialTensor] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for p in group["params"]:
+            shape, index = tuple(p.shape), None
+            if shard is None:
+                index = (slice(0, (shape[0] + 1) // 2),) if shape else ()
+            elif id(p) in slots:
+                slot = slots[id(p)]
+                shape, part = slot.shape, parts.get(slot.name)
+                index = None if part is None else part.index
+            dtype = p.dtype if p.is_floating_point() else torch.float32
+            tensor = _TrialTensor(number, shape, dtype, index)
+            tensors[str(tensor)] = _limit_size(tensor)
+    return [*tensors.values()]
 
 
-_HALVES = _SplitMethod(
-    lambda tensors: [[t[:2] for t in tensors], [t[2:] for t in tensors]],
-    lambda parts: [torch.cat(pair) for pair in zip(*parts, strict=True)],
-)
-_ONE_BY_ONE = _SplitMethod(lambda tensors: [[t] for t in tensors], lambda parts: [part[0] for part in parts])
+def _limit_size(tensor: _TrialTensor) -> _TrialTensor:
+    """Return a tensor of at most `_MAX_TRIAL_VALUES` values with the same proportions."""
+    numel = math.prod(tensor.shape)
+    if numel <= _MAX_TRIAL_VALUES:
+        return tensor
+    factor = (_MAX_TRIAL_VALUES / numel) ** (1 / len(tensor.shape))
+    shape = tuple(max(1, math.ceil(size * factor)) for size in tensor.shape)
+    index = tensor.index
+    if index is not None:
+        index = tuple(
+            _scale_index(entry, old, new) for entry, old, new in zip(index, tensor.shape, shape, strict=False)
+        )
+    return tensor._replace(shape=shape, index=index)
 
 
-def _matches_in_parts(optimizer: torch.optim.Optimizer, cut: _SplitMethod) -> bool:
-    """Return whether updates in parts give the same values, unless the class declares it.
+def _scale_index(entry: slice | list[int], old: int, new: int) -> slice:
+    """Return the slice of a smaller dimension that corresponds to a part of a larger one."""
+    start, stop = (entry.indices(old)[:2]) if isinstance(entry, slice) else (entry[0], entry[-1] + 1)
+    first = start * new // old
+    return slice(first, max(first + 1, stop * new // old))
+
+
+def _matches_in_parts(optimizer: torch.optim.Optimizer, shard: ModelShard | None) -> bool:
+    """Return whether updates of this rank's parts give the values of whole updates, or the class says so.
 
     Raises:
         StrategyError: the optimizer cannot be tried, or does not update the parameters in its groups.
     """
     is_declared = getattr(type(optimizer), "elementwise", None) is True
-    result = _run_trial(_SHAPES, optimizer, cut)
-    if isinstance(result, Exception):
-        result = _run_trial(_SHAPES[:2], optimizer, cut)  # some take matrices only
+    tensors = _trial_tensors(optimizer, shard)
+    if all(tensor.index is None for tensor in tensors):
+        return True  # a rank that updates nothing
+    result = _run_trial(optimizer, tensors)
     if isinstance(result, Exception):
         if is_declared:
             return True
@@ -201,46 +252,74 @@ def _matches_in_parts(optimizer: torch.optim.Optimizer, cut: _SplitMethod) -> bo
             f"{type(optimizer).__name__} cannot be tried on parts of tensors: {result}",
             next_step="say `elementwise = True` in its class if it updates each value by itself",
         ) from result
-    starts, whole, joined = result
+    updates = [float((after - before).abs().max()) for before, after, _ in result if before.numel()]
     # With a rate of 0 nothing moves, so a trial shows nothing.
-    if optimizer.param_groups[0].get("lr") != 0 and all(map(torch.equal, whole, starts)):
+    if optimizer.param_groups[0].get("lr") != 0 and not any(updates):
         raise StrategyError(
             f"{type(optimizer).__name__} does not update what is in its groups, but tensors that it knows"
             " otherwise, and under this strategy a rank updates other ones",
             next_step="let step() go through self.param_groups, or choose a strategy in which every rank"
             " updates all parameters",
         )
-    # Kernels round differently for other shapes, so equal bits are not required.
-    near = _TOLERANCE * max(float(x.abs().max()) for x in starts)
-    return is_declared or all(float((a - b).abs().max()) <= near for a, b in zip(whole, joined, strict=True))
+    return is_declared or all(_is_close(*triple) for triple in result)
 
 
-_TrialResult = tuple[list[Tensor], list[Tensor], list[Tensor]]
-"""The initial tensors, their values after joint updates, and their values after updates in parts."""
+def _is_close(before: Tensor, whole: Tensor, part: Tensor) -> bool:
+    """Return whether a part is that of the whole update, up to the rounding of kernels for other shapes."""
+    if not before.numel():
+        return True
+    largest_update, largest = float((whole - before).abs().max()), float(before.abs().max())
+    # Relative to the update, which is small against the parameters where the rate is low.
+    allowed = _TOLERANCE * largest_update + _MAX_ULPS * torch.finfo(before.dtype).eps * largest
+    return float((whole - part).abs().max()) <= allowed
+
+
+_PartUpdate = tuple[Tensor, Tensor, Tensor]
+"""A part of a tensor: before the updates, after updates of the whole, and after updates of parts alone."""
 
 
 def _run_trial(
-    shapes: Sequence[tuple[int, ...]], optimizer: torch.optim.Optimizer, cut: _SplitMethod
-) -> _TrialResult | Exception:
+    optimizer: torch.optim.Optimizer, tensors: Sequence[_TrialTensor]
+) -> list[_PartUpdate] | Exception:
     generator = torch.Generator().manual_seed(0)
-    starts = [torch.randn(shape, generator=generator) for shape in shapes]
-    grads = [[torch.randn(shape, generator=generator) for shape in shapes] for _ in range(_STEPS)]
-    pairs = zip(cut.apart(starts), zip(*(cut.apart(step) for step in grads), strict=True), strict=True)
-    whole, parts = list[Tensor](), TensorParts()
+
+    def draw(tensor: _TrialTensor, scale: float) -> Tensor:
+        return (torch.randn(tensor.shape, generator=generator) * scale).to(tensor.dtype)
+
+    starts = [draw(tensor, _START_SCALE) for tensor in tensors]
+    grads = [[draw(tensor, 1.0) for tensor in tensors] for _ in range(_STEPS)]
+    owned = [i for i, tensor in enumerate(tensors) if tensor.index is not None]
+    groups = [tensor.group for tensor in tensors]
     try:
-        parts = [_run_steps(optimizer, part, steps) for part, steps in pairs]
-        whole = _run_steps(optimizer, starts, grads)
+        parts = _run_steps(
+            optimizer,
+            [starts[i][tensors[i].index] for i in owned],
+            [[step[i][tensors[i].index] for i in owned] for step in grads],
+            [groups[i] for i in owned],
+        )
+        whole = _run_steps(optimizer, starts, grads, groups)
     except Exception as error:  # noqa: BLE001  user code may raise anything; the message is reported
         return error
-    return starts, whole, cut.together(parts)
+    return [
+        (starts[i][tensors[i].index], whole[i][tensors[i].index], part)
+        for i, part in zip(owned, parts, strict=True)
+    ]
 
 
 def _run_steps(
-    optimizer: torch.optim.Optimizer, starts: Sequence[Tensor], grads: Sequence[Sequence[Tensor]]
+    optimizer: torch.optim.Optimizer,
+    starts: Sequence[Tensor],
+    grads: Sequence[Sequence[Tensor]],
+    groups: Sequence[int],
 ) -> list[Tensor]:
-    """Return the parameters after steps of a copy of the optimizer."""
+    """Return the parameters after steps of a copy of the optimizer, each in the group of its number."""
     parameters = [nn.Parameter(start.clone()) for start in starts]
-    twin = copy_for_parameters(optimizer, parameters)
+    twin = _copy_without_state(optimizer)
+    twin.param_groups = [
+        _group_options(group)
+        | {"params": [p for p, k in zip(parameters, groups, strict=True) if k == number]}
+        for number, group in enumerate(optimizer.param_groups)
+    ]
     for step in grads:
         for p, grad in zip(parameters, step, strict=True):
             p.grad = grad.clone()
@@ -248,11 +327,18 @@ def _run_steps(
     return [p.detach() for p in parameters]
 
 
+def _group_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of the options of a group, with a rate at which something moves."""
+    options = {k: copy.deepcopy(v) for k, v in group.items() if k not in ("params", "param_names")}
+    # A warm-up can begin with a rate of 0.
+    return options | {"lr": _TRIAL_RATE} if options.get("lr") == 0 else options
+
+
 def copy_for_parameters(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> Any:
     """Return a copy without state over other parameters, with the options of the first group."""
     twin = _copy_without_state(optimizer)
     options = {k: v for k, v in optimizer.param_groups[0].items() if k not in ("params", "param_names")}
-    twin.param_groups = [{**copy.deepcopy(options), "params": [*parameters]}]
+    twin.param_groups = [copy.deepcopy(options) | {"params": [*parameters]}]
     return twin
 
 

@@ -7,7 +7,7 @@ gradients are built elsewhere, from the `ShardedModel` that results.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -26,7 +26,7 @@ from paceline.parallel.pipeline.p2p import (
 from paceline.parallel.pipeline.pipeline_runner import ThreadedPipelineRunner
 from paceline.parallel.pipeline.stage_partition import StagePartition
 from paceline.parallel.pipeline.strategy_schedule import make_schedule
-from paceline.parallel.placement import ModelPlacement
+from paceline.parallel.placement import ModelPlacement, TensorPlacement
 from paceline.parallel.session_context import SessionContext, TaskMaterial
 from paceline.parallel.sharded_model import ModelPartition, ShardedModel, shard_model
 from paceline.parallel.thread_workers import ThreadedRunner
@@ -49,11 +49,16 @@ class ModelLayout:
     exit_callbacks: list[Callable[[], None]]
 
 
-def place_model(context: SessionContext, material: TaskMaterial) -> ModelLayout:
+def place_model(
+    context: SessionContext,
+    material: TaskMaterial,
+    before_freeing: Callable[[Mapping[str, TensorPlacement]], None] | None = None,
+) -> ModelLayout:
     """Apply the partitions of the strategy to the model and build its runner; collective.
 
     Args:
         material: the whole model; parameters that this rank does not hold are freed in place.
+        before_freeing: called with what this rank will hold, by name, while the model is still whole.
     Raises:
         StrategyError, TaskError: the model cannot be partitioned in this way.
     """
@@ -70,6 +75,8 @@ def place_model(context: SessionContext, material: TaskMaterial) -> ModelLayout:
     stage = next((partition.stage for partition in partitions if partition.stage is not None), None)
     coordinates = {axis: group.rank for axis, group in context.mesh.axes.items()}
     links = stage.links if stage is not None else None
+    if before_freeing is not None:
+        before_freeing(placement.at(coordinates))
     sharded_model = shard_model(material.model, placement, coordinates, links=links, make=material.make)
     for partition in partitions:
         # Only now: modules and hooks change after the rank has freed what it does not hold.

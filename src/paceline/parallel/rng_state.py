@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from paceline.errors import TaskError
 from paceline.models.dropout import KeyedDropout
@@ -75,3 +76,27 @@ def require_unchanged_rng(earlier_state: Tensor | None) -> None:
             " micro-batch would draw other numbers than the whole",
             next_step="use paceline.models.KeyedDropout, or set 1 in rechunk for that stage",
         )
+
+
+def dropout_noise(x: Tensor, shape: Sequence[int], p: float) -> Tensor:
+    """Draw the factors of PyTorch's dropout for a whole tensor of which a rank has a part.
+
+    Args:
+        x: the part; its memory order is that of the whole tensor.
+        shape: of the whole tensor.
+        p: probability that a value is dropped.
+    Returns:
+        0 or 1 / (1 - p) for each value of the whole tensor, with the dtype and device of x.
+    Exactness: the generator advances, and the values are drawn, as by `torch.nn.functional.dropout` of the
+        whole tensor.
+    """
+    return F.dropout(_ones_in_memory_order(x, shape), p, True).detach()
+
+
+def _ones_in_memory_order(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return ones with the memory order of x, in which PyTorch draws masks."""
+    strides = list(x.stride())
+    order = sorted(range(x.dim()), key=lambda dim: (-strides[dim], dim))
+    permuted = torch.ones([shape[dim] for dim in order], dtype=x.dtype, device=x.device)
+    inverse = tuple(order.index(dim) for dim in range(x.dim()))
+    return permuted.permute(inverse).requires_grad_(x.requires_grad and x.is_floating_point())

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol
@@ -104,6 +104,14 @@ class ShardedModel:
     def parts(self) -> dict[TensorSlot, tuple[TensorSlot | None, ...]]:
         """Parts of every rank of the shard axis, by the tensor that is computed with."""
         return {placement.computes: placement.parts for placement in self.held.values()}
+
+    def with_sums(self, names: Collection[str], axis: str) -> ShardedModel:
+        """Return the same model, in which the gradients of these tensors are also summed over an axis."""
+        held = {
+            name: replace(placement, sums=(axis, *placement.sums)) if name in names else placement
+            for name, placement in self.held.items()
+        }
+        return replace(self, held=held)
 
     @cached_property
     def device(self) -> torch.device:

@@ -514,6 +514,11 @@ class LogRecipe(RecipeTable):
 class DebugRecipe(RecipeTable):
     """Checks that end a run when they find a mistake, and the replay of another run."""
 
+    check: bool = Field(
+        default=True,
+        description="with tensor or context: compare a training step of a few samples with that of the whole "
+        "model, before the first step",
+    )
     bytes: bool = Field(
         default=False,
         description="compare the bytes that routes send with their closed forms, in every round",

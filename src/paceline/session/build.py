@@ -46,6 +46,7 @@ from paceline.session.task_contract import (
     require_same_order,
     warn_large_batch,
 )
+from paceline.session.training_check import TrainingCheck, needs_training_check
 from paceline.state.train_state import LossScale, TrainState
 from paceline.sync.bad_value_locator import LossRecorder
 from paceline.sync.health import check_health_supported, install_guard
@@ -159,12 +160,15 @@ def build_session_base(context: SessionContext, recipe: Recipe, task: Task, *, f
         check_tensor_plan(context, task, model)
     loss_recorder = LossRecorder(task.loss)
     material = TaskMaterial(replace(task, loss=loss_recorder), model, MetricNames(), device, recipe.seed)
-    layout = place_model(context, material)
+    check = TrainingCheck(context, task, model) if needs_training_check(context, model) else None
+    layout = place_model(context, material, check.run_whole if check else None)
     # The layout runs the loss here for the first time, which also teaches every rank the names of its
     # metrics.
     check_task_loss(task, layout.runner, net, mesh.world)
     if mesh.axes["context"].size > 1:
         check_sequences(task, layout.runner, net, mesh)
+    if check is not None:
+        check.compare(layout.runner)
     loss_recorder.take()  # losses of the checks belong to no step
     return SessionBase(context, layout, loss_recorder)
 

@@ -6,6 +6,7 @@ for parameters without memory, made by name from the seed.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from fnmatch import fnmatchcase
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.checkpoint.pretrained import load_weights
-from paceline.comm.group_collectives import broadcast_coalesced
+from paceline.comm.group_collectives import all_gather_texts, broadcast_coalesced
 from paceline.comm.net import Net
 from paceline.data.sample_order import BatchOrder
 from paceline.errors import StrategyError, TaskError, format_count
@@ -170,9 +171,26 @@ def build_task_optimizer(
         refuse_two_optimizers(recipe)
         optimizer = require_one_gradient(task.optimizer(sharded_model.model))
     if task.optimizer is not None or not recipe.optimizer.spec.elementwise:
-        require_layout_support(optimizer, sharded_model)
+        _require_layout_support(context, optimizer, sharded_model)
     rebind_parameters(optimizer, sharded_model)
     return optimizer
+
+
+def _require_layout_support(
+    context: SessionContext, optimizer: torch.optim.Optimizer, sharded_model: ShardedModel
+) -> None:
+    """Raise the StrategyError of the first rank that cannot update its parts, on every rank; collective."""
+    local = ""
+    try:
+        require_layout_support(optimizer, sharded_model)
+    except StrategyError as error:
+        local = json.dumps([error.what, error.next_step])
+    # Each rank tries the parts that it updates, and one rank's can be wrong alone.
+    texts = all_gather_texts(local, context.mesh.world, context.net)
+    first = next((text for text in texts if text), "")
+    if first:
+        what, next_step = json.loads(first)
+        raise StrategyError(what, next_step=next_step)
 
 
 def _log_optimizer_kernels(context: SessionContext, class_name: str, sharded_model: ShardedModel) -> None:

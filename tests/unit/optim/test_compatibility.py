@@ -14,7 +14,7 @@ from paceline.errors import StrategyError, TaskError
 from paceline.job.cluster import Cluster
 from paceline.optim import UserOptimizer, require_elementwise, require_one_gradient
 from paceline.optim.compatibility import rebind_parameters
-from paceline.parallel.placement import ModelPlacement, ShardTransform
+from paceline.parallel.placement import ModelPlacement, ShardTransform, TensorTransform
 from paceline.parallel.sharded_model import shard_model, unsharded_model
 from paceline.recipe import Recipe
 from paceline.state.slot import trained_parameters
@@ -277,3 +277,62 @@ def test_fused_sgd_over_two_bytes_on_the_processor_is_refused_and_is_wrong() -> 
         require_one_gradient(optimizer)
     assert require_one_gradient(torch.optim.SGD([nn.Parameter(start)], lr=0.1, fused=True))
     assert require_one_gradient(torch.optim.SGD([p], lr=0.1))
+
+
+class MuonWithAuxiliaryAdam(Lars):
+    """Updates of whole matrices in one group, and elementwise ones in the other."""
+
+    def direction(self, p: Tensor) -> Tensor:
+        group = next(group for group in self.param_groups if any(p is q for q in group["params"]))
+        if not group["matrices"]:
+            return Signs.direction(self, p)  # type: ignore[arg-type]
+        assert p.grad is not None
+        return torch.linalg.svd(p.grad, full_matrices=False)[0] @ torch.linalg.svd(p.grad, False)[2]
+
+
+class FactoredAboveSixteen(Signs):
+    """Row and column means for large matrices, as Adafactor keeps."""
+
+    def direction(self, p: Tensor) -> Tensor:
+        way = super().direction(p)
+        return way if p.dim() < 2 or min(p.shape) <= 16 else way * p.abs().mean(1, keepdim=True).sqrt()
+
+
+class Centralised(Lars):
+    """Gradients minus their mean along a row: Yong et al. 2020, arXiv:2004.01461."""
+
+    def direction(self, p: Tensor) -> Tensor:
+        assert p.grad is not None
+        return p.grad if p.dim() < 2 else p.grad - p.grad.mean(1, keepdim=True)
+
+
+def _held_by_a_rank(model: nn.Module, dim: int) -> Any:
+    """The second of two ranks, which updates half of each matrix along a dimension."""
+    dims = {slot.name: dim for slot, p in trained_parameters(model).items() if p.dim() > 1}
+    transform = TensorTransform(dims, 2)
+    placement = ModelPlacement(tuple(trained_parameters(model))).cut(transform)
+    return shard_model(model, placement, {"tensor": 1})
+
+
+@pytest.mark.capability("A11", "J13")
+@pytest.mark.parametrize("rate", [0.1, 1e-6, 0.0])
+@pytest.mark.parametrize(
+    "name, dim", [("groups", 1), ("factored", 0), ("centralised", 1), ("plain", 1), ("plain", 0)]
+)
+def test_an_optimizer_is_tried_on_its_own_shapes_groups_and_parts(name: str, dim: int, rate: float) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 24))
+    shard = _held_by_a_rank(model, dim)
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() < 2]
+    if name == "groups":
+        groups = [{"params": others, "matrices": False}, {"params": matrices, "matrices": True}]
+        optimizer: torch.optim.Optimizer = MuonWithAuxiliaryAdam(groups, lr=rate)
+    else:
+        kinds = {"factored": FactoredAboveSixteen, "centralised": Centralised, "plain": Signs}
+        optimizer = kinds[name](model.parameters(), lr=rate)
+    if name == "plain":
+        require_elementwise(optimizer, shard)
+    else:
+        with pytest.raises(StrategyError, match="needs a whole tensor"):
+            require_elementwise(optimizer, shard)

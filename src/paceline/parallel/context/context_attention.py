@@ -53,6 +53,7 @@ from paceline.parallel.context.ulysses import (
 )
 from paceline.parallel.placement import ContextTransform
 from paceline.parallel.recompute import BlockCall, has_checkpoint_contexts
+from paceline.parallel.rng_state import dropout_noise
 from paceline.parallel.sharded_model import ModelPartition, refuse_compile
 from paceline.task import PositionSlicer
 
@@ -264,9 +265,8 @@ class ContextParallelMode(TorchFunctionMode):
         if not training or p == 0.0:
             return F.dropout(x, p, training, inplace)
         dim = self.part.dim_in(x.shape, "dropout")
-        # Dropout of ones gives the scaled mask of the whole sequence, of which the rank takes its positions.
-        noise = F.dropout(_ones_in_memory_order(x, self.part.whole_shape(x.shape, dim)), p, True)
-        noise = self.part.take(noise.detach(), dim)
+        # The scaled mask of the whole sequence, of which the rank takes its positions.
+        noise = self.part.take(dropout_noise(x, self.part.whole_shape(x.shape, dim), p), dim)
         return x.mul_(noise) if inplace else x * noise
 
     def multi_head(self, *args: Any, **kwargs: Any) -> Any:
@@ -324,15 +324,6 @@ def _cast_for_autocast(x: Tensor) -> Tensor:
 
 def _sum_bytes(q: Tensor) -> int:
     return to_sum_dtype(q[:0]).element_size()
-
-
-def _ones_in_memory_order(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return ones with the memory order of x, in which PyTorch draws masks."""
-    strides = list(x.stride())
-    order = sorted(range(x.dim()), key=lambda dim: (-strides[dim], dim))
-    permuted = torch.ones([shape[dim] for dim in order], dtype=x.dtype, device=x.device)
-    inverse = tuple(order.index(dim) for dim in range(x.dim()))
-    return permuted.permute(inverse).requires_grad_(x.requires_grad and x.is_floating_point())
 
 
 class TrialBatch(NamedTuple):

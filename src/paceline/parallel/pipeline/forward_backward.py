@@ -188,7 +188,7 @@ class ChunkExecutor:
         self._device, self._num_parts = sharded_model.device, cut.parts[cut.stage]
         self._in_place_guard = InPlaceWriteGuard(sharded_model.computes)
         self._inbox = PartReceiver(transport, cut.stage, cut.parts, cut.num_chunks)
-        self._precision, self._phases = precision, phases
+        self.precision, self._phases = precision, phases
         self._call_recorder, self._output_stand_in = CallRecorder(), OutputStandIn()
         self._dropouts = name_dropouts(sharded_model.model)
         self._seeded = sharded_model.device if seeds else None
@@ -226,7 +226,7 @@ class ChunkExecutor:
         # Micro-batches in flight share the modules, so each has buffers of its own until its backward.
         self.buffers.swap_in()
         try:
-            with self._seen(local_batch) as batch, self._in_place_guard, self._precision.autocast():
+            with self._seen(local_batch) as batch, self._in_place_guard, self.precision.autocast():
                 loss_function = self._scaled_loss(sums, scale, continues_micro_batch=samples.start > 0)
                 outputs = self._run_links(action, batch, loss_function, inputs, rng_state, weights)
         except ValueError as error:
@@ -245,7 +245,7 @@ class ChunkExecutor:
         for chunk in range(len(self.chunks)):
             action = PipelineAction("F", 0, chunk)
             inputs, rng_state = self._receive_inputs(action)
-            with self._precision.autocast(), self._seen(loaded.batch) as batch:
+            with self.precision.autocast(), self._seen(loaded.batch) as batch:
                 self._run_links(action, batch, function, inputs, rng_state)
 
     def backward(
@@ -309,7 +309,7 @@ class ChunkExecutor:
         self._inbox.abort()
 
     def _seed(self, key: int, samples: range, num_samples: int) -> None:
-        everything = self._seeded is not None and self._precision.seeds_everything
+        everything = self._seeded is not None and self.precision.seeds_everything
         seed_micro_batch(key, self._seeded, self._dropouts, everything=everything)
         for dropout in self._dropouts if self._num_parts > 1 else ():
             dropout.take_samples(samples, num_samples)

@@ -114,6 +114,15 @@ class PipelineRunner:
         return self.executor.buffers
 
     @property
+    def precision(self) -> MixedPrecision:
+        """Precision of forward and backward; it can be set between two runs."""
+        return self.executor.precision
+
+    @precision.setter
+    def precision(self, precision: MixedPrecision) -> None:
+        self.executor.precision = precision
+
+    @property
     def used(self) -> Collection[str]:
         return self.gradients.used
 

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from paceline.comm.collectives.collective_protocol import Collective
+from paceline.parallel.rng_state import dropout_noise
 from paceline.parallel.tensor.mappings import SharedInput, gather_from_tensor_region
 from paceline.parallel.tensor.module_swap import swap_forward
 from paceline.parallel.tensor.vocab_parallel import VocabParallelLogits, VocabularyPartition
-from paceline.state.slot import Span, take_span
+from paceline.state.slot import Span, span_length, take_span
 
 
 @dataclass(frozen=True)
@@ -79,11 +80,59 @@ class LinearCut:
         return dims | {"bias": 0} if has_bias and self.word != "row" else dims
 
 
-def make_column_linear(cut: LinearCut, entrance: SharedInput, rank: int) -> None:
-    """Let a layer that is split by outputs return a part of the outputs of whole inputs."""
-    dim, span = cut.dim, cut.spans[rank]
+class FeatureRegion:
+    """Computation between a column and its row, in which a rank has a span of the features.
+
+    It knows whether the model is in it, so that a dropout that is used both between the two and after them
+    draws the right mask.
+    """
+
+    def __init__(self) -> None:
+        self._span: Span | None = None
+        self._width = 0
+
+    def enter(self, span: Span, width: int) -> None:
+        """Begin the region, with the features of a column."""
+        self._span, self._width = span, width
+
+    def leave(self) -> None:
+        """End the region, at its row."""
+        self._span = None
+
+    def partial(self, x: Tensor) -> tuple[Span, int] | None:
+        """Return this rank's span of the last dimension of x and the whole width; None if x is whole."""
+        if self._span is None or not x.dim() or x.shape[-1] != span_length(self._span):
+            return None
+        return self._span, self._width
+
+
+def make_split_dropout(module: nn.Dropout, region: FeatureRegion) -> None:
+    """Let a dropout draw the mask of all features, of which this rank takes its own, inside a region."""
+
+    def forward(self: nn.Dropout, x: Tensor) -> Tensor:
+        part = region.partial(x) if self.training and self.p > 0.0 else None
+        if part is None:
+            return F.dropout(x, self.p, self.training, self.inplace)
+        span, width = part
+        noise = take_span(dropout_noise(x, (*x.shape[:-1], width), self.p), x.dim() - 1, span)
+        return x.mul_(noise) if self.inplace else x * noise
+
+    swap_forward(module, "Split", forward)
+
+
+def make_column_linear(
+    cut: LinearCut, entrance: SharedInput, rank: int, region: FeatureRegion | None = None
+) -> None:
+    """Let a layer that is split by outputs return a part of the outputs of whole inputs.
+
+    Args:
+        region: begins with the outputs, if a row ends it.
+    """
+    dim, span, width = cut.dim, cut.spans[rank], cut.spans[-1][-1]
 
     def forward(self: Any, x: Tensor) -> Tensor:
+        if region is not None:
+            region.enter(span, width)
         weight = take_span(self.weight, dim, span)
         bias = None if self.bias is None else take_span(self.bias, 0, span)
         return F.linear(entrance(x), weight.T if dim else weight, bias)
@@ -116,11 +165,19 @@ def make_vocab_linear(cut: LinearCut, entrance: SharedInput, vocabulary: Vocabul
     swap_forward(cut.layer, "Logits", forward)
 
 
-def make_row_linear(cut: LinearCut, leaves: Callable[[Tensor], Tensor], rank: int) -> None:
-    """Let a layer that is split by inputs return whole outputs from a part of the inputs."""
+def make_row_linear(
+    cut: LinearCut, leaves: Callable[[Tensor], Tensor], rank: int, region: FeatureRegion | None = None
+) -> None:
+    """Let a layer that is split by inputs return whole outputs from a part of the inputs.
+
+    Args:
+        region: ends with the inputs, if a column began it.
+    """
     dim, span = cut.dim, cut.spans[rank]
 
     def forward(self: Any, x: Tensor) -> Tensor:
+        if region is not None:
+            region.leave()
         weight = take_span(self.weight, dim, span)
         y = leaves(F.linear(x, weight if dim else weight.T))
         # The bias is added after the sum and in the dtype of the output, as in one process.

@@ -7,7 +7,7 @@ something else. `plan_tensor_cuts` and `plan_tensor_transform` are pure: they de
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -26,11 +26,13 @@ from paceline.parallel.tensor.attention_heads import AttentionCut, cut_heads
 from paceline.parallel.tensor.mappings import SharedInput, copy_to_tensor_region, reduce_from_tensor_region
 from paceline.parallel.tensor.module_swap import override_attributes, register_undo
 from paceline.parallel.tensor.parallel_linear import (
+    FeatureRegion,
     LinearCut,
     linear_dims,
     make_column_linear,
     make_gathered_linear,
     make_row_linear,
+    make_split_dropout,
     make_vocab_linear,
     num_features,
 )
@@ -64,8 +66,9 @@ class TensorPlanEntry:
 
     Args:
         word: "column" or "row" for a linear layer; "gathered" for a column without a row, whose outputs are
-            gathered; "split" for a dropout between the two, on a part of the features of the column before
-            it; "heads" for an attention, with all its projections; "vocabulary" for an embedding or an output
+            gathered; "split" for a `KeyedDropout` between the two, on a part of the features of the column
+            before it, and for every `nn.Dropout` around a column, which finds out itself where it is;
+            "heads" for an attention, with all its projections; "vocabulary" for an embedding or an output
             layer, by tokens; "sequence" for a block, by positions wherever it is not split by features.
     """
 
@@ -115,7 +118,23 @@ def resolve_tensor_plan(plan: WordByPattern, model: nn.Module) -> list[TensorPla
         _require_kind(entry)
     for children in _linear_siblings(model, words):
         _require_pairs(children)
-    return entries
+    parents = {entry.name.rpartition(".")[0] for entry in entries if entry.word == "column"}
+    planned = {entry.name for entry in entries}
+    return [
+        TensorPlanEntry(name, module, words[name] if name in planned else "split")
+        for name, module in modules.items()
+        if name in planned or (_is_plain_dropout(module) and _enclosing(name, parents) is not None)
+    ]
+
+
+def _is_plain_dropout(module: nn.Module) -> bool:
+    return type(module) is nn.Dropout
+
+
+def _enclosing(name: str, parents: Iterable[str]) -> str | None:
+    """Return the innermost of some modules that contains the module of a name, or None."""
+    around = [parent for parent in parents if not parent or name.startswith(f"{parent}.")]
+    return max(around, key=len, default=None)
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -154,12 +173,12 @@ def _require_kind(entry: TensorPlanEntry) -> None:
     """Raise TaskError if the module is not of the kind that its word is for."""
     linear = linear_dims(entry.module) is not None
     tokens = linear or isinstance(entry.module, nn.Embedding)
-    keyed = isinstance(entry.module, KeyedDropout)
+    keyed = isinstance(entry.module, KeyedDropout) or _is_plain_dropout(entry.module)
     fits = {"column": linear, "row": linear, "gathered": linear, "split": keyed, "vocabulary": tokens}
     if not fits.get(entry.word, True):
         raise TaskError(
             f"the tensor plan says {entry.word} for '{entry.name}', which is a {type(entry.module).__name__}",
-            next_step="column, row and gathered are for linear layers, split is for KeyedDropout, heads for"
+            next_step="column, row and gathered are for linear layers, split is for dropout, heads for"
             " attention, vocabulary for embeddings and output layers",
         )
 
@@ -218,6 +237,18 @@ class DropoutCut:
 
 
 @dataclass(frozen=True)
+class RegionDropout:
+    """PyTorch's dropout near a column and its row; the region decides whether it sees a part of the features.
+
+    Args:
+        parent: name of the module that contains the column.
+    """
+
+    module: nn.Dropout
+    parent: str
+
+
+@dataclass(frozen=True)
 class EmbeddingCut:
     """Embedding, and the tokens of each rank."""
 
@@ -239,6 +270,7 @@ class TensorCuts:
     linears: Sequence[LinearCut]
     attentions: Sequence[AttentionCut]
     dropouts: Sequence[DropoutCut]
+    region_dropouts: Sequence[RegionDropout]
     embeddings: Sequence[EmbeddingCut]
     blocks: Sequence[TensorPlanEntry]
     degree: int
@@ -258,11 +290,15 @@ def plan_tensor_cuts(entries: Sequence[TensorPlanEntry], degree: int) -> TensorC
     linears: list[LinearCut] = []
     attentions: list[AttentionCut] = []
     dropouts: list[DropoutCut] = []
+    region_dropouts: list[RegionDropout] = []
+    parents = {entry.name.rpartition(".")[0] for entry in entries if entry.word == "column"}
     embeddings: list[EmbeddingCut] = []
     for entry in (entry for entry in entries if entry.word != "sequence"):
         if entry.word == "heads":
             attentions.append(cut_heads(entry.name, entry.module, degree))
             linears += attentions[-1].linears
+        elif isinstance(entry.module, nn.Dropout):
+            region_dropouts.append(RegionDropout(entry.module, _enclosing(entry.name, parents) or ""))
         elif isinstance(entry.module, KeyedDropout):
             spans = linears[-1].spans
             dropouts.append(DropoutCut(entry.module, spans, spans[-1][-1]))
@@ -277,7 +313,7 @@ def plan_tensor_cuts(entries: Sequence[TensorPlanEntry], degree: int) -> TensorC
     for block in blocks:
         _refuse_gathered(block.name, linears)
         require_positionwise(block.name, block.module, {id(cut.layer) for cut in linears})
-    return TensorCuts(linears, attentions, dropouts, embeddings, blocks, degree)
+    return TensorCuts(linears, attentions, dropouts, region_dropouts, embeddings, blocks, degree)
 
 
 def _refuse_gathered(block: str, linears: Sequence[LinearCut]) -> None:
@@ -341,10 +377,14 @@ def apply_tensor_cuts(cuts: TensorCuts, collective: Collective, *, apart: bool =
         apart: every block that is split by positions returns all of them, as stages send them on.
     """
     rank, positions = collective.group.rank, PositionPartition(collective)
-    _make_columns(cuts, collective, positions)
+    regions = {dropout.parent: FeatureRegion() for dropout in cuts.region_dropouts}
+    _make_columns(cuts, collective, positions, regions)
     for cut in cuts.linears:
         if cut.word == "row":
-            make_row_linear(cut, _output_mapping(cuts, cut.name, collective, positions), rank)
+            leaves = _output_mapping(cuts, cut.name, collective, positions)
+            make_row_linear(cut, leaves, rank, regions.get(cut.name.rpartition(".")[0]))
+    for region_dropout in cuts.region_dropouts:
+        make_split_dropout(region_dropout.module, regions[region_dropout.parent])
     for embedding in cuts.embeddings:
         make_vocab_embedding(
             embedding.layer, VocabularyPartition(embedding.spans, collective, embedding.name)
@@ -361,7 +401,12 @@ def apply_tensor_cuts(cuts: TensorCuts, collective: Collective, *, apart: bool =
         _make_consecutive_blocks(cuts, blocks, positions)
 
 
-def _make_columns(cuts: TensorCuts, collective: Collective, positions: PositionPartition) -> None:
+def _make_columns(
+    cuts: TensorCuts,
+    collective: Collective,
+    positions: PositionPartition,
+    regions: Mapping[str, FeatureRegion],
+) -> None:
     """Replace the forwards of columns; columns with the same parent share their input."""
     for cut in (cut for cut in cuts.linears if cut.word == "gathered"):
         make_gathered_linear(
@@ -375,12 +420,14 @@ def _make_columns(cuts: TensorCuts, collective: Collective, positions: PositionP
     for cut, parent in zip(columns, parents, strict=True):
         enters = _input_mapping(cuts, parent, collective, positions)
         entrance = entrances.setdefault(parent, SharedInput(enters, parents.count(parent)))
-        _make_column(cut, entrance, collective)
+        _make_column(cut, entrance, collective, regions.get(parent))
 
 
-def _make_column(cut: LinearCut, entrance: SharedInput, collective: Collective) -> None:
+def _make_column(
+    cut: LinearCut, entrance: SharedInput, collective: Collective, region: FeatureRegion | None
+) -> None:
     if cut.word == "column":
-        make_column_linear(cut, entrance, collective.group.rank)
+        make_column_linear(cut, entrance, collective.group.rank, region)
     else:
         make_vocab_linear(cut, entrance, VocabularyPartition(cut.spans, collective, cut.name))
 

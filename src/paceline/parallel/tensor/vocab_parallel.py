@@ -92,7 +92,8 @@ class VocabParallelLogits:
 
     Operations that keep the last dimension (casts, views, and selections in the other dimensions) work on
     the part, and so does `torch.nn.functional.cross_entropy` with a class for each row. Everything else gets
-    the whole logits, which are then gathered.
+    the whole logits, which are then gathered. An operation that changes them in place changes the gathered
+    logits, and from then on all others use these.
 
     Args:
         local_logits: [..., local tokens].
@@ -100,6 +101,7 @@ class VocabParallelLogits:
 
     def __init__(self, local_logits: Tensor, vocabulary: VocabularyPartition) -> None:
         self.local_logits, self.vocabulary = local_logits, vocabulary
+        self._changed: Tensor | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -116,12 +118,19 @@ class VocabParallelLogits:
 
     def whole(self) -> Tensor:
         """Return all logits, gathered."""
+        if self._changed is not None:
+            return self._changed
         logits: Tensor = _GatherLogits.apply(self.local_logits, self.vocabulary)
         return logits
 
+    @property
+    def is_partial(self) -> bool:
+        """Whether only this rank's part is in memory; false after a change in place."""
+        return self._changed is None
+
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Any:
         """Flatten the part if the last dimension stays, else the whole logits."""
-        if (
+        if not self.is_partial or (
             end_dim % self.local_logits.dim()
             == self.local_logits.dim() - 1
             != start_dim % self.local_logits.dim()
@@ -133,7 +142,7 @@ class VocabParallelLogits:
         """Reshape the part if the last dimension stays, else the whole logits."""
         sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
         last = self.vocabulary.size
-        if not sizes or sizes[-1] != last:
+        if not self.is_partial or not sizes or sizes[-1] != last:
             return self.whole().reshape(*shape)
         return VocabParallelLogits(
             self.local_logits.reshape(*sizes[:-1], self.local_logits.shape[-1]), self.vocabulary
@@ -154,39 +163,60 @@ class VocabParallelLogits:
         ]
         if not keeps and isinstance(entries[-1], slice) and entries[-1] == slice(None):
             keeps = True
-        return (
-            VocabParallelLogits(self.local_logits[index], self.vocabulary) if keeps else self.whole()[index]
-        )
+        if not self.is_partial or not keeps:
+            return self.whole()[index]
+        return VocabParallelLogits(self.local_logits[index], self.vocabulary)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self._change_in_place()[index] = _gather_if_partial(value)
+
+    def _change_in_place(self) -> Tensor:
+        """Return the whole logits, which stand for these from now on, to be changed in place."""
+        if self._changed is None:
+            self._changed = self.whole()
+        return self._changed
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             # Python and copy look special methods up on the type and must not get those of a tensor.
             raise AttributeError(name)
-        if name in _PART_METHODS:
+        if name in _PART_METHODS and self.is_partial:
             return lambda *args, **kwargs: VocabParallelLogits(
                 getattr(self.local_logits, name)(*args, **kwargs), self.vocabulary
             )
         if name in _PART_ATTRIBUTES:
             return getattr(self.local_logits, name)
+        if name.endswith("_"):
+            return self._method_in_place(name)
         return getattr(self.whole(), name)
 
+    def _method_in_place(self, name: str) -> Any:
+        """Return a method that changes these logits, such as `masked_fill_`, and returns them."""
+        method = getattr(self._change_in_place(), name)
+
+        def change(*args: Any, **kwargs: Any) -> VocabParallelLogits:
+            method(*map(_gather_if_partial, args), **kwargs)
+            return self
+
+        return change
+
     def __mul__(self, other: Any) -> Any:
-        return (
-            VocabParallelLogits(self.local_logits * other, self.vocabulary)
-            if _is_number(other)
-            else self.whole() * other
-        )
+        if self.is_partial and _is_number(other):
+            return VocabParallelLogits(self.local_logits * other, self.vocabulary)
+        return self.whole() * _gather_if_partial(other)
 
     def __truediv__(self, other: Any) -> Any:
-        return (
-            VocabParallelLogits(self.local_logits / other, self.vocabulary)
-            if _is_number(other)
-            else self.whole() / other
-        )
+        if self.is_partial and _is_number(other):
+            return VocabParallelLogits(self.local_logits / other, self.vocabulary)
+        return self.whole() / _gather_if_partial(other)
+
+    __rmul__ = __mul__
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if kwargs.get("inplace") and args and isinstance(args[0], VocabParallelLogits):
+            args = (args[0]._change_in_place(), *args[1:])
         if function is F.cross_entropy:
             losses = _cross_entropy(*args, **kwargs)
             if losses is not None:
@@ -206,7 +236,29 @@ _PART_ATTRIBUTES = frozenset(
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) or (torch.is_tensor(value) and value.dim() == 0)
+    """Return whether a factor has one value and no gradient: that of a learned scale needs all logits."""
+    if isinstance(value, int | float):
+        return True
+    return torch.is_tensor(value) and value.dim() == 0 and not value.requires_grad
+
+
+def _whole_operator(name: str) -> Any:
+    """Return an operator of tensors that works on the whole logits; Python looks it up on the type."""
+
+    def operator(self: VocabParallelLogits, *others: Any) -> Any:
+        return getattr(self.whole(), name)(*map(_gather_if_partial, others))
+
+    return operator
+
+
+for _operator in (
+    *("__add__", "__radd__", "__sub__", "__rsub__", "__rtruediv__", "__pow__", "__rpow__", "__neg__"),
+    *("__matmul__", "__rmatmul__", "__abs__", "__mod__", "__floordiv__", "__len__"),
+    *("__lt__", "__le__", "__gt__", "__ge__", "__ne__", "__eq__"),
+):
+    setattr(VocabParallelLogits, _operator, _whole_operator(_operator))
+# Comparing values, as tensors do, and still hashed by identity, as tensors are.
+VocabParallelLogits.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 
 def _gather_if_partial(value: Any) -> Any:
@@ -224,7 +276,9 @@ def _cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
     """Return the cross-entropy of split logits [n, V] and classes [n], or None if it needs whole logits."""
-    if not isinstance(logits, VocabParallelLogits) or logits.local_logits.dim() != 2 or target.dim() != 1:
+    if not isinstance(logits, VocabParallelLogits) or not logits.is_partial:
+        return None
+    if logits.local_logits.dim() != 2 or target.dim() != 1:
         return None
     if target.is_floating_point() or weight is not None or label_smoothing or size_average or reduce:
         return None

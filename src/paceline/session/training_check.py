@@ -1,0 +1,553 @@
+"""The check of the first step: a partitioned model trains as the whole model does, or the run is refused.
+
+Evaluation and outputs alone do not show everything: two ranks can drop the same features, a gradient can stay
+partial, a loss can read only this rank's weights. So a few samples run in training mode, forward and
+backward, through the whole model before it is partitioned, and then through the runner of the layout. Losses,
+metrics, gradients of all parameters and the draws from PyTorch's generators are compared.
+
+A parameter that every tensor rank holds whole can have a partial gradient, because it is applied to a part of
+the features or heads (a norm of queries and keys, `nn.PReLU`, a learned temperature). If the sum of these
+gradients is that of the whole model, the parameter is marked: its gradient is summed over the tensor axis
+from then on. Every other difference ends the run.
+
+Parameters whose values are all equal (zeros, ones) are moved a little during the check, since a gate that
+starts at zero would hide whatever is behind it.
+
+Invariant: after the check, parameters, buffers and random generators are as before it.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, resolve_name
+
+from paceline.comm.group_collectives import all_gather_texts
+from paceline.data.loader import collate_samples
+from paceline.data.work import LoadedBatch
+from paceline.errors import PacelineError, TaskError
+from paceline.models.dropout import name_dropouts
+from paceline.parallel.data_parallel import ReplicatedRunner
+from paceline.parallel.model_runner import ModelRunner
+from paceline.parallel.pipeline.pipeline_runner import PipelineRunner
+from paceline.parallel.placement import TensorPlacement
+from paceline.parallel.rng_state import seed_micro_batch
+from paceline.parallel.session_context import SessionContext
+from paceline.parallel.state_hash import tensor_sha256
+from paceline.session.task_contract import probe_batch, restore_buffers
+from paceline.state.keys import key
+from paceline.state.slot import TensorSlot, trained_parameters
+from paceline.task import Loss, Task
+
+_NUM_TRIALS = 2  # a rounding difference at a kink (ReLU, top-k) can change one of them, but not both
+_SAMPLES_PER_TRIAL = 2
+_MIN_TOLERANCE = 1e-3  # of the largest value of a gradient
+_MAX_ULPS = 64  # of the coarsest dtype of the parameters, if that is more
+_GLOBAL_TOLERANCE = 1e-5  # of the largest gradient of all, for gradients that are zero up to rounding
+_MIN_SUM_TOLERANCE = 1e-4
+
+
+PartitionedRunner = ReplicatedRunner | PipelineRunner
+"""A runner of a model that is partitioned by tensor or context: without threads."""
+
+
+class _Draw(NamedTuple):
+    """One call that has advanced a generator: its function and the shape of its result."""
+
+    function: str
+    shape: tuple[int, ...]
+
+
+@dataclass
+class _TrialResult:
+    """One trial: the sums of the loss (if this rank has them), gradients by name, and draws."""
+
+    sums: Tensor | None
+    gradients: dict[str, Tensor]
+    draws: list[_Draw]
+
+
+class TrainingCheck:
+    """Trials of the whole model, which `compare` repeats under the layout.
+
+    Args:
+        context: of the session.
+        task: with the loss as the user wrote it.
+        model: whole, with equal weights on all ranks.
+    """
+
+    def __init__(self, context: SessionContext, task: Task, model: nn.Module) -> None:
+        self._context, self._task, self._model = context, task, model
+        self._batches = _trial_batches(context, task)
+        self._whole: list[_TrialResult] = []
+        self._constants = _constant_parameters(model)
+        self._tolerance = _tolerance([*model.parameters()])
+
+    def run_whole(self, placements: Mapping[str, TensorPlacement]) -> None:
+        """Run the trials through the whole model, and keep the gradients of what this rank will hold.
+
+        Args:
+            placements: what this rank will compute with, by name.
+        """
+        slots = {name: placement.computes for name, placement in placements.items()}
+        whole = [(slot, p) for slot, p in trained_parameters(self._model).items()]
+        with _perturbed(whole, self._constants):
+            for batch in self._batches:
+                result = _run_whole(self._task, self._model, batch, slots, self._context.device)
+                if result is None:
+                    # Not a mistake of the layout: the check of the loss or the first step names it.
+                    self._batches = []
+                    return
+                self._whole.append(result)
+
+    def compare(self, runner: ModelRunner) -> None:
+        """Run the trials under the layout and compare; collective.
+
+        Parameters with partial gradients are marked in the runner's `sharded_model`, so that the reduction
+        that is built from it sums these gradients over the tensor axis.
+
+        Raises:
+            TaskError: the layout trains something else; the same error on every rank.
+        Wire: forward and backward of a few samples, an all_reduce of each gradient that is summed over the
+            tensor or context axis, and ragged all_gathers of some bytes.
+        """
+        assert isinstance(runner, PartitionedRunner)
+        sharded_model, finding = runner.sharded_model, _Finding()
+        parts = [*sharded_model.computes.items(), *sharded_model.updates.items()]
+        for batch, whole in zip(self._batches, self._whole, strict=True):
+            with _perturbed(parts, self._constants):
+                # Ranks of a host can share memory: all of them have written before one of them reads.
+                self._agree(_Finding())
+                partitioned = _run_partitioned(runner, batch, self._context.device)
+                finding = self._compare_one(whole, partitioned, runner)
+            self._agree(_Finding())
+            if not finding.mistake:
+                runner.sharded_model = sharded_model.with_sums(finding.summed, "tensor")
+                return
+        if finding.mistake:
+            raise TaskError(finding.mistake, next_step=finding.next_step)
+
+    def _compare_one(
+        self, whole: _TrialResult, partitioned: _TrialResult | Exception, runner: PartitionedRunner
+    ) -> _Finding:
+        """Compare one trial; collective, equal on every rank."""
+        local = _Finding()
+        if isinstance(partitioned, Exception):
+            local = _failure(partitioned)
+        # A rank that failed left its collectives, so the others may not begin new ones before they know.
+        failed = self._agree(local)
+        if failed.mistake:
+            return failed
+        assert isinstance(partitioned, _TrialResult)
+        comparison = _GradientComparison(self._context, runner, whole.gradients, self._tolerance)
+        wrong, summed = comparison.compare(partitioned.gradients)
+        local.summed = summed
+        copies = comparison.different_copy(summed)
+        draws = _different_draw(whole.draws, partitioned.draws)
+        sums = _different_sum(self._context, whole, partitioned, runner.metric_names.names or ())
+        if self._context.mesh.axes["pipeline"].size > 1:
+            draws = ""  # a stage makes only some of the draws
+        if wrong or sums or draws or copies:
+            local.mistake, local.next_step = _describe(self._context, wrong, (sums, draws, copies), summed)
+        return self._agree(local)
+
+    def _agree(self, local: _Finding) -> _Finding:
+        """Return the finding of the first rank with a mistake, and the names that any rank sums."""
+        texts = all_gather_texts(local.to_json(), self._context.mesh.world, self._context.net)
+        findings = [_Finding(**json.loads(text)) for text in texts]
+        first = next((finding for finding in findings if finding.mistake), _Finding())
+        return replace(first, summed=sorted({name for finding in findings for name in finding.summed}))
+
+
+@dataclass
+class _Finding:
+    """Result of one comparison: a mistake and its next step, and parameters whose gradients are partial."""
+
+    mistake: str = ""
+    next_step: str = ""
+    summed: Sequence[str] = ()
+
+    def to_json(self) -> str:
+        return json.dumps({**vars(self), "summed": [*self.summed]})
+
+
+def needs_training_check(context: SessionContext, model: nn.Module) -> bool:
+    """Return whether the layout partitions the computation of a model that is in memory."""
+    axes, recipe = context.mesh.axes, context.recipe
+    is_partitioned = axes["tensor"].size > 1 or axes["context"].size > 1
+    return (
+        recipe.debug.check
+        and is_partitioned
+        and recipe.strategy.lanes == 1
+        and not recipe.runtime.compile
+        and not any(p.is_meta for p in model.parameters())
+    )
+
+
+def _trial_batches(context: SessionContext, task: Task) -> list[LoadedBatch]:
+    """Return the first samples as micro-batches of training, of at most the size that a step has."""
+    batch_size = context.recipe.batch.size
+    per_micro_batch = max(1, batch_size // max(1, context.shards))
+    size = min(_SAMPLES_PER_TRIAL, per_micro_batch)
+    if context.mesh.axes["pipeline"].size > 1:
+        size = per_micro_batch  # a stage may split a micro-batch into parts
+    batches = []
+    for number in range(_NUM_TRIALS):
+        indices = [i % len(task.data) for i in range(number * size, (number + 1) * size)]
+        batches.append(
+            probe_batch(collate_samples(task, [task.data[i] for i in indices], context.device), size)
+        )
+    return batches
+
+
+def _constant_parameters(model: nn.Module) -> dict[str, float]:
+    """Return the value of each trained parameter whose values are all equal, by name."""
+    values: dict[str, float] = {}
+    for slot, p in trained_parameters(model).items():
+        if p.numel() and not p.is_meta and bool((p == p.reshape(-1)[0]).all()):
+            values[slot.name] = float(p.detach().reshape(-1)[0])
+    return values
+
+
+@contextmanager
+def _perturbed(
+    parameters: Sequence[tuple[TensorSlot, nn.Parameter]], values: Mapping[str, float]
+) -> Iterator[None]:
+    """Move parameters with equal values inside the block: parts as the whole tensors are moved."""
+    parts = [(slot, p) for slot, p in parameters if slot.name in values and p.untyped_storage().size()]
+    with torch.no_grad():
+        for slot, p in parts:
+            generator = torch.Generator().manual_seed(key(0, "training-check", slot.name))
+            # Positive, so that a root or a logarithm of a value at zero stays finite.
+            noise = torch.rand(slot.shape, generator=generator)[slot.index] * 0.04 + 0.01
+            p.copy_(values[slot.name] + noise.view(p.shape))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for slot, p in parts:
+                p.fill_(values[slot.name])
+
+
+def _tolerance(parameters: Sequence[Tensor]) -> float:
+    """Return the error of a gradient, relative to its largest value, that rounding explains."""
+    dtypes = {p.dtype for p in parameters if p.is_floating_point()}
+    return max([_MIN_TOLERANCE, *(_MAX_ULPS * torch.finfo(dtype).eps for dtype in dtypes)])
+
+
+class _DrawRecorder(TorchFunctionMode):
+    """Function mode that records every call that advances the generator of the CPU or of a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device, self.draws = device, list[_Draw]()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        before = self._state()
+        result = func(*args, **(kwargs or {}))
+        if not all(map(torch.equal, before, self._state())):
+            first = result[0] if isinstance(result, tuple) and result else result
+            shape = tuple(first.shape) if isinstance(first, Tensor) else ()
+            self.draws.append(_Draw(resolve_name(func) or str(func), shape))
+        return result
+
+    def _state(self) -> list[Tensor]:
+        # Their methods are no functions of PyTorch, so they are not seen by this mode.
+        states = [torch.default_generator.get_state()]
+        if self._device.type == "cuda":
+            states.append(torch.cuda.default_generators[self._device.index or 0].get_state())
+        return states
+
+
+@contextmanager
+def _trial_surroundings(model: nn.Module, device: torch.device) -> Iterator[_DrawRecorder]:
+    """Run a trial in training mode, in the parameters' dtype; restore generators, modes and buffers."""
+    modes = [(module, module.training) for module in model.modules()]
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    devices = [device] if device.type == "cuda" else []
+    recorder = _DrawRecorder(device)
+    try:
+        with torch.random.fork_rng(devices), restore_buffers(model), recorder:
+            yield recorder
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        for module, training in modes:
+            module.training = training
+
+
+def _run_whole(
+    task: Task,
+    model: nn.Module,
+    loaded: LoadedBatch,
+    slots: Mapping[str, TensorSlot],
+    device: torch.device,
+) -> _TrialResult | None:
+    """Run forward and backward of the whole model; keep the gradients of this rank's slots only.
+
+    Returns:
+        None if the model or its loss fails, or returns no loss that can be trained.
+    """
+    gradients: dict[str, Tensor] = {}
+    hooks = [
+        p.register_post_accumulate_grad_hook(partial(_keep_part, gradients, slots[slot.name]))
+        for slot, p in trained_parameters(model).items()
+        if slot.name in slots
+    ]
+    before = [p.grad for p in model.parameters()]
+    try:
+        with _trial_surroundings(model, device) as recorder, torch.autocast(device.type, enabled=False):
+            model.train()
+            seed_micro_batch(loaded.micro_batch.key, device, name_dropouts(model), everything=True)
+            loss = task.loss(model, loaded.batch)
+            if not isinstance(loss, Loss) or not loss.total.requires_grad:
+                return None
+            loss.total.backward()
+    except Exception:  # noqa: BLE001  whatever the user's code raises, it raises in the first step, too
+        return None
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for p, grad in zip(model.parameters(), before, strict=True):
+            p.grad = grad
+    return _TrialResult(_loss_values(loss), gradients, recorder.draws)
+
+
+def _keep_part(gradients: dict[str, Tensor], slot: TensorSlot, p: Tensor) -> None:
+    """Add the part of a complete gradient to those that are kept, and free the whole."""
+    if p.grad is not None:
+        grad = p.grad.to_dense() if p.grad.is_sparse else p.grad
+        part = grad[slot.index].clone()
+        gradients[slot.name] = gradients[slot.name] + part if slot.name in gradients else part
+        p.grad = None
+
+
+def _loss_values(loss: Loss) -> Tensor:
+    """Return total, count and metrics (sorted by name) as float64 on the CPU."""
+    values = [loss.total, loss.count, *(loss.metrics[name] for name in sorted(loss.metrics or {}))]
+    return torch.tensor([float(torch.as_tensor(x).detach()) for x in values], dtype=torch.float64)
+
+
+class _GradientRecorder:
+    """Gradient sink that copies the gradients of one micro-batch."""
+
+    by_micro_batch = False
+
+    def __init__(self) -> None:
+        self.gradients: dict[str, Tensor] = {}
+
+    def micro_batch(self, shards: range, is_last: bool) -> None:
+        pass
+
+    def ready(self, slot: TensorSlot, grad: Tensor | None) -> None:
+        if grad is not None:
+            self.gradients[slot.name] = grad.detach().clone()
+
+
+def _run_partitioned(
+    runner: PartitionedRunner, loaded: LoadedBatch, device: torch.device
+) -> _TrialResult | Exception:
+    """Run forward and backward under the layout; an error of the model is returned, not raised."""
+    sink, model = _GradientRecorder(), runner.sharded_model.model
+    try:
+        with _trial_surroundings(model, device) as recorder, _full_precision(runner):
+            sums = runner.run([loaded], 1, sink, 1.0)
+    except PacelineError:
+        raise  # a message of its own, the same on all ranks
+    except Exception as error:  # noqa: BLE001  whatever the model raises on a part is reported
+        with suppress(Exception):
+            runner.abort()
+        return error
+    finally:
+        for p in runner.sharded_model.computes.values():
+            p.grad = None
+    rows = sums.per_micro_batch()
+    return _TrialResult(rows.sum(0) if len(rows) else None, sink.gradients, recorder.draws)
+
+
+@contextmanager
+def _full_precision(runner: PartitionedRunner) -> Iterator[None]:
+    """Run in the parameters' dtype, and seed Python's and NumPy's generators as the whole trial did."""
+    before = runner.precision
+    runner.precision = replace(before, compute="fp32", seeds_everything=True)
+    try:
+        yield
+    finally:
+        runner.precision = before
+
+
+class _GradientComparison:
+    """Comparison of this rank's gradients with those of the whole model.
+
+    Args:
+        expected: gradients of what this rank computes with, by name.
+        tolerance: relative to the largest value of each gradient.
+    """
+
+    def __init__(
+        self,
+        context: SessionContext,
+        runner: PartitionedRunner,
+        expected: Mapping[str, Tensor],
+        tolerance: float,
+    ) -> None:
+        self._context, self._expected, self._tolerance = context, expected, tolerance
+        self._held, self._actual = runner.sharded_model.held, dict[str, Tensor]()
+        largest = max(
+            (float(g.abs().nan_to_num().max()) for g in expected.values() if g.numel()), default=0.0
+        )
+        self._floor = _GLOBAL_TOLERANCE * largest
+
+    def compare(self, actual: Mapping[str, Tensor]) -> tuple[dict[str, float], list[str]]:
+        """Return the relative error of wrong gradients by name, and the names of partial ones; collective."""
+        self._actual = dict(actual)
+        net, axes = self._context.net, self._context.mesh.axes
+        gradients = {name: self._gradient(name, actual) for name in self._held}
+        for name, held in self._held.items():
+            for axis in ("context", "tensor"):
+                if axis in held.sums and axes[axis].size > 1:
+                    gradients[name] = net.all_reduce(gradients[name], axes[axis]).wait()
+        errors = {name: self._error(name, grad) for name, grad in gradients.items()}
+        partial_names = self._partial(gradients, errors) if axes["tensor"].size > 1 else []
+        wrong = {n: e for n, e in errors.items() if e > 1.0 and n not in partial_names}
+        return {name: error * self._tolerance for name, error in wrong.items()}, partial_names
+
+    def different_copy(self, partial_names: Sequence[str]) -> str:
+        """Describe the first gradient that is not the same bits on all tensor ranks; collective.
+
+        Copies of a parameter drift apart if their gradients differ in a bit.
+        """
+        context = self._context
+        names = [n for n, held in self._held.items() if _is_replicated(held) and n not in partial_names]
+        hashes = {name: tensor_sha256(self._gradient(name, self._actual)) for name in names}
+        texts = all_gather_texts(json.dumps(hashes), context.mesh.axes["tensor"], context.net)
+        for name in names:
+            if len({json.loads(text)[name] for text in texts}) > 1:
+                return f"tensor ranks have different bits of the gradient of '{name}'"
+        return ""
+
+    def _gradient(self, name: str, gradients: Mapping[str, Tensor]) -> Tensor:
+        placement = self._held[name]
+        if name in gradients:
+            return gradients[name].reshape(placement.computes.sizes).clone()
+        known = self._expected.get(name)
+        like = known if known is not None else torch.zeros(0)
+        return torch.zeros(placement.computes.sizes, dtype=like.dtype, device=self._context.device)
+
+    def _error(self, name: str, grad: Tensor) -> float:
+        """Return the largest error as a multiple of what is allowed; 0 where a tied stage has the rest."""
+        if self._held[name].holders or not grad.numel():
+            return 0.0  # the stages that share a tensor each have a part of its gradient
+        expected = self._expected.get(name)
+        expected = torch.zeros_like(grad) if expected is None else expected.to(grad.dtype)
+        allowed = self._tolerance * float(expected.abs().nan_to_num().max()) + self._floor
+        error = float((grad - expected).abs().nan_to_num(posinf=float("inf")).max())
+        return error / allowed if allowed else (0.0 if error == 0.0 else float("inf"))
+
+    def _partial(self, gradients: Mapping[str, Tensor], errors: Mapping[str, float]) -> list[str]:
+        """Return the whole tensors of which the sum over the tensor ranks is right, but not each rank's."""
+        net, group = self._context.net, self._context.mesh.axes["tensor"]
+        names = [n for n, held in self._held.items() if _is_replicated(held)]
+        flags = torch.tensor([float(errors[n] > 1.0) for n in names], dtype=torch.float64)
+        flags = net.all_reduce(flags.to(self._context.device), group, "max").wait().cpu() if names else flags
+        found = []
+        for name, flag in zip(names, flags.tolist(), strict=True):
+            if flag:
+                total = net.all_reduce(gradients[name].clone(), group).wait()
+                if self._error(name, total) <= 1.0:
+                    found.append(name)
+        return found
+
+
+def _is_replicated(held: TensorPlacement) -> bool:
+    """Return whether all tensor ranks hold the tensor and compute the same gradient of it."""
+    return "tensor" not in held.computes.axes and "tensor" not in held.sums
+
+
+def _different_draw(whole: Sequence[_Draw], partitioned: Sequence[_Draw]) -> str:
+    """Describe the first draw from a generator that the layout makes otherwise; empty if there is none."""
+    for expected, actual in zip(whole, partitioned, strict=False):
+        if expected != actual:
+            return (
+                f"{actual.function} draws values of shape {actual.shape}, and in one process"
+                f" {expected.function} draws {expected.shape}"
+            )
+    if len(whole) != len(partitioned):
+        return f"{len(partitioned)} calls draw random numbers, and {len(whole)} in one process"
+    return ""
+
+
+def _different_sum(
+    context: SessionContext, whole: _TrialResult, partitioned: _TrialResult, names: Sequence[str]
+) -> str:
+    """Describe the first sum of the loss that differs; empty if there is none; collective."""
+    group, sums = context.mesh.axes["context"], partitioned.sums
+    if sums is not None and group.size > 1:
+        sums = context.net.all_reduce(sums.to(context.device), group).wait().cpu()
+    if sums is None or whole.sums is None or len(sums) != len(whole.sums):
+        return ""
+    for name, a, b in zip(("total", "count", *names), whole.sums.tolist(), sums.tolist(), strict=False):
+        if abs(a - b) > _MIN_SUM_TOLERANCE * abs(a) + 1e-12:
+            what = f"the {name} of the loss" if name in ("total", "count") else f"the metric '{name}'"
+            return f"{what} is {b:.6g}, and {a:.6g} in one process"
+    return ""
+
+
+def _failure(error: Exception) -> _Finding:
+    return _Finding(
+        "the model runs in one process, but not under this layout:"
+        f" {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+        "change the tensor plan or Task.sequence such that every module gets what it expects, set the plan of"
+        " the module to 'whole', or choose another layout",
+    )
+
+
+def _describe(
+    context: SessionContext, wrong: Mapping[str, float], others: tuple[str, str, str], summed: Sequence[str]
+) -> tuple[str, str]:
+    """Return the sentence for a mistake, and the next step.
+
+    Args:
+        wrong: relative error of the gradients that differ.
+        others: differences of the loss, of draws, and between the copies of a gradient; empty: none.
+    """
+    sums, draws, copies = others
+    degrees = [f"{axis}={context.mesh.axes[axis].size}" for axis in ("tensor", "context")]
+    words = " ".join(word for word in degrees if not word.endswith("=1"))
+    facts = []
+    if wrong:
+        name, error = max(wrong.items(), key=lambda item: item[1])
+        others = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        facts.append(f"the gradient of '{name}' is off by {error:.1e} of its largest value{others}")
+    facts += [text for text in (sums, draws, copies) if text]
+    mistake = f"under {words} the model would train something else than in one process: {'; '.join(facts)}"
+    if draws:
+        return mistake, (
+            "use paceline.models.KeyedDropout or nn.Dropout for dropout, draw numbers only in shapes that do"
+            " not depend on the layout, or choose another layout"
+        )
+    if sums and not wrong:
+        return mistake, (
+            "a loss may depend on the outputs of the model only, and not on its weights: use"
+            " optimizer.weight_decay for a penalty; or choose another layout"
+        )
+    if summed:
+        return mistake, (
+            f"'{summed[0]}' is applied to a part of the features of a rank, and its input gets a partial"
+            " gradient: set the tensor plan of the layers around it to 'whole'"
+        )
+    return mistake, (
+        "each feature between a column and its row must be computed by itself, and a loss must be a sum over"
+        " positions; set the tensor plan of the module to 'whole', or choose another layout"
+    )

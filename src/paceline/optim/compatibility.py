@@ -179,13 +179,13 @@ class _TrialTensor(NamedTuple):
 
     Args:
         group: index of its parameter group.
-        index: the part that this rank updates; None: nothing of it.
+        part: index of the part that this rank updates; None: nothing of it.
     """
 
     group: int
     shape: tuple[int, ...]
     dtype: torch.dtype
-    index: tuple[Any, ...] | None
+    part: tuple[Any, ...] | None
 
 
 def _trial_tensors(optimizer: torch.optim.Optimizer, shard: ModelShard | None) -> list[_TrialTensor]:
@@ -199,15 +199,16 @@ def _trial_tensors(optimizer: torch.optim.Optimizer, shard: ModelShard | None) -
     tensors: dict[str, _TrialTensor] = {}
     for number, group in enumerate(optimizer.param_groups):
         for p in group["params"]:
-            shape, index = tuple(p.shape), None
+            shape: tuple[int, ...] = tuple(p.shape)
+            part: tuple[Any, ...] | None = None
             if shard is None:
-                index = (slice(0, (shape[0] + 1) // 2),) if shape else ()
+                part = (slice(0, (shape[0] + 1) // 2),) if shape else ()
             elif id(p) in slots:
                 slot = slots[id(p)]
-                shape, part = slot.shape, parts.get(slot.name)
-                index = None if part is None else part.index
+                shape, updated = slot.shape, parts.get(slot.name)
+                part = None if updated is None else updated.index
             dtype = p.dtype if p.is_floating_point() else torch.float32
-            tensor = _TrialTensor(number, shape, dtype, index)
+            tensor = _TrialTensor(number, shape, dtype, part)
             tensors[str(tensor)] = _limit_size(tensor)
     return [*tensors.values()]
 
@@ -219,12 +220,12 @@ def _limit_size(tensor: _TrialTensor) -> _TrialTensor:
         return tensor
     factor = (_MAX_TRIAL_VALUES / numel) ** (1 / len(tensor.shape))
     shape = tuple(max(1, math.ceil(size * factor)) for size in tensor.shape)
-    index = tensor.index
-    if index is not None:
-        index = tuple(
-            _scale_index(entry, old, new) for entry, old, new in zip(index, tensor.shape, shape, strict=False)
+    part = tensor.part
+    if part is not None:
+        part = tuple(
+            _scale_index(entry, old, new) for entry, old, new in zip(part, tensor.shape, shape, strict=False)
         )
-    return tensor._replace(shape=shape, index=index)
+    return tensor._replace(shape=shape, part=part)
 
 
 def _scale_index(entry: slice | list[int], old: int, new: int) -> slice:
@@ -242,7 +243,7 @@ def _matches_in_parts(optimizer: torch.optim.Optimizer, shard: ModelShard | None
     """
     is_declared = getattr(type(optimizer), "elementwise", None) is True
     tensors = _trial_tensors(optimizer, shard)
-    if all(tensor.index is None for tensor in tensors):
+    if all(tensor.part is None for tensor in tensors):
         return True  # a rank that updates nothing
     result = _run_trial(optimizer, tensors)
     if isinstance(result, Exception):
@@ -288,20 +289,20 @@ def _run_trial(
 
     starts = [draw(tensor, _START_SCALE) for tensor in tensors]
     grads = [[draw(tensor, 1.0) for tensor in tensors] for _ in range(_STEPS)]
-    owned = [i for i, tensor in enumerate(tensors) if tensor.index is not None]
+    owned = [i for i, tensor in enumerate(tensors) if tensor.part is not None]
     groups = [tensor.group for tensor in tensors]
     try:
         parts = _run_steps(
             optimizer,
-            [starts[i][tensors[i].index] for i in owned],
-            [[step[i][tensors[i].index] for i in owned] for step in grads],
+            [starts[i][tensors[i].part] for i in owned],
+            [[step[i][tensors[i].part] for i in owned] for step in grads],
             [groups[i] for i in owned],
         )
         whole = _run_steps(optimizer, starts, grads, groups)
     except Exception as error:  # noqa: BLE001  user code may raise anything; the message is reported
         return error
     return [
-        (starts[i][tensors[i].index], whole[i][tensors[i].index], part)
+        (starts[i][tensors[i].part], whole[i][tensors[i].part], part)
         for i, part in zip(owned, parts, strict=True)
     ]
 

@@ -34,7 +34,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from paceline.comm.group_collectives import all_gather_texts
 from paceline.data.loader import collate_samples
 from paceline.data.work import LoadedBatch
-from paceline.errors import PacelineError, TaskError
+from paceline.errors import TaskError
 from paceline.models.dropout import name_dropouts
 from paceline.parallel.data_parallel import ReplicatedRunner
 from paceline.parallel.model_runner import ModelRunner
@@ -54,6 +54,11 @@ _MIN_TOLERANCE = 1e-3  # of the largest value of a gradient
 _MAX_ULPS = 64  # of the coarsest dtype of the parameters, if that is more
 _GLOBAL_TOLERANCE = 1e-5  # of the largest gradient of all, for gradients that are zero up to rounding
 _MIN_SUM_TOLERANCE = 1e-4
+# Errors of a model. Those of Paceline have a message of their own and pass, the same on all ranks.
+_MODEL_ERRORS = (
+    *(ArithmeticError, AssertionError, AttributeError, LookupError, NameError),
+    *(NotImplementedError, RuntimeError, TypeError, ValueError),
+)
 
 
 PartitionedRunner = ReplicatedRunner | PipelineRunner
@@ -314,8 +319,8 @@ def _run_whole(
             if not isinstance(loss, Loss) or not loss.total.requires_grad:
                 return None
             loss.total.backward()
-    except Exception:  # noqa: BLE001  whatever the user's code raises, it raises in the first step, too
-        return None
+    except _MODEL_ERRORS:
+        return None  # it is raised again in the first step, with its own traceback
     finally:
         for hook in hooks:
             hook.remove()
@@ -363,10 +368,8 @@ def _run_partitioned(
     try:
         with _trial_surroundings(model, device) as recorder, _full_precision(runner):
             sums = runner.run([loaded], 1, sink, 1.0)
-    except PacelineError:
-        raise  # a message of its own, the same on all ranks
-    except Exception as error:  # noqa: BLE001  whatever the model raises on a part is reported
-        with suppress(Exception):
+    except _MODEL_ERRORS as error:
+        with suppress(*_MODEL_ERRORS):
             runner.abort()
         return error
     finally:
@@ -528,8 +531,8 @@ def _describe(
     facts = []
     if wrong:
         name, error = max(wrong.items(), key=lambda item: item[1])
-        others = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-        facts.append(f"the gradient of '{name}' is off by {error:.1e} of its largest value{others}")
+        more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        facts.append(f"the gradient of '{name}' is off by {error:.1e} of its largest value{more}")
     facts += [text for text in (sums, draws, copies) if text]
     mistake = f"under {words} the model would train something else than in one process: {'; '.join(facts)}"
     if draws:

@@ -290,15 +290,13 @@ def plan_tensor_cuts(entries: Sequence[TensorPlanEntry], degree: int) -> TensorC
     linears: list[LinearCut] = []
     attentions: list[AttentionCut] = []
     dropouts: list[DropoutCut] = []
-    region_dropouts: list[RegionDropout] = []
-    parents = {entry.name.rpartition(".")[0] for entry in entries if entry.word == "column"}
     embeddings: list[EmbeddingCut] = []
-    for entry in (entry for entry in entries if entry.word != "sequence"):
+    region_dropouts = _region_dropouts(entries)
+    handled = {id(dropout.module) for dropout in region_dropouts}
+    for entry in (e for e in entries if e.word != "sequence" and id(e.module) not in handled):
         if entry.word == "heads":
             attentions.append(cut_heads(entry.name, entry.module, degree))
             linears += attentions[-1].linears
-        elif isinstance(entry.module, nn.Dropout):
-            region_dropouts.append(RegionDropout(entry.module, _enclosing(entry.name, parents) or ""))
         elif isinstance(entry.module, KeyedDropout):
             spans = linears[-1].spans
             dropouts.append(DropoutCut(entry.module, spans, spans[-1][-1]))
@@ -314,6 +312,15 @@ def plan_tensor_cuts(entries: Sequence[TensorPlanEntry], degree: int) -> TensorC
         _refuse_gathered(block.name, linears)
         require_positionwise(block.name, block.module, {id(cut.layer) for cut in linears})
     return TensorCuts(linears, attentions, dropouts, region_dropouts, embeddings, blocks, degree)
+
+
+def _region_dropouts(entries: Sequence[TensorPlanEntry]) -> list[RegionDropout]:
+    parents = {entry.name.rpartition(".")[0] for entry in entries if entry.word == "column"}
+    return [
+        RegionDropout(entry.module, _enclosing(entry.name, parents) or "")
+        for entry in entries
+        if isinstance(entry.module, nn.Dropout)
+    ]
 
 
 def _refuse_gathered(block: str, linears: Sequence[LinearCut]) -> None:

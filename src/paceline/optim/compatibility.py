@@ -54,7 +54,8 @@ def _require_right_kernels(optimizer: torch.optim.Optimizer) -> torch.optim.Opti
 
     Raises:
         TaskError: PyTorch's fused SGD on CPUs, over bfloat16 or float16: with momentum it ends 0.6
-            away after six steps, where 0.02 is rounding (PyTorch 2.13; tests/unit/optim/test_compatibility.py).
+            away after six steps, where 0.02 is rounding (PyTorch 2.13;
+            tests/unit/optim/test_compatibility.py).
     """
     half = (torch.bfloat16, torch.float16)
     for group in optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else ():

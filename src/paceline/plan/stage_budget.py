@@ -66,8 +66,9 @@ def best_fitting_cut(
         weights, sizes: as in `partition_evenly`.
         fits: returns for a cut which of its stages fit; depends only on the parts of a stage.
         chunks: parts of each stage; stage s of p has the parts s, s + p and so on.
-    Exactness: up to 12 modules as good as trying every cut, tests/unit/parallel/pipeline/test_stage_partition.py. In a longer
-        chain parts that contain a part which does not fit are also excluded.
+    Exactness: up to 12 modules as good as trying every cut
+        (tests/unit/parallel/pipeline/test_stage_partition.py). In a longer chain, parts that contain a part
+        which does not fit are also excluded.
     Source: Murty 1968, An Algorithm for Ranking all the Assignments in Order of Increasing Cost (branching).
     """
     search = _CutSearch(weights, sizes, num_stages, chunks)

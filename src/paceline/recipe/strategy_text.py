@@ -8,8 +8,8 @@ when measurements have chosen one of the listed rules. Once the event has happen
 the text is rewritten with it (`resolve_phases`), so a resumed run switches at the same step.
 
 This module and `recipe.registry` are the only ones that split the text of words or compare their names
-(tests/unit/recipe/registry/test_words_are_compared_in_the_registry.py). The check functions are pydantic validators:
-they return the text, or raise a `PydanticCustomError` that names the nearest valid spelling. Pure.
+(tests/unit/recipe/registry/test_words_are_compared_in_the_registry.py). The check functions are pydantic
+validators: they return the text, or raise a `PydanticCustomError` that names the nearest valid spelling. Pure.
 """
 
 from __future__ import annotations

@@ -515,9 +515,8 @@ class DebugRecipe(RecipeTable):
     """Checks that end a run when they find a mistake, and the replay of another run."""
 
     check: bool = Field(
-        default=True,
-        description="with tensor or context: compare a training step of a few samples with that of the whole "
-        "model, before the first step",
+        True,
+        description="under tensor or context, compare a first training step with that of the whole model",
     )
     bytes: bool = Field(
         default=False,

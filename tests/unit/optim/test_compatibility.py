@@ -279,13 +279,13 @@ def test_fused_sgd_over_two_bytes_on_the_processor_is_refused_and_is_wrong() -> 
     assert require_one_gradient(torch.optim.SGD([p], lr=0.1))
 
 
-class MuonWithAuxiliaryAdam(Lars):
+class MuonWithAuxiliaryAdam(Signs):
     """Updates of whole matrices in one group, and elementwise ones in the other."""
 
     def direction(self, p: Tensor) -> Tensor:
         group = next(group for group in self.param_groups if any(p is q for q in group["params"]))
         if not group["matrices"]:
-            return Signs.direction(self, p)  # type: ignore[arg-type]
+            return super().direction(p)
         assert p.grad is not None
         return torch.linalg.svd(p.grad, full_matrices=False)[0] @ torch.linalg.svd(p.grad, False)[2]
 

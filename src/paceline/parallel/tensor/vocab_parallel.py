@@ -251,14 +251,17 @@ def _whole_operator(name: str) -> Any:
     return operator
 
 
-for _operator in (
-    *("__add__", "__radd__", "__sub__", "__rsub__", "__rtruediv__", "__pow__", "__rpow__", "__neg__"),
-    *("__matmul__", "__rmatmul__", "__abs__", "__mod__", "__floordiv__", "__len__"),
-    *("__lt__", "__le__", "__gt__", "__ge__", "__ne__", "__eq__"),
-):
-    setattr(VocabParallelLogits, _operator, _whole_operator(_operator))
-# Comparing values, as tensors do, and still hashed by identity, as tensors are.
-VocabParallelLogits.__hash__ = object.__hash__  # type: ignore[method-assign]
+_OPERATORS: dict[str, Any] = {
+    name: _whole_operator(name)
+    for name in (
+        *("__add__", "__radd__", "__sub__", "__rsub__", "__rtruediv__", "__pow__", "__rpow__", "__neg__"),
+        *("__matmul__", "__rmatmul__", "__abs__", "__mod__", "__floordiv__", "__len__"),
+        *("__lt__", "__le__", "__gt__", "__ge__", "__ne__", "__eq__"),
+    )
+}
+# `==` compares values, as that of tensors does; the hash is that of the object, as that of tensors is.
+for _name, _operator in {**_OPERATORS, "__hash__": object.__hash__}.items():
+    setattr(VocabParallelLogits, _name, _operator)
 
 
 def _gather_if_partial(value: Any) -> Any:

@@ -15,7 +15,8 @@ rows without a gradient. If half of the rows or more are touched, the whole matr
 
 Invariant: on all ranks the parts of a server have the same slots in the same order, and each value of the
 model belongs to one server.
-Exactness: sparse rows bitwise, up to the sign of a zero of a gradient (tests/parity/test_multiple_servers.py).
+Exactness: sparse rows bitwise, up to the sign of a zero of a gradient
+(tests/parity/test_multiple_servers.py).
 Wire: sparse rows (8 + b) bytes for a touched row of b bytes, with its number; b for each row of a whole
 matrix.
 Source: Li et al. 2014, Scaling Distributed Machine Learning with the Parameter Server, section 3.1 (ranges of

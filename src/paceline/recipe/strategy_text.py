@@ -9,7 +9,7 @@ the text is rewritten with it (`resolve_phases`), so a resumed run switches at t
 
 This module and `recipe.registry` are the only ones that split the text of words or compare their names
 (tests/unit/recipe/registry/test_words_are_compared_in_the_registry.py). The check functions are pydantic
-validators: they return the text, or raise a `PydanticCustomError` that names the nearest valid spelling. Pure.
+validators: they return the text, or raise a `PydanticCustomError` that names the nearest spelling. Pure.
 """
 
 from __future__ import annotations

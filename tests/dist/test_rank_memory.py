@@ -125,6 +125,7 @@ def live(cluster: Cluster, strategy: str, model: str, folder: str) -> Life:
         optimizer={"name": "adamw", "lr": 1e-3},
         strategy=Strategy.parse(strategy),
         runtime={"bucket_bytes": BUCKET_BYTES},
+        debug={"check": False},  # it keeps gradients of the whole model until it has compared them
     )
     before, life = bytes_now(), Life()
     record = profile(activities=[ProfilerActivity.CPU], profile_memory=True)

@@ -21,7 +21,7 @@ from paceline.parallel.state_hash import state_sha256
 from paceline.recipe import Recipe, Strategy
 from paceline.session import Components
 from paceline.sync.update import GradientNorm
-from paceline.testing import run_ranks
+from paceline.testing import RanksFailed, run_ranks
 from paceline.testing.parity import CPU, build_test_session, make_task
 from paceline.verification import VerificationReport, compare_with_oracle
 from tests.dist.comm.nodes import on_nodes
@@ -325,7 +325,10 @@ def test_a_plan_that_forgets_the_dropout_is_found() -> None:
     without = {"layers.0": "column", "layers.3": "row"}
     recipe = digits("replicas=1 tensor=2")
     assert run_ranks(verify, 2, recipe, None, whole)[0].ok
-    assert not run_ranks(verify, 2, recipe, None, without)[0].ok
+    with pytest.raises(RanksFailed, match="would train something else"):
+        run_ranks(verify, 2, recipe, None, without)
+    unchecked = recipe.replace(debug=recipe.debug.replace(check=False))
+    assert not run_ranks(verify, 2, unchecked, None, without)[0].ok
 
 
 @pytest.mark.capability("I10")

@@ -49,9 +49,11 @@ def wrong_with(report: VerificationReport) -> str:
     return "" if report.ok else f"{report.failure} {report.diagnosis}"
 
 
-def verified(cluster: Cluster, build: Callable[[], Task] | None = None, steps: int = 3) -> VerificationReport:
+def verified(
+    cluster: Cluster, build: Callable[[], Task] | None = None, steps: int = 3, *, checks: bool = True
+) -> VerificationReport:
     """On as many tensor ranks as there are."""
-    settings = recipe(f"replicas=1 tensor={cluster.world_size}")
+    settings = recipe(f"replicas=1 tensor={cluster.world_size}", debug={"check": checks})
     return compare_with_oracle(settings, build() if build else make_task(settings), cluster, CPU, steps)
 
 
@@ -156,7 +158,8 @@ def test_models_of_others_run_by_the_plans_that_ship() -> None:
                 "paceline.parallel.tensor.tensor_plan.plan_tensor_transform",
                 lambda *args: type(transform(*args))(**(vars(transform(*args)) | unsummed)),
             )
-            if verified(cluster, OTHERS["Llama, 5 heads that share 1"], 1).ok:
+            # The check before the first step would find these gradients and sum them.
+            if verified(cluster, OTHERS["Llama, 5 heads that share 1"], 1, checks=False).ok:
                 wrong["twin"] = "gradients of repeated keys are not summed, and nobody sees it"
         return wrong
 

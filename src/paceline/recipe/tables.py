@@ -514,7 +514,7 @@ class LogRecipe(RecipeTable):
 class DebugRecipe(RecipeTable):
     """Checks that end a run when they find a mistake, and the replay of another run."""
 
-    check: bool = Field(True, description="with tensor or context, compare a step with that of one process")
+    check: bool = Field(default=True, description="compare a step under tensor, context with one process")
     bytes: bool = Field(
         default=False,
         description="compare the bytes that routes send with their closed forms, in every round",

@@ -328,7 +328,7 @@ def refused(cluster: Cluster) -> str:
     def own() -> Task:
         made = task()
         first, last = made.model[0], made.model[2]
-        several = torch.optim.SGD(first.parameters(), lr=0.1), ByTheNorm(last.parameters(), lr=0.1)
+        several = torch.optim.SGD(last.parameters(), lr=0.1), ByTheNorm(first.parameters(), lr=0.1)
         return replace(made, optimizer=lambda _: ByGroup(*several))
 
     with pytest.raises(StrategyError) as error:

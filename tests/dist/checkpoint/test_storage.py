@@ -122,7 +122,7 @@ def train_to(
 
     store = s3fs.S3FileSystem(use_listings_cache=False)
     if cluster.global_rank == 0 and not store.exists(BUCKET):
-        store.mkdir(BUCKET)
+        store.makedirs(BUCKET, exist_ok=True)
     layout = {"strategy": Strategy.parse(strategy)} if strategy else {}
     keep = {"folder": url, "every_steps": 2, "keep": 2}
     recipe = Recipe(**DIGITS, steps=steps, checkpoint=keep, **layout, **settings)
@@ -175,7 +175,7 @@ def test_a_folder_in_s3_is_read_and_checked(server: str, tmp_path: Path) -> None
 
     model = nn.Linear(3, 2)
     store = s3fs.S3FileSystem(use_listings_cache=False)
-    store.mkdir(BUCKET)
+    store.makedirs(BUCKET, exist_ok=True)
     data = save(model.state_dict())
     store.pipe_file(f"{BUCKET}/model/model.safetensors", data)
     folder = f"s3://{BUCKET}/model"

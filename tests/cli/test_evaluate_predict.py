@@ -221,7 +221,7 @@ def all_answers(cluster: Cluster, run_dir: Path, strategies: tuple[str, ...]) ->
 
 
 def same_answers(found: Any, alone: Any, near: float) -> bool:
-    """Whether samples, order, losses and scores are those of one process."""
+    """Return whether samples, order, losses and scores are those of one process."""
     (evaluation, rows, *_), (right, right_rows, *_) = found, alone
     scores = [[float(row["score"]) for row in one] for one in (rows, right_rows)]
     return bool(

@@ -80,7 +80,7 @@ class LinkDirection:
 
     @property
     def delayed(self) -> bool:
-        """Whether it needs a delay in addition to the token bucket."""
+        """Return whether the line needs a delay in addition to the token bucket."""
         return self.latency_seconds > 0 or self.jitter_seconds > 0 or self.loss > 0
 
 

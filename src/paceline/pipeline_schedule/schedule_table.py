@@ -77,7 +77,7 @@ class ScheduleTable:
 
     @property
     def splits(self) -> bool:
-        """Whether backward passes are split into input gradients and weight gradients."""
+        """Return whether backward passes are split into input gradients and weight gradients."""
         return any(action.kind == "W" for order in self.orders for action in order)
 
     def first(self, num_micro_batches: int) -> ScheduleTable:

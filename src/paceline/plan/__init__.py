@@ -1,4 +1,4 @@
-"""What a job will need, said before it is started."""
+"""Memory and time that a job will need, computed before it is started."""
 
 from paceline.plan.memory_budget import BudgetVerdict, check_budget, nearest_that_fits
 from paceline.plan.memory_plan import MemoryByKind, MemoryPlan, RankMemory

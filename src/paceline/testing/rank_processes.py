@@ -325,7 +325,7 @@ class _RankProcess:
 
     @property
     def open(self) -> bool:
-        """Whether it has neither a result nor a failure yet."""
+        """Return whether the rank has neither a result nor a failure yet."""
         return self.result is None and self.failure is None
 
     def receive(self) -> None:

@@ -93,7 +93,7 @@ class Wasteful:
 
 
 def steady(path: CodingCollective, net: Net) -> list[int]:
-    """What steps allocate that are not the first: a sum of a buffer of odd length, and one of rows."""
+    """Measure what later steps allocate: a sum of a buffer of odd length, and one of rows."""
     whole, rows = torch.randn(N - 1), torch.randn(WORLD, N // WORLD)
 
     def step() -> None:
@@ -114,7 +114,7 @@ def steady_coding(group: RankGroup, word: str) -> list[int]:
 
 
 def allocated_by_sum(path: Collective) -> list[int]:
-    """What sums allocate that are not the first."""
+    """Measure what later sums allocate."""
     x = torch.randn(N)
     for _ in range(WARM):
         path.all_reduce(x, "whole").wait()
@@ -122,7 +122,7 @@ def allocated_by_sum(path: Collective) -> list[int]:
 
 
 def allocated_by_scatter(path: Collective) -> tuple[list[int], list[int]]:
-    """What scatters allocate that are not the first: of rows that may be changed, and of others."""
+    """Measure what later scatters allocate: of rows that may be changed, and of others."""
     rows, memory = torch.randn(path.group.size, N), torch.empty(path.group.size - 1, N)
     for _ in range(WARM):
         path.reduce_scatter(rows, "rows", lambda: memory).wait()

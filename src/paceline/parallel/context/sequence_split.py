@@ -80,7 +80,7 @@ class AttentionBlock(NamedTuple):
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to compute."""
+        """Return whether the block has nothing to compute."""
         return self.queries.start == self.queries.stop or self.keys.start == self.keys.stop
 
 

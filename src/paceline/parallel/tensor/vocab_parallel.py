@@ -125,7 +125,7 @@ class VocabParallelLogits:
 
     @property
     def is_partial(self) -> bool:
-        """Whether only this rank's part is in memory; false after a change in place."""
+        """Return whether only this rank's part is in memory; false after a change in place."""
         return self._changed is None
 
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Any:

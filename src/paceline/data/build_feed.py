@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from paceline.data.loader import SampleLoader
-from paceline.data.task_data import build_order
+from paceline.data.task_data import CollatedSamples, build_order, collate_of
 from paceline.data.work import TrainingFeed
 from paceline.recipe.recipe import Recipe
 from paceline.task import SampleSource, Task
@@ -38,8 +38,14 @@ def state_intervals(recipe: Recipe) -> tuple[int, ...]:
 
 def build_loader(recipe: Recipe, task: Task, source: SampleSource, device: torch.device) -> SampleLoader:
     """Build the loader of one source with the settings of the recipe."""
+    # The loader knows how to read the inner samples as a batch.
+    samples = source.samples if isinstance(source, CollatedSamples) else source
     return SampleLoader(
-        source, task.collate, recipe.loader, device, deadline_seconds=recipe.runtime.deadline_seconds
+        samples,
+        collate_of(task, source),
+        recipe.loader,
+        device,
+        deadline_seconds=recipe.runtime.deadline_seconds,
     )
 
 

@@ -6,12 +6,20 @@ Invariant: after `prepare_data` a task has map-style data and an order of sample
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, cast
 
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, default_collate
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    default_collate,
+)
 
 from paceline.data.sample_order import BatchOrder, KeyedOrder, SamplerOrder
 from paceline.data.stream import StreamOrder, StreamPositions
@@ -61,12 +69,25 @@ def _differences_from_recipe(loader: DataLoader[Any], recipe: Recipe) -> Iterato
     settings = {
         "batch_size": (loader.batch_size, "batch.size", batch.size),
         "drop_last": (loader.drop_last, "batch.drop_last", batch.drop_last),
-        "num_workers": (loader.num_workers, "loader.workers", recipe.loader.workers),
+        **_worker_settings(loader, recipe),
     }
     if not is_stream(loader.dataset) and _sampler_of(loader) is None:
         settings["shuffle"] = (_shuffles(loader), "batch.shuffle", batch.shuffle)
+    yield from _describe_differences(settings)
+
+
+_Settings = dict[str, tuple[Any, str, Any]]
+"""By argument of a DataLoader: its value, the key of the recipe, and the recipe's value."""
+
+
+def _worker_settings(loader: DataLoader[Any], recipe: Recipe) -> _Settings:
+    settings: _Settings = {"num_workers": (loader.num_workers, "loader.workers", recipe.loader.workers)}
     if loader.num_workers:
         settings["prefetch_factor"] = (loader.prefetch_factor, "loader.prefetch", recipe.loader.prefetch)
+    return settings
+
+
+def _describe_differences(settings: _Settings) -> Iterator[str]:
     for name, (loader_value, recipe_key, value) in settings.items():
         if loader_value != value:
             yield f"{name} is {loader_value}, and {recipe_key} = {value}"
@@ -74,6 +95,14 @@ def _differences_from_recipe(loader: DataLoader[Any], recipe: Recipe) -> Iterato
 
 def _unsupported_arguments(loader: DataLoader[Any], task: Task) -> Iterator[str]:
     """Yield a sentence for each argument of the DataLoader that would have no effect."""
+    yield from _unread_arguments(loader)
+    if task.collate is not None and loader.collate_fn is not default_collate:
+        yield "collate_fn: the task has a collate function too"
+    if task.sampler is not None and _sampler_of(loader) is not None:
+        yield "sampler: the task has a sampler too"
+
+
+def _unread_arguments(loader: DataLoader[Any]) -> Iterator[str]:
     if not is_stream(loader.dataset) and type(loader.batch_sampler) not in (BatchSampler, type(None)):
         yield f"batch_sampler ({type(loader.batch_sampler).__name__}): batches are cut by batch.size"
     unread = {
@@ -86,10 +115,75 @@ def _unsupported_arguments(loader: DataLoader[Any], task: Task) -> Iterator[str]
             yield f"{name}: {why}"
     if loader.timeout:
         yield "timeout: a batch may take runtime.deadline_seconds"
-    if task.collate is not None and loader.collate_fn is not default_collate:
-        yield "collate_fn: the task has a collate function too"
-    if task.sampler is not None and _sampler_of(loader) is not None:
-        yield "sampler: the task has a sampler too"
+
+
+class CollatedSamples:
+    """Map-style samples with a collate function of their own, in place of the task's.
+
+    Args:
+        samples: map-style data.
+        collate: list of samples to batch.
+    """
+
+    def __init__(self, samples: SampleSource, collate: Callable[[list[Any]], Any]) -> None:
+        self.samples, self.collate = samples, collate
+        fetch_many = getattr(samples, "__getitems__", None)
+        if callable(fetch_many):
+            self.__getitems__ = fetch_many
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.samples[index]
+
+
+def collate_of(task: Task, source: Any) -> Callable[[list[Any]], Any] | None:
+    """Return the collate function of a source: its own, or the task's; None: PyTorch's default."""
+    return source.collate if isinstance(source, CollatedSamples) else task.collate
+
+
+def unpack_held_out(name: str, loader: DataLoader[Any], recipe: Recipe, task: Task) -> Any:
+    """Return the samples of a held-out DataLoader, with its collate function.
+
+    Args:
+        task: as the user built it: its collate function is used if the loader has the default one.
+    Raises:
+        DataError: an argument of the DataLoader contradicts the recipe, or is not supported.
+    """
+    require_samples("held_out", loader.dataset)
+    sampler = _sampler_of(loader)
+    is_subset = type(sampler) is SubsetRandomSampler
+    wrong = [*_describe_differences(_held_out_settings(loader, recipe)), *_unread_arguments(loader)]
+    if sampler is not None and not is_subset:
+        wrong.append(f"sampler ({type(sampler).__name__}): every held-out sample is used once")
+    if wrong:
+        raise DataError(
+            "the held-out DataLoader does not go with the recipe: " + "; ".join(wrong),
+            where=f"Task(held_out={{'{name}': DataLoader(...)}})"
+            if name
+            else "Task(held_out=DataLoader(...))",
+            next_step="give the data set itself, Task(held_out=dataset), or one of its subsets, and the rest"
+            " in the recipe's [evaluate] and [loader]",
+        )
+    # The order of the samples does not change a mean, so a sampler of a subset only selects.
+    samples = Subset(loader.dataset, [*cast(Any, sampler).indices]) if is_subset else loader.dataset
+    is_default = loader.collate_fn is default_collate or loader.batch_size is None
+    collate = (task.collate or default_collate) if is_default else loader.collate_fn
+    return CollatedSamples(read_held_out(name, samples, recipe, task), collate)
+
+
+def _held_out_settings(loader: DataLoader[Any], recipe: Recipe) -> _Settings:
+    evaluate = recipe.evaluate
+    settings: _Settings = {
+        "batch_size": (loader.batch_size, "evaluate.batch", evaluate.batch),
+        **_worker_settings(loader, recipe),
+    }
+    if loader.drop_last:
+        settings["drop_last"] = (True, "no key that leaves samples out of an evaluation; drop_last", False)
+    if not is_stream(loader.dataset) and _shuffles(loader) and evaluate.max_samples:
+        settings["shuffle"] = (True, "evaluate.max_samples takes the first samples; shuffle", False)
+    return settings
 
 
 def prepare_data(task: Task, recipe: Recipe) -> Task:
@@ -98,11 +192,13 @@ def prepare_data(task: Task, recipe: Recipe) -> Task:
     Raises:
         DataError, RecipeError: an argument of the task is not supported; says which to use instead.
     """
+    # First the held-out sets: their loaders have collate functions apart from that of the training data.
+    held_out = {
+        name: read_held_out(name, source, recipe, task)
+        for name, source in held_out_sets(task.held_out).items()
+    }
     if isinstance(task.data, DataLoader):
         task = unpack_data_loader(task, recipe)
-    held_out = {
-        name: read_held_out(name, source, recipe) for name, source in held_out_sets(task.held_out).items()
-    }
     # Replaced only if a set has changed, so that an unchanged task stays the same object.
     if any(held_out[name] is not source for name, source in held_out_sets(task.held_out).items()):
         task = replace(task, held_out=held_out.get("", held_out))
@@ -125,12 +221,15 @@ def build_order(recipe: Recipe, task: Task) -> BatchOrder:
     )
 
 
-def read_held_out(name: str, source: Any, recipe: Recipe) -> SampleSource:
-    """Return a held-out set as map-style data; of a stream, the first samples.
+def read_held_out(name: str, source: Any, recipe: Recipe, task: Task) -> SampleSource:
+    """Return a held-out set as map-style data; of a stream, the first samples; of a DataLoader, its own.
 
     Raises:
         RecipeError: the set is a stream, and the recipe does not limit the number of samples.
+        DataError: see `unpack_held_out`.
     """
+    if isinstance(source, DataLoader):
+        return unpack_held_out(name, source, recipe, task)
     if not is_stream(source):
         return cast(SampleSource, source)
     most = recipe.evaluate.max_samples

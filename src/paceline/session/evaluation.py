@@ -56,7 +56,7 @@ def evaluate(session: Session, source: Any = None) -> Evaluation | None:
     sets = held_out_sets(session.task.held_out if source is None else source)
     evaluations = {}
     for name, held_out in sets.items():
-        samples = read_held_out(name, held_out, session.recipe)
+        samples = read_held_out(name, held_out, session.recipe, session.task)
         evaluations[name] = repeat_until_agreed(session, partial(_evaluate_set, session, samples))
     return _merge_sets(evaluations) if evaluations else None
 

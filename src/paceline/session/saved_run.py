@@ -75,7 +75,8 @@ def predict_samples(session: Session, source: Any, max_samples: int = 0) -> Iter
             "predict does not support context, in which every rank has some positions of a sequence",
             next_step="use a strategy without context, or one process",
         )
-    samples, size = read_held_out("", source, session.recipe), session.recipe.evaluate.batch
+    recipe = session.recipe
+    samples, size = read_held_out("", source, recipe, session.task), recipe.evaluate.batch
     count = min(len(samples), max_samples or len(samples))
     blocks = [range(first, min(first + size, count)) for first in range(0, count, size)]
     at_a_time = _BLOCKS_AT_A_TIME * session.mesh.data.size

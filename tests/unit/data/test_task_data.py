@@ -23,6 +23,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+import paceline
 from paceline.data import build_order, prepare_data, split_evenly
 from paceline.errors import DataError, PacelineError, RecipeError, TaskError
 from paceline.recipe import Recipe
@@ -278,3 +279,48 @@ def test_ranks_read_files_of_their_own_and_every_number_of_ranks_sees_the_same_s
     assert len({value for step in seen[1] for value in step}) == 40, (
         "five steps of eight are all samples, once"
     )
+
+
+def evaluated_loss(held_out: Any, **changes: Any) -> float:
+    recipe = recipe_of(steps=1, batch={"size": 4, "shuffle": False}, **changes)
+    result = paceline.train(recipe, lambda: task_of(DATA, held_out=held_out))
+    assert result.evaluation is not None and result.evaluation.num_samples == 10
+    return result.evaluation.loss
+
+
+@pytest.mark.capability("M1")
+def test_a_held_out_loader_is_unpacked_as_that_of_the_training_data_is() -> None:
+    """Batches used to count as samples: the held-out loss was as many times too large."""
+
+    def doubled(samples: list[Tensor]) -> Tensor:
+        return torch.stack(samples) * 2
+
+    plain = evaluated_loss(DATA)
+    batches_of_five = {"batch": 5}
+    assert evaluated_loss(DataLoader(DATA, batch_size=5), evaluate=batches_of_five) == pytest.approx(plain)
+    loaders = {"a": DataLoader(DATA, batch_size=5, shuffle=True, collate_fn=doubled), "b": DATA}
+    assert evaluated_loss(loaders, evaluate=batches_of_five) > 2 * plain, "with its own collate function"
+    subset = DataLoader(DATA, batch_size=4, sampler=SubsetRandomSampler([7, 2]))
+    samples = ready(DATA, recipe_of(evaluate={"batch": 4}), held_out=subset).held_out
+    assert rows(samples, range(2)) == rows(DATA, [7, 2])
+    stream = DataLoader(Stream(), batch_size=4)
+    assert len(ready(DATA, recipe_of(evaluate={"batch": 4, "max_samples": 3}), held_out=stream).held_out) == 3
+
+
+@pytest.mark.capability("M1")
+@pytest.mark.parametrize(
+    "loader, says",
+    [
+        (DataLoader(DATA, batch_size=8), "batch_size is 8, and evaluate.batch = 4"),
+        (DataLoader(DATA, batch_size=4, drop_last=True), "drop_last is True"),
+        (DataLoader(DATA, batch_size=4, num_workers=2), "num_workers is 2, and loader.workers = 0"),
+        (DataLoader(DATA, batch_size=4, shuffle=True), "takes the first samples"),
+        (DataLoader(DATA, batch_size=4, sampler=Halves()), "sampler (Halves): every held-out sample"),
+        (DataLoader(Stream(), batch_size=4), "is a stream"),
+    ],
+)
+def test_a_held_out_loader_that_contradicts_the_recipe_is_refused_by_name(loader: Any, says: str) -> None:
+    kept = {} if "stream" in says else {"max_samples": 3}
+    with pytest.raises((DataError, RecipeError)) as found:
+        ready(DATA, recipe_of(evaluate={"batch": 4} | kept), held_out=loader)
+    assert says in str(found.value) and found.value.next_step

@@ -174,7 +174,7 @@ class SampleLoader:
         self, reader: MicroBatchReader, micro_batches: Iterable[MicroBatch]
     ) -> Iterator[LoadedBatch]:
         for micro_batch in micro_batches:
-            batch = reader.read(micro_batch.indices.tolist(), micro_batch.key)
+            batch = reader.read(*_request(micro_batch))
             self.cache_hits, self.cache_lookups = self._cache.hits, self._cache.lookups
             yield LoadedBatch(micro_batch, to_device(batch, self._device))
 
@@ -285,7 +285,11 @@ class _RequestSampler:
     def __iter__(self) -> Iterator[ReadRequest]:
         for micro_batch in self._micro_batches:
             self.ahead.append(micro_batch)
-            yield ReadRequest(micro_batch.indices.tolist(), micro_batch.key)
+            yield _request(micro_batch)
+
+
+def _request(micro_batch: MicroBatch) -> ReadRequest:
+    return ReadRequest(micro_batch.indices.tolist(), micro_batch.key, micro_batch.sample_key)
 
 
 @contextmanager

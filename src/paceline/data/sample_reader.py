@@ -1,9 +1,10 @@
 """Reading and collating the samples of one micro-batch: the part of the loader that runs in a worker process.
 
-Invariant: what a micro-batch reads depends only on its indices and its key. Random numbers that the source
-draws (augmentation with `random`, `numpy.random` or torch's global generator) are seeded by the key of the
-micro-batch, and the generators of the process are restored afterwards, so the numbers of workers and
-replicas do not matter.
+Invariant: what a micro-batch reads depends only on its indices and its keys. Random numbers that the source
+draws (augmentation with `random`, `numpy.random` or torch's global generator) are seeded for every sample, by
+the step and the index, so they depend neither on the number of workers nor on how a batch is divided among
+ranks. What the collate function draws is seeded by the key of the micro-batch. The generators of the process
+are restored afterwards.
 
 Samples that are expensive to read can be cached, least recently used, within `capacity_bytes`. A cached
 sample is returned as the same object, so collate functions must not modify samples in place, and a source
@@ -36,6 +37,7 @@ from paceline.state.keys import key
 from paceline.task import SampleSource
 
 CACHE_MISS = object()
+_UNDRAWN_SEED = 0  # of the generators while it is open whether the source draws
 
 
 class SampleCache:
@@ -153,6 +155,7 @@ class ReadRequest(NamedTuple):
 
     indices: list[int]
     key: int
+    sample_key: int
 
 
 class ReadReply(NamedTuple):
@@ -181,6 +184,9 @@ class MicroBatchReader(Dataset[ReadReply]):
         self._cache = cache
         self._numpy_bits = np.random.MT19937()
         self._at_once = uses_default_collate(collate) and not cache.capacity_bytes
+        self._source_draws = False
+        with seeded_generators(_UNDRAWN_SEED, self._numpy_bits):
+            self._undrawn = self._next_numbers()
 
     def __getitem__(self, request: ReadRequest) -> ReadReply:
         """Read a request of DataLoader. A failure is returned, because DataLoader would change its class."""
@@ -191,7 +197,7 @@ class MicroBatchReader(Dataset[ReadReply]):
             return ReadReply(None, 0, 0, error, "".join(traceback.format_exception(error)))
         return ReadReply(batch, self._cache.hits - hits, self._cache.lookups - lookups)
 
-    def read(self, indices: list[int], micro_batch_key: int) -> Any:
+    def read(self, indices: list[int], micro_batch_key: int, sample_key: int) -> Any:
         """Read and collate samples.
 
         Raises:
@@ -200,20 +206,38 @@ class MicroBatchReader(Dataset[ReadReply]):
         batch = read_batch(self._source, indices) if self._at_once else None
         if batch is not None:
             return batch
-        with seeded_generators(key(micro_batch_key, "loader"), self._numpy_bits):
-            samples = self._samples(indices)
+        with seeded_generators(_UNDRAWN_SEED, self._numpy_bits):
+            samples = self._samples(indices, sample_key)
+            _seed_generators(key(micro_batch_key, "loader"))
             with self._describe_errors(indices, "cannot be collated"):
                 return self._collate(samples)
 
-    def _samples(self, indices: list[int]) -> list[Any]:
-        if not self._cache.capacity_bytes:
-            return list(self._fetch(indices))
+    def _samples(self, indices: list[int], sample_key: int) -> Sequence[Any]:
+        if self._cache.capacity_bytes:
+            return self._cached_samples(indices)
+        # Seeding costs more than reading a small sample, so it waits until the source has drawn a number.
+        if not self._source_draws:
+            samples = self._fetch(indices)
+            if self._next_numbers() == self._undrawn:
+                return samples
+            self._source_draws = True
+        return [self._seeded_sample(index, sample_key) for index in indices]
+
+    def _seeded_sample(self, index: int, sample_key: int) -> Any:
+        _seed_generators(key(sample_key, index))
+        return self._fetch([index])[0]
+
+    def _next_numbers(self) -> tuple[int, int, int]:
+        """Return the next number of each global generator."""
+        drawn = torch.empty((), dtype=torch.int64).random_()
+        return random.getrandbits(64), int(self._numpy_bits.random_raw()), int(drawn)
+
+    def _cached_samples(self, indices: list[int]) -> list[Any]:
         by_index = {index: self._cache.get(index) for index in indices}
         missing = [index for index in indices if by_index[index] is CACHE_MISS]
-        # A source that draws random numbers must not be cached: its first draw would be repeated.
-        before = self._streams() if missing else ()
         samples = self._fetch(missing)
-        if missing and self._streams() != before:
+        # A source that draws random numbers must not be cached: its first draw would be repeated.
+        if missing and self._next_numbers() != self._undrawn:
             raise DataError(
                 f"samples {_indices_text(missing)} draw random numbers, and a cache would keep the first",
                 where=type(self._source).__name__,
@@ -223,12 +247,6 @@ class MicroBatchReader(Dataset[ReadReply]):
             self._cache.put(index, sample)
             by_index[index] = sample
         return [by_index[index] for index in indices]
-
-    def _streams(self) -> tuple[Any, ...]:
-        """Return the states of the global generators, which change if the source draws."""
-        words: Any = self._numpy_bits.state["state"]
-        torch_bytes = torch.default_generator.get_state().numpy().tobytes()
-        return random.getstate(), words["pos"], words["key"].tobytes(), torch_bytes
 
     def _fetch(self, indices: list[int]) -> Sequence[Any]:
         fetch_many = getattr(self._source, "__getitems__", None)
@@ -289,16 +307,20 @@ def seeded_generators(seed: int, numpy_bits: np.random.MT19937) -> Iterator[None
     state = random.getstate()
     numpy_state = mtrand.get_bit_generator()
     torch_state = torch.default_generator.get_state()
-    random.seed(seed)
     mtrand.set_bit_generator(numpy_bits)
-    mtrand.seed(seed % 2**32)
-    torch.default_generator.manual_seed(seed)
+    _seed_generators(seed)
     try:
         yield
     finally:
         random.setstate(state)
         mtrand.set_bit_generator(numpy_state)
         torch.default_generator.set_state(torch_state)
+
+
+def _seed_generators(seed: int) -> None:
+    random.seed(seed)
+    mtrand.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)
 
 
 def _indices_text(indices: list[int]) -> str:

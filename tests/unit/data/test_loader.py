@@ -170,6 +170,38 @@ def test_random_augmentation_does_not_depend_on_workers() -> None:
     assert len({sample for batch in alone for sample in batch}) == 48  # and it does vary
 
 
+class SometimesNoisy(Noisy):
+    """Only some samples draw, and they are read together."""
+
+    def __getitem__(self, index: int) -> tuple[float, float, float]:
+        return super().__getitem__(index) if index % 5 == 0 else (float(index), 0.0, 0.0)
+
+
+class NoisyTogether(Noisy):
+    def __getitems__(self, indices: list[int]) -> list[tuple[float, float, float]]:
+        return [self[index] for index in indices]
+
+
+@pytest.mark.capability("M2")
+@pytest.mark.parametrize("source", [Noisy(40), SometimesNoisy(40), NoisyTogether(40)])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_random_augmentation_does_not_depend_on_how_a_batch_is_divided(source: Any, workers: int) -> None:
+    """A sample of a step has its numbers whichever shard it is in; in the next epoch it has others."""
+
+    def samples(shards: int) -> list[Any]:
+        work = LockstepWork(KeyedOrder(len(source), 10, seed=3), shards, seed=3)
+        wanted = [part for step in range(8) for part in work.micro_batches(step)]
+        indices = [int(index) for part in wanted for index in part.indices]
+        read_samples = [sample for batch in read(source, workers, wanted) for sample in batch]
+        return [*zip(indices, read_samples, strict=True)]
+
+    whole = samples(1)
+    for shards in (2, 3, 7):
+        assert samples(shards) == whole
+    drawn = [sample for index, sample in whole if index % 5 == 0]
+    assert len(set(drawn)) == len(drawn) == 16, "no number comes twice, also not in another epoch"
+
+
 @WORKERS
 def test_reading_leaves_the_global_generators_alone(workers: int) -> None:
     def draw() -> tuple[Any, ...]:

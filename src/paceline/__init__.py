@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from paceline.job.cluster import Cluster as Cluster
     from paceline.optim import ByGroup as ByGroup
     from paceline.optim import UserOptimizer as UserOptimizer
+    from paceline.parallel.batch_gather import gather as gather
     from paceline.recipe import Recipe as Recipe
     from paceline.recipe import Strategy as Strategy
     from paceline.recipe import load_recipe as load_recipe
@@ -48,6 +49,7 @@ _HOMES = {
     "Task": "task",
     "UserOptimizer": "optim",
     "evaluate": "session",
+    "gather": "parallel.batch_gather",
     "generate": "session",
     "join": "session",
     "load_recipe": "recipe",
@@ -72,6 +74,7 @@ __all__ = [
     "UserOptimizer",
     "__version__",
     "evaluate",
+    "gather",
     "generate",
     "join",
     "load_recipe",

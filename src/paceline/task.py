@@ -17,7 +17,8 @@ from torch.utils.data import IterableDataset
 
 from paceline.errors import TaskError
 
-_COUNT_OF = "#count of "
+COUNT_OF = "#count of "
+"""Prefix of the name of a `Metric`'s count, among the sums of a loss."""
 AGGREGATIONS = ("mean", "sum", "first")
 
 
@@ -56,13 +57,14 @@ class Loss:
         counted = {name: value for name, value in self.metrics.items() if isinstance(value, Metric)}
         if counted:
             sums: dict[str, Any] = {**self.metrics, **{name: value.total for name, value in counted.items()}}
-            sums |= {_COUNT_OF + name: value.count for name, value in counted.items()}
+            sums |= {COUNT_OF + name: value.count for name, value in counted.items()}
             object.__setattr__(self, "metrics", sums)
 
     @classmethod
     def mean(cls, value: Tensor, count: Tensor | float, **metrics: Tensor | float | Metric) -> Loss:
-        """Build from a mean over `count` items; `metrics` are sums."""
-        return cls(value * count, count, metrics)
+        """Build from a mean over `count` items; `metrics` are means over them, too, except for a `Metric`."""
+        sums = {name: x if isinstance(x, Metric) else x * count for name, x in metrics.items()}
+        return cls(value * count, count, sums)
 
 
 @runtime_checkable
@@ -214,11 +216,11 @@ def finish_metrics(task: Task, loss: float, count: float, means: Mapping[str, fl
     """
     if not means and task.derive is None:
         return {}
-    metrics = {name: value for name, value in means.items() if not name.startswith(_COUNT_OF)}
+    metrics = {name: value for name, value in means.items() if not name.startswith(COUNT_OF)}
     sums = {"loss": loss * count, "count": count, **{name: value * count for name, value in metrics.items()}}
     for name in metrics:
-        if _COUNT_OF + name in means:
-            items = means[_COUNT_OF + name]
+        if COUNT_OF + name in means:
+            items = means[COUNT_OF + name]
             metrics[name] = metrics[name] / items if items else math.nan
     if task.derive is not None:
         metrics |= task.derive(sums)

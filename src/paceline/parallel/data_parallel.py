@@ -27,6 +27,7 @@ from paceline.parallel.gradient_hooks import GradientHooks
 from paceline.parallel.mixed_precision import MixedPrecision
 from paceline.parallel.model_buffers import MicroBatchBuffers
 from paceline.parallel.model_runner import (
+    EvaluationCall,
     LossSums,
     MetricNames,
     ModelFunction,
@@ -144,7 +145,7 @@ class ReplicatedRunner:
         self._model, self._device = sharded_model.model, sharded_model.device
         self._loss, self.precision, self._phases = loss, precision, phases
         self._dropouts, self._seeds, self._reports = name_dropouts(sharded_model.model), seeds, reports
-        self.counts = counts
+        self.counts, self._evaluation_call = counts, EvaluationCall()
         self._in_place_guard = InPlaceWriteGuard(sharded_model.computes)
         self._may_write_parameters = seeds and not overlap
         self._write_guard: AbstractContextManager[None] = self._in_place_guard
@@ -238,7 +239,7 @@ class ReplicatedRunner:
             for loaded in micro_batches:
                 self.sharded_model.use.next()
                 with self.precision.autocast(), self.sharded_model.seen(loaded.batch) as batch:
-                    function(self._model, batch)
+                    self._evaluation_call(function, self._model, batch)
             self.sharded_model.use.end()
 
     def evaluate(self, micro_batches: Iterable[LoadedBatch]) -> LossSums:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from paceline.comm.reduction.gradients import GradientSink
 from paceline.data.work import LoadedBatch
 from paceline.errors import TaskError, format_count
+from paceline.parallel.batch_gather import WholeBatch, gather_scope
 from paceline.parallel.model_buffers import MicroBatchBuffers
 from paceline.parallel.sharded_model import ShardedModel
 from paceline.state.slot import TensorSlot
@@ -159,6 +160,38 @@ def check_loss(loss: Any) -> Loss:
             "Loss.total must be a scalar tensor", next_step="sum the losses of the batch: losses.sum()"
         )
     return loss
+
+
+_NO_GRAPH = ("does not require grad", "not have been used in the graph")
+
+
+def is_missing_graph(error: RuntimeError) -> bool:
+    """Return whether an error says that a function takes gradients of values that have none."""
+    return any(words in str(error) for words in _NO_GRAPH)
+
+
+class EvaluationCall:
+    """Calls of a function of (model, batch) without gradients, unless the function takes gradients itself.
+
+    A loss with `torch.autograd.grad` in it (a gradient penalty, forces) needs the graph of the model in
+    evaluation, too. The first call finds it out, on all ranks that share the model alike.
+    """
+
+    def __init__(self) -> None:
+        self._needs_graph = False
+
+    def __call__(self, function: ModelFunction, model: nn.Module, batch: Any) -> None:
+        if not self._needs_graph:
+            try:
+                function(model, batch)
+                return
+            except RuntimeError as error:
+                if not is_missing_graph(error):
+                    raise
+                self._needs_graph = True
+        # In evaluation the batch is whole, although gradients are enabled.
+        with torch.enable_grad(), gather_scope(WholeBatch()):
+            function(model, batch)
 
 
 ModelFunction = Callable[[nn.Module, Any], Any]

@@ -20,6 +20,7 @@ from paceline.data.task_data import build_order, prepare_data
 from paceline.job.cluster import Cluster
 from paceline.job.mesh import Mesh
 from paceline.observe.step_stats import PhaseTimer
+from paceline.parallel.batch_gather import GatheringLoss, RankGather
 from paceline.parallel.gradient_reduction import build_gradient_norm
 from paceline.parallel.model_layout import ModelLayout, place_model
 from paceline.parallel.model_runner import MetricNames
@@ -43,6 +44,7 @@ from paceline.session.task_contract import (
     refuse_repeated_momentum_or_clip,
     require_data,
     require_equal_shapes,
+    require_gather_support,
     require_same_order,
     warn_large_batch,
 )
@@ -158,19 +160,22 @@ def build_session_base(context: SessionContext, recipe: Recipe, task: Task, *, f
         set_up_sync_batchnorm(context, model, build_order(recipe, task))
     if mesh.axes["tensor"].size > 1 and not recipe.runtime.compile:
         check_tensor_plan(context, task, model)
-    loss_recorder = LossRecorder(task.loss)
+    rank_gather = RankGather(
+        mesh.data, net, lambda: require_gather_support(context, recipe, build_order(recipe, task))
+    )
+    loss_recorder = LossRecorder(GatheringLoss(task.loss, rank_gather))
     material = TaskMaterial(replace(task, loss=loss_recorder), model, MetricNames(), device, recipe.seed)
     check = TrainingCheck(context, task, model) if needs_training_check(context, model) else None
     layout = place_model(context, material, check.run_whole if check else None)
     # The layout runs the loss here for the first time, which also teaches every rank the names of its
     # metrics.
-    check_task_loss(task, layout.runner, net, mesh.world)
+    check_task_loss(context, recipe, task, layout.runner)
     if mesh.axes["context"].size > 1:
         check_sequences(task, layout.runner, net, mesh)
     if check is not None:
         check.compare(layout.runner)
     loss_recorder.take()  # losses of the checks belong to no step
-    return SessionBase(context, layout, loss_recorder)
+    return SessionBase(context, layout, loss_recorder, rank_gather)
 
 
 def build_rule_parts(session_base: SessionBase, task: Task, state: TrainState) -> RuleParts:

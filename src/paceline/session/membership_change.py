@@ -97,6 +97,7 @@ def require_renewable(session: Session) -> None:
         f"sync={strategy.sync}": strategy.is_set("sync"),
         f"codec={strategy.codec}": strategy.is_coded,
         "batch.sync_batchnorm": session.recipe.batch.sync_batchnorm,
+        "paceline.gather": session.session_base.rank_gather.is_open,
     }
     conflicts = [reason for reason, holds in reasons.items() if holds]
     if conflicts:

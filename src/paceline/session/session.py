@@ -32,6 +32,7 @@ from paceline.job.commit import CommitProtocol
 from paceline.job.launcher_reports import TRAINING, TRAINING_FOR_SERVER
 from paceline.job.mesh import Mesh
 from paceline.observe.step_stats import StepStats
+from paceline.parallel.batch_gather import RankGather
 from paceline.parallel.model_layout import ModelLayout
 from paceline.parallel.model_runner import ModelRunner
 from paceline.parallel.session_context import SessionContext
@@ -88,11 +89,13 @@ class SessionBase:
         context: arguments of the constructors; replaced when the rule or the members change.
         layout: the placed model.
         loss_recorder: records every loss, so that a bad value can be located.
+        rank_gather: gathers rows of all ranks for a loss that calls `paceline.gather`.
     """
 
     context: SessionContext
     layout: ModelLayout
     loss_recorder: LossRecorder
+    rank_gather: RankGather
 
 
 @dataclass

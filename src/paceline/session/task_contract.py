@@ -1,14 +1,15 @@
-"""Checks of a task before the first step: its data, its model, and its loss on a sample and two copies.
+"""Checks of a task before the first step: its data, its model, and its loss on samples alone and together.
 
-Invariant: an error here names a mistake that would have trained something else silently. Mistakes that one
-sample cannot show pass (a loss of zero, a loss that by its nature is not a sum over samples).
+Invariant: an error here names a mistake that would have trained something else silently. Mistakes that a few
+samples cannot show pass (a loss of zero, a metric that is zero for all samples that are tried).
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
 from typing import Any
@@ -21,15 +22,23 @@ from paceline.comm.group_collectives import all_gather_texts
 from paceline.comm.net import Net
 from paceline.data.loader import collate_samples
 from paceline.data.sample_order import BatchOrder
+from paceline.data.sample_reader import seeded_generators
+from paceline.data.task_data import build_order
 from paceline.data.work import LoadedBatch, MicroBatch
 from paceline.errors import DataError, StrategyError, TaskError, format_count
 from paceline.job.mesh import RankGroup
+from paceline.parallel.batch_gather import WholeBatch, gather_scope
 from paceline.parallel.model_runner import ModelRunner
+from paceline.parallel.session_context import SessionContext
 from paceline.recipe.recipe import Recipe
 from paceline.recipe.tables import OptimizerRecipe
-from paceline.task import Loss, Task
+from paceline.task import COUNT_OF, Loss, Task
 
 _RELATIVE_TOLERANCE = 1e-3
+_ADDITIVE_TOLERANCE = {"fp32": 1e-3, "fp16": 1e-2, "bf16": 1e-1}  # kernels round by the size of a batch
+_ZERO = 1e-12
+_DATA_ERRORS = (AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError)
+_MAX_CHUNKS = 4  # of half a micro-batch, in which a metric may be zero everywhere
 _COUNT = "Loss(total, count): count is the number of items in the total, for example len(batch)"
 _MAX_PROBED_SAMPLES = 8  # samples, until one has an item
 _SHARED_OPTIMIZER_KEYS = ("clip_norm",)  # of the recipe's optimizer, when the task brings its own
@@ -43,44 +52,230 @@ def require_data(task: Task) -> None:
         )
 
 
-def check_task_loss(task: Task, runner: ModelRunner, net: Net, world: RankGroup) -> None:
-    """Call the loss on a sample and on two copies of it, and learn the names of its metrics; collective.
+def check_task_loss(context: SessionContext, recipe: Recipe, task: Task, runner: ModelRunner) -> None:
+    """Call the loss on a few samples, alone and together, and learn the names of its metrics; collective.
 
-    The layout runs the model, since a rank may hold a part of it; ranks that compute the loss send it to
-    the others.
+    The layout runs the model, in evaluation mode, since a rank may hold a part of it; ranks that compute the
+    loss send it to the others. A loss that draws random numbers cannot be compared with a sum over samples.
 
+    Args:
+        context: of the first rule.
+        recipe: with all rules of the run.
     Raises:
-        TaskError: the loss does not return a `Loss`, counts nothing, or returns means instead of sums.
-    Wire: a forward of three samples, and one ragged all_gather of some bytes.
+        TaskError: the loss does not return a `Loss`, counts nothing, returns means instead of sums, or
+            compares samples, so that its result would depend on the number of processes.
+        StrategyError: the loss gathers rows of all ranks, and the strategy does not support it.
+    Wire: forwards of 8 samples, and of half a micro-batch 3 times if a metric is 0 for a sample; a ragged
+        all_gather of some bytes for each.
     """
+    probe = LossProbe(context, task, runner)
     num_probed = min(_MAX_PROBED_SAMPLES, len(task.data))
     # A sample may have no items, for example only padding.
     for index in range(num_probed):
-        with torch.random.fork_rng(), restore_buffers(runner.sharded_model.model):
-            once, twice = _call_twice(task, runner, index, net, world)
+        once, twice = probe([[index], [index] * 2])
         if float(once.count) > 0:
-            return refuse_means(once, twice)
-    raise TaskError(
-        f"the loss counts {format_count(float(once.count), 'item')} in the first"
-        f" {format_count(num_probed, 'sample')}, so nothing would be trained",
-        next_step=_COUNT,
+            break
+    else:
+        raise TaskError(
+            f"the loss counts {format_count(float(once.count), 'item')} in the first"
+            f" {format_count(num_probed, 'sample')}, so nothing would be trained",
+            next_step=_COUNT,
+        )
+    refuse_means(once, twice)
+    _check_zero_metrics(probe, once, context)
+    if probe.gathers:
+        require_gather_support(context, recipe, build_order(recipe, task))
+    else:
+        _check_additive(probe, index, context)
+
+
+def _check_zero_metrics(probe: LossProbe, once: Loss, context: SessionContext) -> None:
+    """Try metrics that are 0 for a sample, as an accuracy often is, on half a micro-batch once and twice."""
+    undecided = {name for name in once.metrics if abs(float(once.metrics[name])) < _ZERO}
+    num_samples = max(1, context.recipe.batch.size // context.shards // 2)
+    for first in range(0, min(len(probe.task.data), _MAX_CHUNKS * num_samples), num_samples):
+        if not undecided:
+            return
+        chunk = [*range(first, min(first + num_samples, len(probe.task.data)))]
+        losses = probe.try_together([chunk, chunk * 2])
+        if losses is None:
+            return
+        refuse_means(*losses)
+        undecided -= {name for name, value in losses[0].metrics.items() if abs(float(value)) >= _ZERO}
+
+
+def _check_additive(probe: LossProbe, index: int, context: SessionContext) -> None:
+    """Compare the loss of two samples together with the sum of both alone.
+
+    Raises:
+        TaskError: they differ, and the samples of a micro-batch depend on the number of processes.
+    """
+    other = (index + 1) % len(probe.task.data)
+    losses = probe.try_together([[index], [other], [index, other], [index]]) if other != index else None
+    if losses is None or probe.draws or float(losses[0].total) != float(losses[3].total):
+        return
+    problem = describe_coupling(*losses[:3], _ADDITIVE_TOLERANCE[context.recipe.precision.compute])
+    recipe = context.recipe
+    # Micro-batches that are the same on any number of processes give the same answer, coupled or not.
+    if not problem or recipe.batch.shards is not None or recipe.reproducible:
+        return
+    if context.shards > 1:
+        raise TaskError(
+            f"{problem}: it compares the samples of a micro-batch with each other, and their number depends"
+            " on the number of processes",
+            next_step="collect what is compared over all ranks with paceline.gather"
+            " (docs/howto/micro-batches.md), or fix the micro-batches with batch.shards",
+        )
+    context.warn(
+        f"warning: {problem}: on several processes this loss needs paceline.gather or batch.shards"
+        " (docs/howto/micro-batches.md)."
     )
 
 
-def _call_twice(task: Task, runner: ModelRunner, index: int, net: Net, world: RankGroup) -> tuple[Loss, Loss]:
-    """Return the losses of a sample and of two copies of it, equal on all ranks; collective."""
-    sample = task.data[index]
-    device = runner.sharded_model.device
-    micro_batches = (probe_batch(collate_samples(task, [sample] * count, device), count) for count in (1, 2))
-    rows = runner.evaluate(micro_batches).per_micro_batch().tolist()
-    local = json.dumps([runner.metric_names.names, rows]) if rows else ""
-    names, rows = json.loads(next(text for text in all_gather_texts(local, world, net) if text))
-    runner.metric_names.names = tuple(names)
-    once, twice = (
-        Loss(torch.tensor(total), count, dict(zip(names, metrics, strict=True)))
-        for total, count, *metrics in rows
-    )
-    return once, twice
+def describe_coupling(first: Loss, second: Loss, both: Loss, tolerance: float) -> str:
+    """Describe how the loss of two samples differs from the sum over each of them; empty if it does not.
+
+    Args:
+        first, second: of each sample alone.
+        both: of the two together.
+        tolerance: relative to the magnitudes of the three.
+    """
+    for name in ("count", "total"):
+        parts = [float(getattr(loss, name)) for loss in (first, second)]
+        together = float(getattr(both, name))
+        largest = sum(map(abs, (*parts, together)))
+        if math.isfinite(largest) and abs(together - sum(parts)) > tolerance * largest:
+            return (
+                f"the {name} of the loss for two samples together is {together:.6g}, and the sum over each of"
+                f" them alone is {sum(parts):.6g}"
+            )
+    return ""
+
+
+class LossProbe:
+    """Calls of the loss on chosen samples, in evaluation mode, with equal results on all ranks.
+
+    Args:
+        context: its net and mesh share the results.
+        task: its samples are read once and cached.
+        runner: runs the model; its parameters, buffers and the random numbers of this process stay.
+
+    Attributes:
+        draws: a forward of any rank has drawn random numbers.
+        gathers: the loss calls `paceline.gather`.
+    """
+
+    def __init__(self, context: SessionContext, task: Task, runner: ModelRunner) -> None:
+        self.task, self._runner, self._context = task, runner, context
+        self._samples: dict[int, Any] = {}
+        self.draws = self.gathers = False
+
+    def __call__(self, batches: Sequence[Sequence[int]]) -> list[Loss]:
+        """Return the losses of some batches of samples; collective.
+
+        Args:
+            batches: indices of the samples of each.
+        """
+        whole, drew = WholeBatch(), False
+        device, names = self._runner.sharded_model.device, self._runner.metric_names
+
+        def loaded() -> Iterator[LoadedBatch]:
+            nonlocal drew
+            for indices in batches:
+                batch = probe_batch(self._collate(indices, device), len(indices))
+                # The same numbers for each batch; random states are compared after its forward.
+                _seed_generators()
+                before = _generator_states(device)
+                yield batch
+                drew |= _generator_states(device) != before
+
+        with (
+            seeded_generators(0, np.random.MT19937()),
+            torch.random.fork_rng(),
+            gather_scope(whole),
+            restore_buffers(self._runner.sharded_model.model),
+        ):
+            rows = self._runner.evaluate(loaded()).per_micro_batch().tolist()
+        local = json.dumps([rows, names.names, drew, whole.num_calls > 0])
+        answers = [*map(json.loads, all_gather_texts(local, self._context.mesh.world, self._context.net))]
+        rows, learned, _, _ = next(answer for answer in answers if answer[0])
+        names.names = tuple(learned)
+        self.draws |= any(answer[2] for answer in answers)
+        self.gathers |= any(answer[3] for answer in answers)
+        return [
+            Loss(torch.tensor(total), count, dict(zip(learned, metrics, strict=True)))
+            for total, count, *metrics in rows
+        ]
+
+    def try_together(self, batches: Sequence[Sequence[int]]) -> list[Loss] | None:
+        """Return the losses of batches of different samples; None if these cannot be collated."""
+        failure = ""
+        try:
+            for indices in batches:
+                self._collate(indices, torch.device("cpu"))
+        # What cannot be read or collated is an error of the first step, if it has such a batch at all.
+        except _DATA_ERRORS as error:
+            failure = type(error).__name__
+        if any(all_gather_texts(failure, self._context.mesh.world, self._context.net)):
+            return None
+        return self(batches)
+
+    def _collate(self, indices: Sequence[int], device: torch.device) -> Any:
+        with seeded_generators(0, np.random.MT19937()):
+            # Read once: augmented samples differ in every read.
+            for index in indices:
+                if index not in self._samples:
+                    self._samples[index] = self.task.data[index]
+            return collate_samples(self.task, [self._samples[index] for index in indices], device)
+
+
+def _seed_generators() -> None:
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+def _generator_states(device: torch.device) -> list[Any]:
+    """Return values that change if a forward draws from a global generator."""
+    states: list[Any] = [random.getstate(), np.random.get_state()[1].tobytes(), np.random.get_state()[2]]
+    states.append(torch.default_generator.get_state().numpy().tobytes())
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device).numpy().tobytes())
+    return states
+
+
+def require_gather_support(context: SessionContext, recipe: Recipe, order: BatchOrder) -> None:
+    """Require that every rank runs one micro-batch in every step, for a loss that gathers rows of all.
+
+    Args:
+        context: of the first rule.
+        recipe: with all rules of the run.
+        order: of the samples.
+    Raises:
+        StrategyError: it does not; a rank would wait in a gather that others do not reach.
+    """
+    strategy, ranks, shards = recipe.strategy, context.mesh.data.size, context.shards
+    last_batch = order.batch_size(order.steps_per_epoch - 1)
+    reasons = {
+        f"a batch has {shards} micro-batches for {ranks} ranks that share it": shards != ranks,
+        f"the last batch of an epoch has {last_batch} samples for {ranks} ranks": last_batch < ranks,
+        f"sync={strategy.sync} does not run all ranks in every step": not strategy.sync_spec.exact
+        or strategy.servers > 0
+        or len(strategy.sync_words) > 1
+        or bool(strategy.sync_choices),
+        "balance=speed moves micro-batches between ranks": strategy.balances_by_speed,
+        f"lanes={strategy.lanes} run parts of a batch as threads": strategy.lanes > 1,
+        "context splits the positions of a sample": strategy.context > 1,
+        "rechunk runs parts of a micro-batch": strategy.is_set("rechunk"),
+    }
+    found = [reason for reason, holds in reasons.items() if holds]
+    if found:
+        raise StrategyError(
+            "the loss uses paceline.gather, which needs one micro-batch on every rank in every step, but "
+            + "; ".join(found),
+            next_step=f"set batch.shards = {ranks}, batch.drop_last = true if the last batch is too small,"
+            " and sync=every-step; or fix the micro-batches with batch.shards and leave out gather",
+        )
 
 
 def probe_batch(batch: Any, num_samples: int = 1) -> LoadedBatch:
@@ -117,7 +312,18 @@ def refuse_means(once: Loss, twice: Loss) -> None:
             " copies of it: micro-batches of different sizes would have equal weights",
             next_step=_COUNT,
         )
-    wrong = [name for name in _find_means(once.metrics, twice.metrics) if count == 2]
+    # Where copies of a sample compete with each other (contrastive losses), metrics show nothing.
+    if count != 2 or total != 2:
+        return
+    squared = _metrics_that_grow(once.metrics, twice.metrics, 4)
+    if squared:
+        raise TaskError(
+            f"the metric '{squared[0]}' is four times as large for two copies of a sample as for one: it is a"
+            " sum, but Loss.mean takes means, and multiplies them by the count",
+            next_step="pass its mean, or Metric(total, count); or return Loss(total, count, metrics), whose"
+            " metrics are sums",
+        )
+    wrong = _metrics_that_grow(once.metrics, twice.metrics, 1)
     if wrong:
         raise TaskError(
             f"the metric '{wrong[0]}' is the same for one sample and for two copies of it: it is a mean, but"
@@ -126,18 +332,22 @@ def refuse_means(once: Loss, twice: Loss) -> None:
         )
 
 
-def _find_means(once: Mapping[str, Any], twice: Mapping[str, Any]) -> list[str]:
+def _metrics_that_grow(once: Mapping[str, Any], twice: Mapping[str, Any], by: int) -> list[str]:
+    """Return the names of the metrics that two copies of a sample multiply by a factor."""
     return [
-        name for name in once if name in twice and _growth_factor(float(once[name]), float(twice[name])) == 1
+        name.removeprefix(COUNT_OF)
+        for name in once
+        if name in twice and _growth_factor(float(once[name]), float(twice[name])) == by
     ]
 
 
 def _growth_factor(once: float, twice: float) -> int:
-    """Return 1 if equal, 2 if doubled, 0 if neither or too small to decide."""
-    if not math.isfinite(once) or not math.isfinite(twice) or abs(once) < 1e-12:
+    """Return 1 if equal, 2 if doubled, 4 if squared with the count, 0 if none or too small to decide."""
+    if not math.isfinite(once) or not math.isfinite(twice) or abs(once) < _ZERO:
         return 0
     return next(
-        (factor for factor in (1, 2) if math.isclose(twice, factor * once, rel_tol=_RELATIVE_TOLERANCE)), 0
+        (f for f in (1, 2, 4) if math.isclose(twice, f * once, rel_tol=_RELATIVE_TOLERANCE)),
+        0,
     )
 
 

@@ -53,9 +53,8 @@ def diagnose_failure(
     gathered = _gather_sums(verifier, tensors) if failure.quantity in ("gradient", "loss") else []
     observed = [gathered[rank] for rank in _ranks_of_sum(verifier, failure)] if gathered else []
     diagnosis = UNKNOWN_CAUSE
-    # With statistics of the whole batch the oracle runs one forward, so there are no shards to compare.
-    whole_batch = verifier.session.recipe.batch.sync_batchnorm
-    if reference is not None and not (whole_batch and stage is _explain_gradient):
+    # An oracle that runs the whole batch in one forward has no shards to compare.
+    if reference is not None and not (verifier.oracle.at_once and stage is _explain_gradient):
         diagnosis = stage(verifier, step, update, reference, tensors, observed)
     return _broadcast_diagnosis(verifier, diagnosis)
 
@@ -192,6 +191,8 @@ def _local_norms(v: StrategyVerifier, step: int, reference: ReferenceUpdate) -> 
     replicas = v.session.mesh.data.size
     for rank in range(replicas):
         mine = split_evenly(len(shards), replicas, rank)
+        if not mine:  # the oracle runs the whole batch at once
+            continue
         whole = torch.stack([flats[i] for i in mine]).sum(0)
         norms += [
             float(whole.norm()) / reference.sums.count,

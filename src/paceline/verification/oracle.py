@@ -33,6 +33,7 @@ from paceline.data.loader import to_device
 from paceline.data.sample_order import BatchOrder
 from paceline.data.work import MicroBatch
 from paceline.models.dropout import KeyedDropout
+from paceline.parallel.batch_gather import WholeBatch, gather_scope
 from paceline.state.keys import key
 from paceline.task import Loss, Task
 from paceline.verification.plain_optimizer import PlainSchedule
@@ -182,16 +183,30 @@ class PlainMicroBatches:
         whole = self.order.batch(step, range(size))
         ends = [size * number // self.num_shards for number in range(self.num_shards + 1)]
         return tuple(
-            MicroBatch(step, shard, whole[ends[shard] : ends[shard + 1]], key(self.seed, "unit", step, shard))
+            MicroBatch(
+                step,
+                shard,
+                whole[ends[shard] : ends[shard + 1]],
+                key(self.seed, "unit", step, shard),
+                sample_key=key(self.seed, "samples", step),
+            )
             for shard in range(self.num_shards)
             if ends[shard] < ends[shard + 1]
         )
 
 
 def read_micro_batch(task: Task, micro_batch: MicroBatch) -> Any:
-    """Read and collate the samples of a micro-batch; random numbers drawn meanwhile follow from its key."""
+    """Read and collate the samples of a micro-batch.
+
+    Random numbers that are drawn for a sample follow from its key in the step; those of the collate function
+    from the key of the micro-batch.
+    """
+    samples: list[Any] = []
+    for index in map(int, micro_batch.indices):
+        with generators_seeded(key(micro_batch.sample_key, index)):
+            samples += read_samples(task, [index])
     with generators_seeded(key(micro_batch.key, "loader")):
-        return collate(task, read_samples(task, [int(i) for i in micro_batch.indices]))
+        return collate(task, samples)
 
 
 def read_samples(task: Task, indices: list[int]) -> list[Any]:
@@ -218,6 +233,19 @@ def generators_seeded(seed: int) -> Iterator[None]:
         random.setstate(states[0])
         np.random.set_state(states[1])
         torch.set_rng_state(states[2])
+
+
+def loss_without_gradients(task: Task, model: nn.Module, batch: Any) -> Loss:
+    """Return the loss of a batch without a graph, unless the loss takes gradients itself."""
+    try:
+        with torch.no_grad():
+            return task.loss(model, batch)
+    except RuntimeError as error:
+        # A gradient penalty needs the graph of the model, in evaluation too.
+        if "grad" not in str(error):
+            raise
+        with torch.enable_grad():
+            return task.loss(model, batch)
 
 
 def seed_all(model: nn.Module, micro_batch_key: int) -> None:
@@ -270,6 +298,7 @@ class Oracle:
 
     Attributes:
         options: returns the options of each optimizer group for an update; an own loop may replace it.
+        at_once: a step is one forward of its whole batch, of which the ranks of a run compute parts.
     """
 
     def __init__(
@@ -291,7 +320,7 @@ class Oracle:
         self.options = self._scheduled
         self.work = PlainMicroBatches(order, shards, seed)
         self.clip_norm, self.reduction = clip_norm, reduction
-        self.ordered = ordered
+        self.ordered, self.at_once = ordered, False
         self.autocast = autocast or (lambda: torch.autocast("cpu", enabled=False))
         self._device = next(self.model.parameters()).device
 
@@ -299,6 +328,17 @@ class Oracle:
     def device(self) -> torch.device:
         """Return the device of the model."""
         return self._device
+
+    def run_at_once(self) -> None:
+        """Run each step as one forward of its whole batch."""
+        self.work, self.at_once = PlainMicroBatches(self.work.order, 1, self.work.seed), True
+
+    def gathers(self) -> bool:
+        """Return whether the loss calls `paceline.gather`, which returns its argument in one process."""
+        with gather_scope(WholeBatch()) as calls:
+            for _ in self.shards(self.work.micro_batches(0)[:1]):
+                pass
+        return calls.num_calls > 0
 
     def step(self, step: int, update: int) -> float:
         """Run one whole step and return the mean loss."""

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from paceline.data.loader import to_device
-from paceline.data.task_data import read_held_out
+from paceline.data.task_data import collate_of, read_held_out
 from paceline.data.work import MicroBatch
 from paceline.recipe.recipe import Recipe
 from paceline.session.evaluation import Evaluation
 from paceline.task import Loss, Task, finish_metrics, held_out_sets
 from paceline.verification.error_bounds import KernelAgreement
-from paceline.verification.oracle import Oracle, read_micro_batch
+from paceline.verification.oracle import Oracle, loss_without_gradients, read_micro_batch
 
 
 class PlainEvaluation:
@@ -47,7 +47,7 @@ class PlainEvaluation:
         model.eval()
         sets = held_out_sets(self._task.held_out if source is None else source)
         results = {
-            name: self._evaluate_set(model, step, read_held_out(name, samples, self._recipe))
+            name: self._evaluate_set(model, step, read_held_out(name, samples, self._recipe, self._task))
             for name, samples in sets.items()
         }
         metrics = {
@@ -78,10 +78,10 @@ class PlainEvaluation:
         return Evaluation(step, loss, finish_metrics(self._task, loss, count, means), num_samples, count)
 
     def _loss(self, model: nn.Module, held_out: Any, block: Sequence[int]) -> Loss:
-        task = replace(self._task, data=held_out)
+        task = replace(self._task, data=held_out, collate=collate_of(self._task, held_out))
         batch = read_micro_batch(task, MicroBatch(0, 0, np.array(block, dtype=np.int64), 0))
-        with torch.no_grad(), self._oracle.autocast():
-            return task.loss(model, to_device(batch, self._oracle.device))
+        with self._oracle.autocast():
+            return loss_without_gradients(task, model, to_device(batch, self._oracle.device))
 
 
 _TOTAL, _COUNT = "#total", "#count"

@@ -26,7 +26,13 @@ from paceline.data.work import MicroBatch
 from paceline.job.mesh import RankGroup
 from paceline.verification.diagnosis import ErrorDiagnosis
 from paceline.verification.error_bounds import TensorComparison
-from paceline.verification.oracle import Oracle, generators_seeded, plain_norm, read_micro_batch
+from paceline.verification.oracle import (
+    Oracle,
+    generators_seeded,
+    loss_without_gradients,
+    plain_norm,
+    read_micro_batch,
+)
 
 _FORK_SECONDS = 20.0
 
@@ -189,10 +195,10 @@ def _numbers(oracle: Oracle, micro_batches: tuple[MicroBatch, ...]) -> list[floa
 
 def _probe(oracle: Oracle, micro_batch: MicroBatch) -> str:
     """Read and run a micro-batch once; return the hash of its batch and the loss."""
-    with torch.no_grad(), generators_seeded(micro_batch.key):
+    with generators_seeded(micro_batch.key):
         oracle.model.train()
         before = oracle.buffers()
-        loss = oracle.task.loss(oracle.model, oracle.load(micro_batch))
+        loss = loss_without_gradients(oracle.task, oracle.model, oracle.load(micro_batch))
         oracle.set_buffers(before)
         return f"{sha_of_batch(read_micro_batch(oracle.task, micro_batch))} {float(loss.total)!r}"
 

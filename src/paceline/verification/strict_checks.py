@@ -5,7 +5,7 @@ Both sides of a verification run the same user code, so a mistake in it changes 
 Loss: a `Loss` is a sum over items and their number. On a sample twice both are doubled, on two samples both
 are the sums of those of each. Checked in evaluation mode, without dropout and with running statistics. A loss
 that couples samples by intent (contrastive, ranking) depends on how a batch is cut into shards, and fails
-here.
+here unless it uses `paceline.gather`.
 
 Gradient: each trained tensor is moved a little along one random direction, in float64, and the loss must
 change as its gradient says. A misplaced `detach`, a number taken out of the graph or a `no_grad` block
@@ -40,6 +40,7 @@ from paceline.verification.oracle import (
     collate,
     copy_optimizer_attributes,
     generators_seeded,
+    loss_without_gradients,
     read_samples,
 )
 from paceline.verification.preflight import TaskFault, sha_of_batch
@@ -107,7 +108,8 @@ def _slope(oracle: Oracle, model: nn.Module, batch: Any, p: nn.Parameter, by: Te
     for side in (by, -by):
         with torch.no_grad():
             p.copy_(before + side)
-            ends.append(float(_loss_in_double(oracle, model, batch)))
+            with torch.enable_grad():  # a loss may take gradients itself
+                ends.append(float(_loss_in_double(oracle, model, batch)))
             p.copy_(before)
     return (ends[0] - ends[1]) / 2
 
@@ -233,7 +235,8 @@ def check_user_code(oracle: Oracle, compute: str, world: int) -> TaskFault | Non
 
 def check_loss_sums(oracle: Oracle, compute: str, world: int) -> TaskFault | None:
     """Return a fault if totals or counts of the loss do not add up over samples; arguments as above."""
-    if len(oracle.task.data) < 2:
+    # A loss over the whole batch does not add up, and need not.
+    if len(oracle.task.data) < 2 or oracle.gathers():
         return None
     with generators_seeded(0):
         # Only once: augmented data differs in every read.
@@ -286,7 +289,7 @@ def _loss_of_samples(oracle: Oracle, samples: list[Any]) -> tuple[float, float]:
     batch: Any = to_device(collate(oracle.task, samples), oracle.device)
     before = oracle.buffers()
     oracle.model.eval()
-    with torch.no_grad(), oracle.autocast():
-        loss = oracle.task.loss(oracle.model, batch)
+    with oracle.autocast():
+        loss = loss_without_gradients(oracle.task, oracle.model, batch)
     oracle.set_buffers(before)
     return float(loss.total), float(loss.count)

@@ -126,7 +126,7 @@ class StrategyVerifier:
         recipe = session.recipe
         compute, axes = recipe.precision.compute, session.mesh.axes
         same = not recipe.runtime.compile and session.runner.sharded_model.device.type == "cpu"
-        in_parts = recipe.batch.sync_batchnorm or any(axes[axis].size > 1 for axis in ("tensor", "context"))
+        in_parts = oracle.at_once or any(axes[axis].size > 1 for axis in ("tensor", "context"))
         # In half precision every partial product is rounded, so parts do not add up to the same bits.
         same = same and (compute == "fp32" or not in_parts)
         self.kernels = KernelAgreement(same, compute, in_parts)

@@ -120,13 +120,12 @@ def _without_extras(recipe: Recipe) -> Recipe:
 def _oracle_of_session(recipe: Recipe, task: Task, cluster: Cluster, device: torch.device) -> Oracle:
     """Build the oracle of a session, on a copy of its model."""
     shards = num_micro_batches(recipe, cluster.world_size)
-    # Statistics of the whole batch are those of one forward of it.
-    at_once = recipe.batch.sync_batchnorm
-    oracle = build_oracle(
-        recipe, replace(task, model=copy_model(task.model)), device, 1 if at_once else shards
-    )
-    if at_once and shards > 1:
-        _require_no_random_numbers(oracle)
+    oracle = build_oracle(recipe, replace(task, model=copy_model(task.model)), device, shards)
+    # Statistics of the whole batch, and a loss over all of its rows, are those of one forward of it.
+    if recipe.batch.sync_batchnorm or oracle.gathers():
+        oracle.run_at_once()
+        if shards > 1:
+            _require_no_random_numbers(oracle)
     return oracle
 
 
@@ -151,9 +150,9 @@ def _require_no_random_numbers(oracle: Oracle) -> None:
     losses = {float(shard.total) for shard in oracle.shards((first, other))}
     if len(losses) > 1:
         raise StrategyError(
-            "with batch.sync_batchnorm the oracle runs the whole batch at once, but this task draws random"
-            " numbers (dropout, augmentation) per rank",
-            next_step="verify it without dropout and augmentation, or with batch.sync_batchnorm = false",
+            "with batch.sync_batchnorm or paceline.gather the oracle runs the whole batch at once, but this"
+            " task draws random numbers (dropout, augmentation) per rank",
+            next_step="verify it without dropout and augmentation",
         )
 
 

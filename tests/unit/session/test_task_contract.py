@@ -22,7 +22,10 @@ from paceline.session.task_contract import refuse_means, refuse_two_optimizers, 
 from paceline.task import Loss, LossFunction, Metric, Task, finish_metrics
 from paceline.tasks import scores
 from paceline.testing import run_ranks
-from paceline.testing.parity import build_test_session
+from paceline.testing.parity import CPU, Trajectory, build_test_session, whole_trajectory
+from paceline.verification import compare_with_oracle
+from paceline.verification.plain_evaluation import PlainEvaluation
+from paceline.verification.verify_on_rank import build_oracle
 
 X = torch.linspace(-1, 1, 48).reshape(12, 4)
 Y = torch.arange(12) % 2
@@ -48,6 +51,18 @@ MISTAKES = {
         lambda out, y: Loss(summed(out, y), len(y), {"size": out.abs().mean()}),
         "the metric 'size' is the same",
     ),
+    "mean metric that is 0 for the first sample": (
+        lambda out, y: Loss(summed(out, y), len(y), {"found": (y == 1).float().mean()}),
+        "the metric 'found' is the same",
+    ),
+    "sum as a mean": (
+        lambda out, y: Loss.mean(F.cross_entropy(out, y), len(y), found=(out.argmax(1) >= 0).sum()),
+        "the metric 'found' is four times as large",
+    ),
+    "count of a metric": (
+        lambda out, y: Loss(summed(out, y), len(y), {"found": Metric(out.abs().sum(), 1)}),
+        "the metric 'found' is the same",
+    ),
 }
 
 
@@ -58,6 +73,79 @@ def test_a_mistake_in_the_loss_is_named_before_the_first_step(mistake: str) -> N
     task = task_of(lambda model, batch: make(model(batch[0]), batch[1]))
     with pytest.raises(TaskError, match=why):
         build_test_session(Cluster.single(), RECIPE, lambda: task)
+
+
+def test_metrics_of_a_mean_are_means_too() -> None:
+    def loss(model: nn.Module, batch: list[Tensor]) -> Loss:
+        x, y = batch
+        out = model(x)
+        right = out.argmax(1) == y
+        return Loss.mean(
+            F.cross_entropy(out, y), len(y), accuracy=right.float().mean(), again=Metric(right.sum(), len(y))
+        )
+
+    session = build_test_session(Cluster.single(), RECIPE, lambda: task_of(loss))
+    found = evaluate(session)
+    assert found is not None and found.num_samples == 7
+    model = session.runner.sharded_model.model
+    expected = float((model(X[:7]).argmax(1) == Y[:7]).double().mean())
+    assert found.metrics == {"accuracy": pytest.approx(expected), "again": pytest.approx(expected)}
+    assert 0 < expected < 1
+
+
+def penalised(model: nn.Module, batch: list[Tensor]) -> Loss:
+    """A gradient penalty, for which the loss takes a gradient itself."""
+    x = batch[0].detach().requires_grad_(True)
+    out = model(x)
+    (grad,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    return Loss(out.square().sum() + 10 * ((grad.norm(dim=1) - 1) ** 2).sum(), len(x))
+
+
+def penalised_task() -> Task:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+    task = task_of(penalised)
+    data = [(x.double(), y) for x, y in task.data]
+    return replace(task, model=model, data=data, held_out=data[:7], stages=lambda model: [*model])
+
+
+def trained_with_penalty(cluster: Cluster, strategy: str) -> tuple[float, float, float]:
+    """Return the distance of the weights, and the evaluation by the run and by one process."""
+    recipe = RECIPE.replace(strategy=Strategy.parse(strategy), precision={"compute": "fp32"})
+    session = build_test_session(cluster, recipe, penalised_task)
+    found = whole_trajectory([stats.loss for stats in session.rounds()], session)
+    evaluation = evaluate(session)
+    assert evaluation is not None
+    oracle = build_oracle(recipe, penalised_task(), CPU)
+    for step in range(3):
+        oracle.step(step, step)
+    plain = PlainEvaluation(oracle, penalised_task(), recipe)(oracle.model, 3)
+    assert (
+        plain is not None and compare_with_oracle(recipe, penalised_task(), cluster, CPU, 2, strict=True).ok
+    )
+    weights = {name: p.detach() for name, p in oracle.model.named_parameters()}
+    return found.distance(Trajectory([], weights, {})), evaluation.loss, plain.loss
+
+
+@pytest.mark.parametrize("strategy", ["replicas=2", "replicas=1 shard=2 zero=3"])
+def test_a_loss_that_takes_a_gradient_trains_and_is_evaluated(strategy: str) -> None:
+    for distance, evaluated, plain in run_ranks(partial(trained_with_penalty, strategy=strategy), 2):
+        assert distance < 1e-12 and evaluated == pytest.approx(plain, abs=1e-12)
+
+
+@pytest.mark.parametrize("strategy", ["replicas=1 pipeline=2", "replicas=1 pipeline=2 lanes=2"])
+def test_in_a_pipeline_a_loss_that_takes_a_gradient_is_refused_by_name(strategy: str) -> None:
+    recipe = RECIPE.replace(strategy=Strategy.parse(strategy))
+
+    def refused(cluster: Cluster) -> str:
+        try:
+            [*build_test_session(cluster, recipe, penalised_task).rounds()]
+        except TaskError as error:
+            return f"{error.what} {error.next_step}"
+        return ""
+
+    for what in run_ranks(refused, 1 if "lanes" in strategy else 2):
+        assert "the loss takes a gradient through the model" in what and "without pipeline" in what
 
 
 CUT_LAYOUTS = ["replicas=1 pipeline=2", "replicas=1 shard=2 zero=3", "replicas=1 tensor=2"]

@@ -30,6 +30,7 @@ from paceline.parallel.pipeline.model_chain import (
     StageModule,
     WritableInput,
     as_tuple,
+    describe_missing_graph,
 )
 from paceline.parallel.pipeline.p2p import StageTransport
 from paceline.parallel.pipeline.rechunk import PartReceiver, changed_buffer_error, slice_batch
@@ -367,11 +368,11 @@ class ChunkExecutor:
             with self.weights[action.chunk].within(weights) if weights is not None else nullcontext():
                 return chunk(*call.inputs, **call.named)
 
-        outputs = (
-            function(self._output_stand_in.with_output(links, training=chunk.training), batch)
-            if receiver is None
-            else links()
-        )
+        if receiver is None:
+            with describe_missing_graph():
+                outputs = function(self._output_stand_in.with_output(links, training=chunk.training), batch)
+        else:
+            outputs = links()
         if self._num_parts > 1 and torch.is_grad_enabled():
             require_unchanged_rng(fresh if rng_state is None else rng_state)
         return [outputs] if receiver is None else self._send(receiver, as_tuple(outputs), fresh)

@@ -12,7 +12,8 @@ bit by bit on the samples that were tried; between its links there are only tens
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple, NoReturn
@@ -23,8 +24,9 @@ from torch import Tensor, nn
 from paceline.data.loader import collate_samples
 from paceline.errors import TaskError, format_count
 from paceline.models.dropout import name_dropouts
+from paceline.parallel.batch_gather import WholeBatch, gather_scope
 from paceline.parallel.model_buffers import MicroBatchBuffers
-from paceline.parallel.model_runner import ModelFunction
+from paceline.parallel.model_runner import ModelFunction, is_missing_graph
 from paceline.task import Loss, LossFunction, Task
 
 
@@ -36,8 +38,9 @@ class ModelCall(NamedTuple):
 
 
 def record_call(loss: ModelFunction, batch: Any, *, training: bool) -> ModelCall:
-    """Return what a loss calls the model with, for one batch."""
-    return CallRecorder().record(loss, batch, training=training)
+    """Return what a loss calls the model with, for one batch that is whole."""
+    with gather_scope(WholeBatch()):
+        return CallRecorder().record(loss, batch, training=training)
 
 
 class _CallRecorded(BaseException):
@@ -58,6 +61,25 @@ class _ModelStandIn(nn.Module):
             "the loss uses the model's parameters or modules, but a stage holds only a part of them",
             next_step="use optimizer.weight_decay or l2 for a penalty, or choose a strategy without pipeline",
         )
+
+
+@contextmanager
+def describe_missing_graph() -> Iterator[None]:
+    """Turn PyTorch's error about a value without a graph into one that names the pipeline.
+
+    Raises:
+        TaskError: the loss takes a gradient through the model, of which the last stage has a part.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_missing_graph(error):
+            raise
+        raise TaskError(
+            "the loss takes a gradient through the model (torch.autograd.grad), but the last stage of a"
+            f" pipeline has only the graph of its own layers: {error}",
+            next_step="choose a strategy without pipeline: replicas, or shard=N zero=3 if memory is short",
+        ) from error
 
 
 class CallRecorder(_ModelStandIn):
@@ -179,7 +201,7 @@ def _require_own_model(loss: LossFunction, answer: Any, batch: Any) -> None:
     Raises:
         TaskError: it has.
     """
-    with torch.enable_grad():
+    with torch.enable_grad(), gather_scope(WholeBatch()), describe_missing_graph():
         loss_of_output = loss(OutputStandIn(partial(_identity, answer)), batch)
     if (
         isinstance(loss_of_output, Loss)

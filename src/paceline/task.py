@@ -91,7 +91,7 @@ class Task:
             such as an `IterableDataset`, a stream (docs/howto/data.md); or a `torch.utils.data.DataLoader`
             over either.
         loss: `loss(model, batch) -> Loss`; the batch is what `collate` returned, on the model's device.
-        held_out: samples for evaluation, never trained on; or several sets by name.
+        held_out: samples for evaluation, never trained on, as `data`; or several sets by name.
         collate: list of samples to batch; PyTorch's default if None.
         optimizer: `optimizer(model) -> torch.optim.Optimizer`, in place of the recipe's by name.
         blocks: the modules that activation checkpointing recomputes, one by one; by default the

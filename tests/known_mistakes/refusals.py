@@ -21,6 +21,8 @@ from tests.known_mistakes.refused_tasks import (
     frozen,
     mean_loss,
     model,
+    negatives_of_batch,
+    negatives_of_rank,
     odd_metrics,
     same_metrics,
     sgd,
@@ -52,6 +54,7 @@ PLAIN: Mapping[str, Any] = {}
 CACHED = {"loader": {"cache_bytes": 1 << 20}}
 LANES, PIPELINE = {"strategy": "replicas=1 lanes=2"}, {"strategy": "replicas=1 pipeline=2"}
 SAME_BITS = {"reproducible": True}
+WHOLE_BATCHES = {"batch": {"size": 6, "drop_last": True}}
 
 
 REFUSALS: Mapping[str, Refused] = {
@@ -84,6 +87,22 @@ REFUSALS: Mapping[str, Refused] = {
         lambda: task(loss=same_metrics),
         PLAIN,
         PLAIN,
+    ),
+    "negatives of one rank": Refused(
+        Story(
+            "a contrastive loss sees only the samples of its rank",
+            "SimCLR and CLIP under data parallelism without a gather of the embeddings",
+            "more processes give a lower loss and worse embeddings: each sample has fewer negatives",
+            "the loss is no sum over samples, so the sum over ranks is another loss",
+            "a, b = model(images), model(texts)",
+            "a, b = paceline.gather(model(images)), paceline.gather(model(texts))",
+        ),
+        "it compares the samples of a micro-batch with each other",
+        lambda: task(loss=negatives_of_rank),
+        lambda: task(loss=negatives_of_batch),
+        WHOLE_BATCHES,
+        WHOLE_BATCHES,
+        processes=2,
     ),
     "nothing to train": Refused(
         Story(

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import IterableDataset
 
+import paceline
 from paceline import Loss, Task
 
 Batch = Sequence[Tensor]
@@ -52,6 +53,16 @@ def odd_metrics(model: nn.Module, batch: Batch) -> Loss:
 def same_metrics(model: nn.Module, batch: Batch) -> Loss:
     found = loss(model, batch)
     return Loss(found.total, found.count, {"positive": float((batch[0].sum(1) > 0).sum())})
+
+
+def negatives_of_rank(model: nn.Module, batch: Batch) -> Loss:
+    out = model(batch[0])
+    return Loss(F.cross_entropy(out @ out.T, torch.arange(len(out)), reduction="sum"), len(out))
+
+
+def negatives_of_batch(model: nn.Module, batch: Batch) -> Loss:
+    out = paceline.gather(model(batch[0]))
+    return Loss(F.cross_entropy(out @ out.T, torch.arange(len(out)), reduction="sum"), len(out))
 
 
 def frozen() -> Task:

@@ -16,7 +16,8 @@ from paceline.errors import PacelineError, StrategyError, TaskError
 from paceline.job.cluster import Cluster
 from paceline.parallel.batch_gather import RankGather, _GatherRows
 from paceline.recipe import Recipe
-from paceline.session import evaluate
+from paceline.session import OwnLoop, evaluate
+from paceline.session.fit_loop import fitting
 from paceline.session.task_contract import describe_coupling
 from paceline.task import Loss, Task
 from paceline.testing.parity import CPU, build_test_session, run_oracle, whole_trajectory
@@ -87,6 +88,41 @@ def distances(cluster: Cluster, recipes: list[Recipe]) -> list[tuple[float, floa
     return [distance(cluster, recipe) for recipe in recipes]
 
 
+def in_parts() -> Task:
+    """Two views of a sample by one chain of modules, which stages and tensor ranks share."""
+
+    def loss(model: nn.Module, x: Tensor) -> Loss:
+        out = paceline.gather(model(x))
+        first, second = F.normalize(out[:, :4], dim=1), F.normalize(out[:, 4:], dim=1)
+        labels = torch.arange(len(out))
+        return Loss(F.cross_entropy(3 * first @ second.T, labels, reduction="sum"), len(out))
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(9, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)).double()
+    return Task(model, build().data, loss, tensor={"0": "column", "2": "row"})
+
+
+PARTS = [
+    recipe_of("replicas=2 pipeline=2", batch={"shards": 2}, optimizer={"name": "sgd", "lr": 0.1}),
+    recipe_of("replicas=2 tensor=2", optimizer={"name": "sgd", "lr": 0.1}),
+]
+
+
+def distances_in_parts(cluster: Cluster) -> list[float]:
+    found = []
+    for recipe in PARTS:
+        session = build_test_session(cluster, recipe, in_parts)
+        own = whole_trajectory([stats.loss for stats in session.rounds()], session)
+        session.close()
+        found.append(own.distance(run_oracle(recipe, STEPS, in_parts, shards=1)))
+    return found
+
+
+def test_replicas_of_stages_and_tensor_ranks_gather_among_themselves() -> None:
+    for found in run_ranks(distances_in_parts, 4):
+        assert max(found) < 1e-12
+
+
 def own_rows_only(ctx: Any, grad: Tensor) -> Any:
     """Drop what the losses of other ranks say about the rows of this one."""
     first = sum(ctx.lengths[: ctx.group.rank])
@@ -100,6 +136,36 @@ def broken_distance(cluster: Cluster) -> float:
         return distance(cluster, CASES[1])[0]  # AdamW would hide a factor
     finally:
         _GatherRows.backward = right
+
+
+def looped(cluster: Cluster) -> tuple[float, str]:
+    """Return the distance of an own loop from one process, and how its verification is refused."""
+
+    def run(loop: Any) -> None:
+        for batch in loop.batches():
+            loop.backward(contrast(paceline.gather, loop.model, batch))
+            loop.step()
+            loop.evaluate()
+
+    recipe = CASES[1]
+    session = build_test_session(cluster, recipe, build)
+    with fitting(session, None, []) as fit:
+        loop = OwnLoop(session, fit)
+        run(loop)
+        loop.end()
+        fit.finish()
+    own = whole_trajectory([], session)
+    session.close()
+    try:
+        refusal = str(compare_with_oracle(recipe, build(), cluster, CPU, 2, loop=run).ok)
+    except StrategyError as error:
+        refusal = error.what
+    return own.distance(run_oracle(recipe, STEPS, build, shards=1)), refusal
+
+
+def test_in_an_own_loop_it_is_that_of_one_process() -> None:
+    for distance, refusal in run_ranks(looped, 2):
+        assert distance < 1e-12 and "cannot be verified" in refusal
 
 
 @pytest.mark.parametrize("world, recipes", [(2, CASES + SHARDED), (3, CASES[:1])])

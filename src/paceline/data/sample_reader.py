@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from numpy.random import mtrand
 from torch import Tensor
+from torch.utils._pytree import tree_flatten
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 
@@ -209,8 +210,10 @@ class MicroBatchReader(Dataset[ReadReply]):
         with seeded_generators(_UNDRAWN_SEED, self._numpy_bits):
             samples = self._samples(indices, sample_key)
             _seed_generators(key(micro_batch_key, "loader"))
-            with self._describe_errors(indices, "cannot be collated"):
+            try:
                 return self._collate(samples)
+            except Exception as error:
+                raise self._collate_failure(indices, samples, error) from error
 
     def _samples(self, indices: list[int], sample_key: int) -> Sequence[Any]:
         if self._cache.capacity_bytes:
@@ -287,12 +290,26 @@ class MicroBatchReader(Dataset[ReadReply]):
                 self._fetch_one(index)
             raise self._failure(f"samples {_indices_text(indices)} {problem}", error) from error
 
-    def _failure(self, what: str, error: Exception) -> DataError:
+    def _collate_failure(self, indices: list[int], samples: Sequence[Any], error: Exception) -> DataError:
+        """Return the error for samples that do not go together, with the first that has another shape."""
+        kinds = [*map(_describe_sample, samples)]
+        other = next((place for place, kind in enumerate(kinds) if kind != kinds[0]), None)
+        what = f"samples {_indices_text(indices)} cannot be collated"
+        if other is None:
+            return self._failure(what, error)
+        return self._failure(
+            f"{what}: sample {indices[0]} is {kinds[0]}, and sample {indices[other]} is {kinds[other]}",
+            error,
+            next_step="pad or cut them to one shape in the data set or in Task(collate=...)",
+        )
+
+    def _failure(self, what: str, error: Exception, next_step: str = "") -> DataError:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         return DataError(
             f"{what}: {type(error).__name__}: {error}",
             where=f"{type(self._source).__name__}, {frame.filename}:{frame.lineno}",
-            next_step="read that sample alone to reproduce the error, then repair it or leave it out",
+            next_step=next_step
+            or "read that sample alone to reproduce the error, then repair it or leave it out",
         )
 
 
@@ -321,6 +338,15 @@ def _seed_generators(seed: int) -> None:
     random.seed(seed)
     mtrand.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)
+
+
+def _describe_sample(sample: Any) -> str:
+    """Return types and shapes of what a sample holds."""
+    leaves = tree_flatten(sample)[0]
+    shapes = [list(leaf.shape) if hasattr(leaf, "shape") else "" for leaf in leaves]
+    return ", ".join(
+        f"{type(leaf).__name__} {shape}".strip() for leaf, shape in zip(leaves, shapes, strict=True)
+    )
 
 
 def _indices_text(indices: list[int]) -> str:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from paceline.comm.net import Net
-from paceline.errors import TaskError
+from paceline.errors import StrategyError, TaskError
 from paceline.job.mesh import RankGroup, duplicate_group
 from paceline.task import Loss, LossFunction
 
@@ -159,6 +159,20 @@ class _GatherRows(torch.autograd.Function):
         return total[first : first + ctx.lengths[ctx.group.rank]], None, None
 
 
+class RefusedGather:
+    """A scope in which `gather` is an error.
+
+    Args:
+        what, next_step: of the error.
+    """
+
+    def __init__(self, what: str, next_step: str) -> None:
+        self._what, self._next_step = what, next_step
+
+    def gather(self, x: Tensor) -> Tensor:
+        raise StrategyError(self._what, next_step=self._next_step)
+
+
 class GatheringLoss:
     """A loss function in which `gather` collects rows of all ranks in training.
 
@@ -172,9 +186,12 @@ class GatheringLoss:
 
     def __call__(self, model: Any, batch: Any) -> Loss:
         """Return the loss of the inner function, or this rank's share of it if the function has gathered."""
-        # Evaluations and checks run without gradients, or in a scope of their own.
-        if not torch.is_grad_enabled() or _SCOPE.get() is not None:
+        # A check runs in a scope of its own, and an evaluation without gradients, also inside an own loop.
+        if isinstance(_SCOPE.get(), WholeBatch):
             return self._loss(model, batch)
+        if not torch.is_grad_enabled():
+            with gather_scope(WholeBatch()):
+                return self._loss(model, batch)
         before = self._ranks.num_calls
         with gather_scope(self._ranks):
             loss = self._loss(model, batch)

@@ -23,6 +23,8 @@ from paceline.data.work import LoadedBatch, MicroBatch
 from paceline.errors import TaskError
 from paceline.models.dropout import name_dropouts
 from paceline.observe.step_stats import PhaseTimer
+from paceline.parallel.batch_gather import WholeBatch, gather_scope
+from paceline.parallel.forward_errors import describe_forward_errors
 from paceline.parallel.gradient_hooks import GradientHooks
 from paceline.parallel.mixed_precision import MixedPrecision
 from paceline.parallel.model_buffers import MicroBatchBuffers
@@ -207,7 +209,8 @@ class ReplicatedRunner:
 
     def _forward_backward(self, micro_batch: MicroBatch, batch: Any, sums: LossSums, scale: float) -> None:
         self._phases.begin("forward")
-        loss = self._run_forward(micro_batch, batch)
+        with describe_forward_errors(micro_batch, batch, self._runs_alone):
+            loss = self._run_forward(micro_batch, batch)
         sums.add(loss)
         self._phases.begin("backward")
         backward_scaled(loss.total, scale)
@@ -227,6 +230,18 @@ class ReplicatedRunner:
             raise_for_too_few_values(error, len(micro_batch.indices))
             raise
 
+    def _run_alone(self, batch: Any) -> None:
+        """Run the loss on a part of a micro-batch that has failed, to find out which samples are wrong."""
+        self._model.eval()
+        with torch.no_grad(), self.precision.autocast(), gather_scope(WholeBatch()):
+            self._loss(self._model, batch)
+
+    def _runs_alone(self) -> Callable[[Any], object] | None:
+        """Return what runs a part of a failed batch; None where a forward waits for other ranks."""
+        sharded = self.sharded_model
+        is_alone = not sharded.use.gathers and sharded.seen is nullcontext and sharded.device.type == "cpu"
+        return self._run_alone if is_alone and all(slot.is_whole for slot in sharded.computes) else None
+
     def abort(self) -> None:
         self.gradients.stop()
         self.sharded_model.use.drop()
@@ -238,7 +253,11 @@ class ReplicatedRunner:
             self.sharded_model.use.begin()
             for loaded in micro_batches:
                 self.sharded_model.use.next()
-                with self.precision.autocast(), self.sharded_model.seen(loaded.batch) as batch:
+                with (
+                    self.precision.autocast(),
+                    self.sharded_model.seen(loaded.batch) as batch,
+                    describe_forward_errors(loaded.micro_batch, batch, self._runs_alone),
+                ):
                     self._evaluation_call(function, self._model, batch)
             self.sharded_model.use.end()
 

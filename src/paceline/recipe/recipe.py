@@ -192,9 +192,15 @@ class Recipe(RecipeTable):
             return epochs
         steps = info.data["steps"]
         if steps is None and epochs is None:
-            raise value_error("expected steps or epochs, found neither")
+            raise value_error(
+                "expected steps or epochs, found neither",
+                "set the length of the run: steps = 1000 for updates, or epochs = 10 for passes over data",
+            )
         if steps is not None and epochs is not None:
-            raise value_error(f"expected steps or epochs, found both: steps = {steps}, epochs = {epochs}")
+            raise value_error(
+                f"expected steps or epochs, found both: steps = {steps}, epochs = {epochs}",
+                "remove one of them",
+            )
         return epochs
 
     def with_strategy(self, strategy: Strategy) -> Recipe:

@@ -153,6 +153,7 @@ def load_recipe(
         RecipeError: the file cannot be read, or the recipe has errors; names each with its place.
     """
     name = str(path)
+    _refuse_python(Path(path))
     text = _read_text(Path(path))
     values = _parse(text, name)
     changed: dict[KeyPath, str] = {}
@@ -167,6 +168,17 @@ def load_recipe(
     if problems or recipe is None:
         raise recipe_error(problems, _locator(name, text, changed), RecipeError)
     return recipe
+
+
+def _refuse_python(path: Path) -> None:
+    """Raise a RecipeError for a script in place of a recipe."""
+    if path.suffix == ".py":
+        raise RecipeError(
+            f"'{path}' is Python, but a recipe is a TOML file",
+            where=str(path),
+            next_step=f"run a script that calls paceline.train with `paceline run -n 2 {path}`; or write a"
+            f' recipe that names its build function: task = "{path.name}:build"',
+        )
 
 
 def _validate(values: dict[str, Any], changed: Set[KeyPath]) -> tuple[Recipe | None, list[RecipeProblem]]:

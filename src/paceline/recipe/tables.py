@@ -105,7 +105,7 @@ def _check_optimizer(word: str) -> str:
     return word
 
 
-def _need_of_optimizer(option: str) -> FieldNeed:
+def _need_of_optimizer(option: str, next_step: str = "") -> FieldNeed:
     """Return the need of a key that only some optimizers read; those of other packages count as well."""
     readers = [spec.word for spec in OPTIMIZER_SPECS if option in spec.reads]
     return FieldNeed(
@@ -113,7 +113,14 @@ def _need_of_optimizer(option: str) -> FieldNeed:
         f"with {' or '.join(readers)}",
         'found "{t.name}"',
         keys=("name",),
+        next_step=next_step,
     )
+
+
+_COUPLED_DECAY = (
+    'set optimizer.l2 = {t.weight_decay:g}, which is what PyTorch calls weight_decay of "{t.name}", and'
+    ' optimizer.decay_on = "all" for PyTorch\'s choice of parameters: here only matrices decay by default'
+)
 
 
 class OptimizerRecipe(RecipeTable):
@@ -154,7 +161,7 @@ class OptimizerRecipe(RecipeTable):
     alpha: Annotated[float, _need_of_optimizer("alpha")] = Field(
         default=0.99, ge=0, le=1, description="decay of the squared average"
     )
-    weight_decay: Annotated[float, _need_of_optimizer("weight_decay")] = Field(
+    weight_decay: Annotated[float, _need_of_optimizer("weight_decay", _COUPLED_DECAY)] = Field(
         default=0.0, ge=0, description="decoupled decay per unit of lr"
     )
     l2: Annotated[float, _need_of_optimizer("l2")] = Field(

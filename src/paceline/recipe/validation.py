@@ -153,11 +153,22 @@ class RecipeProblem(NamedTuple):
         paths: the keys involved, the one to change first.
         message: what was expected and what was found.
         can_drop: the first key is valid but has no effect, so an override may remove it.
+        next_step: what to write instead; empty: a sentence is made from the keys.
     """
 
     paths: tuple[KeyPath, ...]
     message: str
     can_drop: bool = False
+    next_step: str = ""
+
+    @property
+    def advice(self) -> str:
+        """Return the next step."""
+        key, *others = dict.fromkeys(dotted_key(path) for path in self.paths)
+        if self.next_step or not key:
+            return self.next_step or "correct it; docs/reference/recipe.md describes every key"
+        changes = f"remove {key}" if self.can_drop else f"change {key}"
+        return changes + (f", or change {' or '.join(others)}" if others else "")
 
 
 class KeyConflict(NamedTuple):
@@ -167,19 +178,21 @@ class KeyConflict(NamedTuple):
         keys: dotted from one table on, the one to change first.
         message: what was expected and what was found.
         can_drop: the first key only has no effect, so an override may remove it.
+        next_step: as in `RecipeProblem`.
     """
 
     keys: tuple[str, ...]
     message: str
     can_drop: bool = False
+    next_step: str = ""
 
 
 KeyLocator = Callable[[Sequence[KeyPath]], str]  # keys -> the place where the first of them was written
 
 
-def value_error(message: str) -> PydanticCustomError:
+def value_error(message: str, next_step: str = "") -> PydanticCustomError:
     """Make the error that a validator raises to have its message shown word for word."""
-    return PydanticCustomError("refused", "{message}", {"message": message})
+    return PydanticCustomError("refused", "{message}", {"message": message, "next_step": next_step})
 
 
 def conflict_error(conflicts: Sequence[KeyConflict]) -> PydanticCustomError:
@@ -232,9 +245,10 @@ def recipe_error(
     """
     if len(problems) == 1:
         problem = problems[0]
-        return kind(_problem_line(problem), where=locate(problem.paths))
+        return kind(_problem_line(problem), where=locate(problem.paths), next_step=problem.advice)
     lines = [f"{locate(problem.paths)}: {_problem_line(problem)}" for problem in problems]
-    return kind("\n  ".join([f"{len(lines)} errors:", *lines]))
+    next_step = "; ".join(dict.fromkeys(problem.advice for problem in problems))
+    return kind("\n  ".join([f"{len(lines)} errors:", *lines]), next_step=next_step)
 
 
 def _problem_line(problem: RecipeProblem) -> str:
@@ -247,7 +261,12 @@ def _read_wrong_value(item: ErrorDetails, model: type[BaseModel]) -> Iterator[Re
     message = expected_message(expected_at(model, path), value, choices_at(model, path))
     if item["type"] == "int_type" and isinstance(value, float) and value.is_integer():
         message += f"; write {int(value)}"
-    yield RecipeProblem((path,), message)
+    yield RecipeProblem((path,), message, next_step=_setting_advice(path, model))
+
+
+def _setting_advice(path: KeyPath, model: type[BaseModel]) -> str:
+    key = dotted_key(path)
+    return f"set {key} to {expected_at(model, path)}, or leave it out" if key else ""
 
 
 def _read_undecodable_text(item: ErrorDetails, model: type[BaseModel]) -> Iterator[RecipeProblem]:
@@ -260,7 +279,8 @@ def _read_undecodable_text(item: ErrorDetails, model: type[BaseModel]) -> Iterat
 
 def _read_missing_key(item: ErrorDetails, model: type[BaseModel]) -> Iterator[RecipeProblem]:
     path = item["loc"]
-    yield RecipeProblem((path,), f"expected {expected_at(model, path)}, but it is missing")
+    message = f"expected {expected_at(model, path)}, but it is missing"
+    yield RecipeProblem((path,), message, next_step=f"add {dotted_key(path)}")
 
 
 def _read_unknown_key(item: ErrorDetails, model: type[BaseModel]) -> Iterator[RecipeProblem]:
@@ -268,7 +288,10 @@ def _read_unknown_key(item: ErrorDetails, model: type[BaseModel]) -> Iterator[Re
     keys = keys_at(model, path[:-1])
     near = _closest_key(path, keys, model)
     advice = f"did you mean {near}?" if near else f"expected one of {', '.join(keys)}"
-    yield RecipeProblem((path,), f"unknown key, found {shown_value(item['input'])}; {advice}")
+    key = dotted_key(path)
+    next_step = f"write {near} instead of {key}" if near else f"remove {key}, or use one of these keys"
+    message = f"unknown key, found {shown_value(item['input'])}; {advice}"
+    yield RecipeProblem((path,), message, next_step=next_step)
 
 
 def _closest_key(path: KeyPath, keys: Sequence[str], model: type[BaseModel]) -> str | None:
@@ -285,13 +308,14 @@ def _closest_key(path: KeyPath, keys: Sequence[str], model: type[BaseModel]) -> 
 
 
 def _read_refusal(item: ErrorDetails, model: type[BaseModel]) -> Iterator[RecipeProblem]:
-    yield RecipeProblem((item["loc"],), item["msg"])
+    next_step = item.get("ctx", {}).get("next_step", "")
+    yield RecipeProblem((item["loc"],), item["msg"], next_step=next_step)
 
 
 def _read_conflicts(item: ErrorDetails, model: type[BaseModel]) -> Iterator[RecipeProblem]:
-    for keys, message, can_drop in item["ctx"]["conflicts"]:
+    for keys, message, can_drop, next_step in item["ctx"]["conflicts"]:
         paths = tuple((*item["loc"], *key.split(".")) for key in keys)
-        yield RecipeProblem(paths, message, can_drop)
+        yield RecipeProblem(paths, message, can_drop, next_step)
 
 
 _READERS = {
@@ -329,6 +353,7 @@ class FieldNeed:
         change_first: the key to change, where that is another one than the field's.
         is_conflict: the value contradicts other keys. An override that causes it does not remove the key, as
             it does for one that only loses its effect.
+        next_step: as in `RecipeProblem`; text with `{t}`.
     """
 
     met: Callable[[Any], Any]
@@ -340,6 +365,7 @@ class FieldNeed:
     reason: str | Callable[[Any], str] = ""
     change_first: str = ""
     is_conflict: bool = False
+    next_step: str = ""
 
     def is_unmet(self, key: str, scope: Any, default: Any) -> bool:
         """Return whether the value of `key` has this need, and it is not met.
@@ -364,7 +390,8 @@ class FieldNeed:
     def conflict(self, key: str, scope: Any) -> KeyConflict:
         """Return the conflict of `key`, whose need is not met."""
         keys = dict.fromkeys((self.change_first or key, key, *self.keys))
-        return KeyConflict(tuple(keys), self.message(scope), can_drop=not self.is_conflict)
+        next_step = self.next_step.format(t=scope)
+        return KeyConflict(tuple(keys), self.message(scope), not self.is_conflict, next_step)
 
 
 @cache

@@ -26,6 +26,7 @@ from paceline.parallel.model_layout import ModelLayout, place_model
 from paceline.parallel.model_runner import MetricNames
 from paceline.parallel.session_context import Components, RuleInputs, SessionContext, TaskMaterial
 from paceline.recipe.recipe import Recipe
+from paceline.session.early_stopping import require_metric
 from paceline.session.model_setup import (
     apply_buffer_reductions,
     broadcast_model,
@@ -169,7 +170,7 @@ def build_session_base(context: SessionContext, recipe: Recipe, task: Task, *, f
     layout = place_model(context, material, check.run_whole if check else None)
     # The layout runs the loss here for the first time, which also teaches every rank the names of its
     # metrics.
-    check_task_loss(context, recipe, task, layout.runner)
+    require_metric(recipe.evaluate, task, check_task_loss(context, recipe, task, layout.runner))
     if mesh.axes["context"].size > 1:
         check_sequences(task, layout.runner, net, mesh)
     if check is not None:

@@ -7,7 +7,41 @@ from typing import Any
 
 from paceline.errors import RecipeError
 from paceline.recipe.tables import EvaluateRecipe
+from paceline.recipe.toml_text import closest_word
 from paceline.session.evaluation import Evaluation
+from paceline.task import Loss, Task, finish_metrics, held_out_sets
+
+
+def require_metric(options: EvaluateRecipe, task: Task, probe: Loss) -> None:
+    """Require that evaluations have the metric by which they are compared.
+
+    Args:
+        options: of the recipe.
+        task: its held-out sets name the metrics, if they are several.
+        probe: the loss of a sample, of which only the names of metrics count.
+    Raises:
+        RecipeError: no evaluation will have it.
+    """
+    name = options.metric
+    if name == "loss" or task.held_out is None:
+        return
+    count = float(probe.count)
+    means = {metric: float(value) / count for metric, value in probe.metrics.items()}
+    try:
+        finished = finish_metrics(task, float(probe.total) / count, count, means)
+    # Derived metrics may not be defined for a single sample, and their names are known only from a call.
+    except (ArithmeticError, LookupError, TypeError, ValueError):
+        return
+    metrics = ["loss", *finished]
+    sets = held_out_sets(task.held_out)
+    known = ["loss"] + [f"{held_out}.{m}" if held_out else m for held_out in sets for m in metrics]
+    if name not in known:
+        near = closest_word(name, known)
+        raise RecipeError(
+            f"evaluations have no metric '{name}'; they have {', '.join(dict.fromkeys(known))}",
+            where="evaluate.metric",
+            next_step=f"set evaluate.metric = \"{near or known[-1]}\", or return '{name}' from the loss",
+        )
 
 
 class EvaluationScores:

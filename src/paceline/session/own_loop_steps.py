@@ -21,6 +21,7 @@ from paceline.data.work import LoadedBatch
 from paceline.errors import RecipeError, StrategyError, TaskError, format_count
 from paceline.models.dropout import name_dropouts
 from paceline.observe.step_stats import StepStats
+from paceline.parallel.batch_gather import gather_scope
 from paceline.parallel.data_parallel import ReplicatedRunner, backward_scaled
 from paceline.parallel.model_runner import LossSums, MetricNames, check_loss
 from paceline.parallel.rng_state import seed_micro_batch
@@ -141,6 +142,7 @@ class OwnLoopSteps:
         self._rule: Any = session.rule
         self._dropouts = name_dropouts(session.runner.sharded_model.model)
         self._ranks = LoopCoordinator(session)
+        self._rank_gather, self._num_gathers = session.session_base.rank_gather, 0
         self._names: dict[str, MetricNames] = {}
         self._sums: list[tuple[str, LossSums]] = []
         self._losses: list[Loss] = []
@@ -165,7 +167,11 @@ class OwnLoopSteps:
                     seen, autocast = self._runner.sharded_model.seen, self._runner.precision.autocast()
                     # The body of the user's loop runs inside of this block, between
                     # two `next` calls.
-                    with seen(self._progress.loaded.batch) as batch, autocast:
+                    with (
+                        seen(self._progress.loaded.batch) as batch,
+                        autocast,
+                        gather_scope(self._rank_gather),
+                    ):
                         yield batch
                     self._require_step()
                 if not count:
@@ -187,6 +193,10 @@ class OwnLoopSteps:
                 " one update would weight their means differently than two updates",
                 next_step="add them up in one Loss with one count, or call step() after each",
             )
+        if self._rank_gather.num_calls > self._num_gathers:
+            # The loop has computed the loss of the whole batch on every rank, and each counts its share.
+            checked = self._rank_gather.share(checked)
+        self._num_gathers = self._rank_gather.num_calls
         self._losses.append(checked)
         scale = gradient_scale(session.work, session.state, self._rule.items_per_sample)
         self._rule.phases.begin("backward")

@@ -52,7 +52,7 @@ def require_data(task: Task) -> None:
         )
 
 
-def check_task_loss(context: SessionContext, recipe: Recipe, task: Task, runner: ModelRunner) -> None:
+def check_task_loss(context: SessionContext, recipe: Recipe, task: Task, runner: ModelRunner) -> Loss:
     """Call the loss on a few samples, alone and together, and learn the names of its metrics; collective.
 
     The layout runs the model, in evaluation mode, since a rank may hold a part of it; ranks that compute the
@@ -61,6 +61,8 @@ def check_task_loss(context: SessionContext, recipe: Recipe, task: Task, runner:
     Args:
         context: of the first rule.
         recipe: with all rules of the run.
+    Returns:
+        The loss of the first sample that has items.
     Raises:
         TaskError: the loss does not return a `Loss`, counts nothing, returns means instead of sums, or
             compares samples, so that its result would depend on the number of processes.
@@ -87,6 +89,7 @@ def check_task_loss(context: SessionContext, recipe: Recipe, task: Task, runner:
         require_gather_support(context, recipe, build_order(recipe, task))
     else:
         _check_additive(probe, index, context)
+    return once
 
 
 def _check_zero_metrics(probe: LossProbe, once: Loss, context: SessionContext) -> None:
@@ -182,7 +185,7 @@ class LossProbe:
         def loaded() -> Iterator[LoadedBatch]:
             nonlocal drew
             for indices in batches:
-                batch = probe_batch(self._collate(indices, device), len(indices))
+                batch = probe_batch(self._collate(indices, device), indices)
                 # The same numbers for each batch; random states are compared after its forward.
                 _seed_generators()
                 before = _generator_states(device)
@@ -278,9 +281,9 @@ def require_gather_support(context: SessionContext, recipe: Recipe, order: Batch
         )
 
 
-def probe_batch(batch: Any, num_samples: int = 1) -> LoadedBatch:
+def probe_batch(batch: Any, indices: Sequence[int] = (0,)) -> LoadedBatch:
     """Return a collated batch as a micro-batch of step 0 and key 0, for a check."""
-    micro_batch = MicroBatch(step=0, shard=0, indices=np.zeros(num_samples, dtype=np.int64), key=0)
+    micro_batch = MicroBatch(step=0, shard=0, indices=np.array(indices, dtype=np.int64), key=0)
     return LoadedBatch(micro_batch, batch)
 
 

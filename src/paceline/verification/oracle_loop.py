@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import StrategyError, TaskError
+from paceline.parallel.batch_gather import RefusedGather, WholeBatch, gather_scope
 from paceline.parallel.model_runner import check_loss
 from paceline.session.evaluation import Evaluation
 from paceline.session.own_loop_reduce import reduce_values, require_reduction
@@ -150,6 +151,7 @@ class OracleLoop:
         self._draws, self._waits_for_batch = GeneratorStates(), False
         self._rates: _SchedulerGroups | None = None
         self._updated, self.step_number = False, 0
+        self._gather = WholeBatch() if num_replicas == 1 else _REFUSED_GATHER
 
     @property
     def needs_next_batch(self) -> bool:
@@ -177,7 +179,7 @@ class OracleLoop:
             # Grad mode and autocast belong to a thread, so the loop's thread enters them itself.
             batch, learns = self._thread.hand_over()
             self._losses, self._updated = [], False
-            with torch.set_grad_enabled(learns), self._autocast():
+            with torch.set_grad_enabled(learns), self._autocast(), gather_scope(self._gather):
                 yield batch
 
     def backward(self, loss: Loss) -> None:
@@ -229,6 +231,12 @@ class OracleLoop:
             raise loop_ended_error()
         self._draws, self._waits_for_batch = GeneratorStates(), request is None
         return request
+
+
+_REFUSED_GATHER = RefusedGather(
+    "paceline.gather in an own loop cannot be verified: the loops of the replicas run one after another",
+    "verify it with one process, or write the loss as the loss of a task and verify that",
+)
 
 
 class _SilentSession(NamedTuple):

@@ -82,7 +82,29 @@ def test_a_python_error_says_which_call_it_was() -> None:
     assert refuse(seed="x").where == "Recipe(...)"
     with pytest.raises(RecipeError) as caught:
         BatchRecipe(size=4, shards=8)
-    assert str(caught.value) == "shards: expected at most batch.size = 4, found 8\n  where: BatchRecipe(...)"
+    assert caught.value.what == "shards: expected at most batch.size = 4, found 8"
+    assert caught.value.where == "BatchRecipe(...)"
+
+
+@pytest.mark.parametrize(
+    "values, next_step",
+    [
+        ({"steps": None}, "set the length of the run: steps = 1000 for updates, or epochs = 10"),
+        ({"epochs": 2}, "remove one of them"),
+        ({"stepz": 3}, "write steps instead of stepz"),
+        ({"batch": {"sise": 3}}, "write batch.size instead of batch.sise"),
+        ({"seed": "x"}, "set seed to an integer >= 0 and <= 9223372036854775807, or leave it out"),
+        (
+            {"optimizer": {"name": "sgd", "weight_decay": 1e-4}},
+            'set optimizer.l2 = 0.0001, which is what PyTorch calls weight_decay of "sgd", and'
+            ' optimizer.decay_on = "all"',
+        ),
+        ({"optimizer": {"nesterov": True}}, "remove optimizer.nesterov, or change optimizer.name"),
+        ({"batch": {"size": 4, "shards": 8}}, "change batch.shards, or change batch.size"),
+    ],
+)
+def test_every_error_has_a_next_step(values: dict[str, Any], next_step: str) -> None:
+    assert next_step in refuse(**values).next_step
 
 
 def test_exactly_one_of_steps_and_epochs() -> None:

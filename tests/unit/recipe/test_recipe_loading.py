@@ -105,12 +105,14 @@ def test_a_strategy_is_text_or_a_table(write: Write) -> None:
 )
 def test_an_error_names_key_file_and_line(write: Write, text: str, line: int, message: str) -> None:
     path = write(text)
-    assert str(refuse(path)) == f"{message}\n  where: {path}, line {line}"
+    error = refuse(path)
+    assert (error.what, error.where) == (message, f"{path}, line {line}")
+    assert error.next_step
 
 
 def test_what_is_missing_names_the_file(write: Write) -> None:
     path = write("seed = 1\n")
-    assert str(refuse(path)).splitlines() == [
+    assert refuse(path).what.splitlines() == [
         "2 errors:",
         f"  {path}: task: expected a string that is not empty, but it is missing",
         f"  {path}: epochs: expected steps or epochs, found neither",
@@ -119,7 +121,7 @@ def test_what_is_missing_names_the_file(write: Write) -> None:
 
 def test_all_errors_come_in_one_message_each_with_its_line(write: Write) -> None:
     path = write('task = "x"\nsteps = 1e3\n[optimizer]\nlr = "fast"\n[btach]\n[schedule]\nrate = 0.5\n')
-    assert str(refuse(path, "seed=x")).splitlines() == [
+    assert refuse(path, "seed=x").what.splitlines() == [
         "5 errors:",
         '  --set seed=x: seed: expected an integer >= 0 and <= 9223372036854775807, found "x"',
         f"  {path}, line 2: steps: expected an integer >= 1, found 1000.0; write 1000",
@@ -291,7 +293,9 @@ def test_the_strategy_argument_replaces_the_strategy_of_the_file(write: Write) -
     ],
 )
 def test_a_wrong_override_is_named_instead_of_a_line(write: Write, override: str, message: str) -> None:
-    assert str(refuse(write(GOOD), override)) == f"{message}\n  where: --set {override}"
+    error = refuse(write(GOOD), override)
+    assert (error.what, error.where) == (message, f"--set {override}")
+    assert error.next_step
 
 
 def test_a_wrong_strategy_argument_is_named(write: Write) -> None:
@@ -306,3 +310,11 @@ def test_an_override_cannot_carry_a_second_statement(write: Write) -> None:
 
 def test_an_override_can_remove_a_wrong_key_of_the_file(write: Write) -> None:
     assert load_recipe(write("stepz = 1\n" + GOOD), ["stepz="]).steps == 20
+
+
+def test_a_script_in_place_of_a_recipe_is_an_error_that_says_how_to_run_it(tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    path.write_text("import paceline\n")
+    error = refuse(path)
+    assert "is Python, but a recipe is a TOML file" in error.what
+    assert f"paceline run -n 2 {path}" in error.next_step and 'task = "model.py:build"' in error.next_step

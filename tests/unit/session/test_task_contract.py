@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import paceline
-from paceline.errors import TaskError
+from paceline.errors import DataError, RecipeError, TaskError
 from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe, Strategy
 from paceline.session import evaluate
@@ -268,6 +268,51 @@ def test_a_batch_beyond_the_data_is_told() -> None:
     warn_large_batch(RECIPE.replace(batch={"size": 97, "shards": 1}), scored(), said.append)
     (text,) = said
     assert text.startswith("warning: batch.size = 97 is larger than the data set of 96 samples, so")
+
+
+def test_a_metric_that_no_evaluation_has_is_refused_at_the_start() -> None:
+    def build(*names: str) -> Task:
+        return replace(scored(), held_out={name: scored().data for name in names} or scored().data)
+
+    def best_by(metric: str) -> Recipe:
+        return RECIPE.replace(evaluate={"metric": metric, "every_steps": 1, "patience": 1})
+
+    for metric, names in (("f1", ()), ("far.f1", ("near", "far")), ("loss", ("near", "far"))):
+        build_test_session(Cluster.single(), best_by(metric), partial(build, *names))
+    for metric, names, near in (("f2", (), "f1"), ("far.recal", ("near", "far"), "far.recall")):
+        with pytest.raises(RecipeError, match=f"evaluations have no metric '{metric}'") as found:
+            build_test_session(Cluster.single(), best_by(metric), partial(build, *names))
+        assert f'evaluate.metric = "{near}"' in found.value.next_step
+
+
+def with_a_bad_sample(kind: str) -> Task:
+    """Sample 7 of twelve has a label out of range, or is wider than the others."""
+    task = task_of(lambda model, batch: Loss(summed(model(batch[0]), batch[1]), len(batch[1])))
+    data = list(task.data)
+    data[7] = (X[7], torch.tensor(5)) if kind == "label" else (torch.zeros(6), Y[7])
+    return replace(task, data=data, held_out=None)
+
+
+def failure(cluster: Cluster, kind: str, strategy: str) -> str:
+    recipe = RECIPE.replace(strategy=Strategy.parse(strategy), batch={"size": 12, "shards": 4})
+    try:
+        [*build_test_session(cluster, recipe, partial(with_a_bad_sample, kind)).rounds()]
+    except (DataError, IndexError) as error:
+        return "\n".join([str(error), *getattr(error, "__notes__", [])])
+    return "trained"
+
+
+def test_a_bad_sample_is_named_with_the_shapes_of_its_batch() -> None:
+    label, width, sharded = (
+        failure(Cluster.single(), "label", "replicas=1"),
+        failure(Cluster.single(), "width", "replicas=1"),
+        run_ranks(partial(failure, kind="label", strategy="replicas=1 shard=2 zero=3"), 2),
+    )
+    assert "the loss fails for sample 7: IndexError: Target 5 is out of bounds" in label
+    assert "step 0, samples" in label and "float32 [3, 4], int64 [3] from 0 to 5" in label
+    assert "sample 7 is Tensor [6]" in width or "and sample 7 is Tensor [6]" in width
+    # A rank of ZeRO-3 cannot run a sample alone, but names those of the micro-batch.
+    assert any("with the samples" in text and "7" in text for text in sharded)
 
 
 def refused_model(cluster: Cluster) -> str:

@@ -20,6 +20,7 @@ from paceline.data.work import LoadedBatch
 from paceline.models.dropout import name_dropouts
 from paceline.observe.step_stats import PhaseTimer
 from paceline.parallel.data_parallel import InPlaceWriteGuard
+from paceline.parallel.forward_errors import describe_forward_errors
 from paceline.parallel.mixed_precision import MixedPrecision
 from paceline.parallel.model_buffers import MicroBatchBuffers
 from paceline.parallel.model_runner import LossSums, ModelFunction, check_loss, raise_for_too_few_values
@@ -227,7 +228,12 @@ class ChunkExecutor:
         # Micro-batches in flight share the modules, so each has buffers of its own until its backward.
         self.buffers.swap_in()
         try:
-            with self._seen(local_batch) as batch, self._in_place_guard, self.precision.autocast():
+            with (
+                self._seen(local_batch) as batch,
+                self._in_place_guard,
+                self.precision.autocast(),
+                describe_forward_errors(micro_batch, batch),
+            ):
                 loss_function = self._scaled_loss(sums, scale, continues_micro_batch=samples.start > 0)
                 outputs = self._run_links(action, batch, loss_function, inputs, rng_state, weights)
         except ValueError as error:
@@ -246,7 +252,11 @@ class ChunkExecutor:
         for chunk in range(len(self.chunks)):
             action = PipelineAction("F", 0, chunk)
             inputs, rng_state = self._receive_inputs(action)
-            with self.precision.autocast(), self._seen(loaded.batch) as batch:
+            with (
+                self.precision.autocast(),
+                self._seen(loaded.batch) as batch,
+                describe_forward_errors(loaded.micro_batch, batch),
+            ):
                 self._run_links(action, batch, function, inputs, rng_state)
 
     def backward(

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import paceline
 from paceline.errors import PacelineError, StrategyError, TaskError
 from paceline.job.cluster import Cluster
-from paceline.parallel.batch_gather import RankGather, _GatherRows
+from paceline.parallel.batch_gather import RankGather, _GatherRows, gather_scope
 from paceline.recipe import Recipe
 from paceline.session import OwnLoop, evaluate
 from paceline.session.fit_loop import fitting
@@ -23,6 +23,7 @@ from paceline.task import Loss, Task
 from paceline.testing.parity import CPU, build_test_session, run_oracle, whole_trajectory
 from paceline.testing.rank_processes import run_ranks
 from paceline.verification import compare_with_oracle
+from paceline.verification.oracle_loop import _REFUSED_GATHER
 
 STEPS = 4
 Gather = Callable[[Tensor], Tensor]
@@ -138,8 +139,8 @@ def broken_distance(cluster: Cluster) -> float:
         _GatherRows.backward = right
 
 
-def looped(cluster: Cluster) -> tuple[float, str]:
-    """Return the distance of an own loop from one process, and how its verification is refused."""
+def looped(cluster: Cluster) -> tuple[float, bool]:
+    """Return the distance of an own loop from one process, and whether it is verified."""
 
     def run(loop: Any) -> None:
         for batch in loop.batches():
@@ -156,16 +157,15 @@ def looped(cluster: Cluster) -> tuple[float, str]:
         fit.finish()
     own = whole_trajectory([], session)
     session.close()
-    try:
-        refusal = str(compare_with_oracle(recipe, build(), cluster, CPU, 2, loop=run).ok)
-    except StrategyError as error:
-        refusal = error.what
-    return own.distance(run_oracle(recipe, STEPS, build, shards=1)), refusal
+    right = compare_with_oracle(recipe, build(), cluster, CPU, 2, loop=run).ok
+    return own.distance(run_oracle(recipe, STEPS, build, shards=1)), right
 
 
 def test_in_an_own_loop_it_is_that_of_one_process() -> None:
-    for distance, refusal in run_ranks(looped, 2):
-        assert distance < 1e-12 and "cannot be verified" in refusal
+    for distance, verified in run_ranks(looped, 2):
+        assert distance < 1e-12 and verified
+    with gather_scope(_REFUSED_GATHER), pytest.raises(StrategyError, match="calls no gather"):
+        paceline.gather(torch.zeros(2, 1))
 
 
 @pytest.mark.parametrize("world, recipes", [(2, CASES + SHARDED), (3, CASES[:1])])

@@ -210,17 +210,15 @@ class MicroBatchReader(Dataset[ReadReply]):
         with seeded_generators(_UNDRAWN_SEED, self._numpy_bits):
             samples = self._samples(indices, sample_key)
             _seed_generators(key(micro_batch_key, "loader"))
-            try:
+            with self._describe_errors(indices, "cannot be collated", samples=samples):
                 return self._collate(samples)
-            except Exception as error:
-                raise self._collate_failure(indices, samples, error) from error
 
-    def _samples(self, indices: list[int], sample_key: int) -> Sequence[Any]:
+    def _samples(self, indices: list[int], sample_key: int) -> list[Any]:
         if self._cache.capacity_bytes:
             return self._cached_samples(indices)
         # Seeding costs more than reading a small sample, so it waits until the source has drawn a number.
         if not self._source_draws:
-            samples = self._fetch(indices)
+            samples = list(self._fetch(indices))
             if self._next_numbers() == self._undrawn:
                 return samples
             self._source_draws = True
@@ -273,7 +271,11 @@ class MicroBatchReader(Dataset[ReadReply]):
 
     @contextmanager
     def _describe_errors(
-        self, indices: list[int], problem: str, retries: Sequence[int] = ()
+        self,
+        indices: list[int],
+        problem: str,
+        retries: Sequence[int] = (),
+        samples: Sequence[Any] = (),
     ) -> Iterator[None]:
         """Turn any error in the block into a DataError that names the samples.
 
@@ -281,6 +283,7 @@ class MicroBatchReader(Dataset[ReadReply]):
             indices: of the samples.
             problem: the end of the sentence about them.
             retries: indices of samples that are first read one by one.
+            samples: the samples, if they were read: the first that differs in shape is described.
         """
         try:
             yield
@@ -288,28 +291,18 @@ class MicroBatchReader(Dataset[ReadReply]):
             # One of these raises, and its error has the index of the sample.
             for index in retries:
                 self._fetch_one(index)
-            raise self._failure(f"samples {_indices_text(indices)} {problem}", error) from error
+            what = f"samples {_indices_text(indices)} {problem}"
+            raise self._failure(what, error, _describe_odd_sample(indices, samples)) from error
 
-    def _collate_failure(self, indices: list[int], samples: Sequence[Any], error: Exception) -> DataError:
-        """Return the error for samples that do not go together, with the first that has another shape."""
-        kinds = [*map(_describe_sample, samples)]
-        other = next((place for place, kind in enumerate(kinds) if kind != kinds[0]), None)
-        what = f"samples {_indices_text(indices)} cannot be collated"
-        if other is None:
-            return self._failure(what, error)
-        return self._failure(
-            f"{what}: sample {indices[0]} is {kinds[0]}, and sample {indices[other]} is {kinds[other]}",
-            error,
-            next_step="pad or cut them to one shape in the data set or in Task(collate=...)",
-        )
-
-    def _failure(self, what: str, error: Exception, next_step: str = "") -> DataError:
+    def _failure(self, what: str, error: Exception, odd_sample: str = "") -> DataError:
         frame = traceback.extract_tb(error.__traceback__)[-1]
+        advice = "read that sample alone to reproduce the error, then repair it or leave it out"
         return DataError(
-            f"{what}: {type(error).__name__}: {error}",
+            ": ".join(filter(None, [what, odd_sample, type(error).__name__, str(error)])),
             where=f"{type(self._source).__name__}, {frame.filename}:{frame.lineno}",
-            next_step=next_step
-            or "read that sample alone to reproduce the error, then repair it or leave it out",
+            next_step="pad or cut them to one shape in the data set or in Task(collate=...)"
+            if odd_sample
+            else advice,
         )
 
 
@@ -338,6 +331,15 @@ def _seed_generators(seed: int) -> None:
     random.seed(seed)
     mtrand.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)
+
+
+def _describe_odd_sample(indices: list[int], samples: Sequence[Any]) -> str:
+    """Describe the first sample and the first that has another shape; empty if there is none."""
+    kinds = [*map(_describe_sample, samples)]
+    other = next((place for place, kind in enumerate(kinds) if kind != kinds[0]), None)
+    if other is None:
+        return ""
+    return f"sample {indices[0]} is {kinds[0]}, and sample {indices[other]} is {kinds[other]}"
 
 
 def _describe_sample(sample: Any) -> str:

@@ -24,7 +24,7 @@ from paceline.errors import TaskError
 from paceline.models.dropout import name_dropouts
 from paceline.observe.step_stats import PhaseTimer
 from paceline.parallel.batch_gather import WholeBatch, gather_scope
-from paceline.parallel.forward_errors import describe_forward_errors
+from paceline.parallel.forward_errors import ForwardErrors
 from paceline.parallel.gradient_hooks import GradientHooks
 from paceline.parallel.mixed_precision import MixedPrecision
 from paceline.parallel.model_buffers import MicroBatchBuffers
@@ -209,7 +209,7 @@ class ReplicatedRunner:
 
     def _forward_backward(self, micro_batch: MicroBatch, batch: Any, sums: LossSums, scale: float) -> None:
         self._phases.begin("forward")
-        with describe_forward_errors(micro_batch, batch, self._runs_alone):
+        with ForwardErrors(micro_batch, batch, self._runs_alone):
             loss = self._run_forward(micro_batch, batch)
         sums.add(loss)
         self._phases.begin("backward")
@@ -256,7 +256,7 @@ class ReplicatedRunner:
                 with (
                     self.precision.autocast(),
                     self.sharded_model.seen(loaded.batch) as batch,
-                    describe_forward_errors(loaded.micro_batch, batch, self._runs_alone),
+                    ForwardErrors(loaded.micro_batch, batch, self._runs_alone),
                 ):
                     self._evaluation_call(function, self._model, batch)
             self.sharded_model.use.end()

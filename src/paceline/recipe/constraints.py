@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paceline.recipe.registry import RouteSpec, parse_word
+from paceline.recipe.registry.optimizer_specs import OPTIMIZER_SPECS
 from paceline.recipe.registry.route_specs import uses_channel
 from paceline.recipe.strategy_text import phases_of, waits_for_straggler
 from paceline.recipe.validation import FieldNeed
@@ -41,6 +42,27 @@ class SessionFacts(NamedTuple):
     num_replicas: int
     num_data_ranks: int
     num_tensor_ranks: int
+
+
+# ---------------------------------------------------------------------- the optimizer
+
+
+def need_of_optimizer(option: str, next_step: str = "") -> FieldNeed:
+    """Return the need of a key that only some optimizers read; those of other packages count as well."""
+    readers = [spec.word for spec in OPTIMIZER_SPECS if option in spec.reads]
+    return FieldNeed(
+        lambda table: option in table.spec.reads,
+        f"with {' or '.join(readers)}",
+        'found "{t.name}"',
+        keys=("name",),
+        next_step=next_step,
+    )
+
+
+COUPLED_DECAY = (
+    'set optimizer.l2 = {t.weight_decay:g}, which is what PyTorch calls weight_decay of "{t.name}", and'
+    ' optimizer.decay_on = "all" for PyTorch\'s choice of parameters: here only matrices decay by default'
+)
 
 
 # ---------------------------------------------------------------------- evaluation, health, outer optimizer

@@ -18,6 +18,7 @@ from paceline.recipe.constraints import (
     BUCKET_BYTES_NEEDS,
     BUCKET_LATENCY_NEEDS,
     CERTIFICATE_NEEDS,
+    COUPLED_DECAY,
     DELAY_NEEDS,
     FRAGMENT_NEEDS,
     GLOBAL_VIEW_NEEDS,
@@ -30,9 +31,9 @@ from paceline.recipe.constraints import (
     STRAGGLER_NEEDS,
     SYNC_BATCHNORM_NEEDS,
     TLS_NEEDS,
+    need_of_optimizer,
 )
 from paceline.recipe.registry import OptimizerSpec, SinkSpec, known_specs
-from paceline.recipe.registry.optimizer_specs import OPTIMIZER_SPECS
 from paceline.recipe.registry.sink_specs import check_sinks
 from paceline.recipe.strategy_text import check_word
 from paceline.recipe.validation import (
@@ -105,24 +106,6 @@ def _check_optimizer(word: str) -> str:
     return word
 
 
-def _need_of_optimizer(option: str, next_step: str = "") -> FieldNeed:
-    """Return the need of a key that only some optimizers read; those of other packages count as well."""
-    readers = [spec.word for spec in OPTIMIZER_SPECS if option in spec.reads]
-    return FieldNeed(
-        lambda table: option in table.spec.reads,
-        f"with {' or '.join(readers)}",
-        'found "{t.name}"',
-        keys=("name",),
-        next_step=next_step,
-    )
-
-
-_COUPLED_DECAY = (
-    'set optimizer.l2 = {t.weight_decay:g}, which is what PyTorch calls weight_decay of "{t.name}", and'
-    ' optimizer.decay_on = "all" for PyTorch\'s choice of parameters: here only matrices decay by default'
-)
-
-
 class OptimizerRecipe(RecipeTable):
     """The optimizer by name; a task can bring its own instead."""
 
@@ -134,23 +117,23 @@ class OptimizerRecipe(RecipeTable):
     lr: float = Field(default=1e-3, ge=0, description="learning rate before the schedule")
     betas: Annotated[
         tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]],
-        _need_of_optimizer("betas"),
+        need_of_optimizer("betas"),
     ] = Field(default=(0.9, 0.999), strict=False, description="decay of the two moments")
-    eps: Annotated[float, _need_of_optimizer("eps")] = Field(
+    eps: Annotated[float, need_of_optimizer("eps")] = Field(
         default=1e-8, ge=0, description="added to the denominator"
     )
-    final_lr: Annotated[float, _need_of_optimizer("final_lr")] = Field(
+    final_lr: Annotated[float, need_of_optimizer("final_lr")] = Field(
         default=0.1, gt=0, description="rate of the SGD that Adam becomes, before the schedule"
     )
-    gamma: Annotated[float, _need_of_optimizer("gamma")] = Field(
+    gamma: Annotated[float, need_of_optimizer("gamma")] = Field(
         default=1e-3, gt=0, description="how fast Adam becomes SGD: in about 1 / gamma updates"
     )
-    momentum: Annotated[float, _need_of_optimizer("momentum")] = Field(
+    momentum: Annotated[float, need_of_optimizer("momentum")] = Field(
         default=0.0, ge=0, description="share of the last update that is kept"
     )
     nesterov: Annotated[
         bool,
-        _need_of_optimizer("nesterov"),
+        need_of_optimizer("nesterov"),
         FieldNeed(
             lambda table: table.momentum or "nesterov" not in table.spec.reads,  # PyTorch's own condition
             keys=("momentum",),
@@ -158,13 +141,13 @@ class OptimizerRecipe(RecipeTable):
             is_conflict=True,
         ),
     ] = Field(default=False, description="look ahead along the momentum")
-    alpha: Annotated[float, _need_of_optimizer("alpha")] = Field(
+    alpha: Annotated[float, need_of_optimizer("alpha")] = Field(
         default=0.99, ge=0, le=1, description="decay of the squared average"
     )
-    weight_decay: Annotated[float, _need_of_optimizer("weight_decay", _COUPLED_DECAY)] = Field(
+    weight_decay: Annotated[float, need_of_optimizer("weight_decay", COUPLED_DECAY)] = Field(
         default=0.0, ge=0, description="decoupled decay per unit of lr"
     )
-    l2: Annotated[float, _need_of_optimizer("l2")] = Field(
+    l2: Annotated[float, need_of_optimizer("l2")] = Field(
         default=0.0, ge=0, description="l2 * weight added to the gradient"
     )
     decay_on: Annotated[

@@ -117,8 +117,8 @@ def _check_additive(probe: LossProbe, index: int, context: SessionContext) -> No
     losses = probe.try_together([[index], [other], [index, other], [index]]) if other != index else None
     if losses is None or probe.draws or float(losses[0].total) != float(losses[3].total):
         return
-    problem = describe_coupling(*losses[:3], _ADDITIVE_TOLERANCE[context.recipe.precision.compute])
-    recipe = context.recipe
+    recipe, (first, second, both, _) = context.recipe, losses
+    problem = describe_coupling(first, second, both, _ADDITIVE_TOLERANCE.get(recipe.precision.compute, 1e-3))
     # Micro-batches that are the same on any number of processes give the same answer, coupled or not.
     if not problem or recipe.batch.shards is not None or recipe.reproducible:
         return
@@ -240,8 +240,9 @@ def _seed_generators() -> None:
 
 def _generator_states(device: torch.device) -> list[Any]:
     """Return values that change if a forward draws from a global generator."""
-    states: list[Any] = [random.getstate(), np.random.get_state()[1].tobytes(), np.random.get_state()[2]]
-    states.append(torch.default_generator.get_state().numpy().tobytes())
+    of_numpy: Any = np.random.get_state()
+    of_torch = torch.default_generator.get_state().numpy().tobytes()
+    states = [random.getstate(), of_numpy[1].tobytes(), of_numpy[2], of_torch]
     if device.type == "cuda":
         states.append(torch.cuda.get_rng_state(device).numpy().tobytes())
     return states

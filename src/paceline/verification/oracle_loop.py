@@ -234,8 +234,9 @@ class OracleLoop:
 
 
 _REFUSED_GATHER = RefusedGather(
-    "paceline.gather in an own loop cannot be verified: the loops of the replicas run one after another",
-    "verify it with one process, or write the loss as the loss of a task and verify that",
+    "an own loop with paceline.gather is verified on the whole batch at once, but the loss of its task calls"
+    " no gather, so the loops of the replicas run one after another",
+    "call paceline.gather in the loss of the task, too",
 )
 
 

@@ -279,17 +279,18 @@ def test_a_metric_that_no_evaluation_has_is_refused_at_the_start() -> None:
 
     for metric, names in (("f1", ()), ("far.f1", ("near", "far")), ("loss", ("near", "far"))):
         build_test_session(Cluster.single(), best_by(metric), partial(build, *names))
-    for metric, names, near in (("f2", (), "f1"), ("far.recal", ("near", "far"), "far.recall")):
+    for metric, names, near in (("recal", (), "recall"), ("far.recal", ("near", "far"), "far.recall")):
         with pytest.raises(RecipeError, match=f"evaluations have no metric '{metric}'") as found:
             build_test_session(Cluster.single(), best_by(metric), partial(build, *names))
         assert f'evaluate.metric = "{near}"' in found.value.next_step
 
 
 def with_a_bad_sample(kind: str) -> Task:
-    """Sample 7 of twelve has a label out of range, or is wider than the others."""
+    """Sample 7 of twelve has a label out of range (or all but two have), or is wider than the others."""
     task = task_of(lambda model, batch: Loss(summed(model(batch[0]), batch[1]), len(batch[1])))
     data = list(task.data)
-    data[7] = (X[7], torch.tensor(5)) if kind == "label" else (torch.zeros(6), Y[7])
+    for index in range(2, 12) if kind == "labels" else [7]:
+        data[index] = (torch.zeros(6), Y[7]) if kind == "width" else (X[index], torch.tensor(5))
     return replace(task, data=data, held_out=None)
 
 
@@ -306,13 +307,13 @@ def test_a_bad_sample_is_named_with_the_shapes_of_its_batch() -> None:
     label, width, sharded = (
         failure(Cluster.single(), "label", "replicas=1"),
         failure(Cluster.single(), "width", "replicas=1"),
-        run_ranks(partial(failure, kind="label", strategy="replicas=1 shard=2 zero=3"), 2),
+        run_ranks(partial(failure, kind="labels", strategy="replicas=1 shard=2 zero=3"), 2),
     )
     assert "the loss fails for sample 7: IndexError: Target 5 is out of bounds" in label
     assert "step 0, samples" in label and "float32 [3, 4], int64 [3] from 0 to 5" in label
     assert "sample 7 is Tensor [6]" in width or "and sample 7 is Tensor [6]" in width
     # A rank of ZeRO-3 cannot run a sample alone, but names those of the micro-batch.
-    assert any("with the samples" in text and "7" in text for text in sharded)
+    assert all("in step 0, with the samples" in text and "int64 [3]" in text for text in sharded)
 
 
 def refused_model(cluster: Cluster) -> str:

@@ -20,7 +20,7 @@ from paceline.data.work import LoadedBatch
 from paceline.models.dropout import name_dropouts
 from paceline.observe.step_stats import PhaseTimer
 from paceline.parallel.data_parallel import InPlaceWriteGuard
-from paceline.parallel.forward_errors import describe_forward_errors
+from paceline.parallel.forward_errors import ForwardErrors
 from paceline.parallel.mixed_precision import MixedPrecision
 from paceline.parallel.model_buffers import MicroBatchBuffers
 from paceline.parallel.model_runner import LossSums, ModelFunction, check_loss, raise_for_too_few_values
@@ -232,7 +232,7 @@ class ChunkExecutor:
                 self._seen(local_batch) as batch,
                 self._in_place_guard,
                 self.precision.autocast(),
-                describe_forward_errors(micro_batch, batch),
+                ForwardErrors(micro_batch, batch),
             ):
                 loss_function = self._scaled_loss(sums, scale, continues_micro_batch=samples.start > 0)
                 outputs = self._run_links(action, batch, loss_function, inputs, rng_state, weights)
@@ -255,7 +255,7 @@ class ChunkExecutor:
             with (
                 self.precision.autocast(),
                 self._seen(loaded.batch) as batch,
-                describe_forward_errors(loaded.micro_batch, batch),
+                ForwardErrors(loaded.micro_batch, batch),
             ):
                 self._run_links(action, batch, function, inputs, rng_state)
 

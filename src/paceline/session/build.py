@@ -20,7 +20,7 @@ from paceline.data.task_data import build_order, prepare_data
 from paceline.job.cluster import Cluster
 from paceline.job.mesh import Mesh
 from paceline.observe.step_stats import PhaseTimer
-from paceline.parallel.batch_gather import GatheringLoss, RankGather
+from paceline.parallel.batch_gather import GatheringLoss, RankGather, WholeBatch, gather_scope
 from paceline.parallel.gradient_reduction import build_gradient_norm
 from paceline.parallel.model_layout import ModelLayout, place_model
 from paceline.parallel.model_runner import MetricNames
@@ -174,7 +174,9 @@ def build_session_base(context: SessionContext, recipe: Recipe, task: Task, *, f
     if mesh.axes["context"].size > 1:
         check_sequences(task, layout.runner, net, mesh)
     if check is not None:
-        check.compare(layout.runner)
+        # All replicas run the same samples, which are the whole batch of the check.
+        with gather_scope(WholeBatch()):
+            check.compare(layout.runner)
     loss_recorder.take()  # losses of the checks belong to no step
     return SessionBase(context, layout, loss_recorder, rank_gather)
 

@@ -209,7 +209,7 @@ def _trial_batches(context: SessionContext, task: Task) -> list[LoadedBatch]:
     for number in range(_NUM_TRIALS):
         indices = [i % len(task.data) for i in range(number * size, (number + 1) * size)]
         batches.append(
-            probe_batch(collate_samples(task, [task.data[i] for i in indices], context.device), size)
+            probe_batch(collate_samples(task, [task.data[i] for i in indices], context.device), indices)
         )
     return batches
 

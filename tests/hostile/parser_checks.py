@@ -164,7 +164,7 @@ def read_messages(data: bytes) -> None:
 def read_hub(data: bytes) -> None:
     """A caller that sends this is rejected, and no rank was taken for it."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        callers = AuthenticatingListener(listener, "key", [1, 2])
+        callers = AuthenticatingListener(listener, "key", [1, 2], log=print)
         with socket.create_connection(listener.getsockname()) as caller:
             caller.sendall(data)
             caller.shutdown(socket.SHUT_WR)

@@ -109,9 +109,9 @@ def test_who_puts_his_certificate_between_two_nodes_is_rejected() -> None:
 def test_strangers_that_claim_ever_other_ranks_are_not_all_remembered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(handshake, "_MAX_PENDING", 3)
+    monkeypatch.setattr(handshake, "_MAX_REJECTED_RANKS", 3)
     with listen_on_free_port("127.0.0.1") as listener:
-        seen = handshake.AuthenticatingListener(listener, KEY, range(100))
+        seen = handshake.AuthenticatingListener(listener, KEY, range(100), log=pytest.fail)
         for rank in range(9):
             with socket.create_connection(listener.getsockname()) as stranger:
                 stranger.sendall(encode_hello(rank, make_nonce()))

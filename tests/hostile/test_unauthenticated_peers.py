@@ -22,6 +22,8 @@ from paceline.errors import CommunicationError
 from paceline.job import handshake
 from paceline.job.handshake import CHALLENGE_BYTES, compute_proof, encode_hello, make_nonce, verify_proof
 from paceline.job.mesh import RankGroup
+from paceline.job.rendezvous import StoreAccess, open_store
+from paceline.job.store_server import StoreServer
 from tests.commands import run
 from tests.dist.launch.actors import until
 from tests.ports import free_port
@@ -74,11 +76,91 @@ def test_a_stranger_does_not_keep_the_ranks_from_meeting(greeting: str) -> None:
 def test_more_strangers_than_there_is_room_for_do_not_either() -> None:
     with listen_on_free_port("127.0.0.1") as listener, ThreadPoolExecutor(1) as ranks:
         port = listener.getsockname()[1]
-        with crowd(port, 3 * handshake._MAX_PENDING, b""):
+        with crowd(port, 3 * handshake._MAX_SILENT, b""):
             coming = ranks.submit(connect_to_hub, "127.0.0.1", port, 1, KEY, 600.0)
             found = accept_ranks(listener, KEY, [1], 600.0, lambda text: None)
             found[1].close()
             coming.result().close()
+
+
+def hang_up(port: int, greeting: bytes) -> None:
+    """Connect, 800 times in all, and hang up many at once."""
+    for _ in range(4):
+        with crowd(port, 200, greeting) as strangers:
+            for one in strangers:  # a reset, and not an orderly end
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
+@pytest.mark.parametrize("greeting", ["nothing", "a hello, and no proof"])
+@pytest.mark.parametrize("door", ["store", "hub"])
+def test_a_flood_of_callers_that_hang_up_closes_no_door(door: str, greeting: str) -> None:
+    said: list[str] = []
+    with ThreadPoolExecutor(2) as others, listen_on_free_port("127.0.0.1") as listener:
+        port = listener.getsockname()[1]
+        if door == "hub":
+            found = others.submit(accept_ranks, listener, KEY, [1], 600.0, said.append)
+            hang_up(port, GREETINGS[greeting])
+            connect_to_hub("127.0.0.1", port, 1, KEY, 600.0).close()
+            found.result()[1].close()
+        else:
+            with StoreServer(said.append) as server:
+                server.admit(listener, KEY)
+                hang_up(port, GREETINGS[greeting])
+                open_store(StoreAccess(1, "127.0.0.1", port, KEY), 600.0).set("k", "v")
+    assert not any("Error" in line for line in said)
+
+
+def test_a_caller_that_is_evicted_by_one_event_is_skipped_when_its_own_comes() -> None:
+    """In one batch, the oldest caller makes room for another, and has hung up itself."""
+    with listen_on_free_port("127.0.0.1") as listener:
+        port = listener.getsockname()[1]
+        callers = handshake.AuthenticatingListener(listener, KEY, [1], log=pytest.fail)
+        with crowd(port, handshake._MAX_SILENT, b"") as strangers:
+            while len(callers._pending) < handshake._MAX_SILENT:
+                callers.receive(1.0)
+            with crowd(port, 1, b""):  # the listener is ready before all of them
+                for one in strangers:
+                    one.close()
+                callers.receive(1.0)
+                assert len(callers._pending) == 1 and callers.num_rejected == handshake._MAX_SILENT
+        callers.close()
+
+
+def test_a_caller_with_a_challenge_makes_no_room_for_silent_ones() -> None:
+    with listen_on_free_port("127.0.0.1") as listener:
+        port, ours = listener.getsockname()[1], make_nonce()
+        callers = handshake.AuthenticatingListener(listener, KEY, [1], log=pytest.fail)
+        with crowd(port, 1, encode_hello(1, ours)) as (friend,):
+            while not any(caller.server_nonce for caller in callers._pending.values()):
+                callers.receive(1.0)
+            with crowd(port, 3 * handshake._MAX_SILENT, b"P"):
+                while callers.num_rejected < 2 * handshake._MAX_SILENT:
+                    callers.receive(1.0)
+                theirs = friend.recv(CHALLENGE_BYTES, socket.MSG_WAITALL)[:32]
+                friend.sendall(compute_proof(KEY, handshake.CALLER_ROLE, 1, ours, theirs))
+                while 1 not in callers.accepted:
+                    callers.receive(1.0)
+                callers.close_accepted()
+        callers.close()
+
+
+def test_no_error_that_a_caller_causes_ends_the_listener(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    right = handshake.decode_hello
+
+    def fragile(message: bytes) -> tuple[int, bytes]:
+        if right(message)[0] == 77:
+            raise KeyError("an error\x1b[2J of a kind that nobody expected")
+        return right(message)
+
+    monkeypatch.setattr(handshake, "decode_hello", fragile)
+    with StoreServer(said.append) as server, listen_on_free_port("127.0.0.1") as listener:
+        port = listener.getsockname()[1]
+        server.admit(listener, KEY)
+        with crowd(port, 1, GREETINGS["a hello of no rank"]) as (stranger,):
+            assert stranger.recv(1) == b""
+            open_store(StoreAccess(1, "127.0.0.1", port, KEY), 600.0).set("k", "v")
+    assert len(said) == 1 and "KeyError" in said[0] and "\x1b" not in said[0]
 
 
 def test_nothing_that_is_said_is_the_key_or_can_be_said_again() -> None:
@@ -123,7 +205,7 @@ def test_nothing_that_is_said_is_the_key_or_can_be_said_again() -> None:
 def test_a_server_with_another_key_is_left_at_once() -> None:
     with listen_on_free_port("127.0.0.1") as listener, ThreadPoolExecutor(1) as ranks:
         coming = ranks.submit(connect_to_hub, "127.0.0.1", listener.getsockname()[1], 1, "other", 600.0)
-        seen = handshake.AuthenticatingListener(listener, KEY, [1])
+        seen = handshake.AuthenticatingListener(listener, KEY, [1], log=print)
         while not coming.done():
             seen.receive(0.1)
         seen.close()

@@ -4,12 +4,14 @@ Each side chooses a nonce and proves that it can compute the HMAC-SHA-256 of bot
 the key; so a proof is of no use a second time, or for the other role. A listener handles all callers at the
 same time. Invariants: messages have a fixed size, so a stranger decides nothing about memory, and
 comparisons take constant time. A caller has `HELLO_SECONDS` for its whole greeting; a caller that is slow,
-sends anything else or has no key is closed and counted, and delays no other.
+sends anything else or has no key is closed and counted, and delays no other. A caller that has received its
+challenge is never closed to make room for one that has sent nothing.
 Source: challenge and response with both nonces, ISO/IEC 9798-4 (mutual authentication by a MAC).
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import hmac
 import secrets
@@ -87,7 +89,8 @@ VISITOR_OFFSET = 1 << 30
 """A process that only reads a value, without becoming a member, has the number `rank + VISITOR_OFFSET`."""
 
 HELLO_SECONDS = 5.0
-_MAX_PENDING = 128
+_MAX_SILENT, _MAX_CHALLENGED, _MAX_REJECTED_RANKS = 128, 256, 128
+_NO_FILE_SECONDS = 0.01
 CALLER_ROLE, SERVER_ROLE = b"caller", b"called"
 OTHER_KEY, OTHER_TLS = "a different token", "a different security.tls"
 
@@ -127,12 +130,17 @@ class _PendingCaller:
 class AuthenticatingListener:
     """A listening socket that accepts callers that prove that they know the key.
 
+    When there are too many callers, the oldest one that has not sent a whole hello is closed. Callers that
+    have received their challenge only make room for each other, also the oldest first: it has had the most
+    time for its answer, which takes one round trip.
+
     Args:
         listener: the socket, which is made non-blocking.
         token: the key of the job.
         wanted: ranks that are accepted, each once.
         is_known: returns whether a rank has been accepted before, in addition to those in `accepted`.
         tls: whether accepted callers encrypt the connection next.
+        log: receives a line for each caller that is closed because of an unexpected error.
     Attributes:
         accepted: the connections of accepted callers by rank.
         num_rejected: number of callers that were closed.
@@ -148,9 +156,10 @@ class AuthenticatingListener:
         is_known: Callable[[int], bool] = lambda rank: False,
         *,
         tls: bool = False,
+        log: Callable[[str], object],
     ) -> None:
         self._listener, self._token, self._wanted, self._is_known = listener, token, wanted, is_known
-        self._tls = tls
+        self._tls, self._log = tls, log
         self._pending: dict[socket.socket, _PendingCaller] = {}
         self._selector = selectors.DefaultSelector()
         listener.setblocking(False)
@@ -164,7 +173,8 @@ class AuthenticatingListener:
         for key, _ in self._selector.select(min(seconds, HELLO_SECONDS / 4)):
             if key.fileobj is self._listener:
                 self._accept(clock())
-            elif isinstance(key.fileobj, socket.socket):
+            # a caller that an earlier event of this batch has closed is not pending any more
+            elif isinstance(key.fileobj, socket.socket) and key.fileobj in self._pending:
                 self._handle(self._pending[key.fileobj])
         for caller in [caller for caller in self._pending.values() if clock() > caller.expires]:
             self._reject(caller)
@@ -183,13 +193,26 @@ class AuthenticatingListener:
     def _accept(self, now: float) -> None:
         try:
             connection, _ = self._listener.accept()
-        except OSError:
-            return  # the caller has hung up already
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):  # otherwise, the caller has hung up already
+                self._make_room(0, 0)
+                time.sleep(_NO_FILE_SECONDS)  # the selector would return at once, again and again
+            return
         connection.setblocking(False)
-        if len(self._pending) >= _MAX_PENDING:
-            self._reject(next(iter(self._pending.values())))  # the one that has waited longest
+        self._make_room(_MAX_SILENT, _MAX_CHALLENGED)
         self._pending[connection] = _PendingCaller(connection, now)
         self._selector.register(connection, selectors.EVENT_READ)
+
+    def _make_room(self, max_silent: int, max_challenged: int) -> None:
+        """Close the oldest caller that has received no challenge if there are too many of these, and the
+        oldest of the others if there are too many of those.
+        """
+        silent = [caller for caller in self._pending.values() if not caller.server_nonce]
+        challenged = [caller for caller in self._pending.values() if caller.server_nonce]
+        if silent and len(silent) >= max_silent:
+            self._reject(silent[0])
+        elif challenged and len(challenged) >= max_challenged:
+            self._reject(challenged[0])
 
     def _handle(self, caller: _PendingCaller) -> None:
         try:
@@ -197,11 +220,16 @@ class AuthenticatingListener:
                 self._reject(caller)
             elif not caller.server_nonce and len(caller.received) == HELLO_BYTES:
                 caller.send_challenge(self._token, self._tls)
+                # to the end, so that callers with a challenge are in the order in which they received it
+                self._pending[caller.connection] = self._pending.pop(caller.connection)
             elif caller.server_nonce and len(caller.received) == PROOF_BYTES:
                 self._decide(caller)
         except BlockingIOError:
             return
         except (OSError, ValueError):
+            self._reject(caller)
+        except Exception as error:  # noqa: BLE001  no caller may end the listener, whatever it has found
+            self._log(f"a caller was rejected because of {type(error).__name__}: {error}")
             self._reject(caller)
 
     def _decide(self, caller: _PendingCaller) -> None:
@@ -210,7 +238,11 @@ class AuthenticatingListener:
         is_welcome = is_valid and caller.rank in self._wanted and not known
         caller.connection.send(WELCOME if is_welcome else REFUSED)
         if not is_welcome:
-            if not is_valid and caller.rank in self._wanted and len(self.rejected_ranks) < _MAX_PENDING:
+            if (
+                not is_valid
+                and caller.rank in self._wanted
+                and len(self.rejected_ranks) < _MAX_REJECTED_RANKS
+            ):
                 has_key = caller.has_valid_proof(self._token, not self._tls)
                 self.rejected_ranks[caller.rank] = OTHER_TLS if has_key else OTHER_KEY
             self._reject(caller)
@@ -224,8 +256,8 @@ class AuthenticatingListener:
         caller.connection.close()
 
     def _drop(self, caller: _PendingCaller) -> None:
-        self._selector.unregister(caller.connection)
-        del self._pending[caller.connection]
+        if self._pending.pop(caller.connection, None) is not None:
+            self._selector.unregister(caller.connection)
 
 
 def connect_authenticated(

@@ -5,7 +5,8 @@ that nobody waits for its keys, it admits only processes that know the key of th
 memory.
 
 Invariants: the thread never waits for a member. A member that sends garbage or does not read loses its
-connection, and nothing else happens. Keys and values together hold at most `MAX_STORE_BYTES`. From a caller
+connection, and nothing else happens. An unexpected error ends one connection and is logged, but neither
+thread. Keys and values together hold at most `MAX_STORE_BYTES`. From a caller
 that has not proved that it knows the key, only its greeting is read (`paceline.job.handshake`); if the job
 encrypts, nothing else is sent before the connection does (`paceline.job.tls`, imported only then, because of
 ssl).
@@ -150,7 +151,14 @@ class StoreListener:
         tls: bool = False,
     ) -> None:
         self._listener, self._log = listener, log
-        self._callers = AuthenticatingListener(listener, token, range(2 * VISITOR_OFFSET), is_known, tls=tls)
+        self._callers = AuthenticatingListener(
+            listener,
+            token,
+            range(2 * VISITOR_OFFSET),
+            is_known,
+            tls=tls,
+            log=lambda text: log(rejection_line(text)),
+        )
         self._admit = ConnectionEncryption(token, adopt, is_known, log) if tls else adopt
         self._logged: set[int] = set()
 
@@ -158,13 +166,20 @@ class StoreListener:
         """Admit callers until `closing` returns True."""
         try:
             while not closing():
-                self._callers.receive(_POLL_SECONDS)
-                for number in [*self._callers.accepted]:
-                    self._admit(number, self._callers.accepted.pop(number))
-                self._log_rejected()
+                try:
+                    self._admit_callers()
+                except Exception as error:  # noqa: BLE001  without this thread, nobody could join the job
+                    self._log(f"the listener of the store continues after {_describe_error(error)}\n")
+                    time.sleep(_POLL_SECONDS)  # the cause may last
         finally:
             self._callers.close()
             self._listener.close()
+
+    def _admit_callers(self) -> None:
+        self._callers.receive(_POLL_SECONDS)
+        for number in [*self._callers.accepted]:
+            self._admit(number, self._callers.accepted.pop(number))
+        self._log_rejected()
 
     def _log_rejected(self) -> None:
         reasons = {number % VISITOR_OFFSET: why for number, why in self._callers.rejected_ranks.items()}
@@ -213,6 +228,10 @@ class ConnectionEncryption:
             self._adopt(number, encrypted)
 
 
+def _describe_error(error: Exception) -> str:
+    return "".join(letter if letter.isprintable() else "?" for letter in repr(error)[:_MAX_LINE_LENGTH])
+
+
 def rejection_line(what: str) -> str:
     """Return a line of limited length without control characters, as strangers can choose its text."""
     plain = "".join(letter if letter.isprintable() else "?" for letter in what[:_MAX_LINE_LENGTH])
@@ -221,6 +240,7 @@ def rejection_line(what: str) -> str:
 
 _READ_BYTES = 1 << 16
 _MAX_UNREAD_BYTES = 1 << 26
+_MAX_WAIT_SECONDS = 1e6
 
 
 @dataclass
@@ -386,19 +406,27 @@ class StoreServer:
         except BlockingIOError:
             return
         except (OSError, ValueError):
-            if self._clients.get(client.member) is client:
-                self._end(client)
+            self._end_if_present(client)
+        except Exception as error:  # noqa: BLE001  all other members need this thread
+            self._log(f"the store has lost rank {client.member} because of {_describe_error(error)}\n")
+            self._end_if_present(client)
+
+    def _end_if_present(self, client: _MemberConnection) -> None:
+        if self._clients.get(client.member) is client:
+            self._end(client)
 
     def _answer(self, client: _MemberConnection, message: StoreMessage) -> None:
         number, word, fields = message.number, message.word, message.fields
         if word == AWAIT:
             seconds, watched, *keys = fields
-            expires = time.monotonic() + float(seconds)
+            # a selector cannot wait for a number that is not finite
+            expires = time.monotonic() + min(max(0.0, float(seconds)), _MAX_WAIT_SECONDS)
             self._waiting.append(_PendingWait(client, number, tuple(keys), decode_members(watched), expires))
         elif word == LOST:
             self._reply(client, number, DONE, [encode_members(sorted(self._lost))])
         elif word == LOG_TEXT:
-            self._log(rejection_line(fields[0].decode(errors="replace")))
+            (text,) = fields
+            self._log(rejection_line(text.decode(errors="replace")))
             self._reply(client, number, DONE, [])
         else:
             try:
@@ -424,7 +452,11 @@ class StoreServer:
     def _reply(self, client: _MemberConnection, number: int, word: bytes, fields: Sequence[bytes]) -> None:
         if self._clients.get(client.member) is not client:
             return
-        client.unread += encode_message(StoreMessage(number, word, tuple(fields)))
+        try:
+            message = encode_message(StoreMessage(number, word, tuple(fields)))
+        except ValueError as error:  # together, the values of a request are too long for one message
+            message = encode_message(StoreMessage(number, REFUSED, (str(error).encode(),)))
+        client.unread += message
         try:
             self._send(client)
             if len(client.unread) > _MAX_UNREAD_BYTES:

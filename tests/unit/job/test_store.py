@@ -122,6 +122,25 @@ def test_nobody_waits_for_a_member_that_is_gone(how: str) -> None:
         one.close()
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        StoreMessage(1, b"T"),
+        StoreMessage(1, b"W", (b"inf", b"", b"never")),
+        StoreMessage(1, b"W", (b"nan", b"", b"never")),
+        StoreMessage(1, b"W", (b"9", b"", b"large", b"large")),
+    ],
+)
+def test_no_message_of_a_member_ends_the_store(message: StoreMessage) -> None:
+    """A log without a text, waits without an end, and values that do not fit into one message."""
+    with members(0, 1) as (server, (one, _)), server.connection_for(2) as odd:
+        one.request(SET, b"large", bytes(9 << 20))
+        odd.sendall(encode_message(message))
+        assert one.request(ADD, b"n", b"1") == (b"1",)
+        time.sleep(0.05)  # until it waits for the other member
+        assert one.request(ADD, b"n", b"1") == (b"2",)
+
+
 def test_a_store_that_is_gone_or_silent_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     near, far = socket.socketpair()
     monkeypatch.setattr(store_client, "_ANSWER_SECONDS", 0.05)

@@ -66,7 +66,7 @@ def accept_ranks(
     """
     expires, callers = (
         time.monotonic() + deadline_seconds,
-        AuthenticatingListener(listener, token, ranks, tls=tls),
+        AuthenticatingListener(listener, token, ranks, tls=tls, log=log),
     )
     with ExitStack() as failing:
         failing.callback(callers.close_accepted)

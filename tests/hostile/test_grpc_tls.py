@@ -44,7 +44,7 @@ def hub_of(ranks: range, *, tls: bool = True) -> tuple[GrpcServer, ReliableQueue
         "127.0.0.1",
         ranks,
         KEY,
-        server_credentials(OURS, require_client_certificate=True) if tls else None,
+        server_credentials(OURS, [OURS.authority]) if tls else None,
     ), room
 
 
@@ -59,7 +59,7 @@ class TestEncryptedGrpcChannel(ChannelContract):
     def star(self, num_peers: int) -> tuple[MessageChannel, list[MessageChannel]]:
         ranks = range(1, num_peers + 1)
         hub, room = hub_of(ranks)
-        peers = [calls(hub.port, rank, client_credentials(OURS.authority, OURS)) for rank in ranks]
+        peers = [calls(hub.port, rank, client_credentials(OURS, OURS.authority)) for rank in ranks]
         hub.wait_for_all(SECONDS)
         return GrpcChannel(room, [hub], ByteLedger()), peers
 
@@ -100,7 +100,7 @@ class Tap:
 def test_who_listens_hears_no_tensor_and_no_word(tls: bool) -> None:
     hub, room = hub_of(range(1, 2), tls=tls)
     tap = Tap(hub.port)
-    theirs = calls(tap.port, 1, client_credentials(OURS.authority, OURS) if tls else None)
+    theirs = calls(tap.port, 1, client_credentials(OURS, OURS.authority) if tls else None)
     ours, values = GrpcChannel(room, [hub], ByteLedger()), torch.arange(1000.0)
     ours.send(1, ChannelMessage("a kind of its own", {}, [values]), SECONDS)
     assert torch.equal(theirs.receive(SECONDS).tensors[0], values)
@@ -112,9 +112,9 @@ def test_who_listens_hears_no_tensor_and_no_word(tls: bool) -> None:
 
 
 CREDENTIALS = {
-    "shows none": client_credentials(OURS.authority, None),
-    "shows another": client_credentials(OURS.authority, THEIRS),
-    "believes another": client_credentials(THEIRS.authority, OURS),
+    "shows none": grpc.ssl_channel_credentials(OURS.authority),
+    "shows another": client_credentials(THEIRS, OURS.authority),
+    "believes another": client_credentials(OURS, THEIRS.authority),
     "does not encrypt": None,
 }
 
@@ -124,7 +124,7 @@ def test_who_has_not_the_certificate_is_turned_away_and_told(name: str) -> None:
     hub, _ = hub_of(range(1, 2))
     with pytest.raises(CommunicationError, match="do not have the same certificate"):
         calls(hub.port, 1, CREDENTIALS[name])
-    calls(hub.port, 1, client_credentials(OURS.authority, OURS)).close()  # who has it comes in
+    calls(hub.port, 1, client_credentials(OURS, OURS.authority)).close()  # who has it comes in
     hub.close()
 
 

@@ -201,6 +201,7 @@ class JobCertificate:
     @classmethod
     def make(cls, days: int = 365) -> JobCertificate:
         """Create an authority and the only certificate that it ever signs, valid for `days`."""
+        from cryptography import x509
         from cryptography.hazmat.primitives import hashes, serialization
         from cryptography.hazmat.primitives.asymmetric import ec
 
@@ -208,6 +209,11 @@ class JobCertificate:
         root = _certificate_builder("the authority of a job of Paceline", "", signer, days, signs=True)
         leaf = _certificate_builder(
             CERTIFICATE_HOST_NAME, "the authority of a job of Paceline", key, days, signs=False
+        )
+        # All authorities have one name: the key tells a server that trusts several which one has signed.
+        root = root.add_extension(x509.SubjectKeyIdentifier.from_public_key(signer.public_key()), False)
+        leaf = leaf.add_extension(
+            x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()), False
         )
         pem, plain = serialization.Encoding.PEM, serialization.NoEncryption()
         return cls(

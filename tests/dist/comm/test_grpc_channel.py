@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Self
 
 import grpc
 import pytest
 import torch
 
-from paceline.comm.channel import ChannelMessage, MessageChannel, reliable_queue
+from paceline.comm.channel import ChannelMessage, MessageChannel, grpc_protocol, reliable_queue
 from paceline.comm.channel.grpc_channel import GrpcChannel
 from paceline.comm.channel.grpc_client import GrpcClient
-from paceline.comm.channel.grpc_protocol import SEND_METHOD, CallClaim, method_path, require_grpc
+from paceline.comm.channel.grpc_protocol import (
+    JOIN_METHOD,
+    LEAVE_METHOD,
+    MAX_CALL_SECONDS,
+    MEET_METHOD,
+    POSITION_METHOD,
+    RECEIVE_METHOD,
+    SEND_METHOD,
+    CallClaim,
+    method_path,
+    require_grpc,
+)
 from paceline.comm.channel.grpc_server import GrpcServer
 from paceline.comm.channel.reliable_queue import ReliableQueues, StreamPosition, encode_message_chunks
 from paceline.comm.ledger import ByteLedger
@@ -91,15 +104,92 @@ def test_a_call_that_was_heard_brings_nothing_again() -> None:
     with grpc.insecure_channel(f"127.0.0.1:{hub.port}") as line:
         again = line.unary_unary(method_path(SEND_METHOD))
         said = caller._claim_metadata(SEND_METHOD, StreamPosition(1, 0))
-        again(body, timeout=SECONDS, metadata=said)
+        again(body, timeout=MAX_CALL_SECONDS, metadata=said)
         assert room.position(1) == StreamPosition(1, 0)
         claim = CallClaim.read(said)._replace(position=StreamPosition(2, 0))
         with pytest.raises(grpc.RpcError, match="a different token"):
-            again(body, timeout=SECONDS, metadata=claim.metadata())
+            again(body, timeout=MAX_CALL_SECONDS, metadata=claim.metadata())
         with pytest.raises(grpc.RpcError, match="no call of a job"):
-            again(body, timeout=SECONDS)
+            again(body, timeout=MAX_CALL_SECONDS)
     assert room.position(1) == StreamPosition(1, 0)
     close([theirs, ours])
+
+
+class HalfOpenCalls:
+    """Calls on one connection that send metadata, and then neither a message nor an end."""
+
+    def __init__(self, port: int) -> None:
+        self._line, self._over = grpc.insecure_channel(f"127.0.0.1:{port}"), threading.Event()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self._line.close()
+
+    def open(self, method: str, metadata: Sequence[tuple[str, bytes]], count: int) -> list[grpc.Future]:
+        """Open so many of them, without a deadline."""
+        call = self._line.stream_unary(method_path(method))
+        return [call.future(self._silence(), metadata=metadata) for _ in range(count)]
+
+    def _silence(self) -> Iterator[bytes]:
+        self._over.wait()
+        yield from ()
+
+
+METHODS = (MEET_METHOD, JOIN_METHOD, POSITION_METHOD, SEND_METHOD, RECEIVE_METHOD, LEAVE_METHOD)
+
+
+@pytest.mark.capability("O2")
+@pytest.mark.parametrize("method", METHODS)
+def test_calls_that_send_half_of_a_request_hold_no_thread(method: str) -> None:
+    """They are more than there are threads, and each one is answered although it has sent no message."""
+    said: list[str] = []
+    hub = GrpcServer(room := ReliableQueues(GRACE), "127.0.0.1", [1], "token", log=said.append)
+    with HalfOpenCalls(hub.port) as strangers:
+        calls = strangers.open(method, (), 60)
+        for one in calls:
+            assert one.code() is grpc.StatusCode.UNAUTHENTICATED
+        ours, theirs = GrpcChannel(room, [hub], ByteLedger()), calling(hub.port, 1)
+        hub.wait_for_all(SECONDS)
+        theirs.send(0, ChannelMessage("first"), SECONDS)
+        assert ours.receive(SECONDS).kind == "first"
+    assert said == ["the server rejected 60 calls that do not belong to this job"]
+    close([theirs, ours])
+
+
+@pytest.mark.capability("O2")
+def test_copies_of_a_call_that_send_half_of_it_hold_no_thread() -> None:
+    """Somebody has heard the call of a rank, and makes it again before the rank goes on."""
+    room = ReliableQueues(GRACE)
+    hub = GrpcServer(room, "127.0.0.1", [1], "token")
+    caller = GrpcClient(there := ReliableQueues(GRACE), "127.0.0.1", hub.port, 1, "token")
+    caller.connect(SECONDS)
+    ours, theirs = GrpcChannel(room, [hub], ByteLedger()), GrpcChannel(there, [caller], ByteLedger())
+    heard = caller._claim_metadata(SEND_METHOD, StreamPosition(1, 0))
+    with HalfOpenCalls(hub.port) as strangers:
+        without = strangers.open(SEND_METHOD, heard, 40)
+        assert {one.code() for one in without} == {grpc.StatusCode.UNAUTHENTICATED}
+        with_deadline = strangers._line.stream_unary(method_path(SEND_METHOD))
+        for _ in range(40):
+            with_deadline.future(strangers._silence(), metadata=heard, timeout=MAX_CALL_SECONDS)
+        theirs.send(0, ChannelMessage("first"), SECONDS)
+        theirs.send(0, ChannelMessage("second"), SECONDS)
+        assert [ours.receive(SECONDS).kind for _ in range(2)] == ["first", "second"]
+        # each copy ends the one before it, and the rank's own call the last
+        assert len(hub._running) <= len(METHODS)
+    close([theirs, ours])
+
+
+@pytest.mark.capability("O2")
+def test_a_connection_that_stays_silent_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grpc_protocol, "_HANDSHAKE_MS", 200)
+    hub = GrpcServer(ReliableQueues(GRACE), "127.0.0.1", [1], "token")
+    with socket.create_connection(("127.0.0.1", hub.port), timeout=SECONDS) as silent:
+        while silent.recv(1000):  # the server begins with its settings
+            pass
+    hub.close()
 
 
 def test_without_grpcio_the_command_that_installs_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from contextlib import suppress
 import grpc
 
 from paceline.comm.channel.grpc_protocol import (
+    HELLO_KEY,
     JOIN_METHOD,
     LEAVE_METHOD,
     MEET_METHOD,
@@ -181,9 +182,8 @@ class GrpcClient:
 
     def _greet(self, seconds: float) -> None:
         client_nonce = self._nonces[0]
-        reply = self._channel.unary_unary(method_path(MEET_METHOD))(
-            encode_hello(self._rank, client_nonce), timeout=seconds
-        )
+        hello = ((HELLO_KEY, encode_hello(self._rank, client_nonce)),)
+        reply = self._channel.unary_unary(method_path(MEET_METHOD))(b"", timeout=seconds, metadata=hello)
         server_nonce, proof = reply[:NONCE_BYTES], reply[NONCE_BYTES:]
         self._nonces = client_nonce, server_nonce
         known = len(reply) == CHALLENGE_BYTES and verify_proof(

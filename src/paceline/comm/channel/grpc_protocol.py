@@ -3,7 +3,8 @@
 One rank calls, the other answers. A client sends its messages (`Bring`) and receives those for it (`Fetch`),
 in streams of chunks; no call stays open for long, and one that ends early is continued at the position of the
 other side (`Where`). Every call has a deadline, and a proof made with the job's key; the key itself is never
-sent. Bytes are sent as they are: no protobuf, no pickle.
+sent. The proof is in the metadata of a call, so that a server decides before it reads a message. Bytes are
+sent as they are: no protobuf, no pickle.
 """
 
 from __future__ import annotations
@@ -31,10 +32,13 @@ MEET_METHOD, JOIN_METHOD, POSITION_METHOD, SEND_METHOD, RECEIVE_METHOD, LEAVE_ME
 )
 SERVER_ROLE = b"grpc called"
 PEER_GONE = "gone"
-_CLAIM_KEY = f"{SERVICE.lower()}-bin"
+_CLAIM_KEY, HELLO_KEY = f"{SERVICE.lower()}-bin", f"{SERVICE.lower()}.hello-bin"
 _CLAIM = struct.Struct(f"!IQQ{NONCE_BYTES}s{PROOF_BYTES}s")
 _POSITION = struct.Struct("!QQ")
-_MAX_CALL_SECONDS = 30.0
+MAX_CALL_SECONDS = 30.0
+_HANDSHAKE_MS = 10_000
+# A rank has two long calls and a short one; the rest is room for calls that break off.
+_MAX_CONNECTION_CALLS = 16
 _FIRST_BACKOFF_SECONDS, _MAX_BACKOFF_SECONDS = 0.05, 2.0
 
 
@@ -76,11 +80,17 @@ class CallClaim(NamedTuple):
         Raises:
             ValueError: there is none.
         """
-        value = next((value for key, value in metadata if key == _CLAIM_KEY), b"")
-        if not isinstance(value, bytes) or len(value) != _CLAIM.size:
+        value = read_metadata(metadata, _CLAIM_KEY)
+        if len(value) != _CLAIM.size:
             raise ValueError("no claim")
         rank, number, num_bytes, nonce, proof = _CLAIM.unpack(value)
         return cls(rank, StreamPosition(number, num_bytes), nonce, proof)
+
+
+def read_metadata(metadata: Iterable[tuple[str, str | bytes]], key: str) -> bytes:
+    """Return the bytes under a key; none if there is no such key."""
+    value = next((value for name, value in metadata if name == key), b"")
+    return value if isinstance(value, bytes) else b""
 
 
 def _role(method: str, position: StreamPosition) -> bytes:
@@ -112,7 +122,7 @@ def decode_position(data: bytes) -> StreamPosition:
 
 def call_timeout_seconds(grace_seconds: float) -> float:
     """Return the limit of a call: short enough to notice a lost peer within the grace period."""
-    return min(_MAX_CALL_SECONDS, grace_seconds / 2)
+    return min(MAX_CALL_SECONDS, grace_seconds / 2)
 
 
 def backoff_seconds(failures: int, rng: random.Random) -> float:
@@ -154,6 +164,18 @@ def channel_options(grace_seconds: float) -> list[tuple[str, int | str]]:
         ("grpc.so_reuseport", 0),
         # Certificates are issued for this fixed name, as addresses are known only when the job starts.
         ("grpc.ssl_target_name_override", CERTIFICATE_HOST_NAME),
+    ]
+
+
+def server_options(grace_seconds: float) -> list[tuple[str, int | str]]:
+    """Return options of gRPC for a server: clients that have proved nothing hold little, and not for long."""
+    return [
+        *channel_options(grace_seconds),
+        # for TLS, and for the first frame of HTTP/2
+        ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
+        # A rank always has a call in progress; one that has none for so long just connects again.
+        ("grpc.max_connection_idle_ms", _HANDSHAKE_MS),
+        ("grpc.max_concurrent_streams", _MAX_CONNECTION_CALLS),
     ]
 
 

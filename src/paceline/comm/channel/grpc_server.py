@@ -1,7 +1,9 @@
 """The server end of a gRPC channel: it takes the messages of clients, and returns those for them.
 
-Invariant: a call without a valid proof does nothing, is refused with a reason, and is counted; nothing is
-stored for it. Calls that broke off use no memory: each call of a rank ends those before it.
+Invariants: a call without a valid proof does nothing, is refused with a reason, and is counted; nothing is
+stored for it. No message of a caller is read before its proof was checked, so that a caller that sends half
+of one holds no thread. Calls that broke off use no memory and no thread: each call of a rank ends the one
+before it, and all have a deadline.
 """
 
 from __future__ import annotations
@@ -15,8 +17,10 @@ from contextlib import contextmanager
 import grpc
 
 from paceline.comm.channel.grpc_protocol import (
+    HELLO_KEY,
     JOIN_METHOD,
     LEAVE_METHOD,
+    MAX_CALL_SECONDS,
     MEET_METHOD,
     PEER_GONE,
     POSITION_METHOD,
@@ -26,9 +30,10 @@ from paceline.comm.channel.grpc_protocol import (
     SERVICE,
     CallClaim,
     call_timeout_seconds,
-    channel_options,
     encode_position,
+    read_metadata,
     server_nonce,
+    server_options,
 )
 from paceline.comm.channel.message_channel import bad_message_error, peer_gone_error
 from paceline.comm.channel.reliable_queue import PeerIsGoneError, ReliableQueues, StreamPosition
@@ -72,6 +77,8 @@ class GrpcServer:
         self._changed = threading.Condition()
         # Nonces of the ranks that have connected.
         self._nonces: dict[int, bytes] = {}
+        # The call of each rank that is being served, by method.
+        self._running: dict[tuple[int, str], grpc.ServicerContext] = {}
         # Ranks that know that this rank has left, or have left themselves.
         self._informed: set[int] = set()
         self._num_rejected, self._rejected_ranks = 0, set[int]()
@@ -80,7 +87,7 @@ class GrpcServer:
         self._threads = ThreadPoolExecutor(2 * len(ranks) + _SPARE_THREADS, thread_name_prefix="grpc-hub")
         self._server = grpc.server(
             self._threads,
-            options=channel_options(queues.grace_seconds),
+            options=server_options(queues.grace_seconds),
             maximum_concurrent_rpcs=4 * len(ranks) + 4 * _SPARE_THREADS,
         )
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, self._calls()),))
@@ -88,13 +95,16 @@ class GrpcServer:
         self._server.start()
 
     def _calls(self) -> dict[str, grpc.RpcMethodHandler]:
+        # For a method with one request, gRPC reads it before it calls the method, in a thread that waits for
+        # as long as the caller likes. So all methods take a stream, which most of them do not read.
+        answers = grpc.stream_unary_rpc_method_handler
         return {
-            MEET_METHOD: grpc.unary_unary_rpc_method_handler(self._meet),
-            JOIN_METHOD: grpc.unary_unary_rpc_method_handler(self._join),
-            POSITION_METHOD: grpc.unary_unary_rpc_method_handler(self._position),
-            SEND_METHOD: grpc.stream_unary_rpc_method_handler(self._receive),
-            RECEIVE_METHOD: grpc.unary_stream_rpc_method_handler(self._send),
-            LEAVE_METHOD: grpc.unary_unary_rpc_method_handler(self._leave),
+            MEET_METHOD: answers(self._meet),
+            JOIN_METHOD: answers(self._join),
+            POSITION_METHOD: answers(self._position),
+            SEND_METHOD: answers(self._receive),
+            RECEIVE_METHOD: grpc.stream_stream_rpc_method_handler(self._send),
+            LEAVE_METHOD: answers(self._leave),
         }
 
     def _listen(self, address: str, credentials: grpc.ServerCredentials | None) -> int:
@@ -142,10 +152,10 @@ class GrpcServer:
 
     # The methods. gRPC runs each in a thread of the pool.
 
-    def _meet(self, request: bytes, context: grpc.ServicerContext) -> bytes:
+    def _meet(self, chunks: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         """Prove to a client that this rank knows the key."""
         try:
-            rank, client_nonce = decode_hello(request)
+            rank, client_nonce = decode_hello(read_metadata(context.invocation_metadata(), HELLO_KEY))
         except ValueError:
             self._reject(context, "this is no call of a job")
         server_nonce_bytes = server_nonce(self._secret, rank, client_nonce)
@@ -153,7 +163,7 @@ class GrpcServer:
             self._token, SERVER_ROLE, rank, client_nonce, server_nonce_bytes
         )
 
-    def _join(self, request: bytes, context: grpc.ServicerContext) -> bytes:
+    def _join(self, chunks: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         """Let a rank connect; once."""
         claim = self._claim(JOIN_METHOD, context)
         with self._changed:
@@ -165,28 +175,28 @@ class GrpcServer:
         self._require_connected(claim, context)
         return b""
 
-    def _position(self, request: bytes, context: grpc.ServicerContext) -> bytes:
+    def _position(self, chunks: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         """Return the position up to which messages of a rank have arrived."""
         claim = self._require_connected(self._claim(POSITION_METHOD, context), context)
-        with self._serving(claim.rank, context):
+        with self._serving(POSITION_METHOD, claim.rank, context):
             return encode_position(self._queues.position(claim.rank))
 
     def _receive(self, chunks: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         """Take a message of a rank, from a byte on."""
         claim = self._require_connected(self._claim(SEND_METHOD, context), context)
-        with self._serving(claim.rank, context):
+        with self._serving(SEND_METHOD, claim.rank, context):
             call = self._queues.begin_call(claim.rank, *claim.position)
             for chunk in chunks if call else ():
                 if not self._queues.add_chunk(claim.rank, call, chunk, self._seconds, context.is_active):
                     break
             return encode_position(self._queues.position(claim.rank))
 
-    def _send(self, request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+    def _send(self, chunks: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         """Yield the next message for a rank, from its position; nothing, if there is none for half of a
         call.
         """
         claim = self._require_connected(self._claim(RECEIVE_METHOD, context), context)
-        with self._serving(claim.rank, context):
+        with self._serving(RECEIVE_METHOD, claim.rank, context):
             number, start = claim.position
             self._queues.acknowledge(claim.rank, claim.position)
             # Half of the limit, so that an empty answer arrives before the client's own deadline.
@@ -198,20 +208,27 @@ class GrpcServer:
                 start += len(chunk)
                 self._queues.note_progress(claim.rank, StreamPosition(number, start))
 
-    def _leave(self, request: bytes, context: grpc.ServicerContext) -> bytes:
+    def _leave(self, chunks: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         """Let a rank leave, after everything that it has sent was taken."""
         claim = self._require_connected(self._claim(LEAVE_METHOD, context), context)
-        with self._serving(claim.rank, context):
+        with self._serving(LEAVE_METHOD, claim.rank, context):
             self._queues.acknowledge(claim.rank, claim.position)
             self._queues.mark_lost(peer_gone_error(claim.rank))
         self._mark_informed(claim.rank)
         return b""
 
     @contextmanager
-    def _serving(self, rank: int, context: grpc.ServicerContext) -> Iterator[None]:
-        """Run a call of a connected rank: it records the contact, and is aborted when the rank is lost."""
+    def _serving(self, method: str, rank: int, context: grpc.ServicerContext) -> Iterator[None]:
+        """Run a call of a connected rank: it ends the one before it, records the contact, and is aborted when
+        the rank is lost.
+        """
         # A thread that waits for a message has to notice that its call has ended.
         context.add_callback(self._queues.wake)
+        with self._changed:
+            earlier, self._running[rank, method] = self._running.get((rank, method)), context
+        if earlier is not None:
+            # A thread that reads from it is free at once, and not only at its deadline.
+            earlier.cancel()
         try:
             self._queues.note_contact(rank)
             yield
@@ -221,6 +238,10 @@ class GrpcServer:
         except ValueError as error:
             self._queues.mark_lost(bad_message_error(rank, str(error)))
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, PEER_GONE)
+        finally:
+            with self._changed:
+                if self._running.get((rank, method)) is context:
+                    del self._running[rank, method]
 
     def _claim(self, method: str, context: grpc.ServicerContext) -> CallClaim:
         try:
@@ -233,6 +254,10 @@ class GrpcServer:
             self._reject(context, OTHER_KEY)
         if claim.rank not in self._ranks:
             self._reject(context, f"rank {claim.rank} may not connect here")
+        remaining = context.time_remaining()
+        # Ranks set a deadline; without one, a copy of their call could hold a thread until the job ends.
+        if remaining is None or remaining > MAX_CALL_SECONDS + _CLOSE_SECONDS:
+            self._reject(context, "a call needs a deadline")
         return claim
 
     def _require_connected(self, claim: CallClaim, context: grpc.ServicerContext) -> CallClaim:

@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 
-from paceline.checkpoint.catalog import CheckpointCatalog
+from paceline.checkpoint.catalog import CheckpointCatalog, has_published
+from paceline.checkpoint.lock import FolderLock
 from paceline.checkpoint.storage import StorageFolder
 from paceline.checkpoint.strict_json import seal as _seal
 from paceline.errors import CheckpointError
 from paceline.job.cluster import Cluster
+from paceline.observe.file_writing import LineAppender
 from paceline.recipe import Recipe
+from paceline.report import write_report
 from paceline.session import checkpointing, fit
 from paceline.testing.parity import build_test_session
 from tests.unit.checkpoint.states import load, make_state, save, whole
@@ -170,3 +173,77 @@ def test_weights_that_are_refused_leave_the_state_untouched(tmp_path: Path) -> N
         checkpointing.restore_checkpoint(session, checkpointing.checkpoint_files(recipe, tmp_path))
     after = session.snapshot()
     assert all(value.equal(after.tensors()[name]) for name, value in before.tensors().items())
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder, with what it contains."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("what", ["checkpoint", "draft"])
+def test_nothing_behind_a_link_is_removed(what: str, tmp_path: Path) -> None:
+    """A step that leads to a checkpoint of the same run, or to any folder, outside of the run folder."""
+    here, outside = tmp_path / "run", tmp_path / "outside"
+    name = save(here, make_state(2))
+    (here / name).rename(outside)
+    if what == "draft":
+        (outside / "manifest.json").rename(outside / "precious")
+    (here / name).symlink_to(outside)
+    before = tree(outside)
+    for step in (3, 4, 5):
+        save(here, make_state(step), newest=1)
+    assert (here / name).is_symlink() and tree(outside) == before
+    assert whole(here) == ([2, 5] if what == "checkpoint" else [5])
+
+
+def is_a_file(step: Path) -> None:
+    step.write_text("mine")
+
+
+def has_a_loop(step: Path) -> None:
+    step.mkdir()
+    (step / "manifest.json").symlink_to("manifest.json")
+
+
+def is_a_loop(step: Path) -> None:
+    step.symlink_to(step.name)
+
+
+@pytest.mark.parametrize("spoil", [is_a_file, has_a_loop, is_a_loop])
+def test_a_step_that_is_no_checkpoint_blocks_no_later_one(
+    spoil: Callable[[Path], None], tmp_path: Path
+) -> None:
+    name = save(tmp_path, make_state(2))
+    odd = tmp_path / name.replace("2", "3")
+    spoil(odd)
+    assert has_published(StorageFolder(str(tmp_path)))
+    saved = save(tmp_path, make_state(3))
+    assert saved != odd.name and whole(tmp_path) == [2, 3] and os.path.lexists(odd)
+
+
+@pytest.mark.parametrize("name", ["log.txt", "metrics.jsonl", "report.html", "lock", "recipe.toml"])
+def test_nothing_is_written_through_a_link_in_a_run_folder(name: str, tmp_path: Path) -> None:
+    """The draft of a file that is published is a link as well: its name can be guessed."""
+    run, outside = tmp_path / "run", tmp_path / "outside"
+    run.mkdir()
+    outside.write_text("precious\n")
+    (run / name).symlink_to(outside)
+    (run / f".{name}.{os.getpid()}").symlink_to(outside)
+    warnings: list[str] = []
+    if name == "lock":
+        with pytest.raises(OSError, match="symbolic link"):
+            FolderLock(StorageFolder(str(run)), print)
+    elif name == "recipe.toml":
+        StorageFolder(str(run)).publish(name, b"new")
+        assert (run / name).read_bytes() == b"new" and not (run / name).is_symlink()
+    elif name == "report.html":
+        (run / "recipe.toml").write_text('task = "sum"\n')
+        (run / "metrics.jsonl").write_text("")
+        write_report(run)
+        assert not (run / name).is_symlink()
+    else:
+        lines = LineAppender(run / name, lambda path: None, warn=warnings.append)
+        lines.append("a line\n")
+        lines.close()
+        assert "it is a symbolic link" in warnings[0]
+    assert outside.read_text() == "precious\n"

@@ -5,7 +5,8 @@ carry their SHA-256, and in every manifest. A small file is used only if its SHA
 manifests are.
 
 Invariant: only two things are ever removed: complete checkpoints that retention does not keep, and drafts
-that a crash left. So the last good checkpoint is never removed. One process of one rank changes a catalog.
+that a crash left. So the last good checkpoint is never removed. A link to a folder elsewhere is read like a
+checkpoint, but neither it nor what it leads to is removed. One process of one rank changes a catalog.
 """
 
 from __future__ import annotations
@@ -171,7 +172,7 @@ def open_manifest(files: StorageFolder, name: str) -> Manifest:
 def has_published(files: StorageFolder) -> bool:
     """Return whether a folder holds a manifest, complete or damaged."""
     names = [name for name in files.names() if name.startswith(_PREFIX)]
-    return any(files.size(f"{name}/{MANIFEST_FILE}") is not None for name in names)
+    return any(files.exists(f"{name}/{MANIFEST_FILE}") for name in names)
 
 
 def require_unpublished(files: StorageFolder, name: str) -> None:
@@ -180,7 +181,7 @@ def require_unpublished(files: StorageFolder, name: str) -> None:
     Raises:
         CheckpointError: there is a checkpoint of this name.
     """
-    if files.size(f"{name}/{MANIFEST_FILE}") is not None:
+    if files.exists(f"{name}/{MANIFEST_FILE}"):
         raise CheckpointError(
             f"the checkpoint {name} is there already: another job saves into this folder",
             where=files.place(name),
@@ -250,7 +251,7 @@ class CheckpointCatalog:
             self.files.publish(RUN_FILE, encode_sealed_table({"run": run}))
         for name in [*self.broken]:
             # Only drafts: a damaged checkpoint keeps its files, in case they can be repaired.
-            if self.files.size(f"{name}/{MANIFEST_FILE}") is None:
+            if self.files.is_folder(name) and not self.files.exists(f"{name}/{MANIFEST_FILE}"):
                 self.files.remove(name)
                 del self.broken[name]
         return CheckpointCatalog(
@@ -317,6 +318,8 @@ class CheckpointCatalog:
         self._drop_damaged()
         retained = choose_retained(self.whole, newest, best, self.losses)
         for entry in [entry for entry in self.whole if entry.name not in retained]:
+            if not self.files.is_folder(entry.name):
+                continue  # a link: what it leads to is not this run's
             # The manifest first: a crash in between leaves a draft and no half checkpoint.
             self.files.remove(f"{entry.name}/{MANIFEST_FILE}")
             self.files.remove(entry.name)

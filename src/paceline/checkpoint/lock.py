@@ -85,7 +85,8 @@ class FolderLock:
             return None
         path.parent.mkdir(parents=True, exist_ok=True)
         while True:
-            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
+            handle = os.open(path, flags, 0o666)
             if (locked := self._locked(handle)) is None:
                 return None
             if locked and _is_file(handle, path):  # otherwise its last owner has just removed it

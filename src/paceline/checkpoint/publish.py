@@ -88,7 +88,9 @@ def refused_write_error(path: str, error: OSError) -> CheckpointError:
     return CheckpointError(
         f"cannot write a checkpoint: {error}; those saved before are untouched",
         where=path,
-        next_step="free space, set checkpoint.full_disk_seconds, or choose another checkpoint.folder",
+        next_step="free space, set checkpoint.full_disk_seconds, or choose another checkpoint.folder"
+        if is_disk_full(error)
+        else "look at this file and the permissions of its folder, or choose another checkpoint.folder",
     )
 
 

@@ -26,6 +26,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from paceline.checkpoint.disk.direct_write import Writeback
 from paceline.errors import CheckpointError, format_count
+from paceline.observe.file_writing import create_draft
 
 BLOCK_BYTES = 2**23  # a multiple of the size of every dtype
 _MAX_TRIES = 4
@@ -246,6 +247,16 @@ class StorageFolder:
         except FileNotFoundError:
             return None
 
+    def exists(self, name: str) -> bool:
+        """Return whether there is a file of this name, or a link, wherever that leads to."""
+        path = self.local_path(name)
+        return os.path.lexists(path) if path else self.size(name) is not None
+
+    def is_folder(self, name: str) -> bool:
+        """Return whether there is a folder of this name inside of this one, and not a link to another."""
+        path = self.local_path(name)
+        return path.is_dir() and not path.is_symlink() if path else bool(self._fs.isdir(self._path(name)))
+
     def names(self) -> list[str]:
         """Return the names in the folder; empty if the folder is not there."""
         try:
@@ -297,7 +308,7 @@ def _replace_local(path: str, data: bytes) -> None:
     # In the same folder, because a rename is atomic only within one file system.
     draft = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        with draft.open("wb") as stream:
+        with create_draft(draft) as stream:
             stream.write(data)
             stream.flush()
             # Before the rename, or a power cut could leave the new name without its bytes.

@@ -2,6 +2,7 @@
 
 `LineAppender` never fails: it keeps lines that cannot be written and writes them in order once that is
 possible again. It warns once when writing first fails, and at the end about lines that were lost.
+Invariant: nothing is written through a symbolic link, as a run folder can be somebody else's work.
 `explain_os_errors` is for files that a run cannot do without: it turns an OSError into an error with a next
 step.
 """
@@ -15,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from paceline.errors import RunFolderError, format_count
 
@@ -30,6 +32,17 @@ def warn_on_stderr(text: str) -> None:
         sys.stderr.flush()
     except OSError:
         return
+
+
+def create_draft(path: Path) -> BinaryIO:
+    """Open a new file for writing; one of this name, which a crash or an attacker has left, is removed.
+
+    Raises:
+        OSError: it cannot be created.
+    """
+    path.unlink(missing_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.fdopen(os.open(path, flags, 0o666), "wb")
 
 
 class LineAppender:
@@ -90,7 +103,9 @@ class LineAppender:
             self._close_file()
             if not self._has_warned:
                 self._has_warned = True
-                self._warn(f"cannot write {self._path}: {error.strerror}; the run goes on without it")
+                self._warn(
+                    f"cannot write {self._path}: {describe_os_error(error)}; the run goes on without it"
+                )
 
     def _write_first(self, file: int) -> None:
         """Write the first pending line; if a full disk takes only a part, the remainder stays the first."""
@@ -103,7 +118,8 @@ class LineAppender:
             self._pending.appendleft(data[count:])
 
     def _open(self) -> int:
-        file = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        file = os.open(self._path, flags, 0o666)
         self._file, self._size = file, os.fstat(file).st_size
         if not self._has_ended_last_line and self._size and os.pread(file, 1, self._size - 1) != b"\n":
             self._size += os.write(file, b"\n")
@@ -117,7 +133,15 @@ class LineAppender:
             os.close(file)
 
 
+def describe_os_error(error: OSError) -> str:
+    """Return what went wrong, in words."""
+    if error.errno == errno.ELOOP:
+        return "it is a symbolic link, which is not followed"
+    return error.strerror or str(error)
+
+
 _NEXT_STEPS = {
+    errno.ELOOP: "remove the link, or choose another folder: --set run_dir=FOLDER",
     errno.ENOSPC: "free space there, then `paceline train --resume RUN`",
     errno.EDQUOT: "free space there or raise the quota, then `paceline train --resume RUN`",
     errno.EACCES: "choose a folder that you can write to: --set run_dir=FOLDER",
@@ -144,7 +168,7 @@ def explain_os_errors(path: Path) -> Iterator[None]:
 def run_folder_error(error: OSError, path: Path | None = None) -> RunFolderError:
     """Return the error for a file of a run that could not be written, with what the user can do."""
     return RunFolderError(
-        f"cannot write the files of the run: {error.strerror or error}",
+        f"cannot write the files of the run: {describe_os_error(error)}",
         where=str(path or error.filename),
         next_step=_NEXT_STEPS.get(error.errno or 0, "choose another folder: --set run_dir=FOLDER"),
     )

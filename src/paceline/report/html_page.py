@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import quote
 
 from paceline.errors import format_count
+from paceline.observe.file_writing import create_draft
 from paceline.report.html import Html, join, table, tag
 from paceline.report.number_format import format_duration, format_number
 from paceline.report.page_sections import (
@@ -49,7 +50,9 @@ def write_report(folder: Path) -> Path:
     # A browser may read the page at any time: it sees the old one or the new one.
     temporary = path.with_name(f".{REPORT}.{os.getpid()}")
     try:
-        temporary.write_text(render_page([read_run(folder)]), encoding="utf-8")
+        page = render_page([read_run(folder)])
+        with create_draft(temporary) as stream:
+            stream.write(page.encode())
         temporary.replace(path)
     except OSError:
         temporary.unlink(missing_ok=True)

@@ -110,6 +110,8 @@ def test_a_worker_that_fails_ends_the_job_and_is_named_first(what: str, ends: di
     assert end.code == code, end.err
     report = [line for line in end.err.splitlines() if line.startswith("rank ")]
     assert first in report[0] and further in end.err, end.err
+    # that of the task alone: Paceline's own errors have none, and those of other ranks are one line
+    assert end.err.count("Traceback") == (what == "raises"), end.err
     assert end.checkpoints == [2, 4] and not end.broken and not end.temporary
 
 

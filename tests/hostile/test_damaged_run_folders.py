@@ -12,6 +12,7 @@ import pytest
 
 from paceline.checkpoint.catalog import CheckpointCatalog, has_published
 from paceline.checkpoint.lock import FolderLock
+from paceline.checkpoint.model_weights import export_weights, find_checkpoint
 from paceline.checkpoint.storage import StorageFolder
 from paceline.checkpoint.strict_json import seal as _seal
 from paceline.errors import CheckpointError
@@ -173,6 +174,15 @@ def test_weights_that_are_refused_leave_the_state_untouched(tmp_path: Path) -> N
         checkpointing.restore_checkpoint(session, checkpointing.checkpoint_files(recipe, tmp_path))
     after = session.snapshot()
     assert all(value.equal(after.tensors()[name]) for name, value in before.tensors().items())
+
+
+@pytest.mark.parametrize("recipe", ["no TOML", "", "a" * 9 + " = " + "[" * 5000])
+def test_weights_of_a_run_with_a_recipe_that_lies_are_not_exported(recipe: str, tmp_path: Path) -> None:
+    name = save(tmp_path, make_state(2))
+    rewrite(tmp_path / name, lambda record: record["origin"].update(recipe=recipe))
+    with pytest.raises(CheckpointError, match="cannot be exported: its recipe is damaged"):
+        export_weights(find_checkpoint(StorageFolder(str(tmp_path)), print), tmp_path / "x.safetensors")
+    assert not (tmp_path / "x.safetensors").exists()
 
 
 def tree(folder: Path) -> dict[str, bytes]:

@@ -26,6 +26,7 @@ from paceline.checkpoint.checkpoint_reader import LoadedCheckpoint, StoredCheckp
 from paceline.checkpoint.pretrained import VALUES_KEY, VOCABULARY_KEY
 from paceline.checkpoint.storage import StorageFolder
 from paceline.errors import CheckpointError
+from paceline.recipe.toml_text import parse_toml
 from paceline.state.slot import SlotIndex
 
 _MODEL_PREFIX, _AVERAGE_PREFIX = "model/", "average/values/"
@@ -162,7 +163,7 @@ def export_weights(
         path: of the file; an existing file is replaced atomically, or stays as it is if the write fails.
         which: as for `model_weights_of`.
     Raises:
-        CheckpointError: the file cannot be written.
+        CheckpointError: the file cannot be written, or the checkpoint's recipe is damaged.
     """
     if path.suffix != ".safetensors":
         raise CheckpointError(
@@ -193,7 +194,7 @@ def _export_metadata(checkpoint: LoadedCheckpoint, named: Mapping[str, Tensor]) 
     """Return the origin of the weights as texts, which is all that safetensors keeps."""
     origin = checkpoint.manifest.origin
     return {
-        "task": str(tomllib.loads(origin.recipe)["task"]),
+        "task": _task_of(checkpoint),
         "step": str(checkpoint.manifest.step),
         "run": origin.run,
         "checkpoint": checkpoint.name,
@@ -205,6 +206,18 @@ def _export_metadata(checkpoint: LoadedCheckpoint, named: Mapping[str, Tensor]) 
         VALUES_KEY: _digest(sorted(named.items())),
         **{key: value for key, value in origin.versions.items() if key == VOCABULARY_KEY},
     }
+
+
+def _task_of(checkpoint: LoadedCheckpoint) -> str:
+    """Return the task of the recipe in a checkpoint, which can be any text."""
+    try:
+        return str(parse_toml(checkpoint.manifest.origin.recipe)["task"])
+    except (tomllib.TOMLDecodeError, KeyError) as error:
+        what = "it names no task" if isinstance(error, KeyError) else f"it is not TOML: {error}"
+        raise CheckpointError(
+            f"the checkpoint {checkpoint.name} cannot be exported: its recipe is damaged: {what}",
+            next_step="name another checkpoint of the run",
+        ) from error
 
 
 def _digest(values: Iterable[tuple[str, Any]]) -> str:

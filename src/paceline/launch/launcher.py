@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from paceline.job.cluster import process_environment
@@ -36,6 +36,7 @@ from paceline.launch.shutdown import ShutdownAction, ShutdownPlan
 from paceline.launch.stale_folders import FOLDER_PREFIX, mark_owner, remove_stale_folders
 from paceline.launch.store_endpoint import StoreEndpoint, serve_store
 from paceline.launch.supervision import UNKILLABLE_SECONDS, StuckWorkerMonitor, ToleratedLosses
+from paceline.launch.worker_guard import ErrorReport
 from paceline.launch.worker_process import SessionReaper, WorkerProcess, start_worker, wait_for_end
 
 _TICK_SECONDS = 0.1
@@ -100,6 +101,8 @@ def launch(
 def _build_outcome(
     job: LaunchJob, workers: Sequence[WorkerProcess], shutdown: ShutdownPlan, peers: NodeLivenessProbe
 ) -> LaunchOutcome:
+    for worker in workers if job.log_dir is not None else ():
+        append_traceback(worker.spec)
     failures = [failure for worker in workers if (failure := diagnose_worker(worker, shutdown)) is not None]
     return summarize_failures(
         failures,
@@ -227,6 +230,14 @@ def remove_worker_files(spec: WorkerSpec) -> None:
     """Remove the files that nobody needs once the process has ended."""
     spec.stack_file.unlink(missing_ok=True)
     shutil.rmtree(socket_folder(spec.error_file.parent, spec.global_rank), ignore_errors=True)
+
+
+def append_traceback(spec: WorkerSpec) -> None:
+    """Append the traceback of a worker, of which the report has one line or the user's frames, to its log."""
+    report = ErrorReport.load(spec.error_file)
+    if report is not None and spec.log_file is not None:
+        with suppress(OSError), spec.log_file.open("a", encoding="utf-8") as log:
+            log.write(report.traceback)
 
 
 def _supervise(

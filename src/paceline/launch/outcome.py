@@ -8,6 +8,7 @@ failed.
 
 from __future__ import annotations
 
+import resource
 import signal
 import time
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from typing import Literal
 from paceline.errors import DeadlineError
 from paceline.launch.process_inspection import read_position
 from paceline.launch.shutdown import ShutdownPlan
-from paceline.launch.worker_guard import ErrorReport, advise_after_signal
+from paceline.launch.worker_guard import ErrorReport, advise_after_signal, explain_address_space
 from paceline.launch.worker_process import WorkerProcess
 
 STOPPED_EXIT_CODE = 143
@@ -195,13 +196,12 @@ def diagnose_worker(worker: WorkerProcess, shutdown: ShutdownPlan) -> WorkerFail
 
 def failure_from_report(global_rank: int, report: ErrorReport) -> WorkerFailure:
     """Return the failure of a worker that reported its own exception."""
-    summary = report.message.partition("\n")[0]
     kind: FailureKind = "connection" if report.connection else "error"
     return WorkerFailure(
         global_rank,
         "left" if report.exit_code == STOPPED_EXIT_CODE else kind,
         report.when,
-        f"raised {report.type}: {summary}" if summary else f"raised {report.type}",
+        report.headline,
         report.exit_code,
         report.details,
     )
@@ -219,6 +219,10 @@ def _stopped_failure(worker: WorkerProcess, shutdown: ShutdownPlan) -> WorkerFai
 
 def _exit_failure(worker: WorkerProcess, code: int) -> WorkerFailure:
     details = _last_lines(worker.spec.log_file)
+    limit = explain_address_space(code, resource.getrlimit(resource.RLIMIT_AS)[0])
+    if limit is not None:
+        headline = f"{signal_headline(-code) if code < 0 else f'ended with exit code {code}'}: {limit.what}"
+        return _make_failure(worker, "error", headline, limit.exit_code, f"next:  {limit.next_step}")
     if code > 0:
         return _make_failure(worker, "error", f"ended with exit code {code}", code, details)
     if worker.fork_server_died:

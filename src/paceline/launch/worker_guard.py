@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from textwrap import dedent
+from textwrap import dedent, indent
 from types import TracebackType
 from typing import IO, Self
 
@@ -104,11 +104,32 @@ def explain_memory(error: BaseException) -> MemoryLimitError | None:
 
 
 def _exception_chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and the errors that caused it."""
+    """Yield an error and the errors that caused it, as Python prints them."""
     cause: BaseException | None = error
     while cause is not None:
         yield cause
-        cause = cause.__cause__
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+
+
+_ENOUGH_ADDRESS_SPACE_BYTES = 2 * 2**30
+_ADDRESS_SPACE_CODES = (1, -signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS)
+
+
+def explain_address_space(code: int, limit_bytes: int) -> MemoryLimitError | None:
+    """Return the error of a process that ended by itself, without a report, under a small `ulimit -v`; pure.
+
+    C and C++ libraries end the process where Python would raise a MemoryError (`std::bad_alloc`, OpenBLAS).
+
+    Args:
+        code: exit code, or the negative number of a signal.
+        limit_bytes: of its address space; -1: there is none.
+    """
+    if code not in _ADDRESS_SPACE_CODES or not 0 <= limit_bytes < _ENOUGH_ADDRESS_SPACE_BYTES:
+        return None
+    return MemoryLimitError(
+        f"out of memory: ulimit -v allows {limit_bytes / 2**20:,.0f} MiB of address space",
+        next_step="raise it (ulimit -v unlimited), or use fewer threads; PyTorch alone maps more than 1 GiB",
+    )
 
 
 _PACKAGE_FOLDER = str(Path(__file__).resolve().parents[1])
@@ -180,6 +201,16 @@ class ErrorReport:
             connection=is_connection_error(shown),
         )
 
+    @property
+    def headline(self) -> str:
+        """What was raised, in one line."""
+        summary = self.message.partition("\n")[0]
+        return f"raised {self.type}: {summary}" if summary else f"raised {self.type}"
+
+    def render(self, global_rank: int) -> str:
+        """Return the text for a user, with a newline."""
+        return f"rank {global_rank} {self.headline}\n" + indent(self.details, "  ").rstrip() + "\n"
+
     def save(self, path: Path) -> None:
         """Write the report atomically: a reader of the file sees all of it."""
         draft = path.with_suffix(".writing")
@@ -205,7 +236,16 @@ def _details(error: BaseException, shown: BaseException, trace: str) -> str:
     advice = dedent("\n".join(str(shown).splitlines()[1:])) if isinstance(shown, PacelineError) else ""
     if shown is error:
         return advice if _needs_no_traceback(error) else trace
-    return advice if isinstance(error, PacelineError) else trace + advice
+    # Frames of libraries and of Paceline say nothing about where memory went.
+    return trace + advice if not isinstance(error, PacelineError) and _has_user_frame(error) else advice
+
+
+def _has_user_frame(error: BaseException) -> bool:
+    return any(
+        not is_folded(frame.filename)
+        for cause in _exception_chain(error)
+        for frame in traceback.extract_tb(cause.__traceback__)
+    )
 
 
 def _needs_no_traceback(error: BaseException) -> bool:
@@ -241,9 +281,10 @@ def _redirect_multiprocessing_sockets(folder: Path) -> None:
 class guard:
     """A context manager around the main function of a worker: `with guard(cluster): ...`.
 
-    An exception is written to the launcher's folder and to standard error, and the process exits at once
-    with its exit code, without destroying process groups (that would wait for peers). `SystemExit` passes
-    through. Without a launcher and without other ranks, exceptions pass through as well.
+    An exception is written to the launcher's folder, which prints it, or without a launcher to standard
+    error, and the process exits at once with its exit code, without destroying process groups (that would
+    wait for peers). `SystemExit` passes through. Without a launcher and without other ranks, exceptions pass
+    through as well.
 
     Args:
         cluster: this process in its job; `cluster.error_dir` is the folder that the launcher reads.
@@ -273,13 +314,11 @@ class guard:
         if error is None or isinstance(error, SystemExit) or alone:
             return
         report = ErrorReport.of(error)
-        if cluster.error_dir is not None:
+        if cluster.error_dir is None:
+            sys.stderr.write(report.render(cluster.global_rank))
+        else:
             with suppress(OSError):  # the disk is full: the exit code still says what happened
                 report.save(error_file(cluster.error_dir, cluster.global_rank))
-        if (
-            cluster.error_dir is None or cluster.local_rank != 0
-        ):  # the launcher prints that of the first rank itself
-            sys.stderr.write(report.traceback)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(report.exit_code)

@@ -7,7 +7,13 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import CheckpointError, CommunicationError, DataError, MemoryLimitError, NumericError
-from paceline.launch.worker_guard import ErrorReport, advise_after_signal, explain_error, explain_memory
+from paceline.launch.worker_guard import (
+    ErrorReport,
+    advise_after_signal,
+    explain_address_space,
+    explain_error,
+    explain_memory,
+)
 
 
 class OutOfMemoryError(RuntimeError):
@@ -51,6 +57,48 @@ def test_a_cause_counts() -> None:
     error = ValueError("while it built")
     error.__cause__ = MemoryError()
     assert explain_memory(error) is not None
+
+
+def test_an_error_while_memory_was_out_counts_as_well() -> None:
+    """A library that fails after its import has run out of memory, and an error that hides it."""
+    try:
+        try:
+            raise MemoryError
+        except MemoryError:
+            raise SystemError("error return without exception set")  # noqa: B904
+    except SystemError as error:
+        found = ErrorReport.of(error)
+    assert (found.type, found.exit_code) == ("MemoryLimitError", 7)
+    try:
+        try:
+            raise MemoryError
+        except MemoryError:
+            raise ValueError("something else") from None
+    except ValueError as error:
+        assert explain_memory(error) is None
+
+
+def test_an_end_without_a_report_under_a_small_ulimit_is_named() -> None:
+    for code in (1, -signal.SIGABRT, -signal.SIGSEGV):
+        found = explain_address_space(code, 600_000 * 1024)
+        assert found is not None and "ulimit -v allows 586 MiB" in found.what and found.next_step
+        assert explain_address_space(code, -1) is None and explain_address_space(code, 2**34) is None
+    assert explain_address_space(-signal.SIGKILL, 600_000 * 1024) is None
+
+
+def test_memory_that_is_out_in_a_library_has_no_frames_of_it() -> None:
+    import json
+
+    class Empty:
+        def read(self) -> str:
+            raise MemoryError
+
+    try:
+        json.load(Empty())
+    except MemoryError as error:
+        shown = ErrorReport.of(error).details
+    assert "raise MemoryError" in shown, "this frame is the user's"
+    assert "Traceback" not in ErrorReport.of(MemoryError()).details
 
 
 def test_an_error_of_ours_reads_without_its_traceback_but_not_without_the_users() -> None:

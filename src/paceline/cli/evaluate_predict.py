@@ -224,8 +224,8 @@ def _samples(opened: OpenedRun, spec: str, options: list[str] | None) -> Any:
     Raises:
         DataError: the task has no such set.
     """
+    from paceline.observe.process_info import cache_folder
     from paceline.session.saved_run import find_samples
-    from paceline.session.start_rank import CACHE_DIR
     from paceline.tasks.task_registry import load_samples
 
     samples = find_samples(opened.task, spec)
@@ -236,7 +236,7 @@ def _samples(opened: OpenedRun, spec: str, options: list[str] | None) -> Any:
             f"the task has no set of samples '{spec}'",
             next_step='name one of its sets (data, held_out), or "file.py:function"',
         )
-    return load_samples(spec, _arguments(options), opened.session.recipe.seed, Path.cwd(), CACHE_DIR)
+    return load_samples(spec, _arguments(options), opened.session.recipe.seed, Path.cwd(), cache_folder())
 
 
 def _arguments(options: list[str] | None) -> dict[str, Any]:

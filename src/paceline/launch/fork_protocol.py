@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import site
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -70,12 +71,13 @@ def _read(connection: socket.socket, count: int) -> bytes:
     return b"" if count else b"".join(chunks)
 
 
-# set again for every job, or read when they are needed and not at the start of a process
+# set again for every job, or read when they are needed and not at the start of a process; of HOME see
+# `_home_at_start`
 _JOB_VARIABLES = frozenset(
     {
         *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
         *("MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "MKL_NUM_THREADS"),
-        *("PWD", "OLDPWD", "SHLVL", "_", "COLUMNS", "LINES", "TMPDIR", "TEMP", "TMP"),
+        *("HOME", "PWD", "OLDPWD", "SHLVL", "_", "COLUMNS", "LINES", "TMPDIR", "TEMP", "TMP"),
     }
 )
 _JOB_VARIABLE_PREFIXES = ("PACELINE_", "PYTEST_", "KMP_", "TORCHINDUCTOR_")  # the last two are set by imports
@@ -96,7 +98,10 @@ def process_context(environ: Mapping[str, str]) -> dict[str, str]:
         **{f"${name}": value for name, value in environ.items() if not _is_job_variable(name)},
         **{name: status.get(name, "") for name in _STATUS},
         **{f"namespace {link.name}": str(link.readlink()) for link in (process / "ns").iterdir()},
-        "python": sys.executable,
+        # one interpreter has several names (python, python3); one of several virtual environments its prefix
+        "python": os.path.realpath(sys.executable),
+        "prefix": sys.prefix,
+        "home": _home_at_start(environ),
         "package": str(paceline.__file__),
         "root": str((process / "root").readlink()),
         "cgroup": (process / "cgroup").read_text(),
@@ -104,6 +109,19 @@ def process_context(environ: Mapping[str, str]) -> dict[str, str]:
         "priority": str(os.nice(0)),
         "killed first": (process / "oom_score_adj").read_text(),
     }
+
+
+def _home_at_start(environ: Mapping[str, str]) -> str:
+    """Return HOME if a process reads files below it when it starts and imports; empty if it has none there.
+
+    These are the user's site-packages and the configuration of fsspec. tests/dist/launch/test_fork_server.py
+    searches all that is imported for others.
+    """
+    home = environ.get("HOME", "")
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    packages = Path(home) / ".local" / "lib" / version / "site-packages"
+    is_read = (site.ENABLE_USER_SITE and packages.is_dir()) or (Path(home) / ".config" / "fsspec").is_dir()
+    return home if is_read else ""
 
 
 def _is_job_variable(name: str) -> bool:

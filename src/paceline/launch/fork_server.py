@@ -20,6 +20,7 @@ import runpy
 import select
 import shutil
 import signal
+import site
 import socket
 import struct
 import sys
@@ -250,6 +251,8 @@ def _name_process(name: str) -> None:
 def _reset_libraries(environ: dict[str, str]) -> None:
     """Repeat what libraries do at import time and every process must do for itself."""
     tempfile.tempdir = None  # found again from the variables of this process
+    site.USER_BASE = site.USER_SITE = None
+    site.getusersitepackages()  # sets both, below the HOME of this process
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     if numpy is not None:
         numpy.random.seed()  # the global generator; that of `random` is reseeded after a fork by Python

@@ -61,9 +61,6 @@ def idle_gpu_warning(configured: str, device: torch.device, num_processes: int) 
         )
 
 
-CACHE_DIR = cache_folder()
-
-
 @contextmanager
 def connected(
     recipe: Recipe, cluster: Cluster | None = None, log: Callable[[str], object] = lambda text: None
@@ -158,5 +155,5 @@ def build_task(recipe: Recipe, task: TaskLike | None, base_dir: Path | None) -> 
         return task
     options, folder = dict(recipe.options), base_dir or Path.cwd()
     if task is None:
-        return load_task(recipe.task, options, recipe.seed, folder, CACHE_DIR)
-    return run_build(task, task.__name__, options, recipe.seed, folder, CACHE_DIR)
+        return load_task(recipe.task, options, recipe.seed, folder, cache_folder())
+    return run_build(task, task.__name__, options, recipe.seed, folder, cache_folder())

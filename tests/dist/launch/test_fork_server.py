@@ -17,6 +17,7 @@ import pytest
 
 from paceline.job.cluster import process_environment
 from paceline.launch.fork_client import FORK_SERVER_VARIABLE
+from paceline.launch.fork_protocol import process_context
 from paceline.launch.stale_folders import remove_stale_folders
 from tests.dist.launch.actors import (
     ANEW,
@@ -89,6 +90,56 @@ def test_what_a_fork_could_not_have_gets_a_process_of_its_own(tmp_path: Path) ->
     finally:
         signal.signal(signal.SIGHUP, before)
     assert forked(tmp_path, 1, environ={**process_environment(), "PYTHONHASHSEED": "1"}) == [False]
+
+
+def test_another_home_and_another_name_of_python_are_no_reason_to_import_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, link = tmp_path / "home", tmp_path / "python-of-another-name"
+    home.mkdir()
+    link.symlink_to(sys.executable)
+    environ = {**process_environment(), "HOME": str(home)}
+    assert forked(tmp_path, 1, environ=environ) == [True]
+    (home / ".config" / "fsspec").mkdir(parents=True)  # which fsspec reads when it is imported
+    assert forked(tmp_path, 1, environ=environ) == [False]
+    before = process_context({})
+    monkeypatch.setattr(sys, "executable", str(link))
+    assert process_context({}) == before
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    assert process_context({}) != before, "another virtual environment"
+
+
+FIND_HOME = """
+import os, sys
+from paceline.launch.fork_server_preload import import_modules
+import_modules()
+def texts(value):
+    return [value] if isinstance(value, str) else [os.fspath(value)] if isinstance(value, os.PathLike) else []
+found = {
+    f"{name}.{key}" for name, module in list(sys.modules.items()) if name not in ("os", "posix", "__main__")
+    for key, value in list(getattr(module, "__dict__", {}).items())
+    if not key.startswith("__") and any(os.environ["HOME"] in text for text in texts(value))
+}
+print(*sorted(found))
+"""
+
+
+def test_what_is_imported_remembers_no_home(tmp_path: Path) -> None:
+    """But fsspec, see `process_context`, and site, whose names are found again."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FIND_HOME],
+        env={**process_environment(), "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    expected = {
+        "fsspec.config.conf_dir",
+        "fsspec.config.default_conf_dir",
+        "site.USER_BASE",
+        "site.USER_SITE",
+    }
+    assert set(done.stdout.split()) <= expected
 
 
 @pytest.mark.parametrize("folder", ["nowhere", "dead"])

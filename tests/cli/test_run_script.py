@@ -28,3 +28,37 @@ def test_a_script_that_has_met_the_others_may_take_its_time(tmp_path: Path) -> N
     assert done.returncode == 0, done.stderr
     for rank in range(2):
         assert f"rank {rank}: None, running with the others" in done.stdout + done.stderr
+
+
+COPIES = "the script ran 2 times, each on its own"
+WITH_TORCH = """
+import torch.distributed as dist
+dist.init_process_group("gloo")
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("script", "is_reported"),
+    [("print('trained')", True), ("raise SystemExit(0)", True), (SCRIPT, False), (WITH_TORCH, False)],
+)
+def test_a_script_that_joins_no_group_is_reported_in_a_closing_line(
+    script: str, is_reported: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "script.py").write_text(script)
+    done = run(tmp_path, "run", "-n", 2, "script.py")
+    assert done.returncode == 0, done.stderr
+    assert (done.stdout + done.stderr).count(COPIES) == is_reported
+
+
+def test_a_command_that_srun_starts_twice_is_refused(tmp_path: Path) -> None:
+    """Before it trained the same job twice, in two run folders."""
+    variables = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2"}
+    (tmp_path / "r.toml").write_text('task = "sum"\nsteps = 1\n')
+    (tmp_path / "x.py").write_text("")
+    for words in (["train", "r.toml"], ["verify", "r.toml"], ["run", "x.py"], ["bench", "link"]):
+        done = run(tmp_path, *words, **variables)
+        assert done.returncode == 4 and "one of 2 tasks of srun" in done.stderr, done.stderr
+    assert not (tmp_path / "runs").exists()

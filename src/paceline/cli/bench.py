@@ -121,9 +121,9 @@ def parse_selection(*texts: str) -> CommSelection:
 
 def run_link(nodes: NodeArgs, out: Path | None, deadline: float) -> None:
     """Start the ranks, or be one of them and measure the links."""
-    from paceline.cli.relaunch import worker_cluster
+    from paceline.job.cluster import Cluster
 
-    cluster = worker_cluster()
+    cluster = Cluster.of_worker()
     if cluster is not None:
         _measure_links(cluster, out, deadline)
         return
@@ -132,9 +132,9 @@ def run_link(nodes: NodeArgs, out: Path | None, deadline: float) -> None:
 
 def run_comm(nodes: NodeArgs, args: CommArgs) -> None:
     """Start the ranks, or be one of them and measure the all-reduce or compare codecs on a task."""
-    from paceline.cli.relaunch import worker_cluster
+    from paceline.job.cluster import Cluster
 
-    cluster = worker_cluster()
+    cluster = Cluster.of_worker()
     if cluster is None:
         _launch_ranks(nodes, "an all-reduce needs two ranks, and this job has one", args.deadline)
     elif args.recipe is not None:

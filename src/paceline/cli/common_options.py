@@ -88,7 +88,11 @@ class NodeArgs:
             processes: number of processes on each node.
         Raises:
             RecipeError: a job of several nodes has no key, or the key cannot be read.
+            CommunicationError: `srun` or `mpirun` runs this command several times, as a job of one node.
         """
+        from paceline.job.cluster import process_environment, refuse_foreign_tasks
+
+        refuse_foreign_tasks(process_environment(), self.nodes)
         token = read_token(self.token_file, self.insecure, self.nodes)
         return JobPlacement(processes, self.nodes, self.node_rank, self.rendezvous, token, tls)
 

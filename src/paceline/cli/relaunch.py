@@ -10,17 +10,10 @@ import sys
 from pathlib import Path
 
 from paceline.cli.common_options import JobPlacement
-from paceline.job.cluster import Cluster
 from paceline.launch.job_spec import LaunchJob
 from paceline.launch.launcher import launch
 from paceline.launch.outcome import LaunchOutcome
 from paceline.launch.shutdown import ShutdownTimeouts
-
-
-def worker_cluster() -> Cluster | None:
-    """Return the cluster if Paceline's launcher or torchrun started this process; None if a user did."""
-    cluster = Cluster.from_env()
-    return cluster if cluster.launched else None
 
 
 def relaunch(

@@ -89,8 +89,8 @@ class TrainArgs:
 
 def run_train(args: TrainArgs) -> None:
     """Train as one rank, or launch the processes of this node; exits with the exit code of the job."""
-    from paceline.cli.relaunch import worker_cluster
     from paceline.cli.resume import find_recipe, find_run, require_own_run
+    from paceline.job.cluster import Cluster
 
     run = None if args.resume is None else find_run(args.resume)
     path = args.recipe if args.recipe is not None or run is None else find_recipe(run)
@@ -101,7 +101,7 @@ def run_train(args: TrainArgs) -> None:
         )
     recipe = common_options.read_recipe(path, args.settings, args.strategy)
     run_name = args.name or path.stem
-    cluster = worker_cluster()
+    cluster = Cluster.of_worker()
     # A worker skips the checks below, which its launcher has made.
     if cluster is not None:
         _train_rank(cluster, recipe, path, run, run_name)

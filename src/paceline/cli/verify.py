@@ -101,8 +101,8 @@ class VerifyArgs:
 
 def run_verify(args: VerifyArgs) -> None:
     """Verify as one rank, or launch the processes of this node; exits with the exit code of the job."""
-    from paceline.cli.relaunch import worker_cluster
     from paceline.cli.resume import require_own_run
+    from paceline.job.cluster import Cluster
     from paceline.report.html_page import write_report
     from paceline.report.run_files import CERTIFICATE, RECIPE, resolve_run_folder
     from paceline.report.run_reader import read_run
@@ -110,7 +110,7 @@ def run_verify(args: VerifyArgs) -> None:
     run = resolve_run_folder(args.recipe) if args.recipe.is_dir() else None
     path = args.recipe if run is None else run / RECIPE
     recipe = common_options.read_recipe(path, args.settings, args.strategy)
-    cluster = worker_cluster()
+    cluster = Cluster.of_worker()
     if cluster is not None:
         _verify_and_exit(cluster, recipe, path, args)
     nodes, processes = args.nodes.nodes, args.nodes.processes

@@ -59,6 +59,49 @@ def token_from_environment() -> str:
     return os.environ.get("PACELINE_TOKEN", "")
 
 
+def count_foreign_tasks(values: Mapping[str, str]) -> tuple[str, int]:
+    """Return the command that has started this process as one of several tasks, and their number; pure.
+
+    Args:
+        values: the variables that Slurm, Open MPI or another MPI have set.
+    Returns:
+        An empty name and 1 for a process that nothing of this kind has started. A shell of `salloc` and the
+        script of `sbatch` have no other tasks, although they know the number that `srun` would start.
+    """
+    in_step = "SLURM_PROCID" in values and ("SLURM_STEP_ID" in values or values.get("ENVIRONMENT") != "BATCH")
+    step_tasks = values.get("SLURM_STEP_NUM_TASKS", values.get("SLURM_NTASKS", "")) if in_step else ""
+    counts = {
+        "srun": step_tasks,
+        "mpirun": values.get("OMPI_COMM_WORLD_SIZE", ""),
+        "mpiexec": values.get("PMI_SIZE", ""),
+    }
+    return next(((name, int(n)) for name, n in counts.items() if n.isdecimal() and int(n) > 1), ("", 1))
+
+
+def refuse_foreign_tasks(values: Mapping[str, str], num_nodes: int = 1) -> None:
+    """Raise an error if this process would do alone what other tasks of the same command do as well; pure.
+
+    Args:
+        num_nodes: number of nodes of the job; a launcher on each of several nodes may be one task each.
+    Raises:
+        CommunicationError: `srun` or `mpirun` has started several tasks, and none has a rank.
+    """
+    command, num_tasks = count_foreign_tasks(values)
+    if not command or num_nodes > 1 or _has_rank(values):
+        return
+    raise CommunicationError(
+        f"this is one of {num_tasks} tasks of {command}, and none has a rank: each of them would do the same"
+        " job, on its own",
+        where="the environment variables of this process",
+        next_step=f"start one task on each node ({command} -n 1), and let Paceline start the processes: -n"
+        f" {num_tasks}; for several nodes add --nodes, --node-rank and --rendezvous",
+    )
+
+
+def _has_rank(values: Mapping[str, str]) -> bool:
+    return "RANK" in values or "WORLD_SIZE" in values
+
+
 def read_rank_variables(values: Mapping[str, str]) -> dict[str, Any]:
     """Return the arguments of `Cluster` for a process that has a rank; pure.
 
@@ -176,14 +219,21 @@ class Cluster:
         return cls(0, 1, 0, 1, 0, 1, LOOPBACK, 0, None, "", None)
 
     @classmethod
+    def of_worker(cls) -> Cluster | None:
+        """Return the cluster if Paceline's launcher or torchrun started this process; None if a user did."""
+        return cls.from_env() if _has_rank(process_environment()) else None
+
+    @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Cluster:
         """Read the variables that torchrun or Paceline's launcher set; without them, return `single()`.
 
         Raises:
-            CommunicationError: some variables are missing or contradict each other.
+            CommunicationError: some variables are missing or contradict each other, or `srun` or `mpirun` has
+                started several processes without a rank.
         """
         values = process_environment() if environ is None else environ
-        if "RANK" not in values and "WORLD_SIZE" not in values:
+        if not _has_rank(values):
+            refuse_foreign_tasks(values)
             return cls.single()
         return cls(**read_rank_variables(values))._checked()
 

@@ -11,8 +11,10 @@ import runpy
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 from paceline.job.cluster import Cluster, change_environment
+from paceline.job.launcher_reports import read_phase
 from paceline.job.process_group import destroy_leftover_groups
 from paceline.job.rendezvous import open_torch_store, read_store_value
 from paceline.launch.job_spec import TORCH_PORT
@@ -31,13 +33,36 @@ def main(argv: list[str]) -> None:
     cluster = Cluster.from_env()
     with guard(cluster):
         store = _provide_torch_store(cluster) if cluster.world_size > 1 else None
-        _run_script(argv)
+        num_keys = store.num_keys() if store is not None else 0
+        try:
+            _run_script(argv)
+        except SystemExit as end:
+            if end.code in (None, 0):
+                _report_copies(cluster, store, num_keys)
+            raise
+        _report_copies(cluster, store, num_keys)
         if "torch" in sys.modules:
             destroy_leftover_groups()
         del store  # not earlier: the other ranks can still need it
 
 
-def _provide_torch_store(cluster: Cluster) -> object:
+def _report_copies(cluster: Cluster, store: Any, num_keys: int) -> None:
+    """Print a line if the script has joined neither Paceline's nor torch's process group, on global rank 0.
+
+    Args:
+        store: torch's own store, which this rank serves; None: it does not.
+        num_keys: number of its keys before the script ran.
+    """
+    reached = cluster.error_dir is not None and read_phase(cluster.error_dir, cluster.global_rank) is not None
+    if store is None or reached or store.num_keys() > num_keys:
+        return
+    sys.stderr.write(
+        f"paceline run: the script ran {cluster.world_size} times, each on its own: it has joined no process"
+        " group. Use paceline.own_loop, paceline.train or torch.distributed in it, or -n 1.\n"
+    )
+
+
+def _provide_torch_store(cluster: Cluster) -> Any:
     """Serve torch's own store on global rank 0, as torchrun's agent does, and let the script find it.
 
     The store of the job has another protocol; it only tells the other nodes the port of torch's store.

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from paceline.cli import common_options
-from paceline.cli.console import output, print_plain
+from paceline.cli.console import print_json, print_plain
 from paceline.cli.kill_trial import kill_and_recover
 from paceline.cli.study_runs import StudyRun, refuse_other_recipes, train_all, with_evaluation_interval
 from paceline.errors import RecipeError, format_count
@@ -188,7 +188,7 @@ def run_compare(args: CompareArgs) -> None:
     about = f"{recipe.name}, {format_count(seeds, 'seed')}{', lab ' + lab if lab else ''}"
     _save_results(comparison, planned, folder, about)
     if args.as_json:
-        output().print_json(json.dumps(comparison.to_json()))
+        print_json(comparison.to_json())
     for line in [
         *render_comparison(comparison),
         f"results: {folder / 'results.json'}",

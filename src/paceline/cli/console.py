@@ -5,12 +5,14 @@ rich takes longer to import than typer, so it is imported only when something is
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable
-from typing import IO, TYPE_CHECKING, TextIO, cast
+from typing import IO, TYPE_CHECKING, Any, TextIO, cast
 
 from paceline.errors import PacelineError
+from paceline.observe.terminal_text import escape_controls
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,13 +33,18 @@ def error_output() -> Console:
 
 
 def print_plain(text: str, console: Console | None = None) -> None:
-    """Print a line as it is: no markup, no colours, no wrapping.
+    """Print a line as it is: no markup, no colours, no wrapping, and no controls of the terminal.
 
     Args:
         console: None: standard output.
     """
     # paths and error texts contain brackets, which rich would take for markup
-    (console or output()).print(text, markup=False, highlight=False, soft_wrap=True)
+    (console or output()).print(escape_controls(text), markup=False, highlight=False, soft_wrap=True)
+
+
+def print_json(value: Any) -> None:
+    """Print a value as JSON on standard output, in ASCII: other characters are escaped."""
+    output().print_json(json.dumps(value), ensure_ascii=True)
 
 
 def job_output() -> Console:
@@ -95,4 +102,6 @@ def discard_output() -> None:
 def print_error(error: PacelineError) -> None:
     """Print an error to standard error."""
     console = error_output()
-    console.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+    console.print(
+        escape_controls(f"error: {error}"), style="red", markup=False, highlight=False, soft_wrap=True
+    )

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from paceline.cli.common_options import JobPlacement, Trust
-from paceline.cli.console import error_output, output, print_plain
+from paceline.cli.console import error_output, print_json, print_plain
 from paceline.errors import DataError, RecipeError, format_count
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def evaluate(
     record = {"checkpoint": opened.checkpoint, "step": result.step, "samples": result.num_samples}
     record |= {"loss": result.loss, **result.metrics}
     if as_json:
-        output().print_json(json.dumps({"run": str(run), "data": data or "held_out", **record}))
+        print_json({"run": str(run), "data": data or "held_out", **record})
         return
     for name, value in record.items():
         print_plain(f"{name}  {value:.6g}" if isinstance(value, float) else f"{name}  {value}")
@@ -138,7 +138,7 @@ def predict(
 
 def _print_json(record: dict[str, Any], rows: list[Any], to: Path | None) -> None:
     more = {"file": str(to)} if to else {"predictions": [_plain(row) for row in rows]}
-    output().print_json(json.dumps({**record, **more}))
+    print_json({**record, **more})
 
 
 def _print_rows(rows: list[Any], checkpoint: str, to: Path | None) -> None:

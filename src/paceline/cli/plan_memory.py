@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from paceline.cli import common_options
-from paceline.cli.console import output, print_error, print_plain
+from paceline.cli.console import print_error, print_json, print_plain
 from paceline.errors import format_count
 
 if TYPE_CHECKING:
@@ -44,7 +43,7 @@ def memory(
     task = build_task(resolved, None, common_options.task_directory(recipe))
     verdict = check_budget(resolved, task, world_size, nodes=nodes)
     if as_json:
-        output().print_json(json.dumps({**verdict.plan.record(), "fits": verdict.refusal is None}))
+        print_json({**verdict.plan.record(), "fits": verdict.refusal is None})
     else:
         _show(verdict, layers=layers)
     if verdict.refusal is not None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline.cli import common_options
-from paceline.cli.console import output, print_plain
+from paceline.cli.console import output, print_json, print_plain
 from paceline.errors import format_count
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def strategies(
 
     rows = list_layouts(ranks) if ranks else list_strategies()
     if as_json:
-        output().print_json(json.dumps([_record(row) for row in rows]))
+        print_json([_record(row) for row in rows])
     elif ranks:
         _print_layouts(rows, ranks)
     else:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline.cli.console import output, print_plain
+from paceline.cli.console import print_json, print_plain
 from paceline.errors import DataError
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def list_runs(folders: list[Path] | None, *, as_json: bool) -> None:
     # Without runs/ there are no runs yet, but a folder that the user names has to exist.
     recorded = [read_run(path) for path in find_runs(wanted if folders or RUNS.is_dir() else [])]
     if as_json:
-        output().print_json(json.dumps([_record(run) for run in recorded]))
+        print_json([_record(run) for run in recorded])
         return
     if not recorded:
         print_plain(f"no runs in {', '.join(map(str, wanted))}")
@@ -80,7 +80,7 @@ def write_page(folders: list[Path], to: Path | None, *, as_json: bool) -> None:
     path, refusal = _write_page(recorded, to)
     if as_json:
         page = None if refusal else str(path)
-        output().print_json(json.dumps({"page": page, "runs": [_record(run) for run in recorded]}))
+        print_json({"page": page, "runs": [_record(run) for run in recorded]})
     else:
         for run in recorded:
             for line in ([f"{run.name}:"] if len(recorded) > 1 else []) + summarize_run(run):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from paceline.cli import common_options
-from paceline.cli.console import error_output, output, print_plain
+from paceline.cli.console import error_output, output, print_json, print_plain
 
 if TYPE_CHECKING:
     from paceline.studies.sweep_summary import SweepSummary
@@ -49,7 +49,7 @@ def sweep(
     summary = summarize_sweep(done, failed, metric_target)
     _save_results(summary, folder)
     if as_json:
-        output().print_json(json.dumps(summary.to_json()))
+        print_json(summary.to_json())
     files = [f"results: {folder / 'results.json'}", f"plot:    {folder / 'plot.svg'}"]
     for line in (*render_table(summary), *files):
         print_plain(line, console)

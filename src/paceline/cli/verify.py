@@ -18,7 +18,7 @@ import typer
 
 from paceline.cli import common_options
 from paceline.cli.common_options import NodeArgs
-from paceline.cli.console import output, print_plain
+from paceline.cli.console import print_json, print_plain
 from paceline.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ def _verify_rank(cluster: Cluster, recipe: Recipe, path: Path, args: VerifyArgs)
 def _show(certificate: Mapping[str, Any], as_json: bool) -> int:
     """Print a certificate; returns the exit code."""
     if as_json:
-        output().print_json(json.dumps(certificate))
+        print_json(certificate)
     else:
         for line in (*table_lines(certificate), certificate["conclusion"]):
             print_plain(line)

@@ -93,6 +93,7 @@ class LinkDelays(Protocol):
 
     def set(self, cable: VethCable, wire: LinkDirection, seed: int) -> None: ...
     def counts(self) -> dict[str, int]: ...
+    def lost(self) -> list[str]: ...
     def end(self) -> None: ...
 
 
@@ -114,6 +115,10 @@ class NetemDelays:
     def counts(self) -> dict[str, int]:
         """Return no counts: those of the queues include them."""
         return {}
+
+    def lost(self) -> list[str]:
+        """Return no links: the kernel has no process that could end."""
+        return []
 
     def end(self) -> None:
         """Do nothing: netem vanishes with its device."""
@@ -169,10 +174,15 @@ class ForwarderDelays:
         """Return the numbers of frames, and of late, lost and dropped ones, over all links."""
         total: dict[str, int] = {}
         for process in self._running.values():
-            _send_request(process, {})
+            with suppress(BrokenPipeError):  # it has ended; `lost` names its link
+                _send_request(process, {})
             for name, count in read_json_line(process).items():
                 total[name] = total.get(name, 0) + int(count)
         return total
+
+    def lost(self) -> list[str]:
+        """Return the links whose forwarder has ended, which pass no frames any more."""
+        return [name for name, process in self._running.items() if process.poll() is not None]
 
     def end(self) -> None:
         """End all forwarders."""
@@ -303,6 +313,21 @@ class LabNetwork:
     def delay_counts(self) -> dict[str, int]:
         """Return the counts of delayed frames since the lab was created."""
         return {} if self.delays is None else self.delays.counts()
+
+    def require_delays(self) -> None:
+        """Check that every process that delays a link is alive.
+
+        Raises:
+            LabError: one has ended, so its link passes no frames.
+        """
+        lost = [] if self.delays is None else self.delays.lost()
+        if lost:
+            raise LabError(
+                "a process that delays frames has ended, so no frames pass the links of"
+                f" {', '.join(lost)} any more",
+                where=f"the links of {', '.join(lost)}",
+                next_step="run the lab again; if the kernel log (dmesg) says out of memory, use fewer hosts",
+            )
 
     def end(self) -> None:
         """End the processes that delay links."""

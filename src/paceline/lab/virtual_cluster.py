@@ -85,7 +85,11 @@ class LabJob:
         return FaultInjector(plan, folder, lab.spaces, lab.network, disk, self._directory)
 
     def run(self, deadline_seconds: float | None, event_log: Path | None) -> LabOutcome:
-        """Run the command until its end on all hosts, and return the outcome."""
+        """Run the command until its end on all hosts, and return the outcome.
+
+        Raises:
+            LabError: a process that delays a link has ended.
+        """
         lab = self._lab
         lab.record.save()
         before, delays_before = lab.network.traffic(), lab.network.delay_counts()
@@ -147,6 +151,7 @@ class LabJob:
                 return
             self._injector.poll()
             sampler.poll()
+            self._lab.network.require_delays()
             time.sleep(_TICK_SECONDS)
 
     def _end(self, agents: list[HostProcess]) -> None:

@@ -253,6 +253,9 @@ def _supervise(
         wait_for_end(workers, _TICK_SECONDS)
         now = time.monotonic()
         ended = [worker for worker in workers if worker.poll()]
+        if ended:
+            # A server that ended during the poll, before the workers that lost it, is the first of all.
+            ended = [worker for worker in workers if worker in ended or worker.poll()]
         # After the poll: what a worker reported before it ended counts.
         if not shutdown.begun and monitor.begun():
             shutdown.on_begin(now)

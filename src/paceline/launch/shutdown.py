@@ -86,6 +86,11 @@ class ShutdownPlan:
         else:
             self.kill_at = now
 
+    @property
+    def is_ending(self) -> bool:
+        """True if the workers were asked to exit, or soon will be."""
+        return self.terminate_at < float("inf")
+
     def stop_requested(self) -> bool:
         """Return whether a signal has asked this launcher to stop."""
         return self.signal is not None

@@ -129,7 +129,11 @@ class ToleratedLosses:
         rank = worker.spec.global_rank
         self._lost.append(worker)
         self._mark_lost(rank)
-        self._log(f"rank {rank} {headline}; the server continues without it if it can\n")
+        # on another node, the server itself may be what the worker has lost
+        alive = (
+            "if it is alive and can" if failure is not None and failure.kind == "connection" else "if it can"
+        )
+        self._log(f"rank {rank} {headline}; the server continues without it {alive}\n")
         return True
 
     def kill_if_tolerated(self, worker: WorkerProcess, shutdown: ShutdownPlan) -> bool:
@@ -147,9 +151,9 @@ class ToleratedLosses:
         return [worker for worker in workers if worker not in self._lost]
 
     def _is_expendable(self, worker: WorkerProcess, shutdown: ShutdownPlan) -> bool:
-        ending = shutdown.terminated or shutdown.signal is not None
         serves = worker.spec.global_rank < self._servers
-        if not shutdown.begun or ending or serves or not self._servers:
+        # after the end of a server, the others end because of it
+        if not shutdown.begun or shutdown.is_ending or serves or not self._servers:
             return False
         # a run can begin under a sync rule without servers, which needs every worker
         phase = read_worker_phase(worker)

@@ -18,6 +18,7 @@ from torch import nn
 from paceline.job.cluster import Cluster
 from paceline.job.launcher_reports import LEAVING
 from paceline.observe.sinks import METRICS, Sink
+from paceline.observe.terminal_text import escape_controls
 from paceline.report.html_page import write_report
 from paceline.report.run_files import REPORT
 from paceline.session import run_folder
@@ -62,7 +63,8 @@ def plain_printer(console: Console | None) -> Callable[[str], None]:
     """Return a function that prints text without wrapping, colours or markup; a no-op without a console."""
     if console is None:
         return lambda text: None
-    return partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    show = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    return lambda text: show(escape_controls(text))
 
 
 def _longer_run_option(session: Session, result: Result) -> str:

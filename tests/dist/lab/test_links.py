@@ -9,7 +9,9 @@ from contextlib import ExitStack
 
 import pytest
 
+from paceline.errors import LabError
 from paceline.lab import Links
+from paceline.lab.network import ForwarderDelays
 from paceline.lab.topology import parse_rate_bits
 from tests.dist.lab.probes import ECHO, SINK, ask, burst, push, pushes_faster, serving, trips
 
@@ -146,3 +148,16 @@ def test_user_namespaces_carry_a_lab_without_root(lab, monkeypatch) -> None:
     assert "without root" in made.remarks()[-1]
     with serving(made, "h1", ECHO):
         assert trips(made, "h0", "h1", 1) != [None]
+
+
+def test_a_forwarder_that_is_killed_ends_the_run_and_its_link_is_named(lab) -> None:
+    """Where the kernel has netem there is none."""
+    made = lab(hosts=2, links=Links(latency="1ms"))
+    if not isinstance(made.network.delays, ForwarderDelays):
+        pytest.skip("this kernel has netem")
+    running = made.network.delays._running
+    with ThreadPoolExecutor(1) as other:
+        found = other.submit(made.run, ["sleep", "600"])
+        running["h1"].kill()
+        with pytest.raises(LabError, match="no frames pass the links of h1 any more"):
+            found.result()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 
 import pytest
 
 from paceline.launch.outcome import LaunchOutcome, WorkerFailure, signal_headline, summarize_failures
 from paceline.launch.shutdown import ShutdownPlan, ShutdownTimeouts
+from paceline.launch.supervision import ToleratedLosses
+from tests.unit.launch.workers import ended
 
 LOST = WorkerFailure(0, "connection", 1.0, "raised CommunicationError: rank 2 is gone", 4, "lost traceback")
 RAISED = WorkerFailure(2, "error", 2.0, "raised ValueError: boom", 1, "Traceback\nValueError: boom")
@@ -146,3 +149,18 @@ def test_when_one_has_left_the_others_have_the_grace_time() -> None:
 
 def test_nothing_happens_without_a_reason() -> None:
     assert make_stop().due(1e9) == "wait"
+
+
+def test_the_end_of_a_server_is_no_loss_that_it_outlives(tmp_path: Path) -> None:
+    """The twin is the same end of a worker while the server lives."""
+    for server_is_gone in (True, False):
+        said: list[str] = []
+        shutdown, lost = ShutdownPlan(ShutdownTimeouts()), list[int]()
+        losses = ToleratedLosses(1, said.append, lost.append)
+        server, worker = ended(tmp_path, 0, -9), ended(tmp_path, 1, 4, "CommunicationError", connection=True)
+        if server_is_gone:
+            assert not losses.tolerates(server, shutdown)
+            shutdown.on_failure(0.0)
+        assert losses.tolerates(worker, shutdown) is not server_is_gone
+        assert len(said) == len(lost) == (not server_is_gone)
+    assert said[0].endswith("; the server continues without it if it is alive and can\n")

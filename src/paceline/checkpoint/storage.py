@@ -29,6 +29,7 @@ from paceline.errors import CheckpointError, format_count
 from paceline.observe.file_writing import create_draft
 
 BLOCK_BYTES = 2**23  # a multiple of the size of every dtype
+_MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0  # mmap has no name for it
 _MAX_TRIES = 4
 _FIRST_PAUSE_SECONDS = 0.2
 _STORE_ERRORS = {
@@ -68,7 +69,9 @@ class MappedFile:
 
     def __init__(self, path: Path) -> None:
         with path.open("rb") as stream:
-            self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+            # Writable for torch, and private. Without NORESERVE, Linux refuses a file larger than its memory,
+            # although pages are released as soon as they are read.
+            self._map = mmap.mmap(stream.fileno(), 0, mmap.MAP_PRIVATE | _MAP_NORESERVE)
         self.num_bytes = len(self._map)
 
     def blocks(self, begin: int, end: int) -> Iterator[memoryview]:

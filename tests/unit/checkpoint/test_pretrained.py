@@ -269,3 +269,15 @@ def test_memory_is_not_doubled(large: Path) -> None:
         mapped, http, twice = peaks(f"ours={large}", f"ours={web.url}", f"twice={large}")
     assert max(mapped, http) < 48, (mapped, http)
     assert twice > MEGABYTES * 0.9  # the measurement sees what is doubled
+
+
+def test_a_file_larger_than_the_memory_is_mapped_and_does_not_fit_the_model(tmp_path: Path) -> None:
+    """It takes no space on the disk; before, it was an error of memory that asked for fewer processes."""
+    shape = [2**19, 2**19]
+    head = json.dumps({"weight": {"dtype": "F32", "shape": shape, "data_offsets": [0, 4 * 2**38]}}).encode()
+    path = tmp_path / "large.safetensors"
+    with path.open("wb") as file:
+        file.write(len(head).to_bytes(8, "little") + head)
+        file.truncate(8 + len(head) + 4 * 2**38)
+    with pytest.raises(CheckpointError, match="the weights do not fit this model"):
+        load_weights(nn.Linear(2, 2, bias=False), str(path))

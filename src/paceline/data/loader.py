@@ -34,6 +34,8 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from paceline.data.sample_reader import CollateFunction, MicroBatchReader, ReadReply, ReadRequest, SampleCache
 from paceline.data.work import LoadedBatch, MicroBatch
 from paceline.errors import DataError
+from paceline.observe.file_writing import warn_on_stderr
+from paceline.observe.process_info import is_stopped
 from paceline.task import SampleSource, Task
 
 if TYPE_CHECKING:
@@ -254,7 +256,7 @@ class LoaderStream(Iterator[LoadedBatch]):
 
     def _wait(self, batches: Iterator[ReadReply]) -> ReadReply:
         """Return the next reply. PyTorch's timeout only makes it check its workers regularly."""
-        expires = time.monotonic() + self._loader.deadline_seconds
+        expires, warned = time.monotonic() + self._loader.deadline_seconds, ""
         while True:
             try:
                 return next(batches)
@@ -262,8 +264,13 @@ class LoaderStream(Iterator[LoadedBatch]):
                 # PyTorch raises a plain RuntimeError, so only its message tells a time-out from a crash.
                 if not str(error).startswith(_TIMEOUT_MESSAGE):
                     raise
+                stopped = _describe_stopped_workers(batches)
                 if time.monotonic() >= expires:
-                    raise RuntimeError(f"no batch in {self._loader.deadline_seconds:g} s") from None
+                    why = f": {stopped}" if stopped else ""
+                    raise RuntimeError(f"no batch in {self._loader.deadline_seconds:g} s{why}") from None
+                if stopped and stopped != warned:
+                    warn_on_stderr(f"{stopped}; the loader waits {self._loader.deadline_seconds:g} s at most")
+                    warned = stopped
 
     def _failure(self, why: str) -> DataError:
         waited_for = f"step {self._feed.ahead[0].step}" if self._feed.ahead else "the first micro-batch"
@@ -313,6 +320,18 @@ def _worker_death(batches: Iterator[ReadReply]) -> str:
             hint = ": out of shared memory?" if -worker.exitcode == signal.SIGBUS else ""
             return f"DataLoader worker (pid {worker.pid}) is killed by signal: {name}{hint}"
     return ""
+
+
+def _describe_stopped_workers(batches: Iterator[ReadReply]) -> str:
+    """Return which workers a signal has stopped, and can continue; empty if none is."""
+    workers = batches._workers if isinstance(batches, _MultiProcessingDataLoaderIter) else []
+    stopped = [f"(process {worker.pid})" for worker in workers if worker.pid and is_stopped(worker.pid)]
+    if not stopped:
+        return ""
+    names = (
+        f"loader worker {stopped[0]} is" if len(stopped) == 1 else f"loader workers {', '.join(stopped)} are"
+    )
+    return f"{names} stopped by a signal (SIGSTOP?)"
 
 
 def _identity(reply: Any) -> Any:

@@ -27,8 +27,9 @@ from paceline.job.cluster import process_environment
 from paceline.launch import fork_protocol
 from paceline.launch.fork_protocol import process_context
 from paceline.launch.job_spec import WorkerSpec, common_environment
-from paceline.launch.process_inspection import is_stopped, zombie_exit_status
+from paceline.launch.process_inspection import zombie_exit_status
 from paceline.launch.stale_folders import FOLDER_PREFIX, mark_owner
+from paceline.observe.process_info import is_stopped
 
 FORK_SERVER_VARIABLE = "PACELINE_FORK_SERVER"
 NO_FORK_SERVER = "none"

@@ -80,7 +80,9 @@ def launch(
         ):
             shows = job.output in ("prefixed", "shown")
             follower = LogFollower([worker.spec for worker in workers], write) if shows else None
-            monitor = StuckWorkerMonitor(workers, job.timeouts.stuck_seconds, time.monotonic(), write)
+            monitor = StuckWorkerMonitor(
+                workers, job.timeouts.stuck_seconds, time.monotonic(), write, job.servers
+            )
             losses = ToleratedLosses(job.servers, write, endpoint.mark_lost)
             _supervise(
                 workers,

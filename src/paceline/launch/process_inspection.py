@@ -17,10 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-
-def is_stopped(pid: int) -> bool:
-    """Return whether a signal has stopped a process (SIGSTOP, SIGTSTP); stops by a debugger do not count."""
-    return _stat_fields(pid)[:1] == ["T"]
+from paceline.observe.process_info import read_stat_fields
 
 
 def is_handling_signal(pid: int, number: int) -> bool:
@@ -39,16 +36,8 @@ def is_handling_signal(pid: int, number: int) -> bool:
 
 def zombie_exit_status(pid: int) -> int | None:
     """Return the status that `waitpid` would give for a process that is a zombie; None if it is none."""
-    fields = _stat_fields(pid)
+    fields = read_stat_fields(pid)
     return int(fields[49]) if fields and fields[0] == "Z" else None
-
-
-def _stat_fields(pid: int) -> list[str]:
-    # the fields of proc(5) from the third on: the second one is the name, which can contain anything
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return []
 
 
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')

@@ -12,13 +12,15 @@ from collections.abc import Callable, Sequence
 
 from paceline.job.launcher_reports import LEAVING, TRAINING, TRAINING_FOR_SERVER, WorkerPhase, read_phase
 from paceline.launch.outcome import STOPPED_EXIT_CODE, diagnose_worker, has_failed
-from paceline.launch.process_inspection import is_stopped, read_position, request_stack_dumps
+from paceline.launch.process_inspection import read_position, request_stack_dumps
 from paceline.launch.shutdown import ShutdownPlan
 from paceline.launch.worker_process import WorkerProcess
+from paceline.observe.process_info import is_stopped
 
 UNKILLABLE_SECONDS = 5.0  # a process in an uninterruptible call (a lost disk, a lost GPU) cannot be killed
 _CHECK_SECONDS = 0.25
 _SLACK_SECONDS = 5.0  # a worker that can keep its deadline itself ends first, and its error says more
+_STOPPED_FOR_SERVER_SECONDS = 10.0
 _TRAINING_PHASES = (TRAINING, TRAINING_FOR_SERVER, LEAVING)
 
 
@@ -27,9 +29,11 @@ class StuckWorkerMonitor:
 
     Args:
         workers: all workers of the node.
-        stuck_seconds: how long a worker may be stopped; infinity: for any time.
+        stuck_seconds: how long a worker may be stopped; infinity: for any time. While it trains for a server
+            and another worker does too, it is at most 10 s, once: at the next pause all would wait for it.
         now: on the monotonic clock.
         log: prints that a worker is stopped, and that it continues.
+        servers: number of server ranks; see `LaunchJob`.
     """
 
     def __init__(
@@ -38,7 +42,9 @@ class StuckWorkerMonitor:
         stuck_seconds: float,
         now: float,
         log: Callable[[str], object],
+        servers: int = 0,
     ) -> None:
+        self._servers = servers
         self._workers, self._stuck_seconds, self._log = workers, stuck_seconds, log
         self._stopped_seconds, self._is_logged = [0.0] * len(workers), [False] * len(workers)
         self._last_check_at = now
@@ -72,10 +78,9 @@ class StuckWorkerMonitor:
         name = f"rank {worker.spec.global_rank}"
         # only at the second check: the first one can see a whole job that is just being continued
         if stopped_seconds and before and not self._is_logged[i]:
+            seconds = self._limit_seconds(worker)
             limit = (
-                f"it must continue within {self._stuck_seconds:g} s"
-                if math.isfinite(self._stuck_seconds)
-                else "the job waits for it"
+                f"it must continue within {seconds:g} s" if math.isfinite(seconds) else "the job waits for it"
             )
             doing = _format_phase(read_worker_phase(worker))
             self._log(f"{name} is stopped by a signal (SIGSTOP?){doing}: {limit}\n")
@@ -84,16 +89,34 @@ class StuckWorkerMonitor:
             self._log(f"{name} continues after {before:.1f} s\n")
             self._is_logged[i] = False
 
+    def _limit_seconds(self, worker: WorkerProcess) -> float:
+        """Return how long a worker may be stopped."""
+        served = [other for other in self._workers if self._trains_for_server(other)]
+        others = [other for other in served if other is not worker]
+        # A server that can continue without one worker may not be able to continue without two.
+        is_expendable = worker in served and others and all(map(_is_well, others))
+        return min(self._stuck_seconds, _STOPPED_FOR_SERVER_SECONDS) if is_expendable else self._stuck_seconds
+
+    def _trains_for_server(self, worker: WorkerProcess) -> bool:
+        phase = read_worker_phase(worker)
+        serves = worker.spec.global_rank < self._servers
+        return self._servers > 0 and not serves and phase is not None and phase.what == TRAINING_FOR_SERVER
+
     def _overdue_reason(self, worker: WorkerProcess, stopped_seconds: float, now: float) -> str:
         phase = read_worker_phase(worker)
         doing = _format_phase(phase)
-        if stopped_seconds > self._stuck_seconds:
-            return f"was stopped by a signal (SIGSTOP?) for more than {self._stuck_seconds:g} s{doing}"
+        limit_seconds = self._limit_seconds(worker) if stopped_seconds else math.inf
+        if stopped_seconds > limit_seconds:
+            return f"was stopped by a signal (SIGSTOP?) for more than {limit_seconds:g} s{doing}"
         if phase is None or phase.until is None or now <= phase.until + _SLACK_SECONDS or stopped_seconds:
             return ""
         request_stack_dumps([(worker.pid, worker.spec.stack_file)])
         position = read_position(worker.spec.stack_file)
         return f"did not finish in time{doing}" + (f"; it was in {position}" if position else "")
+
+
+def _is_well(worker: WorkerProcess) -> bool:
+    return not (worker.ended_at or worker.killed or worker.overdue or is_stopped(worker.pid))
 
 
 def read_worker_phase(worker: WorkerProcess) -> WorkerPhase | None:
@@ -129,11 +152,10 @@ class ToleratedLosses:
         rank = worker.spec.global_rank
         self._lost.append(worker)
         self._mark_lost(rank)
-        # on another node, the server itself may be what the worker has lost
-        alive = (
-            "if it is alive and can" if failure is not None and failure.kind == "connection" else "if it can"
-        )
-        self._log(f"rank {rank} {headline}; the server continues without it {alive}\n")
+        outlook = "the server continues without it if it can"
+        if failure is not None and failure.kind == "connection":
+            outlook = "if the server is alive, it continues without it"  # it may be what the worker has lost
+        self._log(f"rank {rank} {headline}; {outlook}\n")
         return True
 
     def kill_if_tolerated(self, worker: WorkerProcess, shutdown: ShutdownPlan) -> bool:

@@ -1,4 +1,4 @@
-"""Facts about a process: its start time, its peak memory, and the folder of caches of its user."""
+"""Facts about a process: start time, state and peak memory; and the folder of caches of its user."""
 
 from __future__ import annotations
 
@@ -14,13 +14,25 @@ def process_start_ticks(pid: int) -> int:
 
     Process ids are reused, so only the id and the start together identify a process.
     """
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-        fields = text.rpartition(")")[2].split()  # the name of the command may have spaces
-    except OSError:
+    fields = read_stat_fields(pid)
+    if not fields:
         return 0
     # Z is a zombie and X a process that is about to vanish: neither runs any more.
     return 0 if fields[0] in "ZX" else int(fields[19])
+
+
+def is_stopped(pid: int) -> bool:
+    """Return whether a signal has stopped a process (SIGSTOP, SIGTSTP); stops by a debugger do not count."""
+    return read_stat_fields(pid)[:1] == ["T"]
+
+
+def read_stat_fields(pid: int) -> list[str]:
+    """Return the fields of /proc/PID/stat from the third on, the state; empty if the process has ended."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    return text.rpartition(")")[2].split()  # the second field, the name, can contain anything
 
 
 def cache_folder() -> Path:

@@ -331,6 +331,23 @@ def test_a_worker_that_dies_is_an_error_not_a_hang() -> None:
     assert "loader.workers = 0" in caught.value.next_step
 
 
+@pytest.mark.capability("N5", clause="a killed or stopped worker is seen in three intervals")
+def test_a_worker_that_is_stopped_is_named_at_once_and_in_the_error(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    loader = SampleLoader(Numbers(), list, recipe(2), CPU, deadline_seconds=3.0)
+    with loader.open(micro_batches(100)) as stream:
+        next(stream)
+        pids = [worker.pid for worker in loader_workers()]
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(DataError, match=r"no batch in 3 s: loader .* stopped by a signal") as caught:
+            for _ in stream:
+                pass
+        assert any(f"(process {pid})" in caught.value.what for pid in pids)
+        assert "stopped by a signal (SIGSTOP?); the loader waits 3 s at most" in capsys.readouterr().err
+
+
 def test_close_in_the_middle_ends_the_workers_and_may_be_repeated() -> None:
     stream = SampleLoader(Numbers(), list, recipe(2), CPU).open(itertools.cycle(micro_batches(5)))
     next(stream)

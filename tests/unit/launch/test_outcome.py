@@ -163,4 +163,4 @@ def test_the_end_of_a_server_is_no_loss_that_it_outlives(tmp_path: Path) -> None
             shutdown.on_failure(0.0)
         assert losses.tolerates(worker, shutdown) is not server_is_gone
         assert len(said) == len(lost) == (not server_is_gone)
-    assert said[0].endswith("; the server continues without it if it is alive and can\n")
+    assert said[0].endswith("; if the server is alive, it continues without it\n")

@@ -14,12 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.launch.process_inspection import (
-    enable_stack_dump,
-    is_stopped,
-    read_position,
-    request_stack_dumps,
-)
+from paceline.launch.process_inspection import enable_stack_dump, read_position, request_stack_dumps
+from paceline.observe.process_info import is_stopped
 
 pytestmark = pytest.mark.capability("N5", clause="where a rank that hangs is")
 WORKER = """

@@ -12,21 +12,22 @@ from pathlib import Path
 
 import pytest
 
+from paceline.job.launcher_reports import TRAINING_FOR_SERVER, enter_phase
 from paceline.launch import supervision
 from paceline.launch.job_spec import WorkerSpec
-from paceline.launch.process_inspection import is_stopped
 from paceline.launch.supervision import StuckWorkerMonitor
 from paceline.launch.worker_process import SessionReaper, WorkerProcess, wait_for_end
+from paceline.observe.process_info import is_stopped
 
 pytestmark = pytest.mark.capability("N5", clause="a killed or stopped worker is seen in three intervals")
 
 
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[list[WorkerProcess]]:
-    """Two processes that sleep."""
+    """Three processes that sleep."""
     found = []
     with SessionReaper() as reaper:
-        for rank in range(2):
+        for rank in range(3):
             files = None, tmp_path / f"rank-{rank}.json", tmp_path / f"rank-{rank}.stack"
             process = subprocess.Popen(["sleep", "600"], start_new_session=True)
             found.append(WorkerProcess(WorkerSpec(rank, rank, ("sleep",), {}, {}, *files), process, reaper))
@@ -68,7 +69,7 @@ def test_a_killed_worker_is_seen_without_a_look(running: list[WorkerProcess]) ->
     assert not any(one.poll() for one in running)
     running[1].process.kill()
     wait_for_end(running, 60.0)
-    assert [one.poll() for one in running] == [False, True]
+    assert [one.poll() for one in running] == [False, True, False]
 
 
 def test_who_stays_stopped_is_given_up_and_who_may_wait_is_waited_for(running: list[WorkerProcess]) -> None:
@@ -98,3 +99,22 @@ def test_time_in_which_the_launcher_was_stopped_does_not_count(running: list[Wor
     send(running[0], signal.SIGSTOP)
     look(at, 2)
     assert at.late(3600.0) == [] and len(told) == 1
+
+
+def test_a_server_waits_a_short_time_for_one_stopped_worker_and_for_a_second_one_as_ever(
+    running: list[WorkerProcess], tmp_path: Path
+) -> None:
+    """Rank 0 is the server, and one that is stopped has the time of any rank."""
+    for rank in range(3):
+        enter_phase(tmp_path, rank, TRAINING_FOR_SERVER)
+    for stopped, seconds in (([1], 10), ([0], 60), ([1, 2], 60)):
+        told: list[str] = []
+        at = StuckWorkerMonitor(running, 60.0, 0.0, told.append, servers=1)
+        for rank in stopped:
+            send(running[rank], signal.SIGSTOP)
+        looks = [look(at, 1, i) for i in range(1, 46)]
+        assert looks[-1] == ([running[1]] if seconds == 10 else []) and looks[30] == []
+        assert told[0].endswith(f"it must continue within {seconds} s\n")
+        for rank in stopped:
+            send(running[rank], signal.SIGCONT)
+            running[rank].overdue = ""

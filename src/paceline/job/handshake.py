@@ -21,6 +21,8 @@ import struct
 import time
 from collections.abc import Callable, Container
 from contextlib import ExitStack, suppress
+from types import TracebackType
+from typing import Self
 
 from paceline.errors import CommunicationError
 
@@ -93,6 +95,43 @@ _MAX_SILENT, _MAX_CHALLENGED, _MAX_REJECTED_RANKS = 128, 256, 128
 _NO_FILE_SECONDS = 0.01
 CALLER_ROLE, SERVER_ROLE = b"caller", b"called"
 OTHER_KEY, OTHER_TLS = "a different token", "a different security.tls"
+
+
+_MAX_LINE_LENGTH = 300
+
+
+def plain_line(text: str) -> str:
+    """Return a text of limited length without control characters, as strangers can choose it."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text[:_MAX_LINE_LENGTH])
+
+
+class ContainedErrors:
+    """A context manager that logs an unexpected error of its block and goes on behind it.
+
+    For the threads that serve all ranks of a job: no caller may end them, whatever error it has found a way
+    to. Errors that are expected are handled inside the block.
+
+    Args:
+        log: receives a line.
+        consequence: how the line begins.
+    Attributes:
+        occurred: the block has ended with an error.
+    """
+
+    def __init__(self, log: Callable[[str], object], consequence: str) -> None:
+        self._log, self._consequence = log, consequence
+        self.occurred = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        self.occurred = isinstance(error, Exception)
+        if self.occurred:
+            self._log(plain_line(f"{self._consequence} {error!r}"))
+        return self.occurred
 
 
 class _PendingCaller:
@@ -215,6 +254,12 @@ class AuthenticatingListener:
             self._reject(challenged[0])
 
     def _handle(self, caller: _PendingCaller) -> None:
+        with ContainedErrors(self._log, "a caller was rejected because of") as errors:
+            self._read_and_answer(caller)
+        if errors.occurred:
+            self._reject(caller)
+
+    def _read_and_answer(self, caller: _PendingCaller) -> None:
         try:
             if not caller.read():
                 self._reject(caller)
@@ -227,9 +272,6 @@ class AuthenticatingListener:
         except BlockingIOError:
             return
         except (OSError, ValueError):
-            self._reject(caller)
-        except Exception as error:  # noqa: BLE001  no caller may end the listener, whatever it has found
-            self._log(f"a caller was rejected because of {type(error).__name__}: {error}")
             self._reject(caller)
 
     def _decide(self, caller: _PendingCaller) -> None:

@@ -25,7 +25,13 @@ from types import TracebackType
 from typing import Self
 
 from paceline.errors import CommunicationError
-from paceline.job.handshake import HELLO_SECONDS, VISITOR_OFFSET, AuthenticatingListener
+from paceline.job.handshake import (
+    HELLO_SECONDS,
+    VISITOR_OFFSET,
+    AuthenticatingListener,
+    ContainedErrors,
+    plain_line,
+)
 from paceline.job.store_protocol import (
     ADD,
     APPEND,
@@ -126,7 +132,7 @@ def _encode_flag(flag: bool) -> bytes:
 
 
 _POLL_SECONDS = 0.25
-_MAX_LINE_LENGTH, _MAX_LOGGED_MEMBERS = 300, 20
+_MAX_LOGGED_MEMBERS = 20
 
 
 class StoreListener:
@@ -166,14 +172,17 @@ class StoreListener:
         """Admit callers until `closing` returns True."""
         try:
             while not closing():
-                try:
+                # Without this thread, no rank could join the job.
+                with ContainedErrors(self._log_line, "the listener of the store continues after") as errors:
                     self._admit_callers()
-                except Exception as error:  # noqa: BLE001  without this thread, nobody could join the job
-                    self._log(f"the listener of the store continues after {_describe_error(error)}\n")
+                if errors.occurred:
                     time.sleep(_POLL_SECONDS)  # the cause may last
         finally:
             self._callers.close()
             self._listener.close()
+
+    def _log_line(self, text: str) -> None:
+        self._log(f"{text}\n")
 
     def _admit_callers(self) -> None:
         self._callers.receive(_POLL_SECONDS)
@@ -228,14 +237,9 @@ class ConnectionEncryption:
             self._adopt(number, encrypted)
 
 
-def _describe_error(error: Exception) -> str:
-    return "".join(letter if letter.isprintable() else "?" for letter in repr(error)[:_MAX_LINE_LENGTH])
-
-
 def rejection_line(what: str) -> str:
     """Return a line of limited length without control characters, as strangers can choose its text."""
-    plain = "".join(letter if letter.isprintable() else "?" for letter in what[:_MAX_LINE_LENGTH])
-    return f"rejected: {plain}\n"
+    return f"rejected: {plain_line(what)}\n"
 
 
 _READ_BYTES = 1 << 16
@@ -393,6 +397,13 @@ class StoreServer:
         self._waiting = [wait for wait in self._waiting if wait.client is not client]
 
     def _serve_connection(self, client: _MemberConnection, events: int) -> None:
+        consequence = f"the store has lost rank {client.member} because of"
+        with ContainedErrors(lambda text: self._log(f"{text}\n"), consequence) as errors:
+            self._exchange(client, events)
+        if errors.occurred:
+            self._end_if_present(client)
+
+    def _exchange(self, client: _MemberConnection, events: int) -> None:
         try:
             if events & selectors.EVENT_WRITE:
                 self._send(client)
@@ -406,9 +417,6 @@ class StoreServer:
         except BlockingIOError:
             return
         except (OSError, ValueError):
-            self._end_if_present(client)
-        except Exception as error:  # noqa: BLE001  all other members need this thread
-            self._log(f"the store has lost rank {client.member} because of {_describe_error(error)}\n")
             self._end_if_present(client)
 
     def _end_if_present(self, client: _MemberConnection) -> None:

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import json
 import os
-import site
 import socket
 import sys
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +87,9 @@ _STATUS = (
 )
 
 
+_SITE = import_module("site")  # for mypy, tools/site.py would be the module of this name
+
+
 def process_context(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the context of a process that this one would start with the variables `environ`; Linux only.
 
@@ -120,7 +123,7 @@ def _home_at_start(environ: Mapping[str, str]) -> str:
     home = environ.get("HOME", "")
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     packages = Path(home) / ".local" / "lib" / version / "site-packages"
-    is_read = (site.ENABLE_USER_SITE and packages.is_dir()) or (Path(home) / ".config" / "fsspec").is_dir()
+    is_read = (_SITE.ENABLE_USER_SITE and packages.is_dir()) or (Path(home) / ".config" / "fsspec").is_dir()
     return home if is_read else ""
 
 

@@ -20,7 +20,6 @@ import runpy
 import select
 import shutil
 import signal
-import site
 import socket
 import struct
 import sys
@@ -30,6 +29,7 @@ import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -251,6 +251,7 @@ def _name_process(name: str) -> None:
 def _reset_libraries(environ: dict[str, str]) -> None:
     """Repeat what libraries do at import time and every process must do for itself."""
     tempfile.tempdir = None  # found again from the variables of this process
+    site: Any = import_module("site")  # by name: for mypy, tools/site.py would be this module
     site.USER_BASE = site.USER_SITE = None
     site.getusersitepackages()  # sets both, below the HOME of this process
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")

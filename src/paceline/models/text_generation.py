@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from paceline.models.training_mode import evaluating
+
 
 @torch.no_grad()
 def generate(
@@ -34,17 +36,13 @@ def generate(
         The prompt and what follows, int64 [P + num_tokens].
     Source: Holtzman et al. 2020, arXiv:1904.09751 (top-p).
     """
-    was_training = model.training
-    model.eval()
-    try:
+    with evaluating(model):
         tokens_T = prompt
         for _ in range(num_tokens):
             logits_V = model(tokens_T[None, -context:])[0, -1].float().cpu()
             token = sample_token(logits_V, temperature, top_p, generator)
             tokens_T = torch.cat((tokens_T, token.to(tokens_T.device)))
         return tokens_T
-    finally:
-        model.train(was_training)
 
 
 def sample_token(logits_V: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> Tensor:

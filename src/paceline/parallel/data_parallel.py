@@ -22,6 +22,7 @@ from paceline.comm.reduction.gradients import GradientSink
 from paceline.data.work import LoadedBatch, MicroBatch
 from paceline.errors import TaskError
 from paceline.models.dropout import name_dropouts
+from paceline.models.training_mode import enter_training, evaluating
 from paceline.observe.step_stats import PhaseTimer
 from paceline.parallel.batch_gather import WholeBatch, gather_scope
 from paceline.parallel.forward_errors import ForwardErrors
@@ -117,7 +118,7 @@ class ReplicatedRunner:
         precision: of forward and backward.
         phases: timer of the phases of a step.
         overlap: hand gradients on during backward; see `GradientHooks`.
-        seeds: seed PyTorch's global generators for every micro-batch; off if other threads share them.
+        seeds: seed the global generators for every micro-batch; off if other threads share them.
         reports: whether this rank reports sums and buffers; of ranks that compute the same, one does.
         counts: whether its micro-batches are counted; of ranks that each run a part of the same
             micro-batches, one counts them.
@@ -190,7 +191,7 @@ class ReplicatedRunner:
         """Reset the gradients and buffers of the last step; return empty sums."""
         # Switching visits every module, which takes time in every step.
         if not self._model.training:
-            self._model.train()
+            enter_training(self._model)
         self.gradients.begin()
         self.buffers.begin_step()
         # With a single micro-batch on a single rank, nothing else can depend on the write.
@@ -219,10 +220,7 @@ class ReplicatedRunner:
         self.gradients.close()
 
     def _run_forward(self, micro_batch: MicroBatch, batch: Any) -> Loss:
-        everything = self._seeds and self.precision.seeds_everything
-        seed_micro_batch(
-            micro_batch.key, self._device if self._seeds else None, self._dropouts, everything=everything
-        )
+        seed_micro_batch(micro_batch.key, self._device if self._seeds else None, self._dropouts)
         try:
             with self._write_guard, self.precision.autocast():
                 return check_loss(self._loss(self._model, batch))
@@ -248,8 +246,7 @@ class ReplicatedRunner:
         self.buffers.abort_step()
 
     def forward_only(self, micro_batches: Iterable[LoadedBatch], function: ModelFunction) -> None:
-        self._model.eval()
-        with torch.no_grad():
+        with torch.no_grad(), evaluating(self._model):
             self.sharded_model.use.begin()
             for loaded in micro_batches:
                 self.sharded_model.use.next()

@@ -25,7 +25,6 @@ class MixedPrecision:
     Args:
         compute: "fp32", "bf16" or "fp16".
         device_type: "cpu" or "cuda".
-        seeds_everything: seed Python's and NumPy's generators, too; see `seed_micro_batch`.
         caches: cast a weight once for each micro-batch. Threads share this cache and every stage has its own,
             so a reproducible run turns it off: it changes the rounding of the gradient of a weight that is
             used twice.
@@ -34,7 +33,6 @@ class MixedPrecision:
     compute: str
     device_type: str
     caches: bool = True
-    seeds_everything: bool = False
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return a new context manager, which caches casts, for the forward of one micro-batch."""

@@ -31,6 +31,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
 
 from paceline.errors import TaskError
+from paceline.parallel.rng_state import GeneratorStates
 
 ContextManager = AbstractContextManager[Any]
 CheckpointContexts = Callable[[], tuple[ContextManager, ContextManager]]
@@ -38,13 +39,14 @@ _BufferPlace = tuple[dict[str, Tensor | None], str]
 
 
 def checkpoint_contexts(block: nn.Module, modes: Sequence[ContextManager]) -> CheckpointContexts | None:
-    """Return the `context_fn` of a checkpoint for one forward; None if the forward needs none.
+    """Return the `context_fn` of a checkpoint for one forward; None while the model is compiled.
 
     Args:
         modes: function modes around the forward; backward runs outside of them, so they are entered again.
     """
-    places = [] if torch.compiler.is_compiling() else list(_persistent_buffers(block))
-    return partial(_make_contexts, places, modes) if places or modes else None
+    if torch.compiler.is_compiling():
+        return partial(_make_contexts, [], modes) if modes else None
+    return partial(_make_contexts, list(_persistent_buffers(block)), modes)
 
 
 def has_checkpoint_contexts(context_fn: object) -> bool:
@@ -60,23 +62,33 @@ def _make_contexts(
 
 
 class _ForwardContext(AbstractContextManager[None]):
-    """Context manager of the forward, which copies the buffers before it."""
+    """Context manager of the forward, which copies the buffers and generator states before it.
+
+    Attributes:
+        before: copies of the buffers, with their places.
+        generators: states of the global generators; None if the forward has used at most PyTorch's, which the
+            checkpoint itself restores.
+    """
 
     def __init__(self, places: Sequence[_BufferPlace]) -> None:
         self._places = places
         self.before: list[tuple[_BufferPlace, Tensor]] = []
+        self.generators: GeneratorStates | None = None
 
     def __enter__(self) -> None:
+        self.generators = GeneratorStates.current()
         held = [(buffer_place, buffer_place[0][buffer_place[1]]) for buffer_place in self._places]
         # Copies, since version counters do not show the changes: BatchNorm does not count its writes.
         self.before = [(buffer_place, b.detach().clone()) for buffer_place, b in held if b is not None]
 
     def __exit__(self, *_: object) -> None:
-        return None
+        assert self.generators is not None
+        if not {"random", "numpy.random"} & {*GeneratorStates.current().advanced(self.generators)}:
+            self.generators = None
 
 
 class _RecomputeContext(AbstractContextManager[None]):
-    """Context manager of the repetition, with the function modes and buffers of the forward."""
+    """Context manager of the repetition, with the function modes, buffers and generators of the forward."""
 
     def __init__(self, first: _ForwardContext, modes: Sequence[ContextManager]) -> None:
         self._first, self._modes = first, modes
@@ -91,8 +103,13 @@ class _RecomputeContext(AbstractContextManager[None]):
         for (table, name), copy in self._first.before:
             # A clone each time: in a segment, a block may be repeated more than once.
             table[name] = copy.clone()
+        if self._first.generators is not None:
+            self._current_generators = GeneratorStates.current()
+            self._first.generators.restore()
 
     def __exit__(self, *error: Any) -> None:
+        if self._first.generators is not None:
+            self._current_generators.restore()
         # The repetition must not change the buffers a second time.
         for (table, name), b in self._current_buffers:
             table[name] = b

@@ -153,7 +153,6 @@ class SessionContext:
             recipe.precision.compute,
             self.device.type,
             caches=not recipe.is_ordered,
-            seeds_everything=recipe.reproducible,
         )
 
     @property

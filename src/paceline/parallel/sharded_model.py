@@ -120,6 +120,13 @@ class ShardedModel:
         return next((t.device for t in tensors if not t.is_meta), torch.device("cpu"))
 
     @property
+    def is_whole(self) -> bool:
+        """Whether this rank has all of the model in memory."""
+        if not all(placement.kept and placement.computes.is_whole for placement in self.held.values()):
+            return False
+        return not any(t.is_meta for t in (*self.model.parameters(), *self.model.buffers()))
+
+    @property
     def reduction_axes(self) -> frozenset[str]:
         """Axes over which the reduction sums gradients; stages and tensor ranks sum before it."""
         axes = frozenset(axis for placement in self.held.values() for axis in placement.sums)
@@ -313,11 +320,11 @@ def refuse_compile(context: SessionContext, word: str) -> None:
 
 
 def allocate_copy(link: nn.Module) -> nn.Module:
-    """Return a copy of a module in training mode, with memory for all of its tensors.
+    """Return a copy of a module in its mode, with memory for all of its tensors.
 
     Parameters on `meta` get small random values, buffers on `meta` get zeros.
     """
-    twin = copy.deepcopy(link).train()
+    twin = copy.deepcopy(link)
     for module in twin.modules():
         for name, p in module._parameters.items():
             if p is not None and p.is_meta:

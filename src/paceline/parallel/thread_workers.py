@@ -30,6 +30,7 @@ from paceline.parallel.data_parallel import ReplicatedRunner
 from paceline.parallel.mixed_precision import MixedPrecision
 from paceline.parallel.model_buffers import MicroBatchBuffers
 from paceline.parallel.model_runner import LossSums, MetricNames, ModelFunction, ModelRunner
+from paceline.parallel.rng_state import GeneratorStates, describe_generator
 from paceline.parallel.sharded_model import ShardedModel, unsharded_model
 from paceline.state.slot import TensorSlot
 from paceline.task import LossFunction
@@ -144,22 +145,47 @@ def _parameter_sharing_memory(p: nn.Parameter) -> nn.Parameter:
     return twin
 
 
-class GlobalRngGuard:
-    """Context manager that rejects use of PyTorch's global generator.
+class FlagCopier:
+    """Copier of the flags of a model to its copies: a callback may freeze parameters or switch modules.
 
-    Threads share it, so the numbers that each draws would depend on timing.
+    Args:
+        twins: copies of the model.
+    """
+
+    def __init__(self, model: nn.Module, twins: Sequence[nn.Module]) -> None:
+        self._parameters = [
+            pair for twin in twins for pair in zip(model.parameters(), twin.parameters(), strict=True)
+        ]
+        self._modules = [pair for twin in twins for pair in zip(model.modules(), twin.modules(), strict=True)]
+
+    def copy(self) -> None:
+        """Give all copies the flags of the model."""
+        for p, twin in self._parameters:
+            if twin.requires_grad != p.requires_grad:
+                twin.requires_grad_(p.requires_grad)
+        for module, twin_module in self._modules:
+            if twin_module.training != module.training:
+                twin_module.training = module.training
+
+
+class GlobalRngGuard:
+    """Context manager that rejects use of the global generators of PyTorch, Python and NumPy.
+
+    Threads share them, so the numbers that each draws would depend on timing.
 
     Raises:
-        TaskError: the generator has advanced.
+        TaskError: a generator has advanced.
     """
 
     def __enter__(self) -> None:
-        self._before = torch.default_generator.get_state()
+        self._before = GeneratorStates.current()
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if error is None and not torch.equal(self._before, torch.default_generator.get_state()):
+        used = GeneratorStates.current().advanced(self._before) if error is None else []
+        if used:
             raise TaskError(
-                "the model or its loss draws from PyTorch's global generator, which all lanes would share",
+                f"the model or its loss draws from {describe_generator(used[0])}, and all lanes would share"
+                " it",
                 next_step="use paceline.models.KeyedDropout for nn.Dropout, or a strategy without lanes",
             )
 
@@ -190,6 +216,7 @@ class ThreadedRunner(ThreadedRunnerBase):
     ) -> None:
         twins = (copy_sharing_parameters(sharded_model.model, "lanes") for _ in range(num_lanes - 1))
         sharded_models = [sharded_model, *map(unsharded_model, twins)]
+        self._flags = FlagCopier(sharded_model.model, [lane.model for lane in sharded_models[1:]])
         clocks = [phases, *(PhaseTimer() for _ in sharded_models[1:])]
         self._lanes = [
             ReplicatedRunner(
@@ -206,6 +233,7 @@ class ThreadedRunner(ThreadedRunnerBase):
         self, micro_batches: Iterable[LoadedBatch], num_micro_batches: int, sink: GradientSink, scale: float
     ) -> LossSums:
         """Run the micro-batches; each lane takes a contiguous share of them."""
+        self._flags.copy()
         self._phases.begin("data")
         pulled = list(islice(micro_batches, num_micro_batches))
         # In order of the shards, so that a lane has neighbours, whose sums meet in low nodes of the tree.

@@ -333,7 +333,8 @@ class FakeTensorRun:
             call = record_call(self._task.loss, local_batch, training=model.training)
             results, x = [], None
             for number, links in enumerate(chunks):
-                stage = StageModule(links).train(model.training)
+                stage = StageModule(links)
+                stage.training = model.training  # not of the links, which have their own modes
                 run = partial(_run_first_chunk, stage, call) if number == 0 else partial(_run_chunk, stage)
                 if number == len(chunks) - 1:
                     run = partial(self._loss_of_output, run, local_batch)

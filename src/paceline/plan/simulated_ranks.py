@@ -25,6 +25,7 @@ from paceline.comm.race_detector import CommChecks
 from paceline.job.cluster import Cluster
 from paceline.job.membership import GroupLease
 from paceline.job.mesh import AXES, Mesh, RankGroup
+from paceline.models.training_mode import enter_training
 from paceline.observe.step_stats import PhaseTimer
 from paceline.parallel.model_runner import MetricNames
 from paceline.parallel.pipeline.stage_partition import StagePartition
@@ -269,7 +270,7 @@ def make_fake_model(
     recipe: Recipe, task: Task, rank: SimulatedRank, processes: int, fake: FakeTensorMode
 ) -> FakeModel:
     """Return the model of a rank, with its partitions applied, made of fake tensors of the mode `fake`."""
-    model = copy_to_meta(task.model)
+    model = enter_training(copy_to_meta(task.model))
     if recipe.memory.recomputes:
         recompute_blocks(model, task.blocks, recipe.memory.recompute)
     context = simulated_context(recipe, processes, rank.global_rank)

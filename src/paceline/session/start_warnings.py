@@ -87,7 +87,7 @@ def micro_batch_warnings(context: SessionContext, task: Task) -> Iterator[str]:
     shards, strategy, batch = context.shards, context.recipe.strategy, context.recipe.batch
     limit_key = max_sharers(context.recipe).limit_key
     yield from uneven_shares_warning(shards, num_sharers(strategy), limit_key)
-    norms = {type(module).__name__ for module in batch_norms_of(task.model)}
+    norms = {type(module).__name__ for module in batch_norms_of(task.model) if module.training}
     if not batch.sync_batchnorm and norms and batch.size // shards < MIN_SAMPLES_FOR_STATISTICS:
         yield few_samples_warning(sorted(norms)[0], batch.size // shards)
     affected = [
@@ -124,4 +124,6 @@ def few_samples_warning(norm: str, samples: int) -> str:
 
 
 def _is_active_dropout(module: nn.Module) -> bool:
-    return isinstance(module, KeyedDropout | nn.modules.dropout._DropoutNd) and module.p > 0
+    return (
+        isinstance(module, KeyedDropout | nn.modules.dropout._DropoutNd) and module.p > 0 and module.training
+    )

@@ -26,6 +26,7 @@ from paceline.errors import StrategyError, TaskError
 from paceline.job.cluster import Cluster
 from paceline.job.mesh import Mesh
 from paceline.models.dropout import set_micro_batch_key
+from paceline.models.training_mode import enter_training
 from paceline.parallel.mixed_precision import MixedPrecision
 from paceline.parallel.pipeline.model_chain import (
     OutputStandIn,
@@ -52,6 +53,7 @@ def measure_stage_modules(
     recipe: Recipe, task: Task, cluster: Cluster, shards: int, device: torch.device
 ) -> list[float]:
     """Measure seconds of forward and backward of one micro-batch for each module; collective."""
+    enter_training(task.model)
     check_chain(task, task.model, module_chain(task, task.model))
     samples = -(-recipe.batch.size // shards)
     runs = _runs(recipe, task, samples, device)
@@ -87,7 +89,7 @@ def _runs(recipe: Recipe, task: Task, samples: int, device: torch.device) -> lis
 
 def _shapes(task: Task, batch: Any) -> list[tuple[Tensor, ...]]:
     """Return the inputs of each module as meta tensors; none for the first module."""
-    model = copy_to_meta(task.model).train()
+    model = enter_training(copy_to_meta(task.model))
     set_micro_batch_key(model, 0)
     first_call = record_call(task.loss, batch, training=True)
     inputs: list[tuple[Tensor, ...]] = [()]

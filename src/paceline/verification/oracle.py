@@ -323,6 +323,14 @@ class Oracle:
         self.ordered, self.at_once = ordered, False
         self.autocast = autocast or (lambda: torch.autocast("cpu", enabled=False))
         self._device = next(self.model.parameters()).device
+        # Modules that the task has put into evaluation mode, and not the model as a whole.
+        self._evaluated = [n for n, m in self.model.named_modules() if self.model.training and not m.training]
+
+    def enter_training(self, model: nn.Module) -> None:
+        """Put a model into training mode, except for what the task has put into evaluation mode."""
+        model.train()
+        for name in self._evaluated:
+            model.get_submodule(name).training = False
 
     @property
     def device(self) -> torch.device:
@@ -339,6 +347,12 @@ class Oracle:
             for _ in self.shards(self.work.micro_batches(0)[:1]):
                 pass
         return calls.num_calls > 0
+
+    def switch_mode(self, name: str, *, training: bool) -> None:
+        """Put a module into training or evaluation mode from now on."""
+        self._evaluated = [other for other in self._evaluated if other != name]
+        if not training:
+            self._evaluated.append(name)
 
     def step(self, step: int, update: int) -> float:
         """Run one whole step and return the mean loss."""
@@ -371,7 +385,7 @@ class Oracle:
 
     def _forward_backward(self, micro_batch: MicroBatch, before: Tensors, scale: float) -> Loss:
         self.set_buffers(before)
-        self.model.train()
+        self.enter_training(self.model)
         self.model.zero_grad()
         batch = self.load(micro_batch)
         seed_all(self.model, micro_batch.key)

@@ -36,7 +36,7 @@ class PlainEvaluation:
         self._oracle, self._task, self._recipe = oracle, task, recipe
 
     def __call__(self, model: nn.Module, step: int, source: Any = None) -> Evaluation | None:
-        """Evaluate on the held-out data or on other samples; the model stays in evaluation mode, as in a run.
+        """Evaluate on the held-out data or on other samples; every module has its mode again afterwards.
 
         Args:
             step: training steps taken before.
@@ -44,12 +44,15 @@ class PlainEvaluation:
         Returns:
             The evaluation; of several sets the first, with the metrics of all. None without samples.
         """
+        modes = [(module, module.training) for module in model.modules()]
         model.eval()
         sets = held_out_sets(self._task.held_out if source is None else source)
         results = {
             name: self._evaluate_set(model, step, read_held_out(name, samples, self._recipe, self._task))
             for name, samples in sets.items()
         }
+        for module, training in modes:
+            module.training = training
         metrics = {
             f"{name}.{key}": value
             for name, result in results.items()

@@ -196,7 +196,7 @@ def _numbers(oracle: Oracle, micro_batches: tuple[MicroBatch, ...]) -> list[floa
 def _probe(oracle: Oracle, micro_batch: MicroBatch) -> str:
     """Read and run a micro-batch once; return the hash of its batch and the loss."""
     with generators_seeded(micro_batch.key):
-        oracle.model.train()
+        oracle.enter_training(oracle.model)
         before = oracle.buffers()
         loss = loss_without_gradients(oracle.task, oracle.model, oracle.load(micro_batch))
         oracle.set_buffers(before)

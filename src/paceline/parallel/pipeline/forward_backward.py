@@ -1,8 +1,8 @@
 """Forward and backward of one micro-batch through one chunk of a model, with messages to other stages.
 
 Random numbers follow from the micro-batch's key and the module's name, so they do not depend on where the
-model is split. What is drawn from PyTorch's global generator continues from chunk to chunk: a chunk that
-draws sends the state of its generator along. Messages are found by what they are for, in whatever order they
+model is split. What is drawn from the global generators continues from chunk to chunk: a chunk that draws
+sends their states along. Messages are found by what they are for, in whatever order they
 arrive. The order of forwards and backwards is not decided here; see `pipeline_runner`.
 """
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from paceline.data.work import LoadedBatch
 from paceline.models.dropout import name_dropouts
+from paceline.models.training_mode import enter_training
 from paceline.observe.step_stats import PhaseTimer
 from paceline.parallel.data_parallel import InPlaceWriteGuard
 from paceline.parallel.forward_errors import ForwardErrors
@@ -37,7 +38,12 @@ from paceline.parallel.pipeline.p2p import StageTransport
 from paceline.parallel.pipeline.rechunk import PartReceiver, changed_buffer_error, slice_batch
 from paceline.parallel.pipeline.split_backward import SplitBackward, UnsplitBackward, split_backward
 from paceline.parallel.pipeline.stage_partition import StagePartition
-from paceline.parallel.rng_state import append_rng_state, require_unchanged_rng, seed_micro_batch
+from paceline.parallel.rng_state import (
+    GeneratorStates,
+    append_rng_state,
+    require_unchanged_rng,
+    seed_micro_batch,
+)
 from paceline.parallel.sharded_model import ShardedModel
 from paceline.pipeline_schedule.schedule_table import PipelineAction, next_chunk, part_samples, previous_chunk
 from paceline.task import Task
@@ -195,12 +201,14 @@ class ChunkExecutor:
         self._dropouts = name_dropouts(sharded_model.model)
         self._seeded = sharded_model.device if seeds else None
 
-    def train(self, mode: bool) -> None:
-        """Switch all chunks to training or evaluation mode."""
+    def enter_training(self, model: nn.Module) -> None:
+        """Put all chunks into training mode, and then the model: its own `train()` has the last word."""
+        # Switching visits every module, which takes time in every step.
+        if model.training and all(chunk.training for chunk in self.chunks):
+            return
         for chunk in self.chunks:
-            # Switching visits every module, which takes time in every step.
-            if chunk.training != mode:
-                chunk.train(mode)
+            enter_training(chunk)
+        enter_training(model)
 
     def forward(
         self,
@@ -320,15 +328,14 @@ class ChunkExecutor:
         self._inbox.abort()
 
     def _seed(self, key: int, samples: range, num_samples: int) -> None:
-        everything = self._seeded is not None and self.precision.seeds_everything
-        seed_micro_batch(key, self._seeded, self._dropouts, everything=everything)
+        seed_micro_batch(key, self._seeded, self._dropouts)
         for dropout in self._dropouts if self._num_parts > 1 else ():
             dropout.take_samples(samples, num_samples)
 
     def _receive_inputs(
         self, action: PipelineAction, num_samples: int = 0
-    ) -> tuple[list[Tensor], Tensor | None]:
-        """Return the tensors that the previous chunk has sent, as leaves, and the state of its generator.
+    ) -> tuple[list[Tensor], GeneratorStates | None]:
+        """Return the tensors that the previous chunk has sent, as leaves, and the states of its generators.
 
         Args:
             num_samples: of the whole micro-batch; 0 in an evaluation, whose batches are never divided.
@@ -338,7 +345,7 @@ class ChunkExecutor:
             return [], None
         self._phases.begin("communication")
         received, has_rng_state = self._inbox.take(source[0], action, num_samples)
-        rng_state = received.pop() if has_rng_state else None
+        rng_state = GeneratorStates.from_bytes(received.pop()) if has_rng_state else None
         # Leaves: the backward of this chunk ends here, and their gradients are sent back.
         with_grad = torch.is_grad_enabled()
         return [x.requires_grad_(with_grad and _can_have_gradient(x)) for x in received], rng_state
@@ -362,19 +369,19 @@ class ChunkExecutor:
         batch: Any,
         function: ModelFunction,
         inputs: Sequence[Tensor],
-        rng_state: Tensor | None,
+        rng_state: GeneratorStates | None,
         weights: WeightByName | None = None,
     ) -> list[Tensor]:
         """Run the links of a chunk; return its outputs, or on the last chunk what the function returns."""
-        fresh = torch.default_generator.get_state() if self._seeded is not None else None
+        fresh = GeneratorStates.current() if self._seeded is not None else None
         chunk, receiver = self.chunks[action.chunk], self._next(action)
 
         # A function, since on the last chunk the loss decides when the model is called.
         def links() -> Any:
             call = self._first_call(action, batch, function, inputs)
             if rng_state is not None:
-                # The previous chunk has drawn numbers, and this one continues where its generator stopped.
-                torch.default_generator.set_state(rng_state.cpu())
+                # The previous chunk has drawn numbers, and this one continues where its generators stopped.
+                rng_state.restore()
             with self.weights[action.chunk].within(weights) if weights is not None else nullcontext():
                 return chunk(*call.inputs, **call.named)
 
@@ -399,9 +406,9 @@ class ChunkExecutor:
         return scaled_loss
 
     def _send(
-        self, receiver: tuple[int, PipelineAction], outputs: Sequence[Tensor], fresh: Tensor | None
+        self, receiver: tuple[int, PipelineAction], outputs: Sequence[Tensor], fresh: GeneratorStates | None
     ) -> list[Tensor]:
-        """Send the outputs, with the state of the global generator if a chunk has drawn from it."""
+        """Send the outputs, with the states of the global generators if a chunk has drawn from one."""
         tensors, has_rng_state = append_rng_state(outputs, fresh, self._device)
         self._transport.send(receiver[0], tensors, has_rng_state, key=self._inbox.key(receiver[1]))
         return [x for x in outputs if _can_have_gradient(x)]

@@ -24,9 +24,11 @@ from torch import Tensor, nn
 from paceline.data.loader import collate_samples
 from paceline.errors import TaskError, format_count
 from paceline.models.dropout import name_dropouts
+from paceline.models.training_mode import enter_training, restored_modes
 from paceline.parallel.batch_gather import WholeBatch, gather_scope
 from paceline.parallel.model_buffers import MicroBatchBuffers
 from paceline.parallel.model_runner import ModelFunction, is_missing_graph
+from paceline.parallel.rng_state import preserved_generators, seed_micro_batch
 from paceline.task import Loss, LossFunction, Task
 
 
@@ -170,7 +172,7 @@ def check_chain(task: Task, model: nn.Module, links: Sequence[nn.Module]) -> Non
     wrong = [f"leaves out '{name}'" for name in missing]
     for training in (False,) if without_memory else (True, False):
         call = record_call(task.loss, batch, training=training)
-        with torch.no_grad(), torch.random.fork_rng():
+        with torch.no_grad(), preserved_generators(), restored_modes(model):
             right = _call_seeded(model, model, call, training=training)
             if not without_memory:
                 _require_own_model(task.loss, right, batch)
@@ -216,12 +218,10 @@ def _require_own_model(loss: LossFunction, answer: Any, batch: Any) -> None:
 
 def _call_seeded(model: nn.Module, module: Callable[..., Any], call: ModelCall, *, training: bool) -> Any:
     """Call a module with fixed random numbers; the model's buffers stay as they are."""
-    model.train(training)
-    # Model and chain draw the same numbers, so that these cause no difference.
-    torch.manual_seed(0)
+    enter_training(model) if training else model.eval()
     dropouts, buffers = name_dropouts(model), MicroBatchBuffers(model)
-    for dropout in dropouts:
-        dropout.micro_batch_key = 0
+    # Model and chain draw the same numbers, so that these cause no difference.
+    seed_micro_batch(0, next(model.parameters()).device, dropouts)
     buffers.begin_step()
     buffers.swap_in()
     try:

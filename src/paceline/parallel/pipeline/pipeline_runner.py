@@ -26,6 +26,7 @@ from paceline.comm.reduction.bucket_reducer import TreeReducer
 from paceline.comm.reduction.gradients import GradientSink
 from paceline.comm.reduction.summation_tree import covering_nodes
 from paceline.data.work import LoadedBatch
+from paceline.models.training_mode import evaluating
 from paceline.observe.step_stats import PhaseTimer
 from paceline.parallel.data_parallel import ReplicatedRunner
 from paceline.parallel.gradient_hooks import GradientHooks
@@ -37,6 +38,7 @@ from paceline.parallel.pipeline.p2p import StageTransport, ThreadTransport, thre
 from paceline.parallel.pipeline.stage_partition import StagePartition, partition_model
 from paceline.parallel.sharded_model import ShardedModel, unsharded_model
 from paceline.parallel.thread_workers import (
+    FlagCopier,
     GlobalRngGuard,
     ThreadedRunnerBase,
     WorkerThreads,
@@ -69,7 +71,7 @@ class PipelineRunner:
         transport: to the stages before and after it.
         schedule: makes the order of forwards and backwards.
         overlap: hand gradients on during backward; see `GradientHooks`.
-        seeds: seed PyTorch's global generators for every micro-batch; off if other threads share them.
+        seeds: seed the global generators for every micro-batch; off if other threads share them.
         reports, counts: see `ReplicatedRunner`.
     """
 
@@ -211,9 +213,7 @@ class PipelineRunner:
 
     def begin_step(self) -> None:
         """Drop the gradients of the last step, and save the buffers."""
-        if not self.sharded_model.model.training:
-            self.sharded_model.model.train()
-        self.executor.train(True)
+        self.executor.enter_training(self.sharded_model.model)
         self.gradients.begin()
         self.buffers.begin_step()
 
@@ -240,9 +240,7 @@ class PipelineRunner:
 
     def forward_only(self, micro_batches: Iterable[LoadedBatch], function: ModelFunction) -> None:
         """Run the forward of each batch; several batches can be on their way through the stages."""
-        self.sharded_model.model.eval()
-        self.executor.train(False)
-        with torch.no_grad():
+        with torch.no_grad(), evaluating(self.sharded_model.model, *self.executor.chunks):
             self.sharded_model.use.begin()
             for loaded in micro_batches:
                 self.executor.forward_only(loaded, function)
@@ -337,6 +335,7 @@ class ThreadedPipelineRunner(ThreadedRunnerBase):
     ) -> None:
         twins = (copy_sharing_parameters(sharded_model.model, "stages") for _ in range(num_stages - 1))
         sharded_models = [sharded_model, *map(unsharded_model, twins)]
+        self._flags = FlagCopier(sharded_model.model, [stage.model for stage in sharded_models[1:]])
         cuts = [
             partition_model(task, sharded.model, num_stages, k) for k, sharded in enumerate(sharded_models)
         ]
@@ -380,6 +379,7 @@ class ThreadedPipelineRunner(ThreadedRunnerBase):
         self, micro_batches: Iterable[LoadedBatch], num_micro_batches: int, sink: GradientSink, scale: float
     ) -> LossSums:
         """Run the micro-batches; each stage works in the order of its schedule."""
+        self._flags.copy()
         self._phases.begin("data")
         # Loaded before the threads start, since they cannot share an iterator.
         loaded = list(islice(micro_batches, num_micro_batches))

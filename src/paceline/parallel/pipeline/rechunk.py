@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_map
 from paceline.data.loader import collate_samples
 from paceline.errors import TaskError, format_count
 from paceline.models.dropout import KeyedDropout, name_dropouts
+from paceline.models.training_mode import enter_training, restored_modes
 from paceline.parallel.model_buffers import MicroBatchBuffers
 from paceline.parallel.model_runner import check_loss
 from paceline.parallel.pipeline.model_chain import (
@@ -33,6 +34,7 @@ from paceline.parallel.pipeline.model_chain import (
     record_call,
 )
 from paceline.parallel.pipeline.p2p import StageMessage, StageTransport
+from paceline.parallel.rng_state import preserved_generators, seed_micro_batch
 from paceline.pipeline_schedule.schedule_table import PipelineAction, overlapping_parts, part_samples
 from paceline.task import Task
 
@@ -202,17 +204,15 @@ class _IndependenceCheck:
 
     def run(self, divided: Sequence[int]) -> None:
         """Check all chunks one after another, and restore the model."""
-        training, dropouts = self._model.training, name_dropouts(self._model)
-        buffers = MicroBatchBuffers(self._model)
+        dropouts, buffers = name_dropouts(self._model), MicroBatchBuffers(self._model)
         buffers.begin_step()
-        self._model.train()
         try:
             # The check must not change the random numbers of the first step.
-            with torch.no_grad(), torch.random.fork_rng():
+            with torch.no_grad(), preserved_generators(), restored_modes(self._model):
+                enter_training(self._model)
                 self._run_chunks(divided, dropouts, buffers)
         finally:
             buffers.abort_step()
-            self._model.train(training)
             for dropout in dropouts:
                 dropout.micro_batch_key = None
                 dropout.take_all()
@@ -239,11 +239,10 @@ class _IndependenceCheck:
         self, number: int, x: tuple[Any, ...], samples: range, dropouts: Sequence[KeyedDropout]
     ) -> tuple[Any, ...]:
         """Return the outputs of a chunk for some samples; the values of the loss for the last chunk."""
-        for dropout in dropouts:
-            dropout.take_key(0)
-            dropout.take_samples(samples, _NUM_SAMPLES)
         # Every call draws the same numbers, so they cannot cause a difference.
-        torch.manual_seed(0)
+        seed_micro_batch(0, next(self._model.parameters()).device, dropouts)
+        for dropout in dropouts:
+            dropout.take_samples(samples, _NUM_SAMPLES)
         batch, x = (tree_map(_clone_tensor, value) for value in (self._batch, x))
         if len(samples) < _NUM_SAMPLES:
             batch, x = (slice_batch(value, samples, _NUM_SAMPLES) for value in (batch, x))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+
+import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +16,7 @@ from paceline.parallel.pipeline.p2p_message import (
     next_first_part_bytes,
     parse_first_part,
 )
+from paceline.parallel.rng_state import GeneratorStates, seed_micro_batch
 
 TYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool, torch.complex128)
 tensors = st.lists(
@@ -55,13 +59,22 @@ def taken(*tensors: torch.Tensor) -> list[torch.Tensor]:
     return header.copy_tensors_from(part)
 
 
-def test_a_generator_goes_on_from_a_state_that_came_behind_other_tensors() -> None:
-    with torch.random.fork_rng():
-        torch.manual_seed(7)
-        _, state = taken(torch.ones(100), torch.default_generator.get_state())
-        right = torch.rand(3)
-        torch.default_generator.set_state(state)
-        assert torch.equal(torch.rand(3), right)
+def drawn() -> list[float]:
+    """Numbers of all three generators; normal ones come in pairs, of which one waits for the next call."""
+    return [float(torch.rand(())), random.gauss(0, 1), np.random.normal(), random.random(), np.random.rand()]
+
+
+def test_all_generators_go_on_from_states_that_came_behind_other_tensors() -> None:
+    before = GeneratorStates.current()
+    for number_drawn in range(3):
+        seed_micro_batch(7, torch.device("cpu"), ())
+        for _ in range(number_drawn):
+            drawn()
+        _, message = taken(torch.ones(100), GeneratorStates.current().to_bytes())
+        right = drawn()
+        GeneratorStates.from_bytes(message).restore()
+        assert drawn() == right
+    before.restore()
 
 
 def test_one_tensor_may_be_changed_in_place_while_backward_needs_another() -> None:

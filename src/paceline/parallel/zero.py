@@ -527,8 +527,8 @@ class ParameterGatherer:
         if not self._is_running:
             raise TaskError(
                 f"'{name}' is used between steps, when a rank holds only its part of it (zero=3)",
-                next_step="use it in the loss, read whole tensors from session.snapshot() on every rank, or"
-                " choose zero=2",
+                next_step="use it in the loss, read whole tensors from session.snapshot() on every rank,"
+                " write them in `with session.weights() as model:`, or choose zero=2",
             )
 
 

@@ -19,6 +19,7 @@ from paceline.data.build_feed import build_feed
 from paceline.data.task_data import build_order, prepare_data
 from paceline.job.cluster import Cluster
 from paceline.job.mesh import Mesh
+from paceline.models.training_mode import describe_modes, enter_training
 from paceline.observe.step_stats import PhaseTimer
 from paceline.parallel.batch_gather import GatheringLoss, RankGather, WholeBatch, gather_scope
 from paceline.parallel.gradient_reduction import build_gradient_norm
@@ -27,6 +28,7 @@ from paceline.parallel.model_runner import MetricNames
 from paceline.parallel.session_context import Components, RuleInputs, SessionContext, TaskMaterial
 from paceline.recipe.recipe import Recipe
 from paceline.session.early_stopping import require_metric
+from paceline.session.model_guard import TRAINED_FLAGS_KEY, ModelGuard, ReplacedParameters
 from paceline.session.model_setup import (
     apply_buffer_reductions,
     broadcast_model,
@@ -89,6 +91,10 @@ def build_session(
     task, events = prepare_data(task, recipe), EventQueue()
     require_data(task)
     refuse_repeated_momentum_or_clip(recipe, task)
+    about_modes = describe_modes(task.model)
+    if about_modes:
+        warn(about_modes)
+    enter_training(task.model)
     warn_large_batch(recipe, task, warn)
     recipe, strategy = tune_recipe(recipe, task, cluster, device, warn=warn, note=events.add)
     check_health_supported(recipe.health, strategy)
@@ -129,6 +135,7 @@ def _build_from_base(session_base: SessionBase, recipe: Recipe, task: Task, even
     scales = precision.compute == "fp16"
     loss_scale = LossScale(precision.init_scale, precision.growth_steps) if scales else LossScale()
     state = TrainState(runner.sharded_model, optimizer, loss_scale)
+    state.keep(TRAINED_FLAGS_KEY, session_base.guard.flags)
     parts = build_rule_parts(session_base, task, state)
     session = Session(recipe, task, state, runner, events, session_base, parts)
     session.enter_rule = partial(enter_rule, session, build_rule_parts)
@@ -165,6 +172,7 @@ def build_session_base(context: SessionContext, recipe: Recipe, task: Task, *, f
         mesh.data, net, lambda: require_gather_support(context, recipe, build_order(recipe, task))
     )
     loss_recorder = LossRecorder(GatheringLoss(task.loss, rank_gather))
+    replaced = ReplacedParameters(model)
     material = TaskMaterial(replace(task, loss=loss_recorder), model, MetricNames(), device, recipe.seed)
     check = TrainingCheck(context, task, model) if needs_training_check(context, model) else None
     layout = place_model(context, material, check.run_whole if check else None)
@@ -178,7 +186,10 @@ def build_session_base(context: SessionContext, recipe: Recipe, task: Task, *, f
         with gather_scope(WholeBatch()):
             check.compare(layout.runner)
     loss_recorder.take()  # losses of the checks belong to no step
-    return SessionBase(context, layout, loss_recorder, rank_gather)
+    enter_training(model)  # whatever modes the checks have left
+    sharded_model = layout.runner.sharded_model
+    guard = ModelGuard(sharded_model, replaced, holds_whole=sharded_model.is_whole)
+    return SessionBase(context, layout, loss_recorder, rank_gather, guard)
 
 
 def build_rule_parts(session_base: SessionBase, task: Task, state: TrainState) -> RuleParts:

@@ -139,8 +139,7 @@ class RunSchedule:
         # After the step, so that in the files the events of a round follow it.
         for name, record in session.events.take():
             self.send_event(name, record)
-        for callback in session.callbacks:
-            callback.on_step(session, stats)
+        session.run_callbacks(lambda callback: callback.on_step(session, stats))
         hashes = interval_passed(session.recipe.hash_every, before, session.state.step)
         if hashes:
             hash_and_compare(session, self._sinks)
@@ -161,8 +160,7 @@ class RunSchedule:
         if evaluation is not None:
             self._checkpoints.score(self._checkpoints.best.add(evaluation))
             self.send_event("evaluation", asdict(evaluation))
-            for callback in session.callbacks:
-                callback.on_evaluation(session, evaluation)
+            session.run_callbacks(lambda callback: callback.on_evaluation(session, evaluation))
         return evaluation
 
     def send_event(self, event: str, record: Mapping[str, Any]) -> None:
@@ -250,8 +248,7 @@ class FitInProgress:
         self.schedule = RunSchedule(session, checkpoints, sinks)
         self._ranks = RankRecords(session, sinks, written=run_dir is not None)
         self._before, self._last = session.state.step, cast("StepStats | None", None)
-        for callback in session.callbacks:
-            callback.on_begin(session)
+        session.run_callbacks(lambda callback: callback.on_begin(session))
 
     def after_round(self, stats: StepStats) -> None:
         """Report a round, and do what is due after it; collective."""
@@ -283,8 +280,7 @@ class FitInProgress:
             reason=schedule.reason,
             best=checkpoints.best_checkpoint_path(),
         )
-        for callback in session.callbacks:
-            callback.on_end(session, result)
+        session.run_callbacks(lambda callback: callback.on_end(session, result))
         return result
 
 

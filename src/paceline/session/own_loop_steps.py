@@ -20,6 +20,7 @@ from paceline.comm.tally import StepTally
 from paceline.data.work import LoadedBatch
 from paceline.errors import RecipeError, StrategyError, TaskError, format_count
 from paceline.models.dropout import name_dropouts
+from paceline.models.training_mode import enter_training
 from paceline.observe.step_stats import StepStats
 from paceline.parallel.batch_gather import gather_scope
 from paceline.parallel.data_parallel import ReplicatedRunner, backward_scaled
@@ -28,6 +29,7 @@ from paceline.parallel.rng_state import seed_micro_batch
 from paceline.recipe.tables import ScheduleRecipe
 from paceline.session.evaluation import Evaluation, evaluate
 from paceline.session.fit_loop import FitInProgress, Result
+from paceline.session.model_guard import keep_storages
 from paceline.session.own_loop_reduce import LoopAction, LoopCoordinator
 from paceline.session.session import Session
 from paceline.state.slot import TensorSlot
@@ -148,6 +150,7 @@ class OwnLoopSteps:
         self._losses: list[Loss] = []
         self._updates: list[tuple[str, StepTally, UpdateResult]] = []
         self._progress = _MicroBatchProgress()
+        self._storages = session.guard.storages()
         self.updated: tuple[str, ...] = ()
 
     def batches(self) -> Iterator[Any]:
@@ -273,10 +276,12 @@ class OwnLoopSteps:
         runner, loaded = self._runner, self._progress.loaded
         assert loaded is not None
         self._progress.step_called, self._progress.in_loop_body = False, True
+        self._check_model()
         if first:
             # Gradients stay in the parameters: without an open reducer the hooks pass nothing
             # on.
-            runner.sharded_model.model.train()
+            if not runner.sharded_model.model.training:
+                enter_training(runner.sharded_model.model)
             runner.gradients.begin()
             runner.gradients.open(None)
             runner.buffers.begin_step()
@@ -284,9 +289,15 @@ class OwnLoopSteps:
             runner.buffers.abort_step()  # drops changes of a forward after `step`
         seed_micro_batch(loaded.micro_batch.key, runner.sharded_model.device, self._dropouts)
 
+    def _check_model(self) -> None:
+        """Check what the loop has changed in the model."""
+        keep_storages(self._storages)
+        self._session.guard.check()
+
     def _update(self, part: str) -> UpdateResult:
         """Reduce the gradients of a part, agree on the tally, and update; collective."""
         session, runner, rule = self._session, self._runner, self._rule
+        self._check_model()
         _, sums = self._sums.pop()
         if part:
             keep_gradients_of(runner.sharded_model.computes, part)

@@ -15,7 +15,7 @@ This module does not decide when to evaluate or save (`fit_loop`), and does not 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
@@ -36,7 +36,6 @@ from paceline.parallel.batch_gather import RankGather
 from paceline.parallel.model_layout import ModelLayout
 from paceline.parallel.model_runner import ModelRunner
 from paceline.parallel.session_context import SessionContext
-from paceline.parallel.sharded_model import ShardedModel
 from paceline.parallel.state_transfer import (
     StateSnapshot,
     gather_whole,
@@ -47,7 +46,16 @@ from paceline.parallel.state_transfer import (
 from paceline.recipe.recipe import Recipe
 from paceline.recipe.strategy import Strategy
 from paceline.session.callback import Callback
+from paceline.session.model_guard import (
+    ModelGuard,
+    keep_storages,
+    named_tensors,
+    require_rule_without_copies,
+    require_same_tensors,
+    write_pieces,
+)
 from paceline.session.rule_switch import RULE_SWITCHES_KEY, RuleSwitches
+from paceline.state.slot import TensorPiece
 from paceline.state.train_state import TrainState
 from paceline.sync.bad_value_locator import LossRecorder
 from paceline.sync.sync_rule import SurvivingRule, SyncRule
@@ -90,12 +98,14 @@ class SessionBase:
         layout: the placed model.
         loss_recorder: records every loss, so that a bad value can be located.
         rank_gather: gathers rows of all ranks for a loss that calls `paceline.gather`.
+        guard: of what callbacks change in the model.
     """
 
     context: SessionContext
     layout: ModelLayout
     loss_recorder: LossRecorder
     rank_gather: RankGather
+    guard: ModelGuard
 
 
 @dataclass
@@ -321,6 +331,17 @@ class Session:
             self.callbacks.append(callback)
             callback.on_build(self)
 
+    def run_callbacks(self, call: Callable[[Callback], None]) -> None:
+        """Run a call on every callback.
+
+        Raises:
+            TaskError: they have changed the model in a way that this layout cannot follow.
+        """
+        if self.callbacks:
+            with self.guard.watched():
+                for callback in self.callbacks:
+                    call(callback)
+
     def stop(self, reason: str) -> None:
         """End the run after the present round, on all ranks; for callbacks."""
         self.stop_reason = reason
@@ -357,6 +378,7 @@ class Session:
         end = self.rule_switches.phase(step_before).end
         feed = self.feed if end is None else replace(self.feed, num_steps=min(end, self.num_steps))
         rounds = parts.rule.rounds(feed, self.runner, parts.update_step)
+        self.guard.check()
         for stats in parts.comm_checks.rounds(rounds):
             num_steps = self.state.step - step_before
             if parts.average is not None and parts.average_after_rounds:
@@ -367,7 +389,9 @@ class Session:
             step_before = self.state.step
             if parts.loss_tolerant_rules:
                 drop_lost_ranks(self)
+            self.guard.check()
             yield self.with_reported_metrics(stats)
+            self.guard.check()
             if stats.stops:
                 return True
             if switches:
@@ -395,7 +419,8 @@ class Session:
     def restore(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
         """Load a snapshot that was taken under this or another strategy or number of ranks; collective."""
         self.prepare_restore(scalars)
-        self.state.load(tensors, scalars)
+        with self.guard.suspended():
+            self.state.load(tensors, scalars)
 
     def prepare_restore(self, scalars: Mapping[str, Any]) -> None:
         """Switch to the sync rule of a state that is about to be loaded; collective."""
@@ -414,24 +439,69 @@ class Session:
     def local_whole_model(self) -> nn.Module | None:
         """Return the model if this rank holds all of it, else None."""
         sharded_model = self.runner.sharded_model
-        placements = sharded_model.held.values()
-        is_whole = all(held.kept and held.computes.is_whole for held in placements)
-        return sharded_model.model if is_whole and not _has_meta_tensors(sharded_model) else None
+        return sharded_model.model if sharded_model.is_whole else None
 
     def complete(self) -> nn.Module:
-        """Return the whole model on this rank, which is the model itself if it is whole; collective."""
-        local, sharded_model = self.local_whole_model(), self.runner.sharded_model
+        """Return the whole model on this rank, which is the model itself if it is whole; collective.
+
+        It is for reading: otherwise it is a copy, and a callback that writes to it ends the run. To write to
+        the weights, use `weights`.
+        """
+        local = self.local_whole_model()
         if local is not None:
             return local
-        pieces = [piece for piece in self.state.pieces() if piece.slot.name.startswith("model/")]
-        pieces += self.state.nonpersistent_buffers()
-        return whole_model(
-            sharded_model.model, gather_whole(pieces, self.mesh.inside, self.net), sharded_model.device
-        )
+        model = self._gathered_copy()
+        self.guard.watch_copy(model)
+        return model
 
-    def averaged(self) -> AbstractContextManager[None]:
+    def _gathered_copy(self) -> nn.Module:
+        sharded_model = self.runner.sharded_model
+        whole = gather_whole(self._model_pieces(), self.mesh.inside, self.net)
+        return whole_model(sharded_model.model, whole, sharded_model.device)
+
+    def _model_pieces(self) -> list[TensorPiece]:
+        """Return the parts of all parameters and buffers that this rank holds."""
+        pieces = [piece for piece in self.state.pieces() if piece.slot.name.startswith("model/")]
+        return pieces + self.state.nonpersistent_buffers()
+
+    @contextmanager
+    def weights(self) -> Iterator[nn.Module]:
+        """Return a context manager that yields the whole model, and keeps what is written to it; collective.
+
+        Every rank enters it between two steps, as in a callback, and must write the same: a moving average in
+        a target network, a clip of the weights. Gradients are off inside. Values are written to the present
+        parameters and buffers; new ones are not adopted.
+
+        Raises:
+            StrategyError: the sync rule has other copies of the weights, which would not get the change.
+            TaskError: a tensor was replaced by one of another name or shape.
+        Wire: nothing if this rank holds the whole model, else as `complete`.
+        """
+        require_rule_without_copies(self.rule, self.strategy)
+        self.wait_for_save()  # a save in the background still reads what is written below
+        local, storages = self.local_whole_model(), self.guard.storages()
+        with self.guard.suspended(), torch.no_grad():
+            model = local if local is not None else self._gathered_copy()
+            before = dict(named_tensors(model))
+            yield model
+            require_same_tensors(before, model)
+            keep_storages(storages)
+            if local is None:
+                write_pieces(self._model_pieces(), model)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
         """Return a context manager inside of which ranks use the averaged weights, if any; collective."""
-        return nullcontext() if self.average is None else self.average.in_place(self.mesh.world)
+        if self.average is None:
+            yield
+            return
+        with self.guard.suspended(), self.average.in_place(self.mesh.world):
+            yield
+
+    @property
+    def guard(self) -> ModelGuard:
+        """Guard of what callbacks change in the model."""
+        return self.session_base.guard
 
     def sum(self, value: float) -> float:
         """Return the sum of a number over all ranks; collective.
@@ -449,7 +519,3 @@ class Session:
         """Yield this rank's micro-batches from the state's step to the end of the run."""
         for step in range(self.state.step, self.num_steps):
             yield from self.work.micro_batches(step)
-
-
-def _has_meta_tensors(sharded_model: ShardedModel) -> bool:
-    return any(t.is_meta for t in (*sharded_model.model.parameters(), *sharded_model.model.buffers()))

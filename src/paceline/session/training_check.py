@@ -36,6 +36,7 @@ from paceline.data.loader import collate_samples
 from paceline.data.work import LoadedBatch
 from paceline.errors import TaskError
 from paceline.models.dropout import name_dropouts
+from paceline.models.training_mode import enter_training
 from paceline.parallel.data_parallel import ReplicatedRunner
 from paceline.parallel.model_runner import ModelRunner
 from paceline.parallel.pipeline.pipeline_runner import PipelineRunner
@@ -313,8 +314,8 @@ def _run_whole(
     before = [p.grad for p in model.parameters()]
     try:
         with _trial_surroundings(model, device) as recorder, torch.autocast(device.type, enabled=False):
-            model.train()
-            seed_micro_batch(loaded.micro_batch.key, device, name_dropouts(model), everything=True)
+            enter_training(model)
+            seed_micro_batch(loaded.micro_batch.key, device, name_dropouts(model))
             loss = task.loss(model, loaded.batch)
             if not isinstance(loss, Loss) or not loss.total.requires_grad:
                 return None
@@ -381,9 +382,9 @@ def _run_partitioned(
 
 @contextmanager
 def _full_precision(runner: PartitionedRunner) -> Iterator[None]:
-    """Run in the parameters' dtype, and seed Python's and NumPy's generators as the whole trial did."""
+    """Run in the dtype of the parameters."""
     before = runner.precision
-    runner.precision = replace(before, compute="fp32", seeds_everything=True)
+    runner.precision = replace(before, compute="fp32")
     try:
         yield
     finally:

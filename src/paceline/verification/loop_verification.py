@@ -116,13 +116,17 @@ class OracleLoopReplicas:
             self._oracle.options = lambda update: options
         return totals
 
+    @property
+    def models(self) -> Sequence[nn.Module]:
+        """Return the model of each replica's loop."""
+        return [loop.model for loop in self._loops]
+
     def _answer_evaluation(self, rank: int, model: nn.Module, step: int, source: Any) -> Evaluation | None:
         """Return the evaluation of the run at this point of a replica's loop."""
         index = self._num_evaluations[rank]
         self._num_evaluations[rank] += 1
         if index >= len(self.run_evaluations):
             raise _different_updates_error("no evaluation", f"one after {format_count(step, 'step')}")
-        model.eval()
         if rank == 0:
             self.own_evaluations.append(self._evaluate(model, step, source))
         return self.run_evaluations[index]
@@ -172,7 +176,7 @@ class OracleLoopReplicas:
         # Under gradient accumulation, the previous micro-batch of the loop is still open.
         loop.go_on(None)
         self._write_values(loop)
-        loop.model.train()
+        self._oracle.enter_training(loop.model)
         loop.step_number = micro_batch.step
         batch = self._oracle.load(micro_batch)
         seed_all(loop.model, micro_batch.key)
@@ -323,6 +327,10 @@ class LoopPair:
         self._replicas.run_evaluations = self.rounds.evaluations
         self._loop_loss.update, self._loop_loss.step_number = number, micro_batches[0].step
         return self._replicas.totals(micro_batches, scale, part, number, result)
+
+    def models(self) -> Sequence[nn.Module]:
+        """Return the models of the loops of the oracle; only rank 0 has any."""
+        return self._replicas.models if self._replicas is not None else ()
 
     def evaluations(self, kernels: KernelAgreement) -> Sequence[EvaluationValues]:
         """Return the values of all evaluations since the last call; called after `totals`.

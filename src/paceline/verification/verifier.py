@@ -14,12 +14,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.comm.net import Net
 from paceline.parallel.sharded_model import unsharded_model
 from paceline.parallel.state_hash import state_sha256
 from paceline.parallel.state_transfer import StateSnapshot, gather_whole
+from paceline.session.callback import Callback
 from paceline.session.session import Session
 from paceline.state.slot import TensorPiece, TensorSlot
 from paceline.state.train_state import TrainState
@@ -134,10 +135,13 @@ class StrategyVerifier:
         self.record = WholeUpdateRecord()
         self.now: Mapping[str, Tensor] = {}
         self.part = ""
+        self._flags = _flags_of(session.runner.sharded_model.model)
 
     def run(self, steps: int, observe: Callable[[int], None] = lambda step: None) -> VerificationReport:
         """Compare up to `steps` steps, and stop after the first that diverges."""
         self._check_start()
+        if self.loop is None:
+            self._run_callbacks(lambda callback: callback.on_begin(self.session))
         rounds = self.session.rounds() if self.loop is None else self.loop.rounds
         for step in range(self.session.state.step, self.session.state.step + steps):
             if self.report.failure is not None or not self._compare_step(step, rounds):
@@ -164,22 +168,45 @@ class StrategyVerifier:
         before = before.copied() if self.session.is_first else before
         # Drop updates that were made outside of the compared steps.
         self.recorder.take()
-        if next(rounds, None) is None:
+        stats = next(rounds, None)
+        if stats is None:
             return False
         records = self.recorder.take() or [OracleUpdateRecord()]
         parts = self.loop.parts() if self.loop is not None else ("",)
         for number, (self.part, record) in enumerate(zip(parts, records[-len(parts) :], strict=True)):
             self.record = self._whole(record)
-            is_last = number == len(parts) - 1 or record.after is None
-            after = self.session.snapshot() if is_last else record.after
-            assert after is not None
+            # Of a loop from before its callbacks, which may write to the weights.
+            after = record.after if record.after is not None else self.session.snapshot()
             self.now = after.tensors()
             self._verify_update(step, number, update, before)
             if self.report.failure is not None:
                 break
             update += record.update is not None and record.update.applied
             before = after
-        return True
+        # Those of a loop were called by its fit.
+        self._run_callbacks(
+            lambda callback: callback.on_step(self.session, stats) if self.loop is None else None
+        )
+        return not self._stop_requested()
+
+    def _run_callbacks(self, call: Callable[[Callback], None]) -> None:
+        """Run a call on all callbacks, and follow in the oracle what they have frozen or switched."""
+        self.session.run_callbacks(call)
+        flags, before = _flags_of(self.session.runner.sharded_model.model), self._flags
+        self._flags = flags
+        changed = {key: flag for key, flag in flags.items() if before.get(key, flag) != flag}
+        loops = self.loop.models() if self.loop is not None else ()
+        for (kind, name), flag in changed.items():
+            if kind == "module":
+                self.oracle.switch_mode(name, training=flag)
+                continue
+            for model in (self.oracle.model, *loops):
+                model.get_parameter(name).requires_grad_(flag)
+
+    def _stop_requested(self) -> bool:
+        """Return whether a callback of any rank has asked for the end; collective if there are any."""
+        session = self.session
+        return bool(session.callbacks) and session.sum(float(bool(session.stop_reason))) > 0
 
     def _verify_update(self, step: int, number: int, update: int, before: StateSnapshot) -> None:
         record, reference = self.record, None
@@ -311,6 +338,17 @@ class StrategyVerifier:
         self.report.add(
             [replace(f, part=self.part) for f in comparisons if f.tensor.startswith(prefix) or not f.ok]
         )
+
+
+def _flags_of(model: nn.Module) -> dict[tuple[str, str], bool]:
+    """Return which parameters take gradients and which modules are in training mode.
+
+    If the model as a whole is in evaluation mode, the next step puts it into training mode again.
+    """
+    flags = {("parameter", name): p.requires_grad for name, p in model.named_parameters()}
+    if model.training:
+        flags |= {("module", name): module.training for name, module in model.named_modules()}
+    return flags
 
 
 def _scalar(value: float) -> Tensor:

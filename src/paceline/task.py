@@ -20,6 +20,8 @@ from paceline.errors import TaskError
 COUNT_OF = "#count of "
 """Prefix of the name of a `Metric`'s count, among the sums of a loss."""
 AGGREGATIONS = ("mean", "sum", "first")
+BufferRule = str | Callable[[nn.Module], Tensor]
+"""How a buffer changes in a step; see `Task.buffers`."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,9 @@ class Task:
             name: the output of `paceline predict` for a batch of N samples. None: the model is called.
         order: the samples of each batch (`paceline.data.BatchOrder`); None: that of the sampler or recipe.
         buffers: how the changes of the micro-batches of a step to a buffer are combined, by a pattern of
-            names: "mean" (the default), "sum" (a counter of samples), or "first" (the first micro-batch's).
+            names: "mean" (the default), "sum" (a counter of samples), "first" (the first micro-batch's),
+            "ema:0.99" (a moving average, with this decay, of a statistic that is summed over samples), or
+            `function(module) -> Tensor`: the buffer's value from the other buffers of its module.
         vocabulary: hash of the vocabulary of the data, as
             `paceline.data.tokenizer.vocabulary_of(text)` returns it for a tokenizer.json; weights with
             another one are refused. Empty: nothing is compared.
@@ -141,7 +145,7 @@ class Task:
     sampler: Any = None
     predict: PredictFunction | None = None
     order: Any = None
-    buffers: Mapping[str, str] = field(default_factory=dict)
+    buffers: Mapping[str, BufferRule] = field(default_factory=dict)
     vocabulary: str = ""
 
     def __post_init__(self) -> None:
@@ -151,15 +155,24 @@ class Task:
                 next_step="return Task(model=..., data=..., loss=...) or (model, data, loss) from build()",
             )
         for pattern, aggregation in self.buffers.items():
-            if aggregation not in AGGREGATIONS:
+            if not (callable(aggregation) or aggregation in AGGREGATIONS or is_decay(aggregation)):
                 raise TaskError(
                     f"Task(buffers={{'{pattern}': '{aggregation}'}}): unknown aggregation",
-                    next_step=f"use one of: {', '.join(AGGREGATIONS)}; separate values on each device would"
-                    " make the result depend on the number of devices",
+                    next_step=f"use one of: {', '.join(AGGREGATIONS)}, ema:0.99, or a function; separate values on"
+                    " each device would make the result depend on the number of devices",
                 )
         require_samples("data", self.data)
         for name, source in held_out_sets(self.held_out).items():
             require_samples(f"held_out['{name}']" if name else "held_out", source)
+
+
+def is_decay(aggregation: str) -> bool:
+    """Return whether a word of `Task.buffers` is a moving average: "ema:" and a decay between 0 and 1."""
+    word, _, decay = aggregation.partition(":")
+    try:
+        return word == "ema" and 0.0 < float(decay) < 1.0
+    except ValueError:
+        return False
 
 
 def held_out_sets(held_out: Any) -> dict[str, Any]:

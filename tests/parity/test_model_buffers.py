@@ -146,3 +146,89 @@ def test_what_cannot_be_is_refused_by_name() -> None:
         build_session(recipe("replicas=1"), build({"2.*": "sum"}), cluster, CPU)
     with pytest.raises(StrategyError, match="sync_batchnorm"):
         build_session(recipe("replicas=1", shards=1, sync_batchnorm=True), build(), cluster, CPU)
+
+
+CODES, DECAY = 5, 0.9
+
+
+class Codebook(nn.Module):
+    """A codebook that follows by moving averages (VQ-VAE)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        embed = torch.randn(CODES, 6, generator=torch.Generator().manual_seed(7))
+        self.register_buffer("embed", embed / 1.001)
+        self.register_buffer("size", torch.ones(CODES))
+        self.register_buffer("total", embed.clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        nearest = torch.cdist(x, self.embed).argmin(1)
+        chosen = self.embed[nearest]
+        if self.training:
+            with torch.no_grad():
+                hot = torch.nn.functional.one_hot(nearest, CODES).float()
+                self.size.mul_(DECAY).add_(hot.sum(0), alpha=1 - DECAY)
+                self.total.mul_(DECAY).add_(hot.T @ x, alpha=1 - DECAY)
+                self.embed.copy_(centers(self))
+        return x + (chosen - x).detach()
+
+
+def centers(module: nn.Module) -> Tensor:
+    return module.total / (module.size + 1e-3).unsqueeze(1)
+
+
+RULES = {"*.size": "ema:0.9", "*.total": "ema:0.9", "*.embed": centers}
+
+
+def quantized(rules: Any = None) -> Task:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), Codebook(), nn.Linear(6, 1))
+    data = torch.randn(28, 4, generator=torch.Generator().manual_seed(1))
+
+    def loss(model: nn.Module, batch: Tensor) -> Loss:
+        return Loss(model(batch).square().sum(), len(batch))
+
+    return Task(model, data, loss, buffers=RULES if rules is None else rules)
+
+
+def codebook_and_warnings(cluster: Cluster, strategy: str, rules: Any = None) -> tuple[Tensor, list[str]]:
+    warnings: list[str] = []
+    session = build_session(
+        recipe(strategy, shuffle=False), quantized(rules), cluster, CPU, warn=warnings.append
+    )
+    list(session.rounds())
+    embed = session.complete()[1].embed.clone()
+    session.close()
+    return embed, [text for text in warnings if "the forward changes the buffer" in text]
+
+
+@pytest.mark.capability("A7")
+def test_a_codebook_of_moving_averages_is_that_of_the_whole_batch_on_any_number_of_ranks() -> None:
+    task = quantized()
+    optimizer = torch.optim.SGD(task.model.parameters(), 0.1)
+    for step in range(STEPS):
+        sums = task.loss(task.model, task.data[step * BATCH : step * BATCH + BATCH])
+        optimizer.zero_grad()
+        (sums.total / sums.count).backward()
+        optimizer.step()
+    right = task.model[1].embed
+    strategies = ("replicas=2", "replicas=1 shard=2 zero=3", "replicas=1 pipeline=2")
+
+    def ranks(cluster: Cluster) -> list[Any]:
+        found: list[Any] = [codebook_and_warnings(cluster, strategy) for strategy in strategies]
+        report = compare_with_oracle(recipe("replicas=2"), quantized(), cluster, CPU, STEPS)
+        return [*found, (right, [str(report.failure)] if report.failure else [])]
+
+    found = [codebook_and_warnings(Cluster.single(), s) for s in ("replicas=1", "replicas=1 lanes=2")]
+    for embed, warnings in [*found, *(pair for rank in run_ranks(ranks, 2) for pair in rank)]:
+        assert torch.allclose(embed, right, atol=1e-5) and not warnings, warnings
+
+
+def test_a_codebook_without_rules_differs_and_the_log_names_it() -> None:
+    """The twin of the rules."""
+    ruled, _ = codebook_and_warnings(Cluster.single(), "replicas=1")
+    found, warnings = codebook_and_warnings(Cluster.single(), "replicas=1", {})
+    assert not torch.allclose(found, ruled, atol=1e-2)
+    assert len(warnings) == 1 and "'1.embed' and 2 more" in warnings[0] and "4 micro-batches" in warnings[0]
+    with pytest.raises(TaskError, match="unknown aggregation"):
+        quantized({"*": "ema:1.5"})

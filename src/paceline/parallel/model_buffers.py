@@ -3,8 +3,12 @@
 Every micro-batch of a step starts from the buffers before the step, and the buffers after the step are those
 plus the mean change over all micro-batches of all ranks. So they depend on the virtual shards and never on
 the world size, and the sum can be taken in any order. Integer buffers (counters) are rounded. A task may
-choose another reduction by name (`set_buffer_reductions`): the sum of all changes, or the change of the
-first virtual shard only.
+choose another reduction by name (`set_buffer_reductions`): the sum of all changes, the change of the first
+virtual shard only, a moving average, or a function of the other buffers of the module.
+
+A moving average b <- d b + (1 - d) s, where s is a sum over samples, changes in micro-batch k by
+(1 - d)(s_k - b). With the sum of s over all K micro-batches it changes by the sum of these changes plus
+(K - 1)(1 - d) b, which needs no more communication.
 
 Invariant: between steps, buffers are equal on all ranks that hold them. Non-persistent buffers (masks) are
 not touched. A buffer on `meta` belongs to another rank: it takes space in the sums and is never written.
@@ -17,25 +21,37 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from paceline.task import BufferRule
+
 _REDUCTIONS_ATTRIBUTE = "_paceline_buffers"
 
 
-def set_buffer_reductions(model: nn.Module, buffer_reductions: Mapping[str, str]) -> None:
+def set_buffer_reductions(model: nn.Module, buffer_reductions: Mapping[str, BufferRule]) -> None:
     """Set how the changes of buffers are reduced.
 
     Copies of the modules and parts of the model keep the setting.
 
     Args:
-        buffer_reductions: by name of the buffer: "mean", "sum" or "first".
+        buffer_reductions: by name of the buffer; see `Task.buffers`.
     """
     for name, reduction in buffer_reductions.items():
         module, buffer_name = _owner_and_name(model, name)
         module.__dict__.setdefault(_REDUCTIONS_ATTRIBUTE, {})[buffer_name] = reduction
 
 
-def _reduction_of(module: nn.Module, name: str) -> str:
-    reduction: str = module.__dict__.get(_REDUCTIONS_ATTRIBUTE, {}).get(name, "mean")
+def _reduction_of(module: nn.Module, name: str) -> BufferRule:
+    reduction: BufferRule = module.__dict__.get(_REDUCTIONS_ATTRIBUTE, {}).get(name, "mean")
     return reduction
+
+
+def _decay_of(reduction: BufferRule) -> float | None:
+    """Return the decay of a moving average; None for another reduction."""
+    return float(reduction[4:]) if isinstance(reduction, str) and reduction.startswith("ema:") else None
+
+
+def _is_weighted(reduction: BufferRule) -> bool:
+    """Return whether replicas that trained alone are averaged by their numbers of micro-batches."""
+    return reduction not in ("sum", "first")
 
 
 class MicroBatchBuffers:
@@ -179,12 +195,13 @@ class MicroBatchBuffers:
             for micro_batch in zip(*(stage.changes for stage in stages), strict=True)
         ]
 
-    def end_step(self, change: Tensor, micro_batches: float) -> None:
+    def end_step(self, change: Tensor, micro_batches: float, *, of_rounds: bool = False) -> None:
         """Apply the reduced change; a value that no micro-batch changed keeps its bits.
 
         Args:
             change: summed over all micro-batches of all ranks, float64 [num_values].
             micro_batches: number of these micro-batches.
+            of_rounds: the changes are those of replicas that trained alone, from `weighted_change_since`.
         """
         if not (self._places and micro_batches):
             return
@@ -193,8 +210,23 @@ class MicroBatchBuffers:
             self._current(), self._base, pieces, self._buffer_reductions, strict=True
         ):
             if not buffer.is_meta:
-                reduced = piece / micro_batches if reduction == "mean" else piece
-                _apply_change(_view_as_real(buffer), _view_as_real(base), reduced.to(buffer.device))
+                is_mean = _is_weighted(reduction) if of_rounds else reduction == "mean"
+                reduced = (piece / micro_batches if is_mean else piece).to(buffer.device)
+                start = _view_as_real(base)
+                decay = None if is_mean else _decay_of(reduction)
+                if decay is not None and bool(reduced.any()):
+                    weight = (micro_batches - 1) * (1 - decay)
+                    reduced = reduced + weight * start.to(torch.float64).reshape(-1)
+                _apply_change(_view_as_real(buffer), start, reduced)
+        self._derive(pieces)
+
+    def _derive(self, changes: Sequence[Tensor]) -> None:
+        """Compute the buffers that are functions of others, if a micro-batch has changed them."""
+        for (module, name), change, rule in zip(self._places, changes, self._buffer_reductions, strict=True):
+            buffer = module._buffers[name]
+            if callable(rule) and buffer is not None and not buffer.is_meta and bool(change.any()):
+                with torch.no_grad():
+                    buffer.copy_(rule(module))
 
     def values(self) -> list[Tensor]:
         """Return copies of the buffers."""
@@ -216,9 +248,10 @@ class MicroBatchBuffers:
             Float64 [num_values].
         """
         changes = self.change_since(before).split([_view_as_real(base).numel() for base in self._base] or [0])
-        pairs = zip(changes, self._buffer_reductions or ["mean"], strict=True)
+        rules: Sequence[BufferRule] = self._buffer_reductions or ["mean"]
+        pairs = zip(changes, rules, strict=True)
         return torch.cat(
-            [change * micro_batches if reduction == "mean" else change for change, reduction in pairs]
+            [change * micro_batches if _is_weighted(reduction) else change for change, reduction in pairs]
         )
 
     def reset(self, before: list[Tensor]) -> None:

@@ -142,7 +142,7 @@ def apply_buffer_reductions(recipe: Recipe, task: Task, model: nn.Module) -> Non
             )
     if set(task.buffers.values()) != {"mean"} and recipe.batch.sync_batchnorm:
         raise StrategyError(
-            'Task(buffers=...) combines buffers per micro-batch ("sum" or "first"), but with'
+            'Task(buffers=...) combines buffers per micro-batch ("sum", "first", "ema"), but with'
             " batch.sync_batchnorm all ranks run one forward together",
             next_step='remove batch.sync_batchnorm, or use "mean"',
         )

@@ -55,6 +55,7 @@ from paceline.session.model_guard import (
     write_pieces,
 )
 from paceline.session.rule_switch import RULE_SWITCHES_KEY, RuleSwitches
+from paceline.session.start_warnings import find_unruled_buffers, unruled_buffers_warning
 from paceline.state.slot import TensorPiece
 from paceline.state.train_state import TrainState
 from paceline.sync.bad_value_locator import LossRecorder
@@ -246,11 +247,15 @@ class Session:
     wait_for_save: Callable[[], None] = field(default_factory=lambda: _do_nothing)
     commit: CommitProtocol | None = None
     rule_switches: RuleSwitches = field(init=False)
+    _unruled_buffers: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
         self.rule_switches = RuleSwitches(self.recipe.strategy.sync, self.events.add)
         if self.rule_switches.depends_on_events:
             self.state.keep(RULE_SWITCHES_KEY, self.rule_switches)
+        several = self.session_base.context.shards > 1
+        model = self.runner.sharded_model.model
+        self._unruled_buffers = find_unruled_buffers(model, self.task) if several else frozenset[str]()
 
     @property
     def strategy(self) -> Strategy:
@@ -390,6 +395,8 @@ class Session:
             if parts.loss_tolerant_rules:
                 drop_lost_ranks(self)
             self.guard.check()
+            if self._unruled_buffers:
+                self._warn_of_unruled_buffers()
             yield self.with_reported_metrics(stats)
             self.guard.check()
             if stats.stops:
@@ -399,6 +406,16 @@ class Session:
                 cast("Generator[StepStats, None, None]", rounds).close()
                 break
         return False
+
+    def _warn_of_unruled_buffers(self) -> None:
+        """Warn of buffers that the first round has changed without a rule of the task; collective."""
+        unruled, self._unruled_buffers = self._unruled_buffers, frozenset[str]()
+        local = [name for name in self.runner.buffers.changed if name in unruled]
+        texts = gather_from_all(self, lambda: "\n".join(local))
+        names = list(dict.fromkeys(name for text in texts for name in text.splitlines()))
+        if names:
+            context = self.session_base.context
+            context.warn(unruled_buffers_warning(names, context.shards))
 
     def with_reported_metrics(self, stats: StepStats) -> StepStats:
         """Return the stats with the metrics of the task and the learning rate of every parameter group."""

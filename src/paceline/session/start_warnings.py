@@ -7,9 +7,11 @@ run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.comm.codecs.codec_kernels import CodecKernels, find_kernels
 from paceline.comm.group_collectives import all_gather_texts
@@ -100,6 +102,31 @@ def micro_batch_warnings(context: SessionContext, task: Task) -> Iterator[str]:
             f" number of processes). Set batch.shards = {shards} to get the same ones on any number of"
             " processes."
         )
+
+
+def find_unruled_buffers(model: nn.Module, task: Task) -> frozenset[str]:
+    """Return the buffers of fractions for which the task has named no rule, except those of BatchNorm."""
+    norms = {name for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
+    saved = model.state_dict(keep_vars=True)
+    return frozenset(
+        name
+        for name, b in model.named_buffers()
+        if name in saved
+        and b.is_floating_point()
+        and name.rpartition(".")[0] not in norms
+        and not any(fnmatchcase(name, pattern) for pattern in task.buffers)
+    )
+
+
+def unruled_buffers_warning(names: Sequence[str], num_micro_batches: int) -> str:
+    """Return the warning about buffers that the first step has changed although the task names no rule."""
+    others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return (
+        f"warning: the forward changes the buffer '{names[0]}'{others}, which moves by the mean of the"
+        f" changes of {num_micro_batches} micro-batches. That is right for a mean over samples; a sum over"
+        " samples, such as the counts of a codebook, then depends on their number. Name its rule in Task(buffers={'"
+        f'{names[0]}\': ...}}): "mean", "sum", "ema:DECAY" or a function.'
+    )
 
 
 def uneven_shares_warning(shards: int, sharers: int, limit_key: str) -> Iterator[str]:

@@ -248,7 +248,7 @@ class LocalRoundLoop:
         tally = local_tally.agree(self._net, self._replicas, runner.sharded_model.device).wait()
         # All ranks move the buffers of the start by the same mean change, so they end up with equal bits.
         runner.buffers.reset(local_round.buffers)
-        runner.buffers.end_step(tally.buffers, tally.micro_batches)
+        runner.buffers.end_step(tally.buffers, tally.micro_batches, of_rounds=True)
         if (residual := self.inner.pending_residual) is not None:
             residual.settle_mean(runner.sharded_model.updates, is_applied=tally.count > 0)
         metrics = {name: tally.metrics[name] for name in round_tally.metrics}

@@ -356,8 +356,8 @@ class UnsyncedBuffersRunner(ReplicatedRunner):
 class _UnsyncedBuffers(MicroBatchBuffers):
     num_micro_batches = 0
 
-    def end_step(self, change: Tensor, micro_batches: float) -> None:
-        super().end_step(self.change, self.num_micro_batches)
+    def end_step(self, change: Tensor, micro_batches: float, *, of_rounds: bool = False) -> None:
+        super().end_step(self.change, self.num_micro_batches, of_rounds=of_rounds)
 
 
 class _EarlySchedule:

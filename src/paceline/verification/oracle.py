@@ -35,7 +35,7 @@ from paceline.data.work import MicroBatch
 from paceline.models.dropout import KeyedDropout
 from paceline.parallel.batch_gather import WholeBatch, gather_scope
 from paceline.state.keys import key
-from paceline.task import Loss, Task
+from paceline.task import BufferRule, Loss, Task
 from paceline.verification.plain_optimizer import PlainSchedule
 
 
@@ -358,7 +358,7 @@ class Oracle:
         """Run one whole step and return the mean loss."""
         before = self.buffers()
         sums = self.accumulate(self.work.micro_batches(step))
-        self.set_buffers(buffers_after_step(before, sums.buffers))
+        self.end_buffers(before, sums.buffers)
         self.apply(sums.gradients, sums.count, update)
         return sums.total / sums.count
 
@@ -446,6 +446,15 @@ class Oracle:
         """Return copies of the persistent buffers."""
         return buffers_of(self.model)
 
+    def end_buffers(self, before: Tensors, change: Tensors) -> None:
+        """Write the buffers after a step, and then those that are functions of others."""
+        self.set_buffers(buffers_after_step(before, change))
+        for name, moved in change.items():
+            rule = rule_of_buffer(name, self.task.buffers)
+            if callable(rule) and bool(moved.any()):
+                module = self.model.get_submodule(name.rpartition(".")[0])
+                self.set_buffers({name: rule(module)})
+
     def set_buffers(self, values: Tensors) -> None:
         """Write the persistent buffers."""
         with torch.no_grad():
@@ -497,8 +506,13 @@ def copy_optimizer_attributes(optimizer: torch.optim.Optimizer, *skipped: str) -
     return copy.deepcopy(chosen, shared)
 
 
+def rule_of_buffer(name: str, rules: Mapping[str, BufferRule]) -> BufferRule:
+    """Return the rule of the first pattern that fits the name of a buffer."""
+    return next((rule for pattern, rule in rules.items() if fnmatchcase(name, pattern)), "mean")
+
+
 def accumulate_shards(
-    shards: Iterable[ShardResult], before: Tensors, buffer_reductions: Mapping[str, str]
+    shards: Iterable[ShardResult], before: Tensors, buffer_reductions: Mapping[str, BufferRule]
 ) -> StepTotals:
     """Add up shards in the order in which they come.
 
@@ -506,9 +520,7 @@ def accumulate_shards(
         before: buffers at the beginning of the step.
         buffer_reductions: reduction by pattern of a buffer's name, as `Task.buffers`; "mean" where none fits.
     """
-    reductions = {
-        b: next((r for p, r in buffer_reductions.items() if fnmatchcase(b, p)), "mean") for b in before
-    }
+    reductions = {b: rule_of_buffer(b, buffer_reductions) for b in before}
     unchanged = {n: torch.zeros_like(as_reals(b), dtype=torch.float64) for n, b in before.items()}
     sums = StepTotals(0.0, 0.0, {}, {}, unchanged, 0)
     for shard in shards:
@@ -526,5 +538,9 @@ def accumulate_shards(
             # Equal values change by 0, also where both are infinite and their difference is not a number.
             sums.buffers[name] += torch.where(a == b, 0.0, a.to(torch.float64) - b.to(torch.float64))
     for name, change in sums.buffers.items():
-        change /= max(1, sums.num_shards) if reductions[name] == "mean" else 1
+        rule = reductions[name]
+        change /= max(1, sums.num_shards) if rule == "mean" else 1
+        if isinstance(rule, str) and rule.startswith("ema:") and bool(change.any()):
+            # Each shard has moved the value towards its own statistic; a step moves it once.
+            change += (sums.num_shards - 1) * (1 - float(rule[4:])) * as_reals(before[name]).to(torch.float64)
     return sums

@@ -31,7 +31,6 @@ from paceline.verification.oracle import (
     StepTotals,
     Tensors,
     as_reals,
-    buffers_after_step,
     copy_optimizer_attributes,
 )
 
@@ -181,7 +180,7 @@ class ReferenceUpdate:
             sums: those gradients, by parameter.
             update: number of the update, for the schedule.
         """
-        oracle.set_buffers(buffers_after_step(oracle.buffers(), self.sums.buffers))
+        oracle.end_buffers(oracle.buffers(), self.sums.buffers)
         buffers = oracle.buffers()
         self.norm = oracle.set_gradients({name: g.clone() for name, g in sums.items()}, self.sums.count)
         self.final = {n: p.grad.clone() for n, p in oracle.model.named_parameters() if p.grad is not None}

@@ -25,6 +25,15 @@ def build():
     return Task(torch.nn.Linear(3, 1), torch.randn(16, 3), loss)
 
 recipe = paceline.Recipe(steps=3, batch={"size": 6, "shards": 6})
+
+def refused():
+    raise paceline.errors.TaskError("there is no data", next_step="get some")
+
+for _ in range(2):  # caught on all ranks, which then train
+    try:
+        paceline.train(recipe, refused)
+    except paceline.errors.TaskError:
+        pass
 results = [paceline.train(recipe.replace(optimizer={"lr": lr}), build) for lr in (0.1, 0.2)]
 found = paceline.verify(recipe, build, steps=2)
 with paceline.join(recipe, build) as session:
@@ -43,6 +52,7 @@ def test_a_loop_over_rates_then_verify_then_an_own_loop_in_one_script(tmp_path: 
     done = run(tmp_path, "run", "-n", processes, "script.py")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "folders 2 verified True steps [0, 1, 2]"
+    assert {folder.name.split("-", 2)[2] for folder in (tmp_path / "runs").iterdir()} >= {"script"}
     assert len([*(tmp_path / "runs").iterdir()]) == 2
 
 

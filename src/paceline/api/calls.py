@@ -226,7 +226,8 @@ def train(
         resume: a run folder, a checkpoint inside one, or a folder of runs, of which the newest is resumed
             ("runs"). The run continues in its own folder.
         console: where rank 0 prints; None: nowhere, or with `processes` standard output or the notebook.
-        name: name of the new folder in `runs/`, after its time; None: the function of the task.
+        name: name of the new folder in `runs/`, after its time; None: that of the recipe's file or the task's
+            function, or of the function's file if it is called "build".
         callbacks: in addition to those of the task. With `processes` they run in those processes, and the
             caller's objects get the state of those of rank 0 at the end.
     Returns:
@@ -235,13 +236,14 @@ def train(
     Raises:
         WorkerError: a process that was started has failed; its report has been printed.
     """
+    from paceline.session.arguments import run_name_of_call
     from paceline.session.train_rank import train as train_here
 
     if runs_here(processes):
         return train_here(
             recipe, task, base_dir=base_dir, resume=resume, console=console, name=name, callbacks=callbacks
         )
-    options = {"base_dir": base_dir, "resume": resume, "name": name or getattr(task, "__name__", None)}
+    options = {"base_dir": base_dir, "resume": resume, "name": name or run_name_of_call(recipe, task)}
     options |= {"callbacks": callbacks}
     call = call_on_processes(
         train_here, recipe, task, options, processes=cast(int, processes), console=console, reports=True

@@ -349,6 +349,11 @@ class Cluster:
         if self.membership is not None:
             self.membership.leave()
 
+    def abandon(self) -> None:
+        """Stop using the groups after an error, without closing what other ranks may still read from."""
+        if self.membership is not None:
+            self.membership.groups.abandon()
+
     def _candidate(self, device: torch.device, seconds: float) -> MemberCandidate:
         self.enter_phase("reaching the store of the job", seconds)
         store = open_store(self.store_access, seconds)

@@ -26,6 +26,7 @@ from paceline.job.process_group import (
     end_world,
     make_subgroup,
     make_world,
+    mark_abandoned,
     release_in_background,
 )
 from paceline.job.store_client import KeyTimeoutError, MemberLostError
@@ -345,6 +346,11 @@ class MembershipGroups:
         """Make all running calls fail at once; the groups cannot be used afterwards."""
         for group in self._all():
             group.abort()
+
+    def abandon(self) -> None:
+        """Let the next membership of this process end the default group of this one; sends nothing."""
+        if self._world is not None:
+            mark_abandoned(self._world)
 
     def end(self, *, at_once: bool = False) -> None:
         """Release all groups, in a background thread unless `at_once`: torch takes about 20 ms for each."""

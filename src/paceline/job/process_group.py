@@ -130,6 +130,7 @@ def make_world(store: Store, rank: int, size: int, device: torch.device, seconds
     import torch
     import torch.distributed as dist
 
+    _end_abandoned_world()
     recorder, cuda = _SocketRecorder(), device.type == "cuda"
     recorder.begin()
     dist.init_process_group(
@@ -195,6 +196,25 @@ def _nccl_backends(handle: Any) -> list[Any]:
         backend = handle._get_backend(torch.device("cuda"))
         return [backend] if backend.name() == "nccl" else []
     return []
+
+
+_ABANDONED = "abandoned by paceline"
+
+
+def mark_abandoned(world: OwnedProcessGroup) -> None:
+    """Mark torch's default group after an error: this process uses it no more, and may replace it."""
+    world.handle._set_group_desc(_ABANDONED)
+
+
+def _end_abandoned_world() -> None:
+    """Remove a default group from torch's registry that an earlier session of this process has abandoned."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        handle: Any = dist.group.WORLD
+        if handle.group_desc == _ABANDONED:
+            dist.destroy_process_group()
+            release_in_background([handle])
 
 
 def end_world(world: OwnedProcessGroup | None) -> None:

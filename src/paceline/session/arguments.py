@@ -14,6 +14,7 @@ from paceline.report.run_files import find_runs, is_run_folder
 from paceline.task import Task
 
 TaskLike = Task | Callable[..., Any] | tuple[Any, ...]
+_COMMON_FUNCTION_NAMES = frozenset({"build", "build_task", "make", "make_task", "main", "task", "<lambda>"})
 RecipeLike = Recipe | str | PathLike[str]
 _TASK_TUPLE_LENGTH = 3
 
@@ -39,6 +40,22 @@ def resolve_recipe(recipe: RecipeLike, task: TaskLike | None, base_dir: Path | N
     if not recipe.task:
         recipe = recipe.replace(task=getattr(task, "__name__", "given"))
     return recipe, base_dir or Path.cwd()
+
+
+def run_name_of_call(recipe: RecipeLike, task: TaskLike | None) -> str | None:
+    """Return the name of the run folder of a call from Python; None: the name of the recipe's task.
+
+    It is that of the recipe's file, or of the function that builds the task. If that is a word that every
+    script uses, such as "build", it is the name of the function's file.
+    """
+    if not isinstance(recipe, Recipe):
+        return Path(recipe).stem
+    function_name: str | None = getattr(task, "__name__", None)
+    if function_name not in _COMMON_FUNCTION_NAMES:
+        return function_name
+    file = str(getattr(getattr(task, "__code__", None), "co_filename", "<unknown>"))
+    # A cell of a notebook has no file.
+    return function_name if file.startswith("<") else Path(file).stem
 
 
 def resolve_task(task: TaskLike | None) -> Task | Callable[..., Any] | None:

@@ -1,8 +1,8 @@
 """Start a rank: choose the device, connect, build the task on all ranks, build the session.
 
 Invariant: a rank that fails leaves its connections open, since the other ranks may be gone and closing
-would wait for them; the process is about to end. After a clean end the number of intra-op threads is what
-it was before.
+would wait for them. If all ranks catch the error, as that of a refusal, they can connect again. Afterwards
+the number of intra-op threads is what it was before.
 """
 
 from __future__ import annotations
@@ -81,6 +81,9 @@ def connected(
         patience = SetupDeadline(runtime.setup_deadline_seconds, log)
         cluster = cluster.connect(device.type, runtime.deadline_seconds, patience)
         yield cluster, device
+    except Exception:
+        cluster.abandon()
+        raise
     finally:
         torch.set_num_threads(num_threads)
     # Not in a `finally`: after an error the other ranks may be gone, and disconnecting would wait for

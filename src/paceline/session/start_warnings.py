@@ -124,8 +124,8 @@ def unruled_buffers_warning(names: Sequence[str], num_micro_batches: int) -> str
     return (
         f"warning: the forward changes the buffer '{names[0]}'{others}, which moves by the mean of the"
         f" changes of {num_micro_batches} micro-batches. That is right for a mean over samples; a sum over"
-        " samples, such as the counts of a codebook, then depends on their number. Name its rule in Task(buffers={'"
-        f'{names[0]}\': ...}}): "mean", "sum", "ema:DECAY" or a function.'
+        " samples, such as the counts of a codebook, then depends on their number. Name its rule in"
+        f" Task(buffers={{'{names[0]}': ...}}): 'mean', 'sum', 'ema:DECAY' or a function."
     )
 
 

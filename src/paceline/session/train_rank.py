@@ -22,7 +22,7 @@ from paceline.observe.terminal_text import escape_controls
 from paceline.report.html_page import write_report
 from paceline.report.run_files import REPORT
 from paceline.session import run_folder
-from paceline.session.arguments import RecipeLike, TaskLike, resolve_recipe, resolve_run
+from paceline.session.arguments import RecipeLike, TaskLike, resolve_recipe, resolve_run, run_name_of_call
 from paceline.session.callback import Callback
 from paceline.session.fit_loop import Result, fit, fitting
 from paceline.session.own_loop_steps import OwnLoop
@@ -171,6 +171,7 @@ def _begin_run(
     callbacks: Sequence[Callback],
 ) -> Iterator[_RunInProgress]:
     """Join the other ranks and build the session; restore it if the run is resumed."""
+    name = name or run_name_of_call(recipe, task)
     recipe, base_dir = resolve_recipe(recipe, task, base_dir)
     resumed_run, cluster = resolve_run(resume), Cluster.from_env()
     console = console if cluster.global_rank == 0 else None
@@ -182,18 +183,13 @@ def _begin_run(
         stop_on_notice(recipe.checkpoint.notice, stop),
         joins(stop_requested=stop, fresh=source is None) as session,
     ):
-        folder = run_folder.prepare_folder(session, resumed_run, name or _function_name(task))
+        folder = run_folder.prepare_folder(session, resumed_run, name)
         checkpoint = None if source is None else run_folder.restore_run(session, source, warn)
         # There is a state to save now, so from here on a signal waits for the end of a step.
         stop.setting_up = False
         cluster.enter_phase(session.launcher_phase)
         yield _RunInProgress(session, folder, build_sinks(session, folder, console, checkpoint), console)
     cluster.enter_phase(LEAVING)  # no deadline: the script may continue for any time
-
-
-def _function_name(task: TaskLike | None) -> str | None:
-    """Return the name of a task function, for the run folder; None for other tasks."""
-    return getattr(task, "__name__", None)
 
 
 def write_report_page(run_dir: Path, warn: Callable[[str], None]) -> None:

@@ -158,8 +158,8 @@ class Task:
             if not (callable(aggregation) or aggregation in AGGREGATIONS or is_decay(aggregation)):
                 raise TaskError(
                     f"Task(buffers={{'{pattern}': '{aggregation}'}}): unknown aggregation",
-                    next_step=f"use one of: {', '.join(AGGREGATIONS)}, ema:0.99, or a function; separate values"
-                    " on each device would make the result depend on the number of devices",
+                    next_step=f"use one of: {', '.join(AGGREGATIONS)}, ema:0.99, or a function; separate"
+                    " values on each device would make the result depend on the number of devices",
                 )
         require_samples("data", self.data)
         for name, source in held_out_sets(self.held_out).items():

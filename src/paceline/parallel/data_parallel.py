@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError
 
 from paceline.comm.reduction.gradients import GradientSink
 from paceline.data.work import LoadedBatch, MicroBatch
@@ -37,6 +38,7 @@ from paceline.parallel.model_runner import (
     check_loss,
     raise_for_too_few_values,
 )
+from paceline.parallel.recompute import explain_checkpoint_error
 from paceline.parallel.rng_state import seed_micro_batch
 from paceline.parallel.sharded_model import ShardedModel
 from paceline.state.slot import TensorSlot
@@ -214,7 +216,10 @@ class ReplicatedRunner:
             loss = self._run_forward(micro_batch, batch)
         sums.add(loss)
         self._phases.begin("backward")
-        backward_scaled(loss.total, scale)
+        try:
+            backward_scaled(loss.total, scale)
+        except CheckpointError as error:
+            raise explain_checkpoint_error(error) from error
         # Recomputation in backward may change buffers again, so they are read after backward.
         self.buffers.end_micro_batch()
         self.gradients.close()

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import _get_current_function_mode_stack
-from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
+from torch.utils.checkpoint import CheckpointError, checkpoint, get_device_states, set_device_states
 
 from paceline.errors import TaskError
 from paceline.parallel.rng_state import GeneratorStates
@@ -285,6 +285,16 @@ def _map_nested(kind: Any, value: Any, change: Callable[[Any], Any]) -> Any:
         type(value)(_map_nested(kind, item, change) for item in value)
         if type(value) in (tuple, list)
         else value
+    )
+
+
+def explain_checkpoint_error(error: CheckpointError) -> TaskError:
+    """Return the error to raise for a block that, computed again in backward, does something else."""
+    return TaskError(
+        "a block that is computed again in backward does not do what it did in the forward: it reads"
+        f" something that has changed since, such as a list or a sum of auxiliary losses: {error}",
+        next_step="let the block return its auxiliary loss, or set memory.recompute to the numbers of other"
+        " blocks",
     )
 
 

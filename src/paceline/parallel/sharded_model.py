@@ -7,7 +7,6 @@ decided in `placement`; this file only allocates, frees and slices.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 from paceline.comm.reduction.scatter_schedule import ScatterPacer
 from paceline.errors import StrategyError, TaskError
 from paceline.models.initialize import replace_parameters
+from paceline.models.module_copy import deep_copy
 from paceline.parallel.placement import ModelPlacement, PlacementTransform, TensorPlacement
 from paceline.state.slot import TensorSlot, trained_parameters
 
@@ -270,7 +270,7 @@ def copy_to_meta(model: nn.Module) -> nn.Module:
     tensors = [*model.parameters(), *model.buffers()]
     # The memo makes deepcopy take the meta tensors, so no values are copied.
     known: dict[int, Any] = {id(t): _meta_like(t) for t in tensors}
-    return copy.deepcopy(model, known)
+    return deep_copy(model, known)
 
 
 def _meta_like(t: Tensor) -> Tensor:
@@ -324,7 +324,7 @@ def allocate_copy(link: nn.Module) -> nn.Module:
 
     Parameters on `meta` get small random values, buffers on `meta` get zeros.
     """
-    twin = copy.deepcopy(link)
+    twin = deep_copy(link)
     for module in twin.modules():
         for name, p in module._parameters.items():
             if p is not None and p.is_meta:

@@ -8,7 +8,6 @@ is collective and exact.
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from paceline.comm.group_collectives import all_gather_texts, broadcast_text
 from paceline.comm.net import Net, group_device
 from paceline.errors import CommunicationError
 from paceline.job.mesh import Mesh, RankGroup
+from paceline.models.module_copy import deep_copy
 from paceline.parallel.tensor.module_swap import restore_module
 from paceline.state.slot import SlotIndex, TensorPiece, TensorSlot, span_length
 from paceline.state.train_state import TrainState
@@ -238,7 +238,7 @@ def whole_model(model: nn.Module, tensors: Mapping[str, Tensor], device: torch.d
         if f"model/{name}" in tensors
     }
     # The memo keeps tensors from being copied: some of them have no memory at all.
-    twin = copy.deepcopy(model, dict(filled))
+    twin = deep_copy(model, filled)
     for module in twin.modules():
         for hooks in (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks):
             for key in [key for key, hook in hooks.items() if hook.__module__ == _GATHER_MODULE]:

@@ -9,7 +9,6 @@ one lane.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
@@ -25,6 +24,7 @@ from paceline.comm.reduction.summation_tree import covering_nodes
 from paceline.data.work import LoadedBatch, split_evenly
 from paceline.errors import CommunicationError, TaskError
 from paceline.models.dropout import name_dropouts
+from paceline.models.module_copy import deep_copy
 from paceline.observe.step_stats import PhaseTimer
 from paceline.parallel.data_parallel import ReplicatedRunner
 from paceline.parallel.mixed_precision import MixedPrecision
@@ -124,7 +124,7 @@ def copy_sharing_parameters(model: nn.Module, why: str) -> nn.Module:
     # With the memo, deepcopy takes these parameters instead of copying their values.
     memo = {id(p): _parameter_sharing_memory(p) for p in model.parameters()}
     try:
-        twin = copy.deepcopy(model, memo)
+        twin = deep_copy(model, memo)
     except (RuntimeError, TypeError) as error:
         raise TaskError(
             f"{why} run copies of the model, and {type(model).__name__} cannot be copied: {error}",

@@ -7,7 +7,6 @@ so they choose alike. A resumed run keeps the codec of its folder.
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ from paceline.data.loader import collate_samples
 from paceline.job.cluster import Cluster
 from paceline.job.mesh import Mesh, RankGroup
 from paceline.models.dropout import set_micro_batch_key
+from paceline.models.module_copy import deep_copy
 from paceline.models.training_mode import enter_training
 from paceline.parallel.mixed_precision import MixedPrecision
 from paceline.recipe.recipe import Recipe, num_micro_batches
@@ -204,7 +204,7 @@ def _compute_seconds(recipe: Recipe, task: Task, cluster: Cluster) -> float:
         return 0.0
     micro_batches = num_micro_batches(recipe, cluster.world_size)
     samples = -(-recipe.batch.size // micro_batches)
-    model, device = enter_training(copy.deepcopy(task.model)), torch.device("cpu")
+    model, device = enter_training(deep_copy(task.model)), torch.device("cpu")
     precision, times = MixedPrecision(recipe.precision.compute, device.type), []
     with torch.random.fork_rng():  # the run draws the same random numbers as without a measurement
         batch = collate_samples(task, [task.data[0]] * samples, device)

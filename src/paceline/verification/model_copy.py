@@ -8,13 +8,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline.models.module_copy import deep_copy
+
 
 def copy_model(model: nn.Module) -> nn.Module:
     """Return a deep copy with the gradient hooks and attributes of parameters, which `deepcopy` drops.
 
     Hooks are shared functions: a hook whose closure holds the model still holds the original.
     """
-    copied: nn.Module = copy.deepcopy(model)
+    copied = deep_copy(model)
     for first, second in zip(model.parameters(), copied.parameters(), strict=True):
         _copy_attributes(first, second)
         for hook in _hooks(first, "_backward_hooks"):

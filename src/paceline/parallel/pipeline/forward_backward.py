@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError
 
 from paceline.data.work import LoadedBatch
 from paceline.models.dropout import name_dropouts
@@ -38,6 +39,7 @@ from paceline.parallel.pipeline.p2p import StageTransport
 from paceline.parallel.pipeline.rechunk import PartReceiver, changed_buffer_error, slice_batch
 from paceline.parallel.pipeline.split_backward import SplitBackward, UnsplitBackward, split_backward
 from paceline.parallel.pipeline.stage_partition import StagePartition
+from paceline.parallel.recompute import explain_checkpoint_error
 from paceline.parallel.rng_state import (
     GeneratorStates,
     append_rng_state,
@@ -317,7 +319,10 @@ class ChunkExecutor:
         num_samples = in_flight_batch.num_samples
         self._seed(in_flight_batch.key, part_samples(num_samples, self._num_parts, action.part), num_samples)
         self.buffers.swap_in(in_flight_batch.buffers if again is None else again)
-        yield
+        try:
+            yield
+        except CheckpointError as error:
+            raise explain_checkpoint_error(error) from error
         # Not in a finally: after an error, `abort_step` restores the buffers.
         in_flight_batch.buffers = self.buffers.swap_out(
             action.micro_batch, action.chunk, counts=counts and again is None

@@ -11,7 +11,6 @@ bit by bit on the samples that were tried; between its links there are only tens
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 from paceline.data.loader import collate_samples
 from paceline.errors import TaskError, format_count
 from paceline.models.dropout import name_dropouts
+from paceline.models.module_copy import deep_copy
 from paceline.models.training_mode import enter_training, restored_modes
 from paceline.parallel.batch_gather import WholeBatch, gather_scope
 from paceline.parallel.model_buffers import MicroBatchBuffers
@@ -162,7 +162,7 @@ def check_chain(task: Task, model: nn.Module, links: Sequence[nn.Module]) -> Non
     without_memory = any(p.is_meta for p in model.parameters())
     # Without values, only shapes and dtypes can be compared.
     if without_memory:
-        model = copy.deepcopy(model).to("meta")
+        model = deep_copy(model).to("meta")
         links = module_chain(task, model)
     device = next(model.parameters()).device
     # Two samples, since BatchNorm may reject a single one in training.
@@ -233,7 +233,7 @@ def _call_seeded(model: nn.Module, module: Callable[..., Any], call: ModelCall, 
 
 
 def _call_chain(links: Sequence[nn.Module], *inputs: Any, **named: Any) -> Any:
-    """Return the result of a chain; raise TaskError if anything but tensors is between two links."""
+    """Return the result of a chain; raise TaskError if anything but dense tensors is between two links."""
     x = links[0](*inputs, **named)
     for previous, link in pairwise(links):
         if not all(isinstance(value, Tensor) for value in as_tuple(x)):
@@ -241,8 +241,28 @@ def _call_chain(links: Sequence[nn.Module], *inputs: Any, **named: Any) -> Any:
                 f"{type(previous).__name__} returns {type(x).__name__}, but stages can only send tensors",
                 next_step="return a tensor or a tuple of tensors, which are the arguments of the next module",
             )
+        kinds = [_kind_of_memory(value) for value in as_tuple(x)]
+        unsendable = next((kind for kind in kinds if kind), None)
+        if unsendable is not None:
+            raise TaskError(
+                f"{type(previous).__name__} returns a {unsendable} tensor, but stages only send dense tensors",
+                next_step="pad the samples of a batch in collate, and pass their lengths or a mask; or choose"
+                " a strategy without pipeline",
+            )
         x = link(*as_tuple(x))
     return x
+
+
+def _kind_of_memory(t: Tensor) -> str:
+    """Return "nested" or "sparse"; empty if a tensor is dense."""
+    return "nested" if t.is_nested else "" if t.layout == torch.strided else "sparse"
+
+
+def _as_dense(t: Tensor) -> Tensor:
+    """Return the values of a nested or sparse tensor as a dense one."""
+    if t.is_nested:
+        return torch.cat([part.reshape(-1) for part in t.unbind()])
+    return t if t.layout == torch.strided else t.to_dense()
 
 
 def as_tuple(x: Any) -> tuple[Any, ...]:
@@ -282,6 +302,7 @@ def _describe_value_difference(name: str, expected: Any, actual: Any) -> str:
         return (
             f"value {name} is {type(expected).__name__} in the model and {type(actual).__name__} in the chain"
         )
+    expected, actual = _as_dense(expected), _as_dense(actual)
     kinds = [f"{t.dtype} {list(t.shape)}".removeprefix("torch.") for t in (expected, actual)]
     if kinds[0] != kinds[1]:
         return f"value {name} is {kinds[0]} in the model and {kinds[1]} in the chain"

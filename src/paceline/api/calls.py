@@ -243,8 +243,8 @@ def train(
         return train_here(
             recipe, task, base_dir=base_dir, resume=resume, console=console, name=name, callbacks=callbacks
         )
-    options = {"base_dir": base_dir, "resume": resume, "name": name or run_name_of_call(recipe, task)}
-    options |= {"callbacks": callbacks}
+    options: dict[str, Any] = {"base_dir": base_dir, "resume": resume, "callbacks": callbacks}
+    options["name"] = name or run_name_of_call(recipe, task)
     call = call_on_processes(
         train_here, recipe, task, options, processes=cast(int, processes), console=console, reports=True
     )

@@ -14,8 +14,8 @@ _CONTAINERS = (list, tuple, dict)
 def deep_copy(model: nn.Module, known: Mapping[int, Any] | None = None) -> nn.Module:
     """Return a deep copy of a module.
 
-    PyTorch refuses to copy a tensor that autograd has made. Of one that a module keeps in an attribute, such as
-    an attention map or an auxiliary loss, the copy has the value without the graph.
+    PyTorch refuses to copy a tensor that autograd has made. Of one that a module keeps in an attribute, such
+    as an attention map or an auxiliary loss, the copy has the value without the graph.
 
     Args:
         known: what replaces some objects in the copy, by their `id`, as in the memo of `copy.deepcopy`.

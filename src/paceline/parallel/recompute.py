@@ -31,7 +31,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import CheckpointError, checkpoint, get_device_states, set_device_states
 
 from paceline.errors import TaskError
-from paceline.parallel.rng_state import GeneratorStates
+from paceline.parallel.rng_state import RngStates
 
 ContextManager = AbstractContextManager[Any]
 CheckpointContexts = Callable[[], tuple[ContextManager, ContextManager]]
@@ -73,17 +73,17 @@ class _ForwardContext(AbstractContextManager[None]):
     def __init__(self, places: Sequence[_BufferPlace]) -> None:
         self._places = places
         self.before: list[tuple[_BufferPlace, Tensor]] = []
-        self.generators: GeneratorStates | None = None
+        self.generators: RngStates | None = None
 
     def __enter__(self) -> None:
-        self.generators = GeneratorStates.current()
+        self.generators = RngStates.current()
         held = [(buffer_place, buffer_place[0][buffer_place[1]]) for buffer_place in self._places]
         # Copies, since version counters do not show the changes: BatchNorm does not count its writes.
         self.before = [(buffer_place, b.detach().clone()) for buffer_place, b in held if b is not None]
 
     def __exit__(self, *_: object) -> None:
         assert self.generators is not None
-        if not {"random", "numpy.random"} & {*GeneratorStates.current().advanced(self.generators)}:
+        if not {"random", "numpy.random"} & {*RngStates.current().advanced(self.generators)}:
             self.generators = None
 
 
@@ -104,7 +104,7 @@ class _RecomputeContext(AbstractContextManager[None]):
             # A clone each time: in a segment, a block may be repeated more than once.
             table[name] = copy.clone()
         if self._first.generators is not None:
-            self._current_generators = GeneratorStates.current()
+            self._current_generators = RngStates.current()
             self._first.generators.restore()
 
     def __exit__(self, *error: Any) -> None:

@@ -51,7 +51,7 @@ def seed_micro_batch(key: int, device: torch.device | None, dropouts: Iterable[K
 
 
 @dataclass(frozen=True)
-class GeneratorStates:
+class RngStates:
     """States of the global generators of one process.
 
     Args:
@@ -65,7 +65,7 @@ class GeneratorStates:
     numpy: tuple[Any, ...]
 
     @classmethod
-    def current(cls) -> GeneratorStates:
+    def current(cls) -> RngStates:
         """Return copies of the present states."""
         return cls(torch.default_generator.get_state(), random.getstate(), _numpy_state())
 
@@ -75,7 +75,7 @@ class GeneratorStates:
         random.setstate(self.python)
         np.random.set_state(self.numpy)
 
-    def advanced(self, earlier: GeneratorStates) -> list[str]:
+    def advanced(self, earlier: RngStates) -> list[str]:
         """Return the names of the generators that have been used since `earlier`."""
         used = {
             "torch": not torch.equal(self.torch_cpu, earlier.torch_cpu),
@@ -97,7 +97,7 @@ class GeneratorStates:
         return torch.cat([torch.frombuffer(bytearray(packed), dtype=torch.uint8), self.torch_cpu])
 
     @classmethod
-    def from_bytes(cls, message: Tensor) -> GeneratorStates:
+    def from_bytes(cls, message: Tensor) -> RngStates:
         """Return the states that `to_bytes` has packed."""
         packed = message.cpu()
         words = _OTHER_STATES.unpack(packed[: _OTHER_STATES.size].numpy().tobytes())
@@ -132,7 +132,7 @@ def _numpy_words(state: tuple[Any, ...]) -> tuple[Any, ...]:
 @contextmanager
 def preserved_generators() -> Iterator[None]:
     """Restore the states of the global generators, also those of GPUs, after the block."""
-    before = GeneratorStates.current()
+    before = RngStates.current()
     with torch.random.fork_rng():
         try:
             yield
@@ -141,7 +141,7 @@ def preserved_generators() -> Iterator[None]:
 
 
 def append_rng_state(
-    tensors: Sequence[Tensor], fresh: GeneratorStates | None, device: torch.device
+    tensors: Sequence[Tensor], fresh: RngStates | None, device: torch.device
 ) -> tuple[Sequence[Tensor], float]:
     """Append the states of the global generators to the outputs of a chunk that has drawn from one of them.
 
@@ -150,13 +150,13 @@ def append_rng_state(
     Returns:
         The tensors to send, and 1.0 if the states are the last of them, else 0.0.
     """
-    states = GeneratorStates.current() if fresh is not None else None
+    states = RngStates.current() if fresh is not None else None
     if states is None or fresh is None or not states.advanced(fresh):
         return tensors, 0.0
     return [*tensors, states.to_bytes().to(device)], 1.0
 
 
-def require_unchanged_rng(earlier: GeneratorStates | None) -> None:
+def require_unchanged_rng(earlier: RngStates | None) -> None:
     """Require that the forward of a part of a micro-batch has not used a global generator.
 
     Numbers drawn for a part differ from those drawn for the same samples in the whole micro-batch.
@@ -166,7 +166,7 @@ def require_unchanged_rng(earlier: GeneratorStates | None) -> None:
     Raises:
         TaskError: a generator has advanced since.
     """
-    used = GeneratorStates.current().advanced(earlier) if earlier is not None else []
+    used = RngStates.current().advanced(earlier) if earlier is not None else []
     if used:
         raise TaskError(
             f"the forward draws from {describe_generator(used[0])}, and a part of a micro-batch would draw"

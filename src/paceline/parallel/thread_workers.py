@@ -30,7 +30,7 @@ from paceline.parallel.data_parallel import ReplicatedRunner
 from paceline.parallel.mixed_precision import MixedPrecision
 from paceline.parallel.model_buffers import MicroBatchBuffers
 from paceline.parallel.model_runner import LossSums, MetricNames, ModelFunction, ModelRunner
-from paceline.parallel.rng_state import GeneratorStates, describe_generator
+from paceline.parallel.rng_state import RngStates, describe_generator
 from paceline.parallel.sharded_model import ShardedModel, unsharded_model
 from paceline.state.slot import TensorSlot
 from paceline.task import LossFunction
@@ -178,10 +178,10 @@ class GlobalRngGuard:
     """
 
     def __enter__(self) -> None:
-        self._before = GeneratorStates.current()
+        self._before = RngStates.current()
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        used = GeneratorStates.current().advanced(self._before) if error is None else []
+        used = RngStates.current().advanced(self._before) if error is None else []
         if used:
             raise TaskError(
                 f"the model or its loss draws from {describe_generator(used[0])}, and all lanes would share"

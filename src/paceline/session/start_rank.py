@@ -76,16 +76,17 @@ def connected(
     device = choose_device(recipe.runtime.device, cluster.local_rank, cluster.local_world_size)
     num_threads = torch.get_num_threads()
     torch.set_num_threads(choose_threads(recipe, cluster.local_world_size, find_cores()).number)
+    completed = False
     try:
         runtime = recipe.runtime
         patience = SetupDeadline(runtime.setup_deadline_seconds, log)
         cluster = cluster.connect(device.type, runtime.deadline_seconds, patience)
         yield cluster, device
-    except Exception:
-        cluster.abandon()
-        raise
+        completed = True
     finally:
         torch.set_num_threads(num_threads)
+        if not completed:
+            cluster.abandon()
     # Not in a `finally`: after an error the other ranks may be gone, and disconnecting would wait for
     # them.
     cluster.disconnect()

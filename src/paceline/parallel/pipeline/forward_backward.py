@@ -41,7 +41,7 @@ from paceline.parallel.pipeline.split_backward import SplitBackward, UnsplitBack
 from paceline.parallel.pipeline.stage_partition import StagePartition
 from paceline.parallel.recompute import explain_checkpoint_error
 from paceline.parallel.rng_state import (
-    GeneratorStates,
+    RngStates,
     append_rng_state,
     require_unchanged_rng,
     seed_micro_batch,
@@ -339,7 +339,7 @@ class ChunkExecutor:
 
     def _receive_inputs(
         self, action: PipelineAction, num_samples: int = 0
-    ) -> tuple[list[Tensor], GeneratorStates | None]:
+    ) -> tuple[list[Tensor], RngStates | None]:
         """Return the tensors that the previous chunk has sent, as leaves, and the states of its generators.
 
         Args:
@@ -350,7 +350,7 @@ class ChunkExecutor:
             return [], None
         self._phases.begin("communication")
         received, has_rng_state = self._inbox.take(source[0], action, num_samples)
-        rng_state = GeneratorStates.from_bytes(received.pop()) if has_rng_state else None
+        rng_state = RngStates.from_bytes(received.pop()) if has_rng_state else None
         # Leaves: the backward of this chunk ends here, and their gradients are sent back.
         with_grad = torch.is_grad_enabled()
         return [x.requires_grad_(with_grad and _can_have_gradient(x)) for x in received], rng_state
@@ -374,11 +374,11 @@ class ChunkExecutor:
         batch: Any,
         function: ModelFunction,
         inputs: Sequence[Tensor],
-        rng_state: GeneratorStates | None,
+        rng_state: RngStates | None,
         weights: WeightByName | None = None,
     ) -> list[Tensor]:
         """Run the links of a chunk; return its outputs, or on the last chunk what the function returns."""
-        fresh = GeneratorStates.current() if self._seeded is not None else None
+        fresh = RngStates.current() if self._seeded is not None else None
         chunk, receiver = self.chunks[action.chunk], self._next(action)
 
         # A function, since on the last chunk the loss decides when the model is called.
@@ -411,7 +411,7 @@ class ChunkExecutor:
         return scaled_loss
 
     def _send(
-        self, receiver: tuple[int, PipelineAction], outputs: Sequence[Tensor], fresh: GeneratorStates | None
+        self, receiver: tuple[int, PipelineAction], outputs: Sequence[Tensor], fresh: RngStates | None
     ) -> list[Tensor]:
         """Send the outputs, with the states of the global generators if a chunk has drawn from one."""
         tensors, has_rng_state = append_rng_state(outputs, fresh, self._device)

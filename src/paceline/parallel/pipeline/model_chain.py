@@ -245,7 +245,7 @@ def _call_chain(links: Sequence[nn.Module], *inputs: Any, **named: Any) -> Any:
         unsendable = next((kind for kind in kinds if kind), None)
         if unsendable is not None:
             raise TaskError(
-                f"{type(previous).__name__} returns a {unsendable} tensor, but stages only send dense tensors",
+                f"{type(previous).__name__} returns a {unsendable} tensor, but stages only send dense ones",
                 next_step="pad the samples of a batch in collate, and pass their lengths or a mask; or choose"
                 " a strategy without pipeline",
             )

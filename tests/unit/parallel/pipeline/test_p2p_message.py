@@ -16,7 +16,7 @@ from paceline.parallel.pipeline.p2p_message import (
     next_first_part_bytes,
     parse_first_part,
 )
-from paceline.parallel.rng_state import GeneratorStates, seed_micro_batch
+from paceline.parallel.rng_state import RngStates, seed_micro_batch
 
 TYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool, torch.complex128)
 tensors = st.lists(
@@ -65,14 +65,14 @@ def drawn() -> list[float]:
 
 
 def test_all_generators_go_on_from_states_that_came_behind_other_tensors() -> None:
-    before = GeneratorStates.current()
+    before = RngStates.current()
     for number_drawn in range(3):
         seed_micro_batch(7, torch.device("cpu"), ())
         for _ in range(number_drawn):
             drawn()
-        _, message = taken(torch.ones(100), GeneratorStates.current().to_bytes())
+        _, message = taken(torch.ones(100), RngStates.current().to_bytes())
         right = drawn()
-        GeneratorStates.from_bytes(message).restore()
+        RngStates.from_bytes(message).restore()
         assert drawn() == right
     before.restore()
 

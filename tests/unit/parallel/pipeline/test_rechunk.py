@@ -16,7 +16,7 @@ from paceline.parallel.model_runner import LossSums, MetricNames
 from paceline.parallel.pipeline import partition_model
 from paceline.parallel.pipeline.model_chain import WritableInput
 from paceline.parallel.pipeline.rechunk import PartReceiver, slice_batch
-from paceline.parallel.rng_state import GeneratorStates, require_unchanged_rng
+from paceline.parallel.rng_state import RngStates, require_unchanged_rng
 from paceline.pipeline_schedule import PipelineAction, part_samples
 
 SAMPLES = 5
@@ -159,7 +159,7 @@ def test_samples_that_do_not_see_each_other_are_not_refused() -> None:
 
 @pytest.mark.capability("D9")
 def test_who_draws_from_the_generator_of_pytorch_is_named() -> None:
-    earlier_state = GeneratorStates.current()
+    earlier_state = RngStates.current()
     require_unchanged_rng(None)
     require_unchanged_rng(earlier_state)
     torch.rand(1)

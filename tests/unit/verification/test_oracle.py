@@ -107,6 +107,7 @@ def test_reading_leaves_every_generator_as_it_was() -> None:
 PLAIN = ("oracle", "plain_optimizer")
 SHARED = {
     "BatchOrder",
+    "BufferRule",
     "MicroBatch",
     "to_device",
     "key",

@@ -296,7 +296,7 @@ class _RequestSampler:
 
 
 def _request(micro_batch: MicroBatch) -> ReadRequest:
-    return ReadRequest(micro_batch.indices.tolist(), micro_batch.key, micro_batch.sample_key)
+    return ReadRequest(micro_batch.indices.tolist(), micro_batch.key, (micro_batch.seed, micro_batch.step))
 
 
 @contextmanager

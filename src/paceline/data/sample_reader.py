@@ -156,7 +156,7 @@ class ReadRequest(NamedTuple):
 
     indices: list[int]
     key: int
-    sample_key: int
+    seed_and_step: tuple[int, int]
 
 
 class ReadReply(NamedTuple):
@@ -198,7 +198,7 @@ class MicroBatchReader(Dataset[ReadReply]):
             return ReadReply(None, 0, 0, error, "".join(traceback.format_exception(error)))
         return ReadReply(batch, self._cache.hits - hits, self._cache.lookups - lookups)
 
-    def read(self, indices: list[int], micro_batch_key: int, sample_key: int) -> Any:
+    def read(self, indices: list[int], micro_batch_key: int, seed_and_step: tuple[int, int]) -> Any:
         """Read and collate samples.
 
         Raises:
@@ -208,12 +208,12 @@ class MicroBatchReader(Dataset[ReadReply]):
         if batch is not None:
             return batch
         with seeded_generators(_UNDRAWN_SEED, self._numpy_bits):
-            samples = self._samples(indices, sample_key)
+            samples = self._samples(indices, seed_and_step)
             _seed_generators(key(micro_batch_key, "loader"))
             with self._describe_errors(indices, "cannot be collated", samples=samples):
                 return self._collate(samples)
 
-    def _samples(self, indices: list[int], sample_key: int) -> list[Any]:
+    def _samples(self, indices: list[int], seed_and_step: tuple[int, int]) -> list[Any]:
         if self._cache.capacity_bytes:
             return self._cached_samples(indices)
         # Seeding costs more than reading a small sample, so it waits until the source has drawn a number.
@@ -222,10 +222,11 @@ class MicroBatchReader(Dataset[ReadReply]):
             if self._next_numbers() == self._undrawn:
                 return samples
             self._source_draws = True
-        return [self._seeded_sample(index, sample_key) for index in indices]
+        return [self._seeded_sample(index, seed_and_step) for index in indices]
 
-    def _seeded_sample(self, index: int, sample_key: int) -> Any:
-        _seed_generators(key(sample_key, index))
+    def _seeded_sample(self, index: int, seed_and_step: tuple[int, int]) -> Any:
+        seed, step = seed_and_step
+        _seed_generators(key(seed, "sample", step, index))
         return self._fetch([index])[0]
 
     def _next_numbers(self) -> tuple[int, int, int]:

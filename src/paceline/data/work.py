@@ -28,8 +28,8 @@ class MicroBatch:
         indices: sample indices, int64 [N], N >= 1; read-only.
         key: seed of all random numbers in this micro-batch; the same on any rank.
         version: number of updates of the weights with which it is computed; None: the rank's current ones.
-        sample_key: with the index of a sample, the seed of what is drawn while it is read; the same for all
-            shards of a step, so it does not depend on how the batch is divided.
+        seed: of the run; with the step and the index of a sample, it seeds what is drawn while that is read,
+            however the batch is divided.
     """
 
     step: int
@@ -37,7 +37,7 @@ class MicroBatch:
     indices: SampleIndices
     key: int
     version: int | None = None
-    sample_key: int = 0
+    seed: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,7 +157,6 @@ class LockstepWork:
         # The shards of a replica are neighbours, so one range of the order covers all of them.
         first, last = places[0][1].start, places[-1][1].stop
         indices = self.order.batch(step, range(first, last))
-        sample_key = key(self.seed, "samples", step)
         # All micro-batches are views of this array, so nothing may write to it.
         indices.flags.writeable = False
         return tuple(
@@ -167,7 +166,7 @@ class LockstepWork:
                 indices[p.start - first : p.stop - first],
                 key(self.seed, "unit", step, shard),
                 version,
-                sample_key,
+                self.seed,
             )
             for shard, p in places
         )

@@ -13,8 +13,8 @@ its argument: the batch is whole there.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar, Token
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
@@ -92,6 +92,12 @@ class WholeBatch:
     def gather(self, x: Tensor) -> Tensor:
         self.num_calls += 1
         return x
+
+
+def whole_batch_scope() -> AbstractContextManager[GatherScope]:
+    """Return the context manager of an evaluation or a check: the scope of a check that runs it is kept."""
+    scope = _SCOPE.get()
+    return gather_scope(scope if isinstance(scope, WholeBatch) else WholeBatch())
 
 
 class RankGather:
@@ -186,15 +192,17 @@ class GatheringLoss:
 
     def __call__(self, model: Any, batch: Any) -> Loss:
         """Return the loss of the inner function, or this rank's share of it if the function has gathered."""
-        # A check runs in a scope of its own, and an evaluation without gradients, also inside an own loop.
-        if isinstance(_SCOPE.get(), WholeBatch):
-            return self._loss(model, batch)
-        if not torch.is_grad_enabled():
-            with gather_scope(WholeBatch()):
-                return self._loss(model, batch)
-        before = self._ranks.num_calls
-        with gather_scope(self._ranks):
+        # Few calls, because this runs in every micro-batch: the token of the new scope has the old one.
+        ranks = self._ranks
+        before, token = ranks.num_calls, _SCOPE.set(ranks)
+        try:
+            if token.old_value is not Token.MISSING and token.old_value is not None:
+                # An evaluation or a check has a scope of its own.
+                with gather_scope(token.old_value):
+                    return self._loss(model, batch)
             loss = self._loss(model, batch)
-        if self._ranks.num_calls == before or not isinstance(loss, Loss):
+        finally:
+            _SCOPE.reset(token)
+        if ranks.num_calls == before or not isinstance(loss, Loss):
             return loss
-        return self._ranks.share(loss)
+        return ranks.share(loss)

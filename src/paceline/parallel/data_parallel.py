@@ -25,8 +25,8 @@ from paceline.errors import TaskError
 from paceline.models.dropout import name_dropouts
 from paceline.models.training_mode import enter_training, evaluating
 from paceline.observe.step_stats import PhaseTimer
-from paceline.parallel.batch_gather import WholeBatch, gather_scope
-from paceline.parallel.forward_errors import ForwardErrors
+from paceline.parallel.batch_gather import whole_batch_scope
+from paceline.parallel.forward_errors import FORWARD_ERRORS, explain_forward_error
 from paceline.parallel.gradient_hooks import GradientHooks
 from paceline.parallel.mixed_precision import MixedPrecision
 from paceline.parallel.model_buffers import MicroBatchBuffers
@@ -212,8 +212,7 @@ class ReplicatedRunner:
 
     def _forward_backward(self, micro_batch: MicroBatch, batch: Any, sums: LossSums, scale: float) -> None:
         self._phases.begin("forward")
-        with ForwardErrors(micro_batch, batch, self._runs_alone):
-            loss = self._run_forward(micro_batch, batch)
+        loss = self._run_forward(micro_batch, batch)
         sums.add(loss)
         self._phases.begin("backward")
         try:
@@ -229,14 +228,15 @@ class ReplicatedRunner:
         try:
             with self._write_guard, self.precision.autocast():
                 return check_loss(self._loss(self._model, batch))
-        except ValueError as error:
+        except FORWARD_ERRORS as error:
             raise_for_too_few_values(error, len(micro_batch.indices))
+            explain_forward_error(error, micro_batch, batch, self._runs_alone)
             raise
 
     def _run_alone(self, batch: Any) -> None:
         """Run the loss on a part of a micro-batch that has failed, to find out which samples are wrong."""
         self._model.eval()
-        with torch.no_grad(), self.precision.autocast(), gather_scope(WholeBatch()):
+        with torch.no_grad(), self.precision.autocast(), whole_batch_scope():
             self._loss(self._model, batch)
 
     def _runs_alone(self) -> Callable[[Any], object] | None:
@@ -251,16 +251,16 @@ class ReplicatedRunner:
         self.buffers.abort_step()
 
     def forward_only(self, micro_batches: Iterable[LoadedBatch], function: ModelFunction) -> None:
-        with torch.no_grad(), evaluating(self._model):
+        with torch.no_grad(), evaluating(self._model), whole_batch_scope():
             self.sharded_model.use.begin()
             for loaded in micro_batches:
                 self.sharded_model.use.next()
-                with (
-                    self.precision.autocast(),
-                    self.sharded_model.seen(loaded.batch) as batch,
-                    ForwardErrors(loaded.micro_batch, batch, self._runs_alone),
-                ):
-                    self._evaluation_call(function, self._model, batch)
+                with self.precision.autocast(), self.sharded_model.seen(loaded.batch) as batch:
+                    try:
+                        self._evaluation_call(function, self._model, batch)
+                    except FORWARD_ERRORS as error:
+                        explain_forward_error(error, loaded.micro_batch, batch, self._runs_alone)
+                        raise
             self.sharded_model.use.end()
 
     def evaluate(self, micro_batches: Iterable[LoadedBatch]) -> LossSums:

@@ -8,7 +8,6 @@ only where a rank has the whole model and no forward communicates.
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -25,45 +24,42 @@ RunAlone = Callable[[Any], object]
 """Function that runs a forward on a part of a batch."""
 
 
-class ForwardErrors:
-    """Context manager that adds to errors of the user's code which samples it ran on.
+FORWARD_ERRORS = (
+    *(ArithmeticError, AssertionError, AttributeError, LookupError, NameError),
+    *(RuntimeError, TypeError, ValueError),
+)
+"""Errors of the user's code; those of Paceline say by themselves what is wrong."""
+
+
+def explain_forward_error(
+    error: Exception,
+    micro_batch: MicroBatch,
+    batch: Any,
+    runs_alone: Callable[[], RunAlone | None] = lambda: None,
+) -> None:
+    """Add to an error of the user's code which samples it ran on.
 
     Args:
         micro_batch: the samples.
         batch: the same, collated.
         runs_alone: returns the function that runs the forward on a part of the batch; None: it cannot be
-            repeated on this rank alone. Called only after an error.
+            repeated on this rank alone.
     Raises:
         DataError: some of the samples fail alone with the same type of error, and others do not.
     """
-
-    def __init__(
-        self, micro_batch: MicroBatch, batch: Any, runs_alone: Callable[[], RunAlone | None] = lambda: None
-    ) -> None:
-        self._micro_batch, self._batch, self._runs_alone = micro_batch, batch, runs_alone
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if not isinstance(error, Exception) or isinstance(error, PacelineError):
-            return
-        indices, batch = self._micro_batch.indices.tolist(), self._batch
-        place = f"step {self._micro_batch.step}"
-        run_alone = None if _is_of_machine(error) else self._runs_alone()
-        failing = [] if run_alone is None else _failing(error, batch, indices, run_alone)
-        if not failing:
-            error.add_note(f"in {place}, with the samples {_shown(indices)}: {describe_batch(batch)}")
-            return
-        others = f" (so do the samples {_shown(failing[1:])})" if len(failing) > 1 else ""
-        raise DataError(
-            f"the loss fails for sample {failing[0]}: {type(error).__name__}: {error}",
-            where=f"{place}, samples {_shown(indices)}: {describe_batch(batch)}",
-            next_step="look at this sample: a label out of range, a value that the model does not expect;"
-            f" repair it or leave it out{others}",
-        ) from error
+    indices, place = micro_batch.indices.tolist(), f"step {micro_batch.step}"
+    run_alone = None if _is_of_machine(error) else runs_alone()
+    failing = [] if run_alone is None else _failing(error, batch, indices, run_alone)
+    if not failing:
+        error.add_note(f"in {place}, with the samples {_shown(indices)}: {describe_batch(batch)}")
+        return
+    others = f" (so do the samples {_shown(failing[1:])})" if len(failing) > 1 else ""
+    raise DataError(
+        f"the loss fails for sample {failing[0]}: {type(error).__name__}: {error}",
+        where=f"{place}, samples {_shown(indices)}: {describe_batch(batch)}",
+        next_step="look at this sample: a label out of range, a value that the model does not expect;"
+        f" repair it or leave it out{others}",
+    ) from error
 
 
 def describe_batch(batch: Any) -> str:
@@ -96,7 +92,10 @@ def _failing(error: Exception, batch: Any, indices: list[int], run_alone: RunAlo
     for place, index in enumerate(indices):
         try:
             run_alone(_one_sample(batch, place, len(indices)))
-        except type(error):
+        except (*FORWARD_ERRORS, PacelineError) as alone:
+            # Another error says nothing about this one: the loss may need gradients, or more samples.
+            if type(alone) is not type(error):
+                return []
             failing.append(index)
     return failing if len(failing) < len(indices) else []
 

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from paceline.comm.reduction.gradients import GradientSink
 from paceline.data.work import LoadedBatch
 from paceline.errors import TaskError, format_count
-from paceline.parallel.batch_gather import WholeBatch, gather_scope
 from paceline.parallel.model_buffers import MicroBatchBuffers
 from paceline.parallel.sharded_model import ShardedModel
 from paceline.state.slot import TensorSlot
@@ -124,7 +123,7 @@ def _read_scalars(scalars: list[Tensor]) -> list[float]:
     return values
 
 
-def raise_for_too_few_values(error: ValueError, num_samples: int) -> None:
+def raise_for_too_few_values(error: Exception, num_samples: int) -> None:
     """Raise a TaskError in place of PyTorch's error for BatchNorm of a single value.
 
     Args:
@@ -189,8 +188,7 @@ class EvaluationCall:
                 if not is_missing_graph(error):
                     raise
                 self._needs_graph = True
-        # In evaluation the batch is whole, although gradients are enabled.
-        with torch.enable_grad(), gather_scope(WholeBatch()):
+        with torch.enable_grad():
             function(model, batch)
 
 

@@ -188,7 +188,7 @@ class PlainMicroBatches:
                 shard,
                 whole[ends[shard] : ends[shard + 1]],
                 key(self.seed, "unit", step, shard),
-                sample_key=key(self.seed, "samples", step),
+                seed=self.seed,
             )
             for shard in range(self.num_shards)
             if ends[shard] < ends[shard + 1]
@@ -203,7 +203,7 @@ def read_micro_batch(task: Task, micro_batch: MicroBatch) -> Any:
     """
     samples: list[Any] = []
     for index in map(int, micro_batch.indices):
-        with generators_seeded(key(micro_batch.sample_key, index)):
+        with generators_seeded(key(micro_batch.seed, "sample", micro_batch.step, index)):
             samples += read_samples(task, [index])
     with generators_seeded(key(micro_batch.key, "loader")):
         return collate(task, samples)

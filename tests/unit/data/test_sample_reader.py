@@ -149,26 +149,28 @@ def test_tensors_that_are_collated_in_another_way_are_left_to_it(monkeypatch: py
 
 def test_an_own_collate_function_gets_the_samples() -> None:
     assert not uses_default_collate(len)
-    reply = MicroBatchReader(tensors(), len, SampleCache(0))[ReadRequest(INDICES, 1, 0)]
+    reply = MicroBatchReader(tensors(), len, SampleCache(0))[ReadRequest(INDICES, 1, (0, 0))]
     assert reply.batch == len(INDICES)
 
 
 def test_noise_is_still_drawn_by_the_key_of_the_sample() -> None:
     reader = MicroBatchReader(Noisy(torch.zeros(40)), default_collate, SampleCache(0))
-    first, again, other = (reader[ReadRequest(INDICES, key, key // 2)].batch[0] for key in (0, 1, 2))
+    first, again, other = (reader[ReadRequest(INDICES, key, (0, key // 2))].batch[0] for key in (0, 1, 2))
     assert torch.equal(first, again) and not torch.equal(first, other)
 
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_the_sample_to_blame_is_named(name: str) -> None:
-    reply = MicroBatchReader(SOURCES[name](), default_collate, SampleCache(0))[ReadRequest([3, 4000], 1, 0)]
+    reply = MicroBatchReader(SOURCES[name](), default_collate, SampleCache(0))[
+        ReadRequest([3, 4000], 1, (0, 0))
+    ]
     assert isinstance(reply.failure, DataError)
     assert "sample 4000 cannot be read" in str(reply.failure)
 
 
 def test_a_cache_keeps_single_samples() -> None:
     reader = MicroBatchReader(tensors(), default_collate, SampleCache(1 << 20))
-    assert [reader[ReadRequest(INDICES, 1, 0)].hits for _ in range(2)] == [0, len(INDICES)]
+    assert [reader[ReadRequest(INDICES, 1, (0, 0))].hits for _ in range(2)] == [0, len(INDICES)]
 
 
 SAMPLE = torch.zeros(1000, dtype=torch.uint8)

@@ -22,7 +22,7 @@ from paceline.models.dropout import name_dropouts
 from paceline.models.training_mode import enter_training
 from paceline.observe.step_stats import PhaseTimer
 from paceline.parallel.data_parallel import InPlaceWriteGuard
-from paceline.parallel.forward_errors import ForwardErrors
+from paceline.parallel.forward_errors import FORWARD_ERRORS, explain_forward_error
 from paceline.parallel.mixed_precision import MixedPrecision
 from paceline.parallel.model_buffers import MicroBatchBuffers
 from paceline.parallel.model_runner import LossSums, ModelFunction, check_loss, raise_for_too_few_values
@@ -238,16 +238,12 @@ class ChunkExecutor:
         # Micro-batches in flight share the modules, so each has buffers of its own until its backward.
         self.buffers.swap_in()
         try:
-            with (
-                self._seen(local_batch) as batch,
-                self._in_place_guard,
-                self.precision.autocast(),
-                ForwardErrors(micro_batch, batch),
-            ):
+            with self._seen(local_batch) as batch, self._in_place_guard, self.precision.autocast():
                 loss_function = self._scaled_loss(sums, scale, continues_micro_batch=samples.start > 0)
                 outputs = self._run_links(action, batch, loss_function, inputs, rng_state, weights)
-        except ValueError as error:
+        except FORWARD_ERRORS as error:
             raise_for_too_few_values(error, len(samples))
+            explain_forward_error(error, micro_batch, local_batch)
             raise
         buffers = self.buffers.swap_out(action.micro_batch, action.chunk)
         if self._num_parts > 1 and self.buffers.changed:
@@ -262,12 +258,12 @@ class ChunkExecutor:
         for chunk in range(len(self.chunks)):
             action = PipelineAction("F", 0, chunk)
             inputs, rng_state = self._receive_inputs(action)
-            with (
-                self.precision.autocast(),
-                self._seen(loaded.batch) as batch,
-                ForwardErrors(loaded.micro_batch, batch),
-            ):
-                self._run_links(action, batch, function, inputs, rng_state)
+            try:
+                with self.precision.autocast(), self._seen(loaded.batch) as batch:
+                    self._run_links(action, batch, function, inputs, rng_state)
+            except FORWARD_ERRORS as error:
+                explain_forward_error(error, loaded.micro_batch, loaded.batch)
+                raise
 
     def backward(
         self,

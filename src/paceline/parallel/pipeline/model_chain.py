@@ -25,7 +25,7 @@ from paceline.errors import TaskError, format_count
 from paceline.models.dropout import name_dropouts
 from paceline.models.module_copy import deep_copy
 from paceline.models.training_mode import enter_training, restored_modes
-from paceline.parallel.batch_gather import WholeBatch, gather_scope
+from paceline.parallel.batch_gather import whole_batch_scope
 from paceline.parallel.model_buffers import MicroBatchBuffers
 from paceline.parallel.model_runner import ModelFunction, is_missing_graph
 from paceline.parallel.rng_state import preserved_generators, seed_micro_batch
@@ -41,7 +41,7 @@ class ModelCall(NamedTuple):
 
 def record_call(loss: ModelFunction, batch: Any, *, training: bool) -> ModelCall:
     """Return what a loss calls the model with, for one batch that is whole."""
-    with gather_scope(WholeBatch()):
+    with whole_batch_scope():
         return CallRecorder().record(loss, batch, training=training)
 
 
@@ -203,7 +203,7 @@ def _require_own_model(loss: LossFunction, answer: Any, batch: Any) -> None:
     Raises:
         TaskError: it has.
     """
-    with torch.enable_grad(), gather_scope(WholeBatch()), describe_missing_graph():
+    with torch.enable_grad(), whole_batch_scope(), describe_missing_graph():
         loss_of_output = loss(OutputStandIn(partial(_identity, answer)), batch)
     if (
         isinstance(loss_of_output, Loss)

@@ -28,6 +28,7 @@ from paceline.comm.reduction.summation_tree import covering_nodes
 from paceline.data.work import LoadedBatch
 from paceline.models.training_mode import evaluating
 from paceline.observe.step_stats import PhaseTimer
+from paceline.parallel.batch_gather import whole_batch_scope
 from paceline.parallel.data_parallel import ReplicatedRunner
 from paceline.parallel.gradient_hooks import GradientHooks
 from paceline.parallel.mixed_precision import MixedPrecision
@@ -240,7 +241,8 @@ class PipelineRunner:
 
     def forward_only(self, micro_batches: Iterable[LoadedBatch], function: ModelFunction) -> None:
         """Run the forward of each batch; several batches can be on their way through the stages."""
-        with torch.no_grad(), evaluating(self.sharded_model.model, *self.executor.chunks):
+        models = (self.sharded_model.model, *self.executor.chunks)
+        with torch.no_grad(), evaluating(*models), whole_batch_scope():
             self.sharded_model.use.begin()
             for loaded in micro_batches:
                 self.executor.forward_only(loaded, function)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from paceline.errors import TaskError
 from paceline.job.cluster import Cluster
+from paceline.parallel import data_parallel
 from paceline.recipe import Recipe, Strategy
 from paceline.task import Loss, Task
 from paceline.testing import run_ranks
@@ -87,6 +88,17 @@ def test_layers_left_out_by_python_or_numpy_are_those_of_one_process() -> None:
 
     for found in run_ranks(compared, 2):
         assert found == dict.fromkeys(ways, "")
+
+
+def test_verification_detects_generators_that_are_not_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The twin."""
+
+    def seed_torch_only(key: int, *others: object) -> None:
+        torch.default_generator.manual_seed(key)
+
+    monkeypatch.setattr(data_parallel, "seed_micro_batch", seed_torch_only)
+    report = compare_with_oracle(recipe("replicas=1"), layer_drop(), Cluster.single(), torch.device("cpu"), 3)
+    assert not report.ok
 
 
 def test_lanes_refuse_draws_that_they_would_share() -> None:

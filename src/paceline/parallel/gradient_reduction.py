@@ -22,6 +22,7 @@ from paceline.comm.reduction.bucket_reducer import (
 )
 from paceline.comm.reduction.gradient_norm import CanonicalNorm, SharedNorm, local_norm
 from paceline.comm.reduction.gradients import CombinedReduction, GradientReduction, LocalReducer
+from paceline.comm.reduction.scatter_reducer import ScatterOrder
 from paceline.comm.reduction.scatter_schedule import ScatterPaths, ScatterWindow
 from paceline.comm.reduction.summation_tree import (
     TreeNodeOwners,
@@ -50,9 +51,6 @@ micro-batch one after another. All ranks that hold a tensor have the same key fo
 same bucket on all of them.
 """
 
-_SumPath = tuple[tuple[str, ...], BucketSum | None]
-"""Axes of a sum besides the shard axis, and how it is computed; None if there is a single rank."""
-
 
 def build_gradient_reduction(context: SessionContext, sharded_model: ShardedModel) -> GradientReduction:
     """Return the reduction of all gradients of this rank; collective."""
@@ -62,7 +60,7 @@ def build_gradient_reduction(context: SessionContext, sharded_model: ShardedMode
         dict[tuple[str, ...], BucketSum | None](),
     )
     window = None if every_micro_batch else _scatter_order(context)
-    num_scatterers = 0
+    scatterers = _ScatterBuilder(context, sharded_model)
     for placement in sharded_model.held.values():
         chunk = placement.chunk if every_micro_batch else 0
         key = placement.sums, placement.holders, tuple(sorted(placement.computes.axes)), chunk
@@ -74,11 +72,13 @@ def build_gradient_reduction(context: SessionContext, sharded_model: ShardedMode
         axes = axes_of[key]
         if axes not in sums:
             sums[axes] = _build_sums(context, sharded_model, axes, window)
-        name = _bucket_prefix(key)
-        if every_micro_batch and not _pre_reduced_axes(key):
-            # Codecs draw nothing here, so the name is free to be that of the gathers: they share memory.
-            name, num_scatterers = scatter_buffer_prefix(num_scatterers), num_scatterers + 1
-        built.append((members, _build_one(context, sharded_model, (axes, sums[axes]), key, members, name)))
+        scatters = every_micro_batch and not _pre_reduced_axes(key)
+        reduction = (
+            scatterers.build(axes, key, members)
+            if scatters
+            else _build_one(context, sharded_model, sums[axes], key, members)
+        )
+        built.append((members, reduction))
     # Everything that this rank holds is frozen.
     if not built:
         return _build_local_reduction(context, {}, counts=True)
@@ -103,22 +103,21 @@ def _bucket_prefix(key: _ReductionKey) -> str:
 def _build_one(
     context: SessionContext,
     sharded_model: ShardedModel,
-    path: _SumPath,
+    sums: BucketSum | None,
     key: _ReductionKey,
     members: Sequence[TensorPlacement],
-    name: str,
 ) -> GradientReduction:
-    counts_in_norm, (axes, sums) = members[0].counts, path
+    """Build a reduction that sums once a step.
+
+    Args:
+        sums: over the ranks that share the samples; None if there is a single one.
+    """
+    counts_in_norm, name = members[0].counts, _bucket_prefix(key)
     tensors = {placement.computes: sharded_model.computes[placement.computes] for placement in members}
     parts_by_slot = {placement.computes: placement.parts for placement in members}
     every_micro_batch = _reduces_every_micro_batch(context, sharded_model)
     inner: GradientReduction
-    if every_micro_batch and not _pre_reduced_axes(key):
-        paths = _scatter_paths(context, sharded_model, axes)
-        inner = context.components.scatterer(
-            tensors, parts_by_slot, paths, context.bucket_bytes, counts=counts_in_norm, name=name
-        )
-    elif sums is not None:
+    if sums is not None:
         inner = context.components.reducer(
             tensors, parts_by_slot, sums, context.bucket_bytes, counts=counts_in_norm, name=name
         )
@@ -229,20 +228,62 @@ def _reduces_every_micro_batch(context: SessionContext, sharded_model: ShardedMo
     return sharded_model.frees_gradients and not recipe.is_ordered and recipe.strategy.codec_spec.exact
 
 
-def _scatter_paths(context: SessionContext, sharded_model: ShardedModel, axes: Sequence[str]) -> ScatterPaths:
-    """Return the paths of scatters that run after every micro-batch, on a process group of their own.
-
-    A rank that has run out of micro-batches fills up with zeros for one group of slots after another.
+class _ScatterBuilder:
+    """Builder of the reductions that scatter gradients after every micro-batch, on a process group of their
+    own.
     """
-    shard = context.mesh.axes["shard"]
-    return ScatterPaths(
-        context.collective(replace(duplicate_group(shard, "scatter"), name=shard.name)),
-        context.collective(context.mesh.group_over(axes)),
-        shard,
-        context.net,
-        sharded_model.use.pace,
-        context.workspace,
-    )
+
+    def __init__(self, context: SessionContext, sharded_model: ShardedModel) -> None:
+        self._context, self._sharded_model = context, sharded_model
+        self._chunks = {placement.chunk for placement in sharded_model.held.values()}
+        self._orders: dict[int, tuple[ScatterPaths, ScatterOrder]] = {}
+        self._num_built = 0
+
+    def build(
+        self, axes: Sequence[str], key: _ReductionKey, members: Sequence[TensorPlacement]
+    ) -> GradientReduction:
+        """Build one reduction; collective.
+
+        Args:
+            axes: over which the parts of this rank are summed once a step.
+        """
+        context, shared = self._context, self._sharded_model
+        tensors = {placement.computes: shared.computes[placement.computes] for placement in members}
+        parts_by_slot = {placement.computes: placement.parts for placement in members}
+        paths, order = self._paths_and_order(number=key[-1])
+        # Codecs draw nothing here, so the name is free to be that of the gathers: they share memory.
+        name, self._num_built = scatter_buffer_prefix(self._num_built), self._num_built + 1
+        reduction: GradientReduction = context.components.scatterer(
+            tensors,
+            parts_by_slot,
+            replace(paths, replica=context.collective(context.mesh.group_over(axes))),
+            context.bucket_bytes,
+            counts=members[0].counts,
+            name=name,
+            order=order,
+        )
+        return reduction
+
+    def _paths_and_order(self, number: int) -> tuple[ScatterPaths, ScatterOrder]:
+        """Return the paths and the order of the scatters of a chunk of the model, which are built once.
+
+        Ranks with different numbers of micro-batches end those of several chunks in different orders, so each
+        chunk has an order of its own, in which no rank waits during backward.
+        """
+        if number not in self._orders:
+            shard, context = self._context.mesh.axes["shard"], self._context
+            own_group = replace(duplicate_group(shard, "scatter"), name=shard.name)
+            paths = ScatterPaths(
+                context.collective(own_group),
+                context.collective(context.mesh.replica),
+                shard,
+                context.net,
+                self._sharded_model.use.pace,
+                context.workspace,
+                waits=len(self._chunks) == 1,
+            )
+            self._orders[number] = paths, ScatterOrder(paths, self._sharded_model.computes)
+        return self._orders[number]
 
 
 def build_gradient_norm(context: SessionContext, sharded_model: ShardedModel) -> GradientNorm:

@@ -27,7 +27,7 @@ from paceline.comm.reduction.bucket_buffers import (
     scatter_buffer_prefix,
     transfer_buffer_name,
 )
-from paceline.comm.reduction.scatter_reducer import ScatterReducer
+from paceline.comm.reduction.scatter_reducer import ScatterOrder, ScatterReducer
 from paceline.comm.reduction.scatter_schedule import ScatterPacer, ScatterPaths, max_unconfirmed_buckets
 from paceline.comm.reduction.summation_tree import TreeAccumulator, covering_nodes
 from paceline.comm.routes.shared_memory import CHUNK_VALUES
@@ -180,11 +180,12 @@ class _SimulatedScatterRank:
         paths = ScatterPaths(
             path, SimulatedCollective(path.group, path.net), path.group, path.net, self._pacer, memory
         )
+        self._order = ScatterOrder(paths, [placement.computes for placement in reduction.held])
         for number, layout in enumerate(reduction.often):
             tensors = meta_tensors(layout.members, reduction.item_bytes)
             parts = {placement.computes: placement.parts for placement in layout.members}
             most, name = reduction.recipe.runtime.bucket_bytes, scatter_buffer_prefix(number)
-            reducer = ScatterReducer(tensors, parts, paths, most, name=name)
+            reducer = ScatterReducer(tensors, parts, paths, most, name=name, order=self._order)
             # The result of a scatter is one row of its bucket.
             self._rows[reducer] = max(bucket.rows[0].nbytes for bucket in layout.buffers)
             self._by_name |= {slot.name: (reducer, slot) for slot in tensors}
@@ -206,10 +207,9 @@ class _SimulatedScatterRank:
         return micro_batches
 
     def _temporary_bytes(self) -> int:
-        total = 0
+        total = int(self._reduction.passing * self._order.launches.num_bytes)
         for reducer, row_bytes in self._rows.items():
             total += reducer.blocks.temporary_bytes
-            total += int(self._reduction.passing * reducer.launches.num_bytes)
             total += self._reduction.allocates_own_row * row_bytes
         return total
 

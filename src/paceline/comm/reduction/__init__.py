@@ -16,7 +16,7 @@ from paceline.comm.reduction.gradients import (
     LocalReducer,
 )
 from paceline.comm.reduction.pending_residual import GradientUnit, PendingResidual, sum_residuals
-from paceline.comm.reduction.scatter_reducer import ScatterReducer
+from paceline.comm.reduction.scatter_reducer import ScatterOrder, ScatterReducer
 from paceline.comm.reduction.scatter_schedule import (
     ScatterPacer,
     ScatterPaths,
@@ -44,6 +44,7 @@ __all__ = [
     "LocalReducer",
     "PartBuffer",
     "PendingResidual",
+    "ScatterOrder",
     "ScatterPacer",
     "ScatterPaths",
     "ScatterReducer",

@@ -5,15 +5,17 @@ memory is used again. The scattered row is added to this rank's parts; once a st
 replicas. Ranks may run different numbers of micro-batches: they agree on the largest, and a rank that has
 fewer scatters zeros for the rest.
 
-Invariant: scatters are launched in the order in which their buckets were full, on a process group of their
-own, so other communication of backward may come before or after, in any order. A rank waits for a scatter
-only if every other rank has launched it, or will without this one.
+Invariant: the scatters of all reductions of a rank are launched and waited for in one order, which is equal
+on every rank (`ScatterOrder`), on a process group of their own, so other communication of backward may come
+before or after, in any order. With an order for each reduction, two ranks could each wait for a scatter of
+the reduction that the other has not reached. A rank waits for a scatter only if every other rank has launched
+it, or will without this one.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -45,6 +47,7 @@ class _ScatterBucket:
         total: this rank's row, summed over micro-batches [width].
         num_own_values: number of values of parts in it; the rest is padding.
         own: these parts, in their shapes.
+        full: blocks that hold all gradients of a micro-batch and wait for their turn, the oldest first.
     """
 
     number: int
@@ -56,6 +59,7 @@ class _ScatterBucket:
     is_fresh: bool = True
     buffers: dict[int, PartBuffer] = field(default_factory=dict)
     block: int | None = None
+    full: deque[int] = field(default_factory=deque)
 
 
 @dataclass
@@ -66,6 +70,7 @@ class BucketScatter:
         rows: rows of all ranks, in block number `block`.
         key: key of the collective; there is one scatter at a time with it.
         number: number of scatters before it in the step.
+        on_complete: called with the scatter and this rank's row of the sum.
         arriving: see `Collective.reduce_scatter`.
     """
 
@@ -74,6 +79,7 @@ class BucketScatter:
     rows: Tensor
     key: str
     number: int
+    on_complete: Callable[[BucketScatter, Tensor], None]
     arriving: ReceiveBuffer = None
     handle: Handle | None = None
 
@@ -90,26 +96,24 @@ class ScatterQueue:
     in flight as hold the unconfirmed bytes (see `ScatterPacer`); others are queued.
 
     Args:
-        sizes: bytes of all buckets, in the order of `add`.
-        came: called with each scatter that is complete, in order.
         launch_zeros: see `ScatterProgress`.
     """
 
-    def __init__(
-        self,
-        paths: ScatterPaths,
-        sizes: Sequence[int],
-        on_complete: Callable[[BucketScatter, Tensor], None],
-        launch_zeros: Callable[[int], None],
-    ) -> None:
-        self._paths, self._on_complete, pace = paths, on_complete, paths.pace
+    def __init__(self, paths: ScatterPaths, launch_zeros: Callable[[int], None]) -> None:
+        self._paths, pace = paths, paths.pace
         self._progress = None if pace is None else pace.join(launch_zeros)
-        self._max_in_flight = (
-            MAX_IN_FLIGHT if pace is None else max_unconfirmed_buckets(sizes, pace.unconfirmed_bytes)
-        )
+        self._max_in_flight = MAX_IN_FLIGHT
         self._queued: deque[BucketScatter] = deque()
         self._in_flight: deque[BucketScatter] = deque()
         self.closing = False
+
+    def set_sizes(self, sizes: Sequence[int]) -> None:
+        """Set the bytes of all buckets, in the order of `add`."""
+        if self._paths.pace is not None:
+            self._max_in_flight = max_unconfirmed_buckets(sizes, self._paths.pace.unconfirmed_bytes)
+        elif not self._paths.waits:
+            # As many as a micro-batch has: none of them is waited for in backward.
+            self._max_in_flight = max(MAX_IN_FLIGHT, len(sizes))
 
     def begin(self) -> None:
         """Open a step; nothing is in flight."""
@@ -176,13 +180,98 @@ class ScatterQueue:
         if first.handle.is_complete():
             return True
         # A scatter that every rank has launched ends without this rank's help.
-        may_wait = self._progress is None or self.closing or first.number < self._progress.launched_everywhere
+        may_wait = (
+            self.closing
+            or (self._progress is None and self._paths.waits)
+            or (self._progress is not None and first.number < self._progress.launched_everywhere)
+        )
         return is_late and may_wait
 
     def _finish_first(self) -> None:
         first = self._in_flight.popleft()
         assert first.handle is not None
-        self._on_complete(first, first.handle.wait())
+        first.on_complete(first, first.handle.wait())
+
+
+class ScatterOrder:
+    """The order in which the reductions of a rank scatter their buckets, equal on all ranks of the group.
+
+    In a round every bucket of every reduction has one turn, in the order in which backward completes their
+    gradients. A bucket that is full before its turn waits in its block.
+
+    Args:
+        paths: the shard group and its agreement; equal for all reductions of the order.
+        slots: of the model, in its order; those of the reductions are among them.
+    """
+
+    def __init__(self, paths: ScatterPaths, slots: Iterable[TensorSlot]) -> None:
+        self._paths, self._positions = paths, {slot: number for number, slot in enumerate(slots)}
+        self._members: list[ScatterReducer] = []
+        self._turns: list[tuple[ScatterReducer, _ScatterBucket]] = []
+        self.launches = ScatterQueue(paths, self._launch_zeros)
+        self._num_added = 0
+        self._agreed: Handle | None = None
+
+    def join(self, member: ScatterReducer, buckets: Sequence[_ScatterBucket]) -> None:
+        """Add the buckets of a reduction; all ranks add equal ones."""
+        self._members.append(member)
+        self._turns += [(member, bucket) for bucket in buckets]
+        # Backward completes the first tensor of a bucket last. The sort is stable.
+        self._turns.sort(key=lambda turn: -min(self._positions[slot] for slot in turn[1].shape.slots))
+        self.launches.set_sizes([bucket.shape.flat.nbytes for _, bucket in self._turns])
+
+    def begin(self, member: ScatterReducer, num_micro_batches: int | None) -> None:
+        """Open a step, once for all reductions."""
+        if member is not self._members[0]:
+            return
+        self._agreed = None if num_micro_batches is None else self._agree(num_micro_batches)
+        self._num_added = 0
+        self.launches.begin()
+
+    def advance(self) -> None:
+        """Send the buckets whose turn it is and that are full."""
+        while self._next_turn()[1].full:
+            self._send_next()
+
+    def close(self, num_micro_batches: int) -> None:
+        """Scatter zeros up to the largest number of micro-batches of any rank; of all reductions at once.
+
+        Args:
+            num_micro_batches: of this rank; not read if `begin` knew it.
+        """
+        # From here on no rank needs anything else of this one, so it may wait for any scatter.
+        self.launches.closing = True
+        if self._agreed is None:
+            self._agreed = self._agree(num_micro_batches)
+        num_scatters = int(self._agreed.wait()) * len(self._turns)
+        while self._num_added < num_scatters:
+            self._send_next()
+        if not self._paths.waits:
+            # Any number is in flight here, and in shared memory each ends only where all ranks wait for it:
+            # a rank that went on would leave the others waiting.
+            self.launches.end()
+
+    def _next_turn(self) -> tuple[ScatterReducer, _ScatterBucket]:
+        return self._turns[self._num_added % len(self._turns)]
+
+    def _send_next(self) -> None:
+        """Send the bucket whose turn it is; zeros if it is not full."""
+        member, bucket = self._next_turn()
+        if not bucket.full:
+            member.fill_with_zeros(bucket)
+        number, self._num_added = self._num_added, self._num_added + 1
+        self.launches.add(member.take_scatter(bucket, number))
+
+    def _launch_zeros(self, num_scatters: int) -> None:
+        """Scatter zeros until `num_scatters` buckets have left in this step, or one would have to queue."""
+        self.launches.advance()
+        while self._num_added < num_scatters and not self.launches.queues:
+            self._send_next()
+
+    def _agree(self, num_rounds: int) -> Handle:
+        """Launch an all_reduce; the handle returns the largest number of any rank."""
+        largest = torch.tensor([num_rounds], device=self._turns[0][1].total.device)
+        return self._paths.net.all_reduce(largest, self._paths.group, "max")
 
 
 # One more than are in flight, as one is being filled in.
@@ -203,6 +292,7 @@ class ScatterReducer:
             all of a micro-batch.
         counts: see `BucketReducer`.
         name: see `BucketReducer`.
+        order: of the scatters of all reductions of this rank; None if this is the only one.
     Wire: with K micro-batches on the rank that has most, K (S-1)/S n + 2 (R-1)/R n/S bytes for n bytes of
         gradients, S shard ranks and R replicas, and an all_reduce of 8 bytes.
     Exactness: sums have any order; equal bits on every rank that gets a part.
@@ -220,6 +310,7 @@ class ScatterReducer:
         *,
         counts: bool = True,
         name: str = "",
+        order: ScatterOrder | None = None,
     ) -> None:
         self._tensors, self._parts, self._paths = tensors, parts, paths
         self._counts, self._name = counts, name
@@ -230,12 +321,12 @@ class ScatterReducer:
         ]
         self._bucket_of = {slot: bucket for bucket in self._buckets for slot in bucket.missing}
         self.blocks = self._make_blocks()
-        sizes = [bucket.shape.flat.nbytes for bucket in self._buckets]
-        self.launches: ScatterQueue = ScatterQueue(paths, sizes, self._on_complete, self._launch_zeros)
-        self._next = self._rounds = self._num_added = 0
-        # Whether a gradient of a micro-batch came, and not all did.
-        self._has_begun = False
-        self._agreed: Handle | None = None
+        self._order = ScatterOrder(paths, tensors) if order is None else order
+        self._order.join(self, self._buckets)
+        self.launches = self._order.launches
+        self._num_micro_batches = 0
+        # Slots whose gradient of the present micro-batch has not come; all of them between two.
+        self._unannounced = set(self._bucket_of)
 
     def _bucket(self, number: int, slots: Sequence[TensorSlot]) -> _ScatterBucket:
         shape = PartBuffer(
@@ -250,17 +341,19 @@ class ScatterReducer:
         # The last one of each dtype in the dictionary is the largest.
         by_size = sorted(self._buckets, key=lambda bucket: bucket.shape.flat.numel())
         sizes = {bucket.total.dtype: bucket.shape.flat.numel() for bucket in by_size}
-        num_kept = (
-            _NUM_BLOCKS if self._paths.pace is None else 0
-        )  # where there are more, each is as large as needed
+        # Where there are more, each is as large as needed.
+        num_kept = _NUM_BLOCKS if self._bounds_in_flight else 0
         return BlockPool(sizes, self._buckets[0].total.device, num_kept, self._paths.memory, self._name)
+
+    @property
+    def _bounds_in_flight(self) -> bool:
+        """Whether at most `MAX_IN_FLIGHT` scatters are in flight, so that a few blocks serve them all."""
+        return self._paths.pace is None and self._paths.waits
 
     def begin(self, num_micro_batches: int | None = None) -> None:
         """Open a step."""
-        self._agreed = None if num_micro_batches is None else self._agree(num_micro_batches)
-        self._next = self._rounds = self._num_added = 0
-        self._has_begun = False
-        self.launches.begin()
+        self._order.begin(self, num_micro_batches)
+        self._num_micro_batches, self._unannounced = 0, set(self._bucket_of)
         for bucket in self._buckets:
             bucket.is_fresh, bucket.missing = True, set(bucket.shape.slots)
 
@@ -270,21 +363,20 @@ class ScatterReducer:
 
     def ready(self, slot: TensorSlot, grad: Tensor | None) -> None:
         """Copy a gradient; buckets that are full leave in turn."""
-        self._has_begun, bucket = True, self._bucket_of[slot]
+        bucket = self._bucket_of[slot]
         self._buffer_of(bucket).write(slot, grad)
         bucket.missing.discard(slot)
-        while not self._buckets[self._next].missing:
-            self._add()
+        self._unannounced.discard(slot)
+        if not self._unannounced:
+            self._num_micro_batches, self._unannounced = self._num_micro_batches + 1, set(self._bucket_of)
+        if not bucket.missing:
+            self._mark_full(bucket)
+            self._order.advance()
 
     def close(self) -> None:
         """Scatter zeros up to the largest number of micro-batches of any rank."""
         self._require_nothing_missing()
-        # From here on no rank needs anything else of this one, so it may wait for any scatter.
-        self.launches.closing = True
-        agreed = self._agree(self._rounds) if self._agreed is None else self._agreed
-        num_scatters = int(agreed.wait()) * len(self._buckets)
-        while self._num_added < num_scatters:
-            self._add_zeros()
+        self._order.close(self._num_micro_batches)
 
     def finish(self) -> Gradients:
         """Wait for the sums of this rank's parts."""
@@ -307,6 +399,7 @@ class ScatterReducer:
         self.blocks.release_all()
         for bucket in self._buckets:
             bucket.block = None
+            bucket.full.clear()
             # Views of blocks that were freed must not keep their memory.
             bucket.buffers = {b: x for b, x in bucket.buffers.items() if b in self.blocks.memory}
         self._paths.shard.abort()
@@ -322,11 +415,6 @@ class ScatterReducer:
 
     def rescale(self, factor: float) -> None:
         """Do nothing: nothing is encoded."""
-
-    def _agree(self, num_rounds: int) -> Handle:
-        """Launch an all_reduce; the handle returns the largest number of any rank."""
-        largest = torch.tensor([num_rounds], device=self._buckets[0].total.device)
-        return self._paths.net.all_reduce(largest, self._paths.group, "max")
 
     # -- one bucket ---------------------------------------------------------------------------------------
 
@@ -344,31 +432,26 @@ class ScatterReducer:
             )
         return bucket.buffers[block]
 
-    def _launch_zeros(self, num_scatters: int) -> None:
-        """Scatter zeros until `num_scatters` buckets have left in this step, or one would have to queue."""
-        self.launches.advance()
-        while self._num_added < num_scatters and not self.launches.queues:
-            self._add_zeros()
+    def fill_with_zeros(self, bucket: _ScatterBucket) -> None:
+        """Fill a bucket that no micro-batch of this rank fills."""
+        self._buffer_of(bucket).flat.zero_()
+        self._mark_full(bucket)
 
-    def _add_zeros(self) -> None:
-        self._buffer_of(self._buckets[self._next]).flat.zero_()
-        self._add()
-
-    def _add(self) -> None:
-        """Send the next bucket."""
-        bucket, number = self._buckets[self._next], self._num_added
-        buffer, block = self._buffer_of(bucket), bucket.block
-        assert block is not None
-        # Few keys let a route keep few buffers; with a pacer more scatters are in flight, so each bucket has
-        # its own.
-        turn = number % MAX_IN_FLIGHT if self._paths.pace is None else bucket.number
-        key = f"{self._name}{bucket.total.dtype}.{turn}"
+    def _mark_full(self, bucket: _ScatterBucket) -> None:
+        """Take the block out of the bucket, which can be filled again."""
+        assert bucket.block is not None
+        bucket.full.append(bucket.block)
         bucket.block, bucket.missing = None, set(bucket.shape.slots)
-        self._num_added, self._next = number + 1, (self._next + 1) % len(self._buckets)
-        if self._next == 0:
-            self._rounds, self._has_begun = self._rounds + 1, False
-        arriving = self.blocks.arriving(buffer.rows, number % MAX_IN_FLIGHT)
-        self.launches.add(BucketScatter(bucket, block, buffer.rows, key, number, arriving))
+
+    def take_scatter(self, bucket: _ScatterBucket, number: int) -> BucketScatter:
+        """Return the scatter of the oldest full block of a bucket, whose number in the step is `number`."""
+        block = bucket.full.popleft()
+        rows = bucket.buffers[block].rows
+        # Few keys let a route keep few buffers; where more scatters are in flight, each bucket has its own.
+        turn = number % MAX_IN_FLIGHT if self._bounds_in_flight else bucket.number
+        key = f"{self._name}{bucket.total.dtype}.{turn}"
+        arriving = self.blocks.arriving(rows, number % MAX_IN_FLIGHT)
+        return BucketScatter(bucket, block, rows, key, number, self._on_complete, arriving)
 
     def _on_complete(self, scatter: BucketScatter, row: Tensor) -> None:
         """Add the result of a scatter to this rank's row."""
@@ -389,9 +472,8 @@ class ScatterReducer:
 
     def _require_nothing_missing(self) -> None:
         """Raise an error if a slot of the present micro-batch has not been announced."""
-        missing = [slot.name for bucket in self._buckets[self._next :] for slot in bucket.missing]
-        if self._has_begun and missing:
+        if len(self._unannounced) < len(self._bucket_of):
             raise CommunicationError(
-                f"the gradients of {sorted(missing)} were never announced",
+                f"the gradients of {sorted(slot.name for slot in self._unannounced)} were never announced",
                 next_step="the layout has to call ready for every slot, with None if it has no gradient",
             )

@@ -161,6 +161,9 @@ class ScatterPaths:
             zeros, and one without a gradient here gathers the next parameters before it scatters the bucket.
             None: a rank may wait for any scatter.
         memory: memory of buckets that stay; see `BlockPool`.
+        waits: a rank may wait for a scatter in backward. False where ranks complete gradients in different
+            orders, as the chunks of a stage do under different numbers of micro-batches: then it waits only
+            once it has run all of them, and until then more buckets may be in flight or queued.
     """
 
     shard: Collective
@@ -169,3 +172,4 @@ class ScatterPaths:
     net: Net
     pace: ScatterPacer | None = None
     memory: Workspace = field(default_factory=Workspace)
+    waits: bool = True

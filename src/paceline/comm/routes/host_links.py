@@ -131,6 +131,16 @@ class HostLinks:
                     "every rank must sum the same buffers in the same order",
                 )
 
+    def poll_all(self, signal: HostSignal) -> bool:
+        """Return whether every other rank has sent a signal, without waiting; `wait_for_all` takes it."""
+        key = (signal.phase, signal.number)
+        silent = [peer for peer in self._peers if key not in peer.signals]
+        if silent:
+            with self._lock:
+                while self._read_available(silent):
+                    silent = [peer for peer in silent if key not in peer.signals]
+        return not silent
+
     def share(self, file: int) -> dict[int, int]:
         """Send an open file to every other rank, and return theirs by rank; the caller closes them."""
         self._send(b"file", [file], self._peers, _DID_NOT_JOIN)

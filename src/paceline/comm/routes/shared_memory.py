@@ -97,7 +97,7 @@ class SharedMemoryCollective:
         return self._buffers[key][self.group.rank]
 
     def all_reduce(self, x: Tensor, key: str) -> Handle:
-        """Launch a sum, which `wait` computes on the thread that waits."""
+        """Launch a sum, which a `wait` or a poll computes on its thread."""
         buffers = self._buffers_of(x, key)
         local = buffers[self.group.rank]
         in_place = x.data_ptr() == local.data_ptr()
@@ -176,15 +176,28 @@ class SharedMemoryCollective:
         self._num_sums += 1
         # Sent at the launch and not in `wait`: the others may start as soon as all buffers are filled.
         self._links.broadcast_signal(filled)
+        has_added = False
+
+        def add_once() -> None:
+            nonlocal has_added
+            if not has_added:
+                for entry in entries:
+                    entry.begin_call()
+                self._links.wait_for_all(filled)
+                add()
+                has_added = True
+                self._links.broadcast_signal(summed)
+
+        def poll() -> bool:
+            """Add this rank's share if all buffers are filled; return whether all ranks have added theirs."""
+            if not has_added and self._links.poll_all(filled):
+                add_once()
+            return has_added and self._links.poll_all(summed)
 
         def finish(deadline_seconds: float | None, exposed: bool) -> Tensor:
             began = time.perf_counter()
-            for entry in entries:
-                entry.begin_call()
             try:
-                self._links.wait_for_all(filled)
-                add()
-                self._links.broadcast_signal(summed)
+                add_once()
                 # No rank may touch its buffer before all have written their slices into it.
                 self._links.wait_for_all(summed)
             finally:
@@ -193,7 +206,7 @@ class SharedMemoryCollective:
                 entries[0].exposed_seconds += time.perf_counter() - began
             return result()
 
-        return Handle(finish)
+        return Handle(finish, poll)
 
     def _buffers_of(self, x: Tensor, key: str) -> list[Tensor]:
         buffers = self._buffers.get(key)

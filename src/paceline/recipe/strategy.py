@@ -52,6 +52,7 @@ from paceline.recipe.strategy_text import (
     check_sync,
     choices_of,
     codec_choices,
+    inner_filled_axis,
     is_speed_balance,
     parse_codec,
     parse_partition,
@@ -61,6 +62,7 @@ from paceline.recipe.strategy_text import (
     phases_of,
     phases_to_text,
     read_terms,
+    spell_out_terms,
 )
 from paceline.recipe.validation import ExpectedText, RecipeTable
 
@@ -86,6 +88,10 @@ class Strategy(RecipeTable):
     shard: Annotated[int, *SHARD_NEEDS] = Field(
         default=1, ge=1, description="ranks that share the state of one replica (ZeRO)"
     )
+    fills: Literal["replicas", "shard", "pipeline"] = Field(
+        default="replicas",
+        description="the degree that takes the processes which are left; also written shard=all",
+    )
     zero: Annotated[int, *ZERO_NEEDS] = Field(
         default=0, ge=0, le=3, description="what they share: 1 optimizer state, 2 + gradients, 3 + weights"
     )
@@ -96,7 +102,8 @@ class Strategy(RecipeTable):
     )
     stages: Annotated[str, AfterValidator(check_stages), *STAGES_NEEDS] = Field(
         default="parameters",
-        description="stages of equal parameters or measured time; or numbers of modules: 3,5",
+        description="stages of equal parameters or measured time; or numbers of modules, as in 3,5, of which"
+        " the last may be left out",
     )
     rechunk: Annotated[str, AfterValidator(check_rechunk)] = Field(
         default="", description="parts in which each stage runs a micro-batch: 1,4; empty: all of it at once"
@@ -142,7 +149,8 @@ class Strategy(RecipeTable):
     @model_validator(mode="before")
     @classmethod
     def _read_text(cls, value: Any) -> Any:
-        return read_terms(value, cls.model_fields) if isinstance(value, str) else value
+        terms = read_terms(value, cls.model_fields) if isinstance(value, str) else value
+        return spell_out_terms(terms) if isinstance(terms, dict) else terms
 
     def is_set(self, field: str) -> bool:
         """Return whether a field has another value than its default."""
@@ -154,6 +162,11 @@ class Strategy(RecipeTable):
     def ranks_per_replica(self) -> int:
         """Return the number of processes that together hold one whole copy of the model."""
         return self.shard * self.tensor * self.stage_ranks * self.context
+
+    @property
+    def filled_axis(self) -> str | None:
+        """Return the axis inside a replica that takes the processes which are left; None: replicas do."""
+        return inner_filled_axis(self.fills)
 
     @property
     def stage_ranks(self) -> int:
@@ -330,11 +343,23 @@ class Strategy(RecipeTable):
         specs = [word.spec for strategy in self.codec_alternatives for word in strategy.codec_words]
         return not (self.sync_spec.exact and all(spec.exact for spec in specs))
 
+    @property
+    def has_steps_of_one_process(self) -> bool:
+        """Return whether each step is that of one process, up to rounding; also of a rule that is so only
+        with its argument, such as `bounded:0`.
+        """
+        specs = [word.spec for strategy in self.codec_alternatives for word in strategy.codec_words]
+        return self.sync_spec.is_exact(self) and all(spec.exact for spec in specs)
+
     def __str__(self) -> str:
         """Return the text that `parse` reads back: replicas and sync always, other terms if they are set."""
         terms = []
         for name, field in type(self).model_fields.items():
             value = getattr(self, name)
+            if name == "fills" or name == self.filled_axis:
+                continue
             if name in ("replicas", "sync") or value != field.default:
                 terms.append(f"{name}={'all' if value is None else value}")
+        if self.filled_axis is not None:
+            terms.insert(1, f"{self.filled_axis}=all")
         return " ".join(terms)

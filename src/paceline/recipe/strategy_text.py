@@ -53,7 +53,7 @@ class StrategyPreset(NamedTuple):
 PRESETS: Mapping[str, StrategyPreset] = MappingProxyType(
     {
         "ddp": StrategyPreset("replicas=all", "a whole model on every process, gradients averaged each step"),
-        "fsdp": StrategyPreset("replicas=1 shard=2 zero=3", "one replica, all state sharded"),
+        "fsdp": StrategyPreset("replicas=1 shard=all zero=3", "one replica, all state sharded"),
         "hsdp": StrategyPreset("shard=2 zero=3", "several replicas, each sharded inside"),
         "zero1": StrategyPreset("shard=2 zero=1", "optimizer state sharded"),
         "zero2": StrategyPreset("shard=2 zero=2", "optimizer state and gradients sharded"),
@@ -64,20 +64,19 @@ PRESETS: Mapping[str, StrategyPreset] = MappingProxyType(
         ),
         "parameter-server": StrategyPreset("servers=1 sync=server", "workers send gradients to a server"),
         "central-storage": StrategyPreset(
-            "replicas=1 shard=2 zero=3 route=shared-memory", "one copy of weights and moments per machine"
+            "replicas=1 shard=all zero=3 route=shared-memory", "one copy of weights and moments per machine"
         ),
         "hogwild": StrategyPreset("sync=hogwild", "lock-free updates of shared weights, on one machine"),
         "local-sgd": StrategyPreset("sync=local:8", "replicas train independently and average every 8 steps"),
         "diloco": StrategyPreset("sync=diloco:50", "local steps with an outer optimizer"),
         "pipedream": StrategyPreset(
-            "replicas=1 pipeline=2 sync=pipedream", "stages that never wait for a flush"
+            "replicas=1 pipeline=all sync=pipedream", "stages that never wait for a flush"
         ),
         "gpipe": StrategyPreset("pipeline=2", "stages of layers, all forwards before all backwards"),
         "1f1b": StrategyPreset(
             "pipeline=2 schedule=1f1b", "stages of layers, alternating forwards and backwards"
         ),
         "3d": StrategyPreset("tensor=2 pipeline=2", "replicas x tensor x pipeline"),
-        "auto": StrategyPreset("replicas=all", "a replica on every process, for now"),
     }
 )
 
@@ -97,9 +96,37 @@ def read_terms(text: str, names: Collection[str]) -> dict[str, int | str]:
     return {**_parse_terms(_expand_preset(first, names).split()), **_parse_terms(others)}
 
 
+def spell_out_terms(terms: dict[str, Any]) -> dict[str, Any]:
+    """Return terms with numbers of modules and parts as text, and a degree that is "all" in two fields.
+
+    A single number, as in `stages=3`, is read as an integer, and these fields are lists of numbers.
+    """
+    lists = {name: str(terms[name]) for name in _NUMBER_LISTS if type(terms.get(name)) is int}
+    filled = next((axis for axis in _FILLED_AXES if terms.get(axis) == "all"), None)
+    # Two is the least that shares anything; `fill_replicas` replaces it.
+    return {**terms, **lists, **({} if filled is None else {filled: 2, "fills": filled})}
+
+
+_NUMBER_LISTS = ("stages", "rechunk")
+_FILLED_AXES = ("shard", "pipeline")
+
+
+def inner_filled_axis(text: str) -> str | None:
+    """Return the value of `fills` if it is an axis inside a replica."""
+    return text if text in _FILLED_AXES else None
+
+
+_PLANNER_MISSING = (
+    "auto is not built yet: no planner chooses a strategy. Name one, such as ddp, or compare some:"
+    " paceline compare RECIPE --strategy ddp --strategy fsdp"
+)
+
+
 def _expand_preset(name: str, names: Collection[str]) -> str:
     if name in PRESETS:
         return PRESETS[name].terms
+    if name == "auto":
+        raise value_error(_PLANNER_MISSING)
     near = closest_word(name, (*PRESETS, *names))
     advice = f'did you mean "{near}"?' if near else f"expected NAME=VALUE or one of {', '.join(PRESETS)}"
     raise value_error(f"unknown preset {toml_value(name)}; {advice}")

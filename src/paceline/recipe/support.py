@@ -341,7 +341,14 @@ def resolve_strategy(
 
 
 def fill_replicas(strategy: Strategy, processes: int) -> Strategy:
-    """Return the strategy with as many replicas as there are processes for, if it names no number."""
+    """Return the strategy with as many replicas as there are processes for, if it names no number; or, with
+    `shard=all` or `pipeline=all`, with as many ranks of that axis.
+    """
+    if (axis := strategy.filled_axis) is not None:
+        replicas = strategy.replicas or 1
+        others = replicas * strategy.ranks_per_replica // getattr(strategy, axis)
+        degree = max(2, (processes - strategy.servers) // others)
+        return strategy.replace(replicas=replicas, fills="replicas", **{axis: degree})
     if strategy.replicas is not None:
         return strategy
     return strategy.replace(replicas=max(1, (processes - strategy.servers) // strategy.ranks_per_replica))

@@ -68,7 +68,7 @@ def test_the_text_says_who_and_when_and_what_is_special() -> None:
 def test_the_names_that_users_know_are_presets() -> None:
     names = (
         "ddp fsdp hsdp zero1 zero2 zero3 mirrored multi-worker-mirrored parameter-server central-storage "
-        "hogwild local-sgd diloco pipedream gpipe 1f1b 3d auto"
+        "hogwild local-sgd diloco pipedream gpipe 1f1b 3d"
     )
     assert list(PRESETS) == names.split()
     for name, preset in PRESETS.items():

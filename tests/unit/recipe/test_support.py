@@ -12,6 +12,8 @@ from typer.testing import CliRunner
 
 from paceline.cli.main import build_app
 from paceline.errors import StrategyError
+from paceline.parallel.pipeline.stage_partition import partition_at
+from paceline.parallel.pipeline.strategy_schedule import make_schedule
 from paceline.recipe import PRESETS, Strategy, list_strategies, resolve_strategy, support
 from paceline.recipe.registry import CodecSpec, RouteSpec, ScheduleSpec, SyncSpec, known_specs
 from paceline.recipe.registry.route_specs import ChannelSpec
@@ -27,11 +29,11 @@ def each(words: str, before: str = "") -> set[str]:
 
 WORKS = (
     each("ddp fsdp hsdp zero1 zero2 zero3 mirrored multi-worker-mirrored local-sgd diloco pipedream gpipe")
-    | each("1f1b 3d auto parameter-server central-storage hogwild tensor=2 context=2 lanes=2")
+    | each("1f1b 3d parameter-server central-storage hogwild tensor=2 context=2 lanes=2")
     | each("every-step local:8 diloco:50 hogwild gossip:2 auto:every-step,diloco:8", "sync=")
     | each("server-async server bounded:2 backup:1", "servers=1 sync=")
     | each("socket grpc", "servers=1 sync=server channel=")
-    | each("gpipe 1f1b interleaved:2 zero-bubble file:schedule.csv", "pipeline=2 schedule=")
+    | each("gpipe 1f1b interleaved zero-bubble file:schedule.csv", "pipeline=2 schedule=")
     | each("fp32 bf16 fp16 int8 int4 int2 fixed:8 sign topk:0.01 dgc:0.01:0.9 randomk:0.01", "codec=")
     | each("lowrank:2 lossless auto", "codec=")
     | each("auto native ring tree recursive-doubling grid shared-memory", "route=")
@@ -294,3 +296,42 @@ def test_the_command_lists_them_with_their_reasons() -> None:
         assert line.startswith(row.name) and line.endswith(row.support.reason or "runs")
     told = CliRunner().invoke(build_app(["strategies"]), ["strategies", "--ranks", "8", "--json"])
     assert [one["strategy"] for one in json.loads(told.stdout)] == [str(row.strategy) for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("preset", "processes", "resolved"),
+    [
+        ("fsdp", 4, "replicas=1 shard=4 zero=3 sync=every-step"),
+        ("fsdp tensor=2", 8, "replicas=1 shard=4 zero=3 tensor=2 sync=every-step"),
+        ("central-storage", 3, "replicas=1 shard=3 zero=3 sync=every-step route=shared-memory"),
+        ("pipedream", 4, "replicas=1 pipeline=4 sync=pipedream"),
+        ("fsdp shard=2", 2, "replicas=1 shard=2 zero=3 sync=every-step"),
+        ("replicas=2 shard=all zero=1", 6, "replicas=2 shard=3 zero=1 sync=every-step"),
+    ],
+)
+def test_a_preset_of_one_replica_takes_all_processes(preset: str, processes: int, resolved: str) -> None:
+    strategy = Strategy.parse(preset)
+    assert str(resolve_strategy(strategy, processes=processes, shards=8)) == resolved
+    # A recipe stores the text, which a resumed run on other processes reads.
+    assert Strategy.parse(str(strategy)) == strategy
+
+
+@pytest.mark.parametrize("preset", [name for name, preset in PRESETS.items() if name != "parameter-server"])
+def test_every_preset_runs_on_four_processes(preset: str) -> None:
+    answer = support(Strategy.parse(preset), processes=4, shards=8)
+    assert answer.ok, answer.reason
+    assert num_ranks(answer.nearest) == 4
+
+
+def test_auto_is_refused_until_a_planner_exists() -> None:
+    with pytest.raises(StrategyError, match="no planner chooses a strategy"):
+        Strategy.parse("auto")
+
+
+def test_a_single_number_of_modules_or_parts_is_text() -> None:
+    assert Strategy.parse("pipeline=2 stages=3").stage_lengths == [3]
+    assert partition_at([3], [1] * 5, 2) == [range(3), range(3, 5)]
+    assert Strategy.parse("pipeline=2 rechunk=2").rechunk == "2"
+    assert Strategy.model_validate({"pipeline": 2, "stages": 3}).stages == "3"
+    table = make_schedule(Strategy.parse("pipeline=2 schedule=interleaved"))(2, 4)
+    assert table.orders == make_schedule(Strategy.parse("pipeline=2 schedule=interleaved:2"))(2, 4).orders

@@ -134,15 +134,17 @@ def _chunk_by_parameter(
 
 
 def partition_at(lengths: Sequence[int], weights: Sequence[int], num_parts: int) -> list[range]:
-    """Return contiguous parts of given lengths, each with parameters; pure.
+    """Return contiguous parts of given lengths, each with parameters; the last length may be left out; pure.
 
     Raises:
         StrategyError: there are not as many lengths as parts, they do not add up to the chain, or a part has
             no parameters.
     """
+    term = f"stages={','.join(map(str, lengths))}"
+    if len(lengths) == num_parts - 1:
+        lengths = [*lengths, max(0, len(weights) - sum(lengths))]
     ends = [*accumulate(lengths, initial=0)]
     spans = [range(start, stop) for start, stop in pairwise(ends)]
-    term = f"stages={','.join(map(str, lengths))}"
     problem = ""
     if len(lengths) != num_parts:
         problem = f"names {len(lengths)} of {num_parts} stages, or chunks of them"

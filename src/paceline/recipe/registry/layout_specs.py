@@ -110,8 +110,9 @@ SCHEDULE_SPECS = (
     ),
     ScheduleSpec(
         word="interleaved",
-        summary="1f1b over several chunks of the model on each rank",
+        summary="1f1b over several chunks of the model on each rank; two without a number",
         argument=integer_argument(2, "2"),
+        argument_may_be_missing=True,
         build="paceline.pipeline_schedule:interleaved",
         with_terms="pipeline=2",
         refusals=(_NEEDS_ONE_LANE, _NEEDS_NO_RECHUNK),

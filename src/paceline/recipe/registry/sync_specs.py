@@ -22,6 +22,7 @@ class SyncSpec(WordSpec):
 
     Args:
         exact: its result is that of one process, up to rounding.
+        is_exact: the same, for a rule whose argument decides it.
         agrees: the ranks that see the same sums in a step.
         shares_state: all ranks that hold a part of the state hold the same bits, so any of them may save it.
         steady: only the optimizer changes parameters before the first update of a round.
@@ -40,6 +41,7 @@ class SyncSpec(WordSpec):
 
     choice = "sync"
     exact: bool = False
+    is_exact: Callable[[Strategy], bool] = lambda strategy: strategy.sync_spec.exact
     agrees: AgreementScope = "nobody"
     shares_state: bool = False
     steady: bool = False
@@ -124,6 +126,7 @@ SYNC_SPECS = (
         build="paceline.sync.server.server_builders:build_backup_workers",
         with_terms="servers=1",
         needs_server=1,
+        is_exact=lambda s: s.sync_word.argument == 0,
         sums=False,
         refusals=(
             _NEEDS_WHOLE_MODEL,
@@ -140,6 +143,7 @@ SYNC_SPECS = (
         build="paceline.sync.server.server_builders:build_bounded_staleness",
         with_terms="servers=1",
         needs_server=1,
+        is_exact=lambda s: _bound(s) == 0,
         sums=False,
         updates_per_step=lambda s: (s.replicas or 1) if _bound(s) else 1,
         has_reproducible_sums=lambda s: _bound(s) == 0 and _one_exact_server(s),

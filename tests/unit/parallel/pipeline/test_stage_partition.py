@@ -121,7 +121,7 @@ def test_a_heavy_link_moves_the_cut_that_parameters_would_not() -> None:
 
 @pytest.mark.parametrize(
     ("lengths", "said"),
-    [([1, 2], "names 2 of 3"), ([1, 1, 1], "has 3 modules"), ([1, 1, 3], "leaves a stage without")],
+    [([1], "names 1 of 3"), ([1, 1, 1], "has 3 modules"), ([1, 1, 3], "leaves a stage without")],
 )
 def test_named_lengths_must_fit(lengths: list[int], said: str) -> None:
     assert partition_at([2, 1, 2], [1, 0, 1, 1, 1], 3) == [range(2), range(2, 3), range(3, 5)]

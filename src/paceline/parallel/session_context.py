@@ -114,6 +114,7 @@ class SessionContext:
         close_callbacks: called when the rule ends; constructors append to it.
         route_forecasts: measured times of routes, by the ranks of a group.
         workspace: memory through which gradients are sent and, after an update, parameters are received.
+        trains: the session makes updates, and not only evaluations or predictions.
     """
 
     recipe: Recipe
@@ -130,6 +131,7 @@ class SessionContext:
     close_callbacks: list[Callable[[], None]] = field(default_factory=list)
     route_forecasts: dict[tuple[int, ...], RouteForecast] = field(default_factory=dict)
     workspace: Workspace = field(default_factory=Workspace)
+    trains: bool = True
 
     def single_replica_mesh(self) -> SessionContext:
         """Return the context of the ranks of one replica, between which values are sent without a codec."""

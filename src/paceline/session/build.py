@@ -71,6 +71,7 @@ def build_session(
     warn: Callable[[str], None] = lambda text: None,
     stop_requested: Callable[[], bool] = lambda: False,
     fresh: bool = True,
+    trains: bool = True,
 ) -> Session:
     """Build one rank's session.
 
@@ -83,6 +84,7 @@ def build_session(
         warn: receives sentences for the user: what was chosen, and which settings have no effect.
         stop_requested: returns whether this rank was asked to stop; checked once a round.
         fresh: the run begins here, with the weights that the recipe names; false: it will be restored.
+        trains: the session makes updates; false: nothing is said about its optimizer.
     Raises:
         StrategyError: the strategy does not fit the processes.
         TaskError, DataError: the task breaks its contract, or there is no data.
@@ -115,6 +117,7 @@ def build_session(
         warn=warn,
         note=events.add,
         comm_checks=CommChecks(recipe.debug, net),
+        trains=trains,
     )
     warn_before_start(context, task)
     require_same_order(build_order(recipe, task), net, context.mesh.world)

@@ -166,7 +166,8 @@ def build_task_optimizer(
         optimizer = build_optimizer(
             sharded_model.model, recipe.optimizer, fused_allowed=not recipe.reproducible
         )
-        _log_optimizer_kernels(context, type(optimizer).__name__, sharded_model)
+        if context.trains:
+            _log_optimizer_kernels(context, type(optimizer).__name__, sharded_model)
     else:
         refuse_two_optimizers(recipe)
         optimizer = require_one_gradient(task.optimizer(sharded_model.model))

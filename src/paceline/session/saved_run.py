@@ -316,7 +316,7 @@ class SavedRun:
         warn: Callable[[str], None] = lambda text: None,
     ) -> OpenedRun:
         """Load the weights on the ranks of a connected cluster; collective; arguments as for `open_run`."""
-        session = build_session(self.recipe, task, cluster, device, warn=warn, fresh=False)
+        session = build_session(self.recipe, task, cluster, device, warn=warn, fresh=False, trains=False)
         try:
             take = partial(_read_weights_only, weights)
             used = restore_checkpoint(session, self.files, self.name, warn, take=take)

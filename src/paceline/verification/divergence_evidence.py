@@ -51,7 +51,9 @@ def diagnose_failure(
         {f.tensor for f in verifier.report.worst.values() if not f.ok and f.quantity == "gradient"}
     )
     gathered = _gather_sums(verifier, tensors) if failure.quantity in ("gradient", "loss") else []
-    observed = [gathered[rank] for rank in _ranks_of_sum(verifier, failure)] if gathered else []
+    ranks = _ranks_of_sum(verifier, failure)
+    # A server has made the sum of all workers, so every rank holds the same one.
+    observed = [gathered[rank] for rank in ranks][: _num_sharers(verifier)] if gathered else []
     diagnosis = UNKNOWN_CAUSE
     # An oracle that runs the whole batch in one forward has no shards to compare.
     if reference is not None and not (verifier.oracle.at_once and stage is _explain_gradient):
@@ -85,7 +87,7 @@ def _explain_gradient(
             UNKNOWN_CAUSE,
             explanation="the loss differs and no gradient does: check how the loss counts its items",
         )
-    replicas = v.session.mesh.data.size
+    replicas = _num_sharers(v)
     first_keys = _keys_of_first(micro_batches, replicas)
     with_first_keys = [_flatten(s.gradients, tensors, v) for s in v.oracle.shards(first_keys)]
     flats = [_flatten(s.gradients, tensors, v) for s in shards]
@@ -120,7 +122,7 @@ def _explain_tail(
     return diagnose_after_reduction(
         UpdateEvidence(
             ratio=ratio if proportional else None,
-            world=v.session.mesh.data.size,
+            world=_num_sharers(v),
             num_shards=reference.sums.num_shards,
             count=reference.sums.count,
             clip_norm=v.oracle.clip_norm,
@@ -171,6 +173,11 @@ _STAGES: dict[str, Callable[..., ErrorDiagnosis]] = {
 }
 
 
+def _num_sharers(v: StrategyVerifier) -> int:
+    """Return the number of ranks that share the batch; servers hold state and run no samples."""
+    return v.session.mesh.data.size - v.session.recipe.strategy.servers
+
+
 def _keys_of_first(micro_batches: tuple[MicroBatch, ...], world: int) -> tuple[MicroBatch, ...]:
     """Return the micro-batches with the key that the first rank uses at the same index."""
     first = split_evenly(len(micro_batches), world, 0)
@@ -188,7 +195,7 @@ def _local_norms(v: StrategyVerifier, step: int, reference: ReferenceUpdate) -> 
     names = sorted(reference.final)
     flats = [_flatten(s.gradients, names, v) for s in shards]
     norms = []
-    replicas = v.session.mesh.data.size
+    replicas = _num_sharers(v)
     for rank in range(replicas):
         mine = split_evenly(len(shards), replicas, rank)
         if not mine:  # the oracle runs the whole batch at once

@@ -10,7 +10,7 @@ state and buffers, on every rank. The comparison stops at the first update that 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from paceline.comm.net import Net
 from paceline.parallel.sharded_model import unsharded_model
 from paceline.parallel.state_hash import state_sha256
-from paceline.parallel.state_transfer import StateSnapshot, gather_whole
+from paceline.parallel.state_transfer import StateSnapshot, gather_whole, share_snapshot
 from paceline.session.callback import Callback
 from paceline.session.session import Session
 from paceline.state.slot import TensorPiece, TensorSlot
@@ -128,6 +128,8 @@ class StrategyVerifier:
         compute, axes = recipe.precision.compute, session.mesh.axes
         same = not recipe.runtime.compile and session.runner.sharded_model.device.type == "cpu"
         in_parts = oracle.at_once or any(axes[axis].size > 1 for axis in ("tensor", "context"))
+        # Stages that run a micro-batch in parts add the gradients of the parts, each rounded by itself.
+        in_parts = in_parts or bool(recipe.strategy.rechunk) or recipe.strategy.schedule_spec.reads_file
         # In half precision every partial product is rounded, so parts do not add up to the same bits.
         same = same and (compute == "fp32" or not in_parts)
         self.kernels = KernelAgreement(same, compute, in_parts)
@@ -154,7 +156,7 @@ class StrategyVerifier:
 
     def _check_start(self) -> None:
         """Check that every rank starts from the initial parameters of the oracle."""
-        mine = self.session.snapshot().tensors()
+        mine = self._with_server_state(self.session.snapshot())
         theirs = self.oracle_state.tensors()
         bounds = dict.fromkeys(theirs, 0.0)
         self._compare(-1, "initial value", mine, theirs, bounds, mine)
@@ -177,7 +179,7 @@ class StrategyVerifier:
             self.record = self._whole(record)
             # Of a loop from before its callbacks, which may write to the weights.
             after = record.after if record.after is not None else self.session.snapshot()
-            self.now = after.tensors()
+            self.now = self._with_server_state(after)
             self._verify_update(step, number, update, before)
             if self.report.failure is not None:
                 break
@@ -242,7 +244,9 @@ class StrategyVerifier:
         return reference
 
     def _whole(self, record: OracleUpdateRecord) -> WholeUpdateRecord:
-        """Gather the records of all ranks of a replica."""
+        """Gather the records of all ranks of a replica; of a server, share its record with all workers."""
+        if self.session.recipe.strategy.servers:
+            return self._shared_by_server(record)
         sums, final = (
             gather_whole(
                 [TensorPiece(slot, g) for slot, g in gradients.items()], self.session.mesh.inside, self.net
@@ -250,6 +254,43 @@ class StrategyVerifier:
             for gradients in (record.sums, record.final)
         )
         return WholeUpdateRecord(record.total, record.count, sums, final, record.update)
+
+    def _shared_by_server(self, record: OracleUpdateRecord) -> WholeUpdateRecord:
+        """Return the record of the server, which alone makes updates, on every rank."""
+        whole = self._share(
+            {f"sums/{slot.name}": g for slot, g in record.sums.items()}
+            | {f"final/{slot.name}": g for slot, g in record.final.items()},
+            {
+                "total": record.total,
+                "count": record.count,
+                "update": None if record.update is None else asdict(record.update),
+            },
+        )
+        tensors, numbers = whole.tensors(), whole.scalars()
+        sums, final = (
+            {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+            for prefix in ("sums/", "final/")
+        )
+        update = None if numbers["update"] is None else UpdateResult(**numbers["update"])
+        return WholeUpdateRecord(numbers["total"], numbers["count"], sums, final, update)
+
+    def _with_server_state(self, after: StateSnapshot) -> Mapping[str, Tensor]:
+        """Return the whole state of this rank; a worker has no optimizer state, and gets that of the
+        server.
+        """
+        if not self.session.recipe.strategy.servers:
+            return after.tensors()
+        own = after.tensors()
+        # Without what only a server has, such as its record of pushes: it changes no update.
+        compared = {name: t for name, t in own.items() if name.startswith(("model/", "optimizer/"))}
+        shared = self._share(compared, {}).tensors()
+        return {name: own.get(name, t) if name.startswith("model/") else t for name, t in shared.items()}
+
+    def _share(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> StateSnapshot:
+        """Broadcast tensors and numbers of rank 0."""
+        device = self.session.runner.sharded_model.device
+        mine = StateSnapshot(0, tensors, numbers)
+        return StateSnapshot(0, *share_snapshot(mine, self.session.mesh.world, self.net, device))
 
     def _compare_sums(self, step: int, reference: ReferenceUpdate | None) -> None:
         record, like = self.record, self._slots()

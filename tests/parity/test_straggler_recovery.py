@@ -200,7 +200,7 @@ def script(named: int, rank: int = 2, cause: str = "compute") -> None:
     """A rank is named so often, after two windows of every-step; and has recovered in certain steps."""
     looks = [0]
 
-    def find(data: Any, compute: Any, factor: float) -> SlowRank | None:
+    def find(data: Any, compute: Any, factor: float, step_seconds: float) -> SlowRank | None:
         looks[0] += 1
         return SlowRank(rank, cause, 0.9, 0.1) if looks[0] <= 2 * named else None
 

@@ -6,7 +6,7 @@ with a slow link and the rank that waits for it take equally long. So when all r
 than before, each rank sends some bytes to the next one in a ring: a slow host shows as two slow links.
 
 Invariant: all ranks judge by the same numbers, so they agree on when to probe.
-Wire: every `WINDOW_STEPS` steps one all_gather of 24 bytes per rank; a probe adds 3 x 64 KiB and 8 bytes
+Wire: every `WINDOW_STEPS` steps one all_gather of 32 bytes per rank; a probe adds 3 x 64 KiB and 8 bytes
 each.
 """
 
@@ -35,6 +35,7 @@ _PROBE_BYTES = 1 << 16
 _PROBES = 3
 _MIN_PROBE_RANKS = 3  # two ranks share one link, so it cannot be assigned to either
 _MIN_SECONDS = 1e-4  # shorter times are noise of the clock and the scheduler
+_MIN_SHARE = 0.01  # of a step; a rank that is slow in less of it delays nobody
 _MIN_WINDOWS = 4  # windows that are needed to know the usual time of communication
 
 
@@ -54,17 +55,20 @@ class SlowRank(NamedTuple):
     usual: float
 
 
-def find_slow_rank(data: Sequence[float], compute: Sequence[float], factor: float) -> SlowRank | None:
+def find_slow_rank(
+    data: Sequence[float], compute: Sequence[float], factor: float, step_seconds: float = 0.0
+) -> SlowRank | None:
     """Return the rank that takes at least `factor` times the median of the others, if there is one; pure.
 
     Args:
         data, compute: seconds per micro-batch, by rank, for at least two ranks.
         factor: how much slower than the others a rank has to be.
+        step_seconds: the usual time of a whole step; on a busy host 1 % of it is noise of the scheduler.
     """
     totals = [a + b for a, b in zip(data, compute, strict=True)]
     rank = max(range(len(totals)), key=totals.__getitem__)
     others = [i for i in range(len(totals)) if i != rank]
-    usual = max(_MIN_SECONDS, median(totals[i] for i in others))
+    usual = max(_MIN_SECONDS, _MIN_SHARE * step_seconds, median(totals[i] for i in others))
     if totals[rank] < factor * usual:
         return None
     # Reading and computing are compared separately: the cause is the phase with the larger excess.
@@ -147,14 +151,15 @@ class StragglerJudge:
         self._named: tuple[int, str] | None = None
         self._waits: list[float] = []
 
-    def is_communication_slow(self, communication: Sequence[float]) -> bool:
+    def is_communication_slow(self, communication: Sequence[float], step_seconds: float = 0.0) -> bool:
         """Return whether even the fastest communication of this window is much slower than it used to be.
 
         Args:
             communication: seconds in the phase, by rank.
+            step_seconds: as for `find_slow_rank`.
         """
         # The rank that arrives last waits least, so the shortest time is that of the links alone.
-        shortest = max(_MIN_SECONDS, min(communication))
+        shortest = max(_MIN_SECONDS, _MIN_SHARE * step_seconds, min(communication))
         usual = median(self._waits) if len(self._waits) >= _MIN_WINDOWS else None
         if usual is not None and shortest >= self._factor * usual:
             return True
@@ -202,7 +207,7 @@ class StragglerDetection:
         self.inner = inner
         self._num_run, self._judge = num_run, StragglerJudge(factor)
         self._factor, self._group, self._net, self._note = factor, group, net, note
-        self._window: list[tuple[float, float, float]] = []
+        self._window: list[tuple[float, ...]] = []
 
     def rounds(self, feed: TrainingFeed, runner: ModelRunner, update_step: UpdateStep) -> Iterator[StepStats]:
         device = runner.sharded_model.device
@@ -217,16 +222,19 @@ class StragglerDetection:
         """Record the times of a step; collective at the end of a window."""
         phases, num_run = stats.phases, max(1, self._num_run(stats.step))
         compute = phases["forward"] + phases["backward"]
-        self._window.append((phases["data"] / num_run, compute / num_run, phases["communication"]))
+        step_seconds = sum(phases.values())
+        self._window.append(
+            (phases["data"] / num_run, compute / num_run, phases["communication"], step_seconds)
+        )
         if (stats.step + 1) % WINDOW_STEPS:
             return
         # The median, so that one slow step in a window names no rank.
         medians = [median(column) for column in zip(*self._window, strict=True)]
         by_rank = gather_numbers(self._net, self._group, medians, device)
-        data, compute_by_rank, communication = map(list, zip(*by_rank, strict=True))
+        data, compute_by_rank, communication, steps = map(list, zip(*by_rank, strict=True))
         self._window = []
-        slow = find_slow_rank(data, compute_by_rank, self._factor)
-        if self._judge.is_communication_slow(communication) and slow is None:
+        slow = find_slow_rank(data, compute_by_rank, self._factor, median(steps))
+        if self._judge.is_communication_slow(communication, median(steps)) and slow is None:
             slow = self._probe(device)
         named = self._judge.observe_window(slow)
         if named is not None:

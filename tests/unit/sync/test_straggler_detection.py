@@ -55,6 +55,15 @@ def test_nobody_is_blamed_in_200_clean_steps() -> None:
     assert [named(200, 200, "data", seed) for seed in range(100)] == [[]] * 100
 
 
+@pytest.mark.capability("I8")
+def test_a_delay_below_one_percent_of_the_step_names_nobody() -> None:
+    """Two alarms that came in 200 clean steps on a busy host, for 0.66 ms where 0.20 ms is usual."""
+    data, compute = [0.0, 0.0, 0.0], [2.0e-4, 6.6e-4, 2.0e-4]
+    assert find_slow_rank(data, compute, FACTOR, step_seconds=0.05) is None
+    slow = find_slow_rank(data, compute, FACTOR, step_seconds=0.01)
+    assert slow is not None and slow.rank == 1
+
+
 def test_one_window_names_nobody_and_a_rank_is_named_once_until_it_has_recovered() -> None:
     judge, slow = StragglerJudge(FACTOR), SlowRank(1, "data", 2.0, 1.0)
     said = [judge.observe_window(found) for found in (slow, None, slow, slow, slow, slow, None, slow, slow)]

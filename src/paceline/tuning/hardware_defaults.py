@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -105,7 +106,8 @@ def choose_hardware_defaults(
 ) -> Recipe:
     """Return the recipe with a number format in place of `auto`, and warn of slow settings; collective.
 
-    The threads themselves are set by `session.start_rank`; here they are only reported.
+    The threads are set by `session.start_rank`, to an equal share of the cores. Here they are reported, and
+    reduced to one if a matrix product shows that other programs use these cores.
 
     Args:
         cluster: connected.
@@ -116,6 +118,8 @@ def choose_hardware_defaults(
     configured, product = recipe.precision.compute, largest_product(recipe, task, cluster.world_size)
     num_processes, cores = cluster.local_world_size, find_cores()
     threads = choose_threads(recipe, num_processes, cores)
+    if not recipe.runtime.threads and threads.number > 1:
+        threads = reduce_slow_threads(threads, product, device)
     warnings = [
         oversubscription_warning(recipe.runtime.threads, num_processes, cores.number),
         few_threads_warning(recipe.runtime.threads, core_share(cores, num_processes), product, device),
@@ -155,6 +159,46 @@ def choose_threads(recipe: Recipe, num_processes: int, cores: CoreCount) -> Thre
     return ThreadChoice(core_share(cores, num_processes), f"{num_processes} processes share {cores.reason}")
 
 
+def reduce_slow_threads(
+    threads: ThreadChoice, product: MatrixProduct | None, device: torch.device
+) -> ThreadChoice:
+    """Return one thread, and set it, if several are slower; nothing is measured for small products.
+
+    On a machine whose cores are busy, threads wait for each other inside every operation.
+    """
+    if product is None or product.is_small or device.type != "cpu":
+        return threads
+    slowdown = _thread_slowdown(product, device, threads.number, 1, median)
+    if slowdown < MIN_GAIN:
+        return threads
+    torch.set_num_threads(1)
+    reason = (
+        f"{threads.number} threads take {slowdown:.1f} times as long for a matrix product of {product}: the"
+        " cores of this host are busy"
+    )
+    return ThreadChoice(1, reason)
+
+
+def _thread_slowdown(
+    product: MatrixProduct,
+    device: torch.device,
+    threads: int,
+    other: int,
+    summarize: Callable[[Sequence[float]], float],
+) -> float:
+    """Return the seconds of a product on `threads` threads over those on `other` threads."""
+    run, num_threads = _product_runner(product, device), torch.get_num_threads()
+
+    def run_on(number: int) -> None:
+        torch.set_num_threads(number)
+        run(MixedPrecision("fp32", device.type))
+
+    try:
+        return _speedup(lambda: run_on(threads), lambda: run_on(other), summarize)
+    finally:
+        torch.set_num_threads(num_threads)
+
+
 def oversubscription_warning(threads: int, num_processes: int, num_cores: int) -> str:
     """Return a warning if this host's processes have more threads than cores, else an empty text; pure."""
     total = threads * num_processes
@@ -177,16 +221,7 @@ def few_threads_warning(threads: int, share: int, product: MatrixProduct | None,
     """
     if not 0 < threads < share or product is None or product.is_small or device.type != "cpu":
         return ""
-    run, num_threads = _product_runner(product, device), torch.get_num_threads()
-
-    def run_on(number: int) -> None:
-        torch.set_num_threads(number)
-        run(MixedPrecision("fp32", device.type))
-
-    try:
-        slowdown = _speedup(lambda: run_on(threads), lambda: run_on(share))
-    finally:
-        torch.set_num_threads(num_threads)
+    slowdown = _thread_slowdown(product, device, threads, share, min)
     if slowdown < MIN_GAIN:
         return ""
     return (
@@ -349,17 +384,25 @@ def _product_runner(product: MatrixProduct, device: torch.device) -> Callable[[M
     return run
 
 
-def _speedup(first: Callable[[], None], second: Callable[[], None]) -> float:
-    """Return the least seconds of `first` over the least seconds of `second`."""
+def _speedup(
+    first: Callable[[], None],
+    second: Callable[[], None],
+    summarize: Callable[[Sequence[float]], float] = min,
+) -> float:
+    """Return the seconds of `first` over the seconds of `second`.
+
+    Args:
+        summarize: the least of some times is that of an idle machine, the median that of this machine as it
+            is.
+    """
     functions, times = (first, second), (list[float](), list[float]())
     for function in functions:
         function()  # not counted: the first call chooses kernels and allocates
     end = time.perf_counter() + _PROBE_SECONDS
-    # In turns, so that a change of the clock rate or another process slows both; the minimum excludes
-    # outliers.
+    # In turns, so that a change of the clock rate or another process slows both.
     while len(times[0]) < 2 or (len(times[0]) < _MOST_REPEATS and time.perf_counter() < end):
         for seconds, function in zip(times, functions, strict=True):
             begin = time.perf_counter()
             function()
             seconds.append(time.perf_counter() - begin)
-    return min(times[0]) / min(times[1])
+    return summarize(times[0]) / summarize(times[1])

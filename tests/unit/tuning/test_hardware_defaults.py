@@ -23,6 +23,7 @@ from paceline.tuning import hardware_defaults
 from paceline.tuning.hardware_defaults import (
     MatrixProduct,
     PrecisionGain,
+    ThreadChoice,
     choose_hardware_defaults,
     choose_precision,
     choose_threads,
@@ -30,6 +31,7 @@ from paceline.tuning.hardware_defaults import (
     has_bf16,
     largest_product,
     oversubscription_warning,
+    reduce_slow_threads,
     slow_precision_warning,
     unfused_optimizer_warning,
 )
@@ -275,3 +277,30 @@ def test_what_compiling_has_cost_is_said_in_steps() -> None:
     assert [watch.follow(seconds) for seconds in (20.5, 2.0, 0.5, 0.5, 0.5)] == [None] * 5
     assert watch.follow(0.5) == {"seconds": 20.0, "steps": 40}
     assert watch.follow(0.5) is None
+
+
+@pytest.mark.parametrize(("seconds_by_threads", "chosen"), [({1: 1.0, 2: 12.0}, 1), ({1: 1.0, 2: 0.6}, 2)])
+def test_threads_that_wait_for_each_other_are_not_taken(
+    seconds_by_threads: dict[int, float], chosen: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock is simulated: how busy the cores of this host are is not under control."""
+    clock = [0.0]
+
+    def make_runner(product: MatrixProduct, device: torch.device) -> Callable[..., None]:
+        def run(*_: object) -> None:
+            clock[0] += seconds_by_threads[torch.get_num_threads()]
+
+        return run
+
+    monkeypatch.setattr(hardware_defaults, "_product_runner", make_runner)
+    monkeypatch.setattr(hardware_defaults.time, "perf_counter", lambda: clock[0])
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        choice = reduce_slow_threads(ThreadChoice(2, "one process on 2 cores"), LARGE, CPU)
+        assert choice.number == torch.get_num_threads() == chosen
+        assert ("12.0 times as long" in choice.reason) == (chosen == 1)
+        small = ThreadChoice(2, "")
+        assert reduce_slow_threads(small, MatrixProduct(4, 4, 4), CPU) is small
+    finally:
+        torch.set_num_threads(before)

@@ -313,7 +313,7 @@ def _render_table(content: ComparisonTable, colors: dict[str, str]) -> list[Html
     rows = [[_color_key(name, colors), *cells] for name, *cells in content.rows]
     return [
         tag("h2", content.title),
-        table(content.head, rows, kind="scroll facts"),
+        table(content.head, rows, kind="scroll facts wrap"),
         tag("p", content.about, class_="note"),
     ]
 

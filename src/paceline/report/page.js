@@ -47,9 +47,16 @@
     return values[at - 1] + share * (values[at] - values[at - 1]);
   };
 
-  const spell = (value) => {
-    if (value !== 0 && (Math.abs(value) >= 1e6 || Math.abs(value) < 1e-3)) return value.toExponential(1);
-    return (+value.toPrecision(3)).toLocaleString("en", { maximumSignificantDigits: 3 });
+  const spell = (value, digits = 3) => {
+    if (value !== 0 && (Math.abs(value) >= 1e6 || Math.abs(value) < 1e-3)) return value.toExponential(digits - 2);
+    return (+value.toPrecision(digits)).toLocaleString("en", { maximumSignificantDigits: digits });
+  };
+  // With as many digits as tell the values apart: a narrow range needs more than three.
+  const spellAll = (values) => {
+    for (let digits = 3; ; digits += 1) {
+      const texts = values.map((value) => spell(value, digits));
+      if (new Set(texts).size === values.length || digits === 12) return texts;
+    }
   };
   const spellBytes = (value) => {
     const units = ["B", "kB", "MB", "GB", "TB"];
@@ -69,7 +76,7 @@
     const raw = (high - low) / about, power = 10 ** Math.floor(Math.log10(raw));
     const step = [1, 2, 2.5, 5, 10].map((f) => f * power).find((s) => s >= raw * 0.999);
     const found = [];
-    for (let i = Math.ceil(low / step - 1e-9); i * step <= high + 1e-9 * step; i += 1) found.push(i * step);
+    for (let i = Math.ceil(low / step - 1e-9); i * step <= high + 1e-9 * step; i += 1) found.push(i * step + 0); // + 0: not -0
     return found;
   };
   const decades = (low, high) => {
@@ -209,7 +216,8 @@
         if (side) made.style[side] = `${(100 * share).toFixed(2)}%`;
         this.svg.before(made);
       };
-      for (const y of this.levels) add(spell(y), "y", "top", 1 - this.up(y));
+      const levels = spellAll(this.levels);
+      this.levels.forEach((y, k) => add(levels[k], "y", "top", 1 - this.up(y)));
       const places = ticks(this.low, this.high, 4).filter((x) => shown.axis === "seconds" || shown.axis === "bytes" || Number.isInteger(x));
       for (const x of places) add(spellAxis(x), "x", "left", this.across(x));
       const word = { step: "steps", seconds: "time", samples: "samples", bytes: "sent by all" }[shown.axis];

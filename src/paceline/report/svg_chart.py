@@ -217,14 +217,28 @@ def _render_path(points: Sequence[ChartPoint], kind: str, text: str = "", style:
 
 
 def _render_tick_labels(across: AxisScale, up: AxisScale) -> list[Html]:
+    ticks = up.ticks()
     ys = [
-        tag("span", format_number(y, 3), class_="y", style=f"top: {100 * (1 - up(y)):.2f}%")
-        for y in up.ticks()
+        tag("span", text, class_="y", style=f"top: {100 * (1 - up(y)):.2f}%")
+        for y, text in zip(ticks, format_ticks(ticks), strict=True)
     ]
-    steps = [x for x in across.ticks(4) if x == int(x)]
+    # Adding zero turns -0.0 into 0.0.
+    steps = [x + 0.0 for x in across.ticks(4) if x == int(x)]
     xs = [tag("span", f"{x:,.0f}", class_="x", style=f"left: {100 * across(x):.2f}%") for x in steps]
     has_room = all(across(x) > _CLEAR_FRACTION for x in steps)
     return [*ys, *xs, tag("span", "steps", class_="x left")] if has_room else [*ys, *xs]
+
+
+_MAX_DIGITS = 12
+
+
+def format_ticks(ticks: Sequence[float]) -> list[str]:
+    """Return the values of an axis with as many digits as tell them apart, at least three."""
+    for digits in range(3, _MAX_DIGITS):
+        texts = [format_number(value, digits) for value in ticks]
+        if len({*texts}) == len(ticks):
+            return texts
+    return [format_number(value, _MAX_DIGITS) for value in ticks]
 
 
 def _render_legend(curves: Sequence[ChartCurve]) -> Html:

@@ -136,8 +136,8 @@ def measure_trial(run: RecordedRun) -> TrialMeasurements:
     The numbers are `steps`, `samples/s` and `s a step` (without the first round), `idle` (fraction of the
     time in which ranks that compute gradients neither did so, nor read data, nor updated), `bytes a sample`
     (of all ranks), `calls a step` (collectives and messages of rank 0), `steps a round`, `staleness` (mean
-    over rounds) and `oldest` (in updates), `memory` (bytes of the largest process), and `final NAME` of the
-    last evaluation.
+    over rounds) and `oldest` (in updates), `memory` (bytes of the largest process), `threads` (of rank 0)
+    and `final NAME` of the last evaluation.
     """
     ranks = rank_times(run)
     compute = [rank for rank in ranks if rank.parts["forward"] > 0]
@@ -179,6 +179,9 @@ def _cost_numbers(
     if ranks:
         numbers["bytes a sample"] = sum(to_float(r["sent_bytes"]) for r in run.of("ranks")) / samples
         numbers["memory"] = max(rank.peak_bytes for rank in ranks)
+    threads = run.of("threads")
+    if threads:
+        numbers["threads"] = float(threads[-1]["number"])
     ledgers = run.of("communication")
     if ledgers:
         calls = sum(row["calls"] for row in ledgers[-1]["rows"].values())

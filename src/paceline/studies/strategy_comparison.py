@@ -63,7 +63,7 @@ class StrategyComparison:
     def to_json(self) -> dict[str, Any]:
         """Return the comparison as plain values, with the properties of each strategy."""
         # The first strategy of the file is the reference of the others.
-        base = self.rows[0].numbers.get("samples/s") if self.rows else None
+        base = self.rows[0].numbers if self.rows else {}
         return {
             "target": str(self.target) if self.target is not None else None,
             "rows": [{**asdict(row), "nine_rows": property_rows(row, base)} for row in self.rows],
@@ -124,28 +124,42 @@ def _strategy_result(strategy: StrategyTrials, target: MetricTarget | None) -> S
 NOT_MEASURED = "not measured"
 
 
-def property_rows(row: StrategyResult, base: MeanAndDeviation | None) -> dict[str, str]:
+def property_rows(row: StrategyResult, base: Mapping[str, MeanAndDeviation]) -> dict[str, str]:
     """Return nine properties of a strategy as text, from replication to status.
 
     Args:
-        base: samples per second of the first strategy.
+        base: numbers of the first strategy.
     """
 
     def format_mean(name: str, template: str) -> str:
         return template.format(row.numbers[name].mean) if name in row.numbers else NOT_MEASURED
 
-    speed, memory = row.numbers.get("samples/s"), row.numbers.get("memory")
+    memory = row.numbers.get("memory")
     return {
         "replication": f"{memory.mean / 2**20:.0f} MiB in the largest process" if memory else NOT_MEASURED,
         "roles": f"{row.roles[0]} compute, {row.roles[1]} serve" if row.runs else NOT_MEASURED,
         "communication": format_mean("bytes a sample", "{:,.0f} bytes per sample"),
-        "scalability": f"{speed.mean / base.mean:.2f} x the first" if speed and base else NOT_MEASURED,
+        "scalability": _scalability_text(row, base),
         "flexibility": f"{len(row.goes_with)} of {len(row.tried)}: {', '.join(row.goes_with) or 'none'}",
         "complexity": format_mean("calls a step", "{:.1f} messages or collectives per step of rank 0"),
         "synchrony": _synchrony_text(row),
         "fault tolerance": _recovery_text(row),
         "status": f"{row.runs} of {row.planned} runs complete",
     }
+
+
+def _scalability_text(row: StrategyResult, base: Mapping[str, MeanAndDeviation]) -> str:
+    """Return the speed relative to the first strategy, with the threads of both if they differ: on a busy
+    host threads that wait for each other can take many times as long.
+    """
+    speed, base_speed = row.numbers.get("samples/s"), base.get("samples/s")
+    if not (speed and base_speed):
+        return NOT_MEASURED
+    text = f"{speed.mean / base_speed.mean:.2f} x the first"
+    threads, base_threads = row.numbers.get("threads"), base.get("threads")
+    if threads and base_threads and threads.mean != base_threads.mean:
+        text += f" ({threads.mean:.3g} threads a process, there {base_threads.mean:.3g})"
+    return text
 
 
 def _format_steps(count: float) -> str:
@@ -215,7 +229,7 @@ def render_costs_table(comparison: StrategyComparison) -> tuple[list[str], list[
 
 def render_properties_table(comparison: StrategyComparison) -> tuple[list[str], list[list[str]]]:
     """Return header and rows of the properties, one strategy per row."""
-    base = comparison.rows[0].numbers.get("samples/s") if comparison.rows else None
+    base = comparison.rows[0].numbers if comparison.rows else {}
     properties = [property_rows(row, base) for row in comparison.rows]
     header = ["strategy", *(properties[0] if properties else ())]
     rows = zip(comparison.rows, properties, strict=True)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from paceline.report.svg_chart import format_ticks
 from paceline.studies.sweep_summary import MeanAndDeviation, SweepRow, SweepSummary
 
 _WIDTH, _HEIGHT, _LEFT, _TOP = 360, 240, 70, 68
@@ -93,8 +94,10 @@ def _render_panel(
     # Labels would overlap if there are more than the width has room for.
     stride = max(1, math.ceil(_LETTER_WIDTH * sum(len(text) + 2 for text in texts) / _WIDTH))
     elements += [_render_text(left + across(text) * _WIDTH, bottom + 16, text) for text in texts[::stride]]
+    ticks = _ticks(ends)
     elements += [
-        _render_text(left - 6, bottom - up(v) * _HEIGHT + 4, _format_tick(v), "end") for v in _ticks(ends)
+        _render_text(left - 6, bottom - up(v) * _HEIGHT + 4, text, "end")
+        for v, text in zip(ticks, format_ticks(ticks), strict=True)
     ]
     for mark in marks:
         x = left + across(str(mark)) * _WIDTH
@@ -123,10 +126,6 @@ def _ticks(values: Sequence[float]) -> list[float]:
     if low > 0:
         return [low * (high / low) ** (i / 4) for i in range(5)]
     return [low + (high - low) * i / 4 for i in range(5)]
-
-
-def _format_tick(value: float) -> str:
-    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def _render_line(

@@ -10,6 +10,7 @@ from paceline.report.svg_chart import (
     downsample,
     finite_segments,
     fit_scale,
+    format_ticks,
     render_chart,
     running_mean,
 )
@@ -62,3 +63,15 @@ def test_a_scale_is_logarithmic_only_if_that_helps() -> None:
 def test_a_chart_of_nothing_is_nothing_and_of_one_point_is_a_dot() -> None:
     assert render_chart("Loss", [ChartCurve("a", "c1", [])]) == ""
     assert 'class="dot"' in render_chart("Loss", [ChartCurve("a", "c1", [(3.0, 0.5)])])
+
+
+def test_ticks_of_a_narrow_range_are_told_apart() -> None:
+    ticks = AxisScale(0.6138, 0.6142).ticks()
+    assert len({*format_ticks(ticks)}) == len(ticks) >= 4
+    assert format_ticks([0.5, 1.0, 1.5]) == ["0.5", "1", "1.5"]
+    assert format_ticks([2.0, 2.0]) == ["2", "2"]
+
+
+def test_an_axis_does_not_begin_at_minus_zero() -> None:
+    chart = render_chart("Loss", [ChartCurve("a", "loss", [(-0.0, 1.0), (8.0, 2.0)])])
+    assert "-0<" not in chart and ">0<" in chart

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,7 @@ from paceline.studies.strategy_comparison import (
     render_properties_table,
     render_results_table,
 )
+from paceline.studies.sweep_summary import MeanAndDeviation
 from tests.unit.report.runs import rank_record, start, stats, write
 
 pytestmark = pytest.mark.capability("B7", "I12", "Z18")
@@ -98,7 +100,7 @@ def test_seeds_are_a_row_and_what_failed_is_said(tmp_path: Path) -> None:
 
 def test_no_cell_of_the_nine_rows_is_prose(tmp_path: Path) -> None:
     found = two(tmp_path)
-    exact, stale, never = (property_rows(row, found.rows[0].numbers["samples/s"]) for row in found.rows)
+    exact, stale, never = (property_rows(row, found.rows[0].numbers) for row in found.rows)
     assert len(exact) == 9 and render_properties_table(found)[0][1:] == [*exact]
     assert exact["fault tolerance"] == "resumed after 7.5 s, 3 steps repeated"
     assert exact["synchrony"] == "replicas agree every step"
@@ -106,6 +108,11 @@ def test_no_cell_of_the_nine_rows_is_prose(tmp_path: Path) -> None:
     assert stale["scalability"] == "1.00 x the first" and stale["fault tolerance"] == NOT_MEASURED
     assert {never[name] for name in ("replication", "roles", "scalability", "synchrony")} == {NOT_MEASURED}
     assert never["status"] == "0 of 2 runs complete"
+    threads = [
+        {"samples/s": MeanAndDeviation(n, 0.0), "threads": MeanAndDeviation(n, 0.0)} for n in (1.0, 2.0)
+    ]
+    faster = property_rows(replace(found.rows[0], numbers=threads[1]), threads[0])
+    assert faster["scalability"] == "2.00 x the first (2 threads a process, there 1)"
     assert json.loads(json.dumps(found.to_json()))["rows"][0]["nine_rows"] == exact
 
 

@@ -17,7 +17,7 @@ from tests.recipes import recipe_of
 digits_recipe = partial(recipe_of, task="digits", steps=2, options={"model": "mlp", "hidden": [64]})
 
 
-@pytest.mark.capability("H9")
+@pytest.mark.capability("H9", clause="bytes and loss gap; times are computed from one measurement")
 def test_a_report_of_a_task_has_ratio_losses_and_steps_of_every_codec() -> None:
     def run(cluster: Cluster) -> list[CodecComparison]:
         recipe = digits_recipe("replicas=2").replace(precision={"compute": "fp32"})
@@ -35,7 +35,7 @@ def test_a_report_of_a_task_has_ratio_losses_and_steps_of_every_codec() -> None:
     assert "ms at 10 Mbit/s" in head and len(lines) == 3 and {"spread", "bandwidths"} <= top.record().keys()
 
 
-@pytest.mark.capability("H9")
+@pytest.mark.capability("H9", clause="the break-even bandwidth")
 def test_ranks_agree_on_a_codec_and_train_with_it(tmp_path) -> None:
     def run(cluster: Cluster) -> list[tuple[str, str, float, list[str]]]:
         found = []

@@ -103,7 +103,7 @@ def train(cluster: Cluster, strategy: str) -> tuple[str, int, Trajectory, list[s
     return result
 
 
-@pytest.mark.capability("D8")
+@pytest.mark.capability("D8", clause="where the cut is, not the time of a step")
 def test_the_slow_layer_has_a_stage_of_few_and_the_bits_are_those_of_one_process() -> None:
     _, _, alone, _ = train(Cluster.single(), "replicas=1")
     first, second = run_ranks(train, 2, "replicas=1 pipeline=2 stages=time")

@@ -238,7 +238,7 @@ def waiting(cluster: Cluster) -> None:
     raise CommunicationError("\n".join(said))
 
 
-@pytest.mark.capability("D1", "A12")
+@pytest.mark.capability("D1")
 def test_a_late_and_a_lost_stage_are_named_and_leave_nothing() -> None:
     with pytest.raises(RanksFailed) as caught:
         run_ranks(waiting, 2)

@@ -150,7 +150,7 @@ def waiting(cluster: Cluster) -> list[str]:
     return said
 
 
-@pytest.mark.capability("D1", "A12")
+@pytest.mark.capability("D1")
 def test_a_late_and_a_lost_stage_are_named_in_memory_and_by_the_backend() -> None:
     beside, _, across, beyond = run_ranks(waiting, STAGES, may_die=[1])
     assert "ranks [1] sent no message within 0.5 s" in beside[0]

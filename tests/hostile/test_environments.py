@@ -17,7 +17,7 @@ from paceline.launch.node_liveness import NodeLivenessProbe, probe_node
 from paceline.recipe import load_recipe
 from tests.hostile.jobs import End, end_of, prepare, start
 
-pytestmark = [pytest.mark.capability("N10"), pytest.mark.timeout(240)]
+pytestmark = pytest.mark.timeout(240)
 NOBODY = ("unshare", "-U", "--map-user=12345", "--map-group=12345", "env", "-uHOME", "-uUSER", "-uLOGNAME")
 
 

@@ -23,7 +23,7 @@ from tests.hostile.mutations import havoc
 from tests.hostile.parser_checks import Check
 from tests.hostile.parsers import CHANGES, PARSERS
 
-pytestmark = [pytest.mark.capability("N10", "N13"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.capability("N13"), pytest.mark.timeout(240)]
 FEW, LIKE_FEW = 200, 800
 BATCH, BATCHES, LIKE_THEM = 1000, 10, 9000
 MOST_SECONDS = 2.0

@@ -40,7 +40,6 @@ DEEP = [
 ]
 
 
-@pytest.mark.capability("N10")
 @pytest.mark.parametrize("text", DEEP, ids=range(len(DEEP)))
 def test_recipes_that_were_found_once(text: str, tmp_path: Path) -> None:
     path = tmp_path / "recipe.toml"
@@ -52,7 +51,6 @@ def test_recipes_that_were_found_once(text: str, tmp_path: Path) -> None:
         load_recipe(path, [text.replace(" = ", "=", 1)])
 
 
-@pytest.mark.capability("N10")
 @pytest.mark.parametrize("text", ["\ud800\x90\r", "options.x=\udcff", "\udcff=1", '"\udcff"=[1'])
 def test_overrides_that_are_no_text(text: str, tmp_path: Path) -> None:
     """What the bytes of a command line become that are no UTF-8."""
@@ -61,7 +59,6 @@ def test_overrides_that_are_no_text(text: str, tmp_path: Path) -> None:
         load_recipe(tmp_path / "recipe.toml", [text])
 
 
-@pytest.mark.capability("N10")
 @pytest.mark.parametrize("ids", [4_000_000_000, 2**40, -1])
 def test_tokenizers_that_were_found_once(ids: int, tmp_path: Path) -> None:
     record = right_tokenizer()
@@ -77,7 +74,6 @@ def test_tokenizers_that_were_found_once(ids: int, tmp_path: Path) -> None:
         load_tokenizer(path)
 
 
-@pytest.mark.capability("N10")
 def test_weights_that_are_damaged_leave_the_model_untouched(tmp_path: Path) -> None:
     """One bit of the last tensor: the first ones are not taken over either."""
     import torch
@@ -96,7 +92,6 @@ def test_weights_that_are_damaged_leave_the_model_untouched(tmp_path: Path) -> N
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-@pytest.mark.capability("N10")
 def test_a_notice_url_that_answers_drop_by_drop_or_nonsense_hangs_nothing() -> None:
     import socket
 
@@ -118,13 +113,11 @@ def test_a_notice_url_that_answers_drop_by_drop_or_nonsense_hangs_nothing() -> N
         dripping.join()
 
 
-@pytest.mark.capability("N10")
 def test_losses_that_no_float_holds_are_left_out(tmp_path: Path) -> None:
     (tmp_path / "losses.json").write_text(f'{{"3": {"9" * 400}, "4": 0.5, "5": NaN, "6": Infinity}}')
     assert find_losses(StorageFolder(str(tmp_path)), [], "") == {4: 0.5, 6: float("inf")}
 
 
-@pytest.mark.capability("N10")
 def test_small_files_that_were_found_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers that no integer holds, and values of another type: each is as good as no file."""
     endless = json.dumps(float("-inf"))
@@ -142,7 +135,6 @@ def test_small_files_that_were_found_once(tmp_path: Path, monkeypatch: pytest.Mo
     assert remove_stale_folders() == []
 
 
-@pytest.mark.capability("N10")
 def test_a_phase_that_nobody_knows_is_left_out() -> None:
     """In one record of a rank, and not in the next."""
     more = {**RANKS, "phases": {"more": 0.5, **RANKS["phases"]}}

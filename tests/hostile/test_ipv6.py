@@ -24,7 +24,7 @@ from paceline.launch.node_liveness import NodeLivenessProbe, probe_node
 from tests.dist.launch.actors import as_users_have_it
 from tests.hostile.jobs import prepare
 
-pytestmark = [pytest.mark.capability("N10", "O2"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.capability("O2"), pytest.mark.timeout(240)]
 ONLY_IPV6 = (
     *("unshare", "-Urn", "sh", "-c"),
     "ip link set lo up && ip address del 127.0.0.1/8 dev lo && ip link add left type veth peer name right"

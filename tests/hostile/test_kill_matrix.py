@@ -20,7 +20,7 @@ from tests.dist.launch.actors import as_users_have_it
 from tests.hostile.kill_trials import MOMENTS, OWN, SIGNALS, TARGETS, trials
 from tests.hostile.leftovers import left_of, name_of, things
 
-pytestmark = [pytest.mark.capability("N10"), pytest.mark.timeout(1500)]
+pytestmark = pytest.mark.timeout(1500)
 ROOT = Path(__file__).parents[2]
 STOPPED = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGHUP: 129}
 

@@ -22,7 +22,7 @@ from paceline.observe.process_info import cache_folder
 from tests.dist.launch.actors import until as wait_until
 from tests.hostile.jobs import end_of, prepare, start, until
 
-pytestmark = [pytest.mark.capability("N10"), pytest.mark.timeout(240)]
+pytestmark = pytest.mark.timeout(240)
 
 
 def folders(folder: Path) -> list[str]:

@@ -17,7 +17,7 @@ from tests.hostile.jobs import end_of, prepare, start, train, until
 from tests.unit.launch.test_outcome import looks
 from tests.unit.launch.workers import ended
 
-pytestmark = [pytest.mark.capability("N10"), pytest.mark.timeout(240)]
+pytestmark = pytest.mark.timeout(240)
 
 
 def report_of(err: str) -> str:

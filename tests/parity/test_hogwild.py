@@ -191,7 +191,7 @@ def large(strategy: str) -> Recipe:
     return digits(strategy, steps=4, options=options, optimizer={"name": "adamw", "lr": 1e-3})
 
 
-@pytest.mark.capability("B5")
+@pytest.mark.capability("B5", clause="one copy of the parameters on a host")
 def test_central_storage_has_one_copy_of_parameters_and_moments_on_a_host() -> None:
     found = run_ranks(stored, 3)
     (_, places, _, model), *_ = found

@@ -308,7 +308,7 @@ def rates(cluster: Cluster, phases: tuple[str, ...], ports: list[int]) -> list[t
 
 
 @pytest.mark.soak
-@pytest.mark.capability("J17")
+@pytest.mark.capability("J17", clause="the rates of recipes with other batches")
 def test_a_resize_that_changes_the_batch_applies_the_scaling_rule_anew() -> None:
     """Two, three, one: in its warm-up and after it the rate is that of the ranks that there are."""
     phases = PHASES[0]

@@ -62,7 +62,6 @@ def said(cluster: Cluster, strategies: tuple[str, ...], max_norm: float | None) 
     return found
 
 
-@pytest.mark.capability("Z10")
 @pytest.mark.parametrize(("strategies", "ranks"), [(TWO_RANKS, 2), (ONE_PROCESS, 1)])
 def test_a_forward_that_bounds_its_weights_is_refused_in_the_first_step(
     strategies: tuple[str, ...], ranks: int
@@ -71,7 +70,6 @@ def test_a_forward_that_bounds_its_weights_is_refused_in_the_first_step(
         assert all(SAYS in found[strategy] for strategy in strategies), found
 
 
-@pytest.mark.capability("Z10")
 @pytest.mark.parametrize("strategy", [STAGES[0], pytest.param(STAGES[1], marks=pytest.mark.soak)])
 def test_a_stage_refuses_it_too(strategy: str) -> None:
     """The other stage waits for it, so the job ends."""
@@ -84,7 +82,6 @@ def said_or_raised(cluster: Cluster, strategy: str) -> None:
     list(build_test_session(cluster, recipe(strategy), build).rounds())
 
 
-@pytest.mark.capability("Z10")
 def test_without_a_bound_they_train() -> None:
     """The twin: nothing is refused where nothing is written."""
     found = run_ranks(said, 2, (*TWO_RANKS, *STAGES), None)[0]

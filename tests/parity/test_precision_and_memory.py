@@ -326,7 +326,7 @@ def test_segments_give_the_same_bits() -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.capability("L1", "D10")
+@pytest.mark.capability("L1", "D10", clause="stages end where one process does")
 def test_segments_end_where_one_process_ends_that_keeps_everything() -> None:
     """With dropout."""
     plain = run_strategy(Cluster.single(), gpt_recomputed("replicas=1", "none"))

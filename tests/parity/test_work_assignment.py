@@ -74,7 +74,7 @@ def slowed(cluster: Cluster, steps: int = STEPS, deal: Any = None) -> tuple[Traj
     return trajectory_of(losses, session), found
 
 
-@pytest.mark.capability("A13")
+@pytest.mark.capability("A13", clause="the shares and the answer, not the time of a step")
 def test_shares_follow_the_speed_and_the_answer_does_not() -> None:
     """Eight shards of unequal size, batch statistics, dropout, a clip; the slow rank changes in mid-run."""
     ends = run_ranks(slowed, 2)
@@ -258,7 +258,7 @@ def told(cluster: Cluster) -> list[tuple[str, Mapping[str, Any]]]:
     return notes
 
 
-@pytest.mark.capability("I8", "I9", clause="data and compute; its share shrinks")
+@pytest.mark.capability("I8", "I9", clause="a factor of four on a clock of its own; its share shrinks")
 def test_the_slow_rank_is_named_with_its_cause_and_the_gain_is_told() -> None:
     first, *others = run_ranks(told, 3)
     assert all([name for name, _ in one] == [name for name, _ in first] for one in others)

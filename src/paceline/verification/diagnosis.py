@@ -26,8 +26,45 @@ if TYPE_CHECKING:
 FlatGradients = Tensor
 """Gradients of some tensors, flattened and joined, float64 [N]."""
 FIT_TOLERANCE = 1e-3
+# Relative error of sums that differ in the order of additions only.
+_SAME = 1e-6
 # Relative rounding error of sums in float16, and mostly in bfloat16.
 _DIGITS_LOST = 1e-3
+
+
+@dataclass(frozen=True)
+class PartitionSite:
+    """What is wrong in a replica that several ranks compute together.
+
+    Args:
+        axes: the axes of the strategy that split the computation, as text: "tensor=2".
+        loss_differs: the loss is wrong, so the forward is.
+        first_wrong: the wrong tensor that backward reaches first.
+        only_tied: all wrong tensors are held by several stages.
+    """
+
+    axes: str
+    loss_differs: bool
+    first_wrong: str
+    only_tied: bool
+
+    def diagnose(self) -> ErrorDiagnosis | None:
+        """Return where the mistake is; None if no axis splits the computation."""
+        if self.only_tied:
+            text = f"only tensors that several stages hold are wrong, as '{self.first_wrong}'"
+            return ErrorDiagnosis("tied gradient not summed", text)
+        if not self.axes:
+            return None
+        if self.loss_differs:
+            text = (
+                f"the loss is wrong: compare outputs of modules under {self.axes} with those of one process"
+            )
+            return ErrorDiagnosis("wrong forward of the partition", text)
+        text = (
+            f"the loss is right and gradients are not, '{self.first_wrong}' first: look at the backward under"
+            f" {self.axes} behind it"
+        )
+        return ErrorDiagnosis("wrong backward of the partition", text)
 
 
 @dataclass(frozen=True)
@@ -41,6 +78,8 @@ class GradientEvidence:
         observed: the gradient that each rank gave to its update step.
         previous: the oracle's summed gradient of the step before; None in the first step.
         with_first_keys: gradient of each shard if all replicas used the keys of the first; None if equal.
+        scale: factor of the losses before backward.
+        site: where the wrong values can come from if no formula fits; see `PartitionSite`.
     """
 
     world: int
@@ -50,6 +89,8 @@ class GradientEvidence:
     observed: Sequence[FlatGradients]
     previous: FlatGradients | None = None
     with_first_keys: Sequence[FlatGradients] | None = None
+    scale: float = 1.0
+    site: PartitionSite | None = None
 
     @property
     def right(self) -> FlatGradients:
@@ -91,13 +132,34 @@ DIFFERENT_START = ErrorDiagnosis(
 
 def diagnose_gradient(evidence: GradientEvidence) -> ErrorDiagnosis:
     """Return the mistake whose formula fits the observed sums best."""
+    if all(_distance(observed, evidence.right) < _SAME for observed in evidence.observed):
+        text = "the sums of the gradients are right, and the number of items by which they are divided is not"
+        return ErrorDiagnosis("wrong count of items", text)
     fitting = [
         ErrorDiagnosis(cause, text, residual)
         for cause, text, predict in _FORMULAS
         if (residual := _residual(evidence, predict)) < FIT_TOLERANCE
     ]
     # Several formulas can fit, as for equal shards: the smallest residual is the most likely cause.
-    return min(fitting, key=lambda d: d.residual, default=_constant_factor(evidence))
+    if fitting:
+        return min(fitting, key=lambda d: d.residual)
+    factor = _constant_factor(evidence)
+    if factor.cause not in (UNKNOWN_CAUSE.cause, "constant factor"):
+        return factor
+    if _is_of_single_ranks(evidence):
+        text = "every value is that of a single rank: the parts of ranks were not summed"
+        return ErrorDiagnosis("not reduced", text)
+    return (evidence.site.diagnose() if evidence.site is not None else None) or factor
+
+
+def _is_of_single_ranks(evidence: GradientEvidence) -> bool:
+    """Return whether each value of the sum is that of some rank alone, as for parts that were not summed."""
+    if evidence.world == 1:
+        return False
+    right, observed = evidence.right, evidence.observed[0]
+    ranks = torch.stack([evidence.of_rank(r) for r in range(evidence.world)])
+    nearest = (ranks - observed).abs().amin(0)
+    return float(nearest.norm()) < FIT_TOLERANCE * float(right.norm())
 
 
 def _residual(
@@ -126,6 +188,9 @@ def _constant_factor(evidence: GradientEvidence) -> ErrorDiagnosis:
     if error < _DIGITS_LOST:
         text = f"the relative error is about {error:.1e}: summed or sent in a dtype with fewer digits"
         return ErrorDiagnosis("digits lost", text, error)
+    if evidence.scale != 1 and abs(factor * evidence.scale - 1) < FIT_TOLERANCE:
+        text = f"the gradient is {factor:.6g} times the right one: the loss was not scaled before backward"
+        return ErrorDiagnosis("loss not scaled", text)
     return name_factor(factor, evidence.world, len(evidence.shards), sum(evidence.counts))
 
 
@@ -187,6 +252,22 @@ def _drop_first(e: GradientEvidence, rank: int) -> FlatGradients | None:
     return _without(e, 0)
 
 
+def _only_last(e: GradientEvidence, rank: int) -> FlatGradients | None:
+    shard_ranges = [split_evenly(len(e.shards), e.world, r) for r in range(e.world)]
+    if max(map(len, shard_ranges)) < 2:
+        return None
+    return torch.stack([e.shards[shard_range[-1]] for shard_range in shard_ranges if shard_range]).sum(0)
+
+
+def _rank_left_out(e: GradientEvidence, rank: int) -> FlatGradients | None:
+    """Return the sum without one rank; the one whose absence fits best."""
+    if e.world == 1:
+        return None
+    sums = [e.right - e.of_rank(r) for r in range(e.world)]
+    # By the first rank, since the same one is missing on all ranks.
+    return min(sums, key=lambda g: _distance(e.observed[0], g))
+
+
 def _last_twice(e: GradientEvidence, rank: int) -> FlatGradients | None:
     dropped = _without(e, -1)
     return None if dropped is None else 2 * e.right - dropped
@@ -233,6 +314,8 @@ _FORMULAS: tuple[tuple[str, str, Callable[[GradientEvidence, int], FlatGradients
     ("off-by-one accumulation", "the last micro-batch of each rank is missing", _drop_last),
     ("off-by-one accumulation", "the first micro-batch of each rank is missing", _drop_first),
     ("off-by-one accumulation", "the last micro-batch of each rank was counted twice", _last_twice),
+    ("accumulation lost", "each rank kept the gradient of its last micro-batch alone", _only_last),
+    ("a rank is left out", "the gradient of one rank is missing in the sum of all ranks", _rank_left_out),
     ("stale buffer", "this is the gradient of the step before", _stale),
     ("not cleared", "the gradient of the step before was added", _not_cleared),
     ("no gradient", "the gradient is zero", _nothing),

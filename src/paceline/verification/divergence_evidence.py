@@ -20,6 +20,7 @@ from paceline.verification.diagnosis import (
     UNKNOWN_CAUSE,
     ErrorDiagnosis,
     GradientEvidence,
+    PartitionSite,
     UpdateEvidence,
     diagnose_after_reduction,
     diagnose_gradient,
@@ -27,7 +28,7 @@ from paceline.verification.diagnosis import (
 )
 from paceline.verification.error_bounds import TensorComparison
 from paceline.verification.oracle import ShardResult
-from paceline.verification.oracle_update import ReferenceUpdate
+from paceline.verification.oracle_update import ReferenceUpdate, loss_scale_of
 
 if TYPE_CHECKING:
     from paceline.verification.verifier import StrategyVerifier
@@ -55,6 +56,9 @@ def diagnose_failure(
     # A server has made the sum of all workers, so every rank holds the same one.
     observed = [gathered[rank] for rank in ranks][: _num_sharers(verifier)] if gathered else []
     diagnosis = UNKNOWN_CAUSE
+    if _has_stale_parameters(verifier):
+        text = "a rank computes with parameters that others have updated since: they are not gathered"
+        return ErrorDiagnosis("parameters not gathered", text)
     # An oracle that runs the whole batch in one forward has no shards to compare.
     if reference is not None and not (verifier.oracle.at_once and stage is _explain_gradient):
         diagnosis = stage(verifier, step, update, reference, tensors, observed)
@@ -83,10 +87,8 @@ def _explain_gradient(
             NOT_REPEATED, explanation=NOT_REPEATED.explanation.format(reference.sums.total, repeated_total)
         )
     if not tensors:
-        return replace(
-            UNKNOWN_CAUSE,
-            explanation="the loss differs and no gradient does: check how the loss counts its items",
-        )
+        text = "the loss differs and no gradient does: check how ranks add their losses and counts of items"
+        return ErrorDiagnosis("wrong sum of losses", text)
     replicas = _num_sharers(v)
     first_keys = _keys_of_first(micro_batches, replicas)
     with_first_keys = [_flatten(s.gradients, tensors, v) for s in v.oracle.shards(first_keys)]
@@ -101,8 +103,43 @@ def _explain_gradient(
             observed=observed,
             previous=None if v.previous is None else _flatten(v.previous, tensors, v),
             with_first_keys=with_first_keys if changed else None,
+            scale=loss_scale_of(v.session, v.oracle_state),
+            site=_partition_site(v, tensors),
         )
     )
+
+
+def _partition_site(v: StrategyVerifier, wrong: Sequence[str]) -> PartitionSite:
+    axes, held = v.session.mesh.axes, v.session.runner.sharded_model.held
+    split = [f"{name}={axes[name].size}" for name in _COMPUTING_AXES if axes[name].size > 1]
+    worst = v.report.worst.values()
+    return PartitionSite(
+        axes=" ".join(split),
+        loss_differs=any(not f.ok and f.quantity == "loss" and f.tensor == "loss" for f in worst),
+        # The order of the slots is that of the model, and backward begins at its end.
+        first_wrong=next(
+            slot.name for slot in reversed(v.session.runner.sharded_model.slots) if slot.name in wrong
+        ),
+        only_tied=all(name in held and len(held[name].holders) > 1 for name in wrong),
+    )
+
+
+_COMPUTING_AXES = ("tensor", "context", "pipeline")
+"""Axes whose ranks compute one micro-batch together."""
+
+
+def _has_stale_parameters(v: StrategyVerifier) -> bool:
+    """Return whether any rank computes with other parameters than those of the whole state; collective."""
+    sharded_model = v.session.runner.sharded_model
+    stale = any(
+        slot.is_whole
+        and p.untyped_storage().size() > 0
+        and not torch.equal(p.detach(), v.now[f"model/{slot.name}"])
+        for slot, p in sharded_model.computes.items()
+        if f"model/{slot.name}" in v.now and sharded_model.updates_partially
+    )
+    flag = torch.tensor([float(stale)], device=sharded_model.device)
+    return bool(v.net.all_reduce(flag, v.session.mesh.world, "max").wait())
 
 
 def _explain_tail(

@@ -109,13 +109,35 @@ def test_the_ledger_counts_a_sum_in_memory_as_one_on_a_wire() -> None:
         assert native["all_reduce"] == (1, 4000, 2 * 2 / 3 * 4000)
 
 
+@pytest.mark.capability("G4", clause="a poll in shared memory")
+def test_a_sum_is_complete_once_all_ranks_have_polled() -> None:
+    """A poll adds this rank's share, so nobody has to wait; before the last rank has launched it is open."""
+
+    def run(cluster) -> tuple[bool, bool, list[float]]:
+        memory, group, net = start(cluster)
+        x = torch.full((5,), float(group.rank + 1))
+        if group.rank == 1:
+            net.barrier(group)
+        handle = memory.all_reduce(x, "a")
+        early = group.rank == 0 and handle.is_complete()
+        if group.rank == 0:
+            net.barrier(group)
+        expires = time.monotonic() + 20
+        while not handle.is_complete() and time.monotonic() < expires:
+            time.sleep(0.001)
+        found = handle.is_complete(), x.tolist() if handle.wait() is x else []
+        memory.close()
+        return early, *found
+
+    assert run_ranks(run, 2) == [(False, True, [3.0] * 5)] * 2
+
+
 def failing(function: Callable[..., object], world: int, *args: object) -> RanksFailed:
     with pytest.raises(RanksFailed) as caught:
         run_ranks(function, world, *args)
     return caught.value
 
 
-@pytest.mark.capability("A12")
 @pytest.mark.parametrize("said", [False, True])
 def test_a_rank_that_is_killed_ends_the_wait_of_the_others_at_once(said: bool) -> None:
     """Before it has filled its buffer, or when the others wait for its slice."""

@@ -518,7 +518,6 @@ def test_a_slow_sample_may_take_many_looks(monkeypatch: pytest.MonkeyPatch) -> N
     assert read(Slow(), 1, micro_batches(2)) == read(Numbers(), 0, micro_batches(2))
 
 
-@pytest.mark.capability("N10", clause="a lost loader worker leaves nothing")
 def test_the_death_of_a_worker_is_no_signal_to_the_training() -> None:
     """PyTorch's handler would raise at any line of it: in a save, in a step, or between two system calls."""
     before = signal.getsignal(signal.SIGCHLD)

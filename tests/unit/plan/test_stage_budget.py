@@ -12,7 +12,7 @@ from paceline.models import GPTConfig
 from paceline.plan import MemoryPlan, check_budget, plan_memory
 from paceline.recipe import Recipe
 from paceline.tuning import stage_choice
-from paceline.tuning.stage_choice import resolve_measured_stages
+from paceline.tuning.stage_choice import StageChoice, resolve_measured_stages
 from tests.unit.plan.gpt_jobs import gpt, recipe
 
 WORDS = "replicas=1 pipeline=2 schedule=1f1b"  # the first stage keeps twice as many micro-batches
@@ -97,3 +97,11 @@ def test_a_budget_caps_what_the_chunks_of_a_stage_hold_together(monkeypatch: pyt
 def places_of(cut: tuple[int, ...]) -> list[range]:
     ends = [sum(cut[:k]) for k in range(len(cut) + 1)]
     return [range(a, b) for a, b in pairwise(ends)]
+
+
+@pytest.mark.capability("C6", clause="the imbalance is reported")
+def test_the_imbalance_is_the_slowest_stage_over_the_mean() -> None:
+    choice = StageChoice("2,1", link_seconds=(1e-3, 1e-3, 6e-3), stage_seconds=(2e-3, 6e-3))
+    assert choice.imbalance == choice.record()["imbalance"] == pytest.approx(1.5)
+    assert "the slowest takes 6 of 8 ms per micro-batch, 1.50 times the mean" in str(choice)
+    assert StageChoice("1,1", (1e-3, 1e-3), (1e-3, 1e-3)).imbalance == 1.0

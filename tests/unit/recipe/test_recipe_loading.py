@@ -265,7 +265,7 @@ def test_the_strategy_argument_replaces_the_strategy_of_the_file(write: Write) -
     path = write('task = "x"\nsteps = 1\n[strategy]\nzero = 1\n')
     assert load_recipe(path, strategy="replicas=2").strategy == Strategy(replicas=2)
     assert load_recipe(path, ["strategy.replicas=3"], "fsdp").strategy == Strategy(
-        replicas=3, shard=2, zero=3
+        replicas=3, shard=2, zero=3, fills="shard"
     )
 
 

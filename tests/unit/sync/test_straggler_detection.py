@@ -40,7 +40,7 @@ def named(steps: int, slow_from: int, cause: str, seed: int) -> list[tuple[int, 
     return found
 
 
-@pytest.mark.capability("I8", clause="data and compute")
+@pytest.mark.capability("I8", clause="the judge of data and compute, with drawn times")
 @pytest.mark.parametrize("cause", ["data", "compute"])
 @pytest.mark.parametrize("begin", range(20, 20 + WINDOW_STEPS))
 def test_a_rank_that_takes_twice_as_long_is_named_within_ten_steps(cause: str, begin: int) -> None:
@@ -50,12 +50,12 @@ def test_a_rank_that_takes_twice_as_long_is_named_within_ten_steps(cause: str, b
         assert slow.seconds > FACTOR * slow.usual
 
 
-@pytest.mark.capability("I8", clause="data and compute")
+@pytest.mark.capability("I8", clause="the judge of data and compute, with drawn times")
 def test_nobody_is_blamed_in_200_clean_steps() -> None:
     assert [named(200, 200, "data", seed) for seed in range(100)] == [[]] * 100
 
 
-@pytest.mark.capability("I8")
+@pytest.mark.capability("I8", clause="no alarm for noise of a busy host")
 def test_a_delay_below_one_percent_of_the_step_names_nobody() -> None:
     """Two alarms that came in 200 clean steps on a busy host, for 0.66 ms where 0.20 ms is usual."""
     data, compute = [0.0, 0.0, 0.0], [2.0e-4, 6.6e-4, 2.0e-4]

@@ -43,7 +43,7 @@ def all_cuts(links: int, parts: int) -> list[list[range]]:
     return [[range(a, b) for a, b in pairwise((0, *ends, links))] for ends in inner]
 
 
-@pytest.mark.capability("C6", "D8")
+@pytest.mark.capability("C6")
 def test_a_cut_by_time_is_as_good_as_the_best_of_all_cuts() -> None:
     draw = random.Random(0)
     for _ in range(60):

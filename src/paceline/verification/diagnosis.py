@@ -442,9 +442,22 @@ def _other_update(v: StrategyVerifier, update: int, reference: ReferenceUpdate) 
         scale = max(float(observed.norm()), float(predicted.norm()), 1e-300)
         if float((observed - predicted).norm()) <= _UPDATE_TOLERANCE * scale:
             return ErrorDiagnosis(cause, text)
+    v.oracle_state.load(reference.before, reference.scalars)
+    _step_once(v, update, reference)
+    if _is_in_part(observed, _change(reference.before, v.oracle_state.tensors(), names)):
+        text = "some values are updated and all others are as before: the parts of other ranks did not arrive"
+        return ErrorDiagnosis("parameters not gathered", text)
     return ErrorDiagnosis(
         "different update", "gradients agree, but the update does not: check the state of the optimizer"
     )
+
+
+def _is_in_part(observed: Tensor, predicted: Tensor) -> bool:
+    """Return whether an update is right where it changed values, and left out others."""
+    changed = observed != 0
+    left_out = float((predicted[~changed]).norm())
+    wrong = float((observed[changed] - predicted[changed]).norm())
+    return bool(changed.any()) and wrong <= _UPDATE_TOLERANCE * left_out
 
 
 def _change(before: Mapping[str, Tensor], after: Mapping[str, Tensor], names: list[str]) -> Tensor:

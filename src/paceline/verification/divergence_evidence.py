@@ -56,9 +56,6 @@ def diagnose_failure(
     # A server has made the sum of all workers, so every rank holds the same one.
     observed = [gathered[rank] for rank in ranks][: _num_sharers(verifier)] if gathered else []
     diagnosis = UNKNOWN_CAUSE
-    if _has_stale_parameters(verifier):
-        text = "a rank computes with parameters that others have updated since: they are not gathered"
-        return ErrorDiagnosis("parameters not gathered", text)
     # An oracle that runs the whole batch in one forward has no shards to compare.
     if reference is not None and not (verifier.oracle.at_once and stage is _explain_gradient):
         diagnosis = stage(verifier, step, update, reference, tensors, observed)
@@ -126,20 +123,6 @@ def _partition_site(v: StrategyVerifier, wrong: Sequence[str]) -> PartitionSite:
 
 _COMPUTING_AXES = ("tensor", "context", "pipeline")
 """Axes whose ranks compute one micro-batch together."""
-
-
-def _has_stale_parameters(v: StrategyVerifier) -> bool:
-    """Return whether any rank computes with other parameters than those of the whole state; collective."""
-    sharded_model = v.session.runner.sharded_model
-    stale = any(
-        slot.is_whole
-        and p.untyped_storage().size() > 0
-        and not torch.equal(p.detach(), v.now[f"model/{slot.name}"])
-        for slot, p in sharded_model.computes.items()
-        if f"model/{slot.name}" in v.now and sharded_model.updates_partially
-    )
-    flag = torch.tensor([float(stale)], device=sharded_model.device)
-    return bool(v.net.all_reduce(flag, v.session.mesh.world, "max").wait())
 
 
 def _explain_tail(

@@ -240,8 +240,8 @@ def unfused_optimizer_warning(recipe: OptimizerRecipe, num_values: int, device: 
     size = min(num_values, _MOST_VALUES)
     if size < _FEWEST_VALUES:
         return ""
-    steps = [_optimizer_step(recipe.replace(fused=fused), size, device) for fused in (False, True)]
-    slowdown = _speedup(*steps)
+    unfused, fused = (_optimizer_step(recipe.replace(fused=on), size, device) for on in (False, True))
+    slowdown = _speedup(unfused, fused)
     if slowdown < MIN_GAIN:
         return ""
     return (

@@ -347,7 +347,7 @@ class ScatterReducer:
 
     @property
     def _bounds_in_flight(self) -> bool:
-        """Return whether at most `MAX_IN_FLIGHT` scatters are in flight, so that a few blocks serve them all."""
+        """Return whether at most `MAX_IN_FLIGHT` scatters are in flight: a few blocks serve them all."""
         return self._paths.pace is None and self._paths.waits
 
     def begin(self, num_micro_batches: int | None = None) -> None:

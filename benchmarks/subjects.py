@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from paceline.models import MLP
+from paceline.observe.process_info import cache_folder
 from paceline.recipe import (
     BatchRecipe,
     OptimizerRecipe,
@@ -26,7 +27,6 @@ from paceline.recipe import (
     ScheduleRecipe,
     load_recipe,
 )
-from paceline.session.start_rank import CACHE_DIR
 from paceline.task import Loss, Task
 from paceline.tasks import load_task
 
@@ -82,7 +82,7 @@ def _gpt(precision: str, sizes: Sequence[str]) -> Subject:
         [f"steps={_STEPS}", f'precision.compute="{precision}"', "schedule.warmup_steps=10", *sizes],
         strategy="ddp",
     )
-    task = load_task(recipe.task, recipe.options, recipe.seed, _ROOT / "recipes", CACHE_DIR)
+    task = load_task(recipe.task, recipe.options, recipe.seed, _ROOT / "recipes", cache_folder())
     if task.initialize is not None:
         task.initialize(task.model, recipe.seed)
     return Subject(recipe, task, _mean_next_token_loss)
@@ -135,7 +135,7 @@ def digits(model: str, *, quick: bool = False) -> Subject:
     recipe = load_recipe(
         _ROOT / "recipes" / name, [f"steps={_STEPS}", 'precision.compute="fp32"', *sizes], strategy="ddp"
     )
-    task = load_task(recipe.task, recipe.options, recipe.seed, _ROOT / "recipes", CACHE_DIR)
+    task = load_task(recipe.task, recipe.options, recipe.seed, _ROOT / "recipes", cache_folder())
     if task.initialize is not None:
         task.initialize(task.model, recipe.seed)
     return Subject(recipe, task, _mean_class_loss)

@@ -24,7 +24,8 @@ _RECIPE_HEAD = """\
 `make docs` writes this page from `paceline.recipe`. `paceline recipe show RECIPE` prints the same for one
 recipe, with its values; `--set KEY=VALUE` changes a key, and `--set KEY=` goes back to the default. Editors
 check and complete recipes by [recipe.schema.json](recipe.schema.json) (`paceline recipe schema`): begin a
-file with the line `#:schema path/to/recipe.schema.json`.
+file with the line `#:schema path/to/recipe.schema.json`. A file can also have `extends = "base.toml"`, and
+is then merged over that recipe ([how](../howto/recipes.md)).
 """
 _API_HEAD = """\
 # The names of `paceline`

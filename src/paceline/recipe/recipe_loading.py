@@ -1,4 +1,5 @@
-"""Loading of a recipe: a TOML file, a strategy in place of the file's, and `KEY=VALUE` overrides.
+"""Loading of a recipe: a TOML file and what it extends, a strategy in place of theirs, and `KEY=VALUE`
+overrides.
 
 The value of an override is TOML; a bare word that is not TOML is a string. A text that looks like another
 kind of value and is not (`True`, `.5`, an open bracket) is an error, never silently a string.
@@ -9,10 +10,8 @@ was expected and what was found; everything that can be found at once is in one 
 
 from __future__ import annotations
 
-import errno
-import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from os import PathLike
 from pathlib import Path
@@ -23,12 +22,12 @@ from pydantic_core import PydanticCustomError
 
 from paceline.errors import RecipeError, StrategyError
 from paceline.recipe.recipe import Recipe
+from paceline.recipe.recipe_files import EXCLUSIVE_KEYS, read_recipe_files
 from paceline.recipe.strategy import Strategy
 from paceline.recipe.toml_text import (
     KeyPath,
     closest_word,
     dotted_key,
-    locate_keys,
     parse_toml,
     shown_value,
     toml_value,
@@ -134,39 +133,33 @@ def _check_known(values: Any, path: KeyPath) -> None:
         raise value_error("unknown key" + (f"; did you mean {near}?" if near else ""))
 
 
-_MAX_RECIPE_BYTES = 2**22
-
-_EXCLUSIVE_KEYS: Mapping[KeyPath, str] = {("steps",): "epochs", ("epochs",): "steps"}
-"""Keys of which a recipe has only one; an override of one removes the other."""
-
-
 def load_recipe(
     path: str | PathLike[str], overrides: Sequence[str] = (), strategy: str | None = None
 ) -> Recipe:
     """Read a recipe.
 
     Args:
-        path: a TOML file.
+        path: a TOML file, which can extend another one.
         overrides: `KEY=VALUE` texts, applied in order; `KEY=` goes back to the default.
-        strategy: replaces the file's strategy; applied before the overrides.
+        strategy: replaces the strategy of the files; applied before the overrides.
     Raises:
         RecipeError: the file cannot be read, or the recipe has errors; names each with its place.
     """
     name = str(path)
     _refuse_python(Path(path))
-    text = _read_text(Path(path))
-    values = _parse(text, name)
+    files = read_recipe_files(Path(path))
+    values = files.values
     changed: dict[KeyPath, str] = {}
     if strategy is not None:
         values["strategy"] = strategy
         changed[("strategy",)] = f'--strategy "{strategy}"'
     problems = _apply_overrides(values, overrides, changed)
-    recipe, invalid = _validate(values, set(changed))
+    recipe, invalid = _validate(values, files.levels | dict.fromkeys(changed, files.num_files))
     if "task" not in values:  # a recipe in Python may get its task later; a file has to name it
         problems.append(RecipeProblem((("task",),), "expected a string that is not empty, but it is missing"))
     problems += invalid
     if problems or recipe is None:
-        raise recipe_error(problems, _locator(name, text, changed), RecipeError)
+        raise recipe_error(problems, _locator(name, files.places, changed), RecipeError)
     return recipe
 
 
@@ -181,40 +174,49 @@ def _refuse_python(path: Path) -> None:
         )
 
 
-def _validate(values: dict[str, Any], changed: Set[KeyPath]) -> tuple[Recipe | None, list[RecipeProblem]]:
+def _validate(
+    values: dict[str, Any], levels: Mapping[KeyPath, int]
+) -> tuple[Recipe | None, list[RecipeProblem]]:
     """Return the recipe, or its problems.
 
-    A key of the file that has no effect any more because of an override is left out, as if the file did not
-    have it: otherwise `--strategy` would fail on every file that sets a key for another strategy.
+    A key of a file that has no effect any more because of an override or of an extending file is left out, as
+    if the file did not have it: otherwise `--strategy` would fail on every file that sets a key for another
+    strategy.
 
     Args:
         values: of the recipe; keys that are left out are removed.
-        changed: keys that overrides have set.
+        levels: number of the file or override that set a key, higher for what comes later; 0 if left out.
     """
     first: list[RecipeProblem] = []
+    levels = dict(levels)
     while True:
         try:
             return Recipe.model_validate(values), []
         except ValidationError as error:
             problems = list(read_problems(error, Recipe))
         first = first or problems
-        overridden = [path for problem in problems for path in _overridden_keys(problem, changed)]
-        dropped = {path for path in overridden if _remove_key(values, path)}
+        without_effect = dict(item for problem in problems for item in _keys_without_effect(problem, levels))
+        dropped = {path: level for path, level in without_effect.items() if _remove_key(values, path)}
         if not dropped:
             return None, first
-        changed |= dropped
+        levels |= dropped
 
 
-def _overridden_keys(problem: RecipeProblem, changed: Set[KeyPath]) -> list[KeyPath]:
-    """Return the key that lost its effect, if it was not changed and a key that decides about it was."""
+def _keys_without_effect(
+    problem: RecipeProblem, levels: Mapping[KeyPath, int]
+) -> Iterator[tuple[KeyPath, int]]:
+    """Yield the key that lost its effect by one that was set later and decides about it, and the latter's
+    level.
+    """
     path, *deciding = problem.paths
-    is_left = problem.can_drop and not _is_changed(path, changed)
-    return [path] if is_left and any(_is_changed(other, changed) for other in deciding) else []
+    deciding_level = max((_level(other, levels) for other in deciding), default=0)
+    if problem.can_drop and _level(path, levels) < deciding_level:
+        yield path, deciding_level
 
 
-def _is_changed(path: KeyPath, changed: Set[KeyPath]) -> bool:
-    """Return whether this key was changed, or a table around it."""
-    return any(path[:depth] in changed for depth in range(1, len(path) + 1))
+def _level(path: KeyPath, levels: Mapping[KeyPath, int]) -> int:
+    """Return the level of a key: its own, or that of a table around it."""
+    return max(levels.get(path[:depth], 0) for depth in range(1, len(path) + 1))
 
 
 def _remove_key(values: Any, path: KeyPath) -> bool:
@@ -234,7 +236,7 @@ def _apply_overrides(
     problems = []
     for text in overrides:
         path, problem = apply_override(values, text)
-        rival = _EXCLUSIVE_KEYS.get(path)
+        rival = EXCLUSIVE_KEYS.get(path)
         if rival is not None and values.get(str(path[0])) is not None:
             values.pop(rival, None)
         changed[path] = f"--set {text}"
@@ -243,47 +245,8 @@ def _apply_overrides(
     return problems
 
 
-def _read_text(path: Path) -> str:
-    try:
-        if path.exists() and not path.is_file():  # a pipe or a device may never end
-            raise OSError(errno.EINVAL, "not a regular file")
-        if path.stat().st_size > _MAX_RECIPE_BYTES:
-            raise OSError(errno.EFBIG, f"larger than {_MAX_RECIPE_BYTES} bytes")
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise RecipeError("the recipe is not UTF-8 text", where=f"{path}, byte {error.start}") from None
-    except OSError as error:
-        near = closest_word(path.name, (other.name for other in path.parent.glob("*.toml")))
-        advice = f"did you mean {path.parent / near}?" if near else "give the path of a TOML file"
-        raise RecipeError(
-            f"cannot read the recipe: {error.strerror}", where=str(path), next_step=advice
-        ) from None
-
-
-def _parse(text: str, name: str) -> dict[str, Any]:
-    try:
-        return parse_toml(text)
-    except tomllib.TOMLDecodeError as error:
-        raise _syntax_error(str(error), text, name) from None
-
-
-def _syntax_error(message: str, text: str, name: str) -> RecipeError:
-    """Return the error of tomllib with the line that it is about, and the most frequent mistakes."""
-    lines = text.splitlines()
-    match = re.search(r"at line (\d+), column (\d+)", message)
-    line = int(match[1]) if match else len(lines)
-    problem = re.sub(r" \(at .*\)$", "", message)
-    shown = lines[line - 1].strip() if 0 < line <= len(lines) else ""
-    return RecipeError(
-        f"not TOML: {problem}" + (f", in: {shown}" if shown else ""),
-        where=f"{name}, line {line}",
-        next_step='put text in quotes (task = "digits"), write true and false in lower case, each key once',
-    )
-
-
-def _locator(name: str, text: str, changed: Mapping[KeyPath, str]) -> KeyLocator:
+def _locator(name: str, lines: Mapping[KeyPath, str], changed: Mapping[KeyPath, str]) -> KeyLocator:
     """Return a locator: the override that set a key, else its line, else the line of its table."""
-    lines = {path: f"{name}, line {line}" for path, line in locate_keys(text).items()}
     inside = {path[:depth]: source for path, source in changed.items() for depth in range(1, len(path))}
 
     def locate(paths: Sequence[KeyPath]) -> str:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel
 
 from paceline.recipe.recipe import Recipe
+from paceline.recipe.recipe_files import EXTENDS
 from paceline.recipe.toml_text import toml_key, toml_value
 from paceline.recipe.validation import expected, need_text
 
@@ -91,6 +92,8 @@ def json_schema() -> dict[str, Any]:
     outer = {name: strategy.pop(name) for name in ("description", "default") if name in strategy}
     as_text = {"type": "string", "description": 'a preset such as "ddp", or "replicas=2 pipeline=2"'}
     schema["properties"]["strategy"] = {**outer, "anyOf": [as_text, strategy]}
+    about = "the recipe file that this one changes, relative to this file; tables are merged key by key"
+    schema["properties"][EXTENDS] = {"type": "string", "description": about}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "Paceline recipe"}
 
 

@@ -371,6 +371,35 @@ def _split_source(source: str) -> tuple[str, str | None]:
     return folder, name + mark + query
 
 
+TOKENIZER_FILES = (
+    TOKENIZER_FILE,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "chat_template.jinja",
+)
+"""Files that the tokenizers of transformers read."""
+
+
+def find_tokenizer_files(source: str) -> dict[str, bytes]:
+    """Return the tokenizer files in a folder, or next to a file, by name; empty if there are none.
+
+    Args:
+        source: a place as `init_from` has it. The server of a single file may have no other files, so none
+            are looked for there.
+    """
+    folder, name = _split_source(source.partition(CHECKSUM_PIN)[0])
+    if name and "://" in folder:
+        return {}
+    files = StorageFolder(folder)
+    return {file: read_small_file(files, file) for file in TOKENIZER_FILES if files.size(file) is not None}
+
+
 class _WeightIndex(BaseModel):
     """The part of an index that is read: the file of each tensor."""
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _COMPLETE = "complete"
 _RESOLVED_RECIPE = "asked.toml"
 """File with the recipe as the sweep resolved it; recipe.toml of the run also has choices of its machine."""
-_STOPPED_EXIT_CODES = (129, 130, 143)
+STOPPED_EXIT_CODES = (129, 130, 143)
 _EVALUATE_EVERY = 20
 """Steps between evaluations, at the recipe's own batch size, if the recipe does not set an interval."""
 
@@ -150,6 +150,15 @@ def train_all(
         return _train_all(runs, log, {**process_environment(), **variables}, on_end)
 
 
+def train_run(run: StudyRun) -> tuple[str, int]:
+    """Train one run if it is not complete.
+
+    Returns:
+        Why it failed, empty if it did not, and its exit code.
+    """
+    return ("", 0) if run.complete else _train(run, process_environment())
+
+
 def _train_all(
     runs: Sequence[StudyRun],
     log: Callable[[str], None],
@@ -162,7 +171,7 @@ def _train_all(
         log(f"[{i}/{len(runs)}] {run.cell.label}{': already complete' if run.complete else ''}")
         reason, code = ("", 0) if run.complete else _train(run, environ)
         # The user has stopped the study, not only this run.
-        if code in _STOPPED_EXIT_CODES:
+        if code in STOPPED_EXIT_CODES:
             log("stopped; to continue, run the same command with --out")
             return done, failed, code
         if reason:
@@ -223,7 +232,7 @@ def _run_in_lab(run: StudyRun, words: Sequence[str]) -> tuple[int, str]:
         try:
             done = subprocess.run(run_command(run, words), stdout=stream, stderr=stream, check=False)
         except KeyboardInterrupt:
-            return _STOPPED_EXIT_CODES[1], ""
+            return STOPPED_EXIT_CODES[1], ""
     text = log_file.read_text("utf-8", errors="replace")
     # A lab gives no report, so the first line of a host that looks like an error is the reason.
     reasons = [line for line in text.splitlines() if " error: " in f" {line}" or "raised" in line]

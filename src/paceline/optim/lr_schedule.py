@@ -24,6 +24,7 @@ import torch
 from paceline.recipe.tables import ScheduleRecipe
 
 DecayFunction = Callable[[int], float]
+_LARGEST_EXPONENT = 709.0  # of e in float64
 
 
 @dataclass(frozen=True)
@@ -106,8 +107,11 @@ def linear(update: int, steps: int, final: float) -> float:
 
 
 def exponential(update: int, rate: float) -> float:
-    """Decay as e^(-rate * update), without an end; `rate = -ln(d)` multiplies by d at every update."""
-    return math.exp(-rate * update)
+    """Decay as e^(-rate * update), without an end; `rate = -ln(d)` multiplies by d at every update.
+
+    With a negative rate it rises, up to the largest number, as a search for a learning rate has it.
+    """
+    return math.exp(min(-rate * update, _LARGEST_EXPONENT))
 
 
 def warm_restarts(update: int, cycle_steps: int, cycle_factor: int, final: float) -> float:

@@ -191,7 +191,7 @@ class ScheduleRecipe(RecipeTable):
         FieldNeed(
             lambda table: table.rate,
             when=lambda decay: decay == "exponential",
-            reason='expected above 0 with decay = "exponential", found 0',
+            reason='expected above 0 (or below 0, to rise) with decay = "exponential", found 0',
             change_first="rate",
             is_conflict=True,
         ),
@@ -211,7 +211,7 @@ class ScheduleRecipe(RecipeTable):
         default=0.0, ge=0, le=1, description="fraction of lr at the end"
     )
     rate: Annotated[float, _need_of_decay("exponential")] = Field(
-        default=0.0, ge=0, description="exp(-rate * t) after t updates"
+        default=0.0, description="exp(-rate * t) after t updates; below 0 the learning rate rises"
     )
     cycle_steps: Annotated[int | None, _need_of_decay("cosine")] = Field(
         default=None, ge=1, description="updates of the first restart cycle"

@@ -38,19 +38,20 @@ def render_plot(summary: SweepSummary) -> str:
     texts = [heading, title, *(f"    {line.label}" for line in series)]
     width = max(max(1, len(names)) * (_WIDTH + _LEFT) + 40, 2 * _LEFT + _LETTER_WIDTH * max(map(len, texts)))
     height = _TOP + _HEIGHT + 60 + 18 * len(series)
-    body = [_render_text(_LEFT, 20, heading, "start", "bold")]
-    body.append(_render_text(_LEFT, 36, title, "start"))
+    body = [render_text(_LEFT, 20, heading, "start", "bold")]
+    body.append(render_text(_LEFT, 36, title, "start"))
     for i, name in enumerate(names):
         marks = _critical_marks(summary, word) if name == "steps to target" else []
         body += _render_panel(name, word, series, _LEFT + i * (_WIDTH + _LEFT), marks)
     for i, line in enumerate(series):
         y = _TOP + _HEIGHT + 60 + 18 * i
         body += [f'<rect x="{_LEFT}" y="{y - 9}" width="14" height="10" fill="{line.color}"/>']
-        body += [_render_text(_LEFT + 22, y, line.label, "start")]
-    return _render_svg(width, height, heading, body)
+        body += [render_text(_LEFT + 22, y, line.label, "start")]
+    return render_svg(width, height, heading, body)
 
 
-def _render_svg(width: int, height: int, title: str, body: Sequence[str]) -> str:
+def render_svg(width: int, height: int, title: str, body: Sequence[str]) -> str:
+    """Return an SVG of `width` x `height` pixels with a white background and some elements."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
         f'viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="12">\n'
@@ -87,16 +88,16 @@ def _render_panel(
     ends = [m.mean + m.deviation for m in means] + [m.mean - m.deviation for m in means]
     up, bottom = _vertical_scale(ends), _TOP + _HEIGHT
     elements = [
-        _render_text(left + _WIDTH / 2, _TOP - 8, name),
-        _render_text(left + _WIDTH / 2, bottom + 34, word),
+        render_text(left + _WIDTH / 2, _TOP - 8, name),
+        render_text(left + _WIDTH / 2, bottom + 34, word),
     ]
     elements += [f'<path d="M{left} {_TOP}V{bottom}H{left + _WIDTH}" fill="none" stroke="#888"/>']
     # Labels would overlap if there are more than the width has room for.
     stride = max(1, math.ceil(_LETTER_WIDTH * sum(len(text) + 2 for text in texts) / _WIDTH))
-    elements += [_render_text(left + across(text) * _WIDTH, bottom + 16, text) for text in texts[::stride]]
+    elements += [render_text(left + across(text) * _WIDTH, bottom + 16, text) for text in texts[::stride]]
     ticks = _ticks(ends)
     elements += [
-        _render_text(left - 6, bottom - up(v) * _HEIGHT + 4, text, "end")
+        render_text(left - 6, bottom - up(v) * _HEIGHT + 4, text, "end")
         for v, text in zip(ticks, format_ticks(ticks), strict=True)
     ]
     for mark in marks:
@@ -159,7 +160,8 @@ def _vertical_scale(values: Sequence[float]) -> Callable[[float], float]:
     return lambda value: 0.5 if high == low else 0.05 + 0.9 * (transform(value) - low) / (high - low)
 
 
-def _render_text(x: float, y: float, text: str, anchor: str = "middle", weight: str = "normal") -> str:
+def render_text(x: float, y: float, text: str, anchor: str = "middle", weight: str = "normal") -> str:
+    """Return a text element at a point, in pixels."""
     return (
         f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-weight="{weight}">{escape(text)}</text>'
     )

@@ -51,7 +51,7 @@ class PlainSchedule:
         if recipe.decay == "constant":
             return 1.0
         if recipe.decay == "exponential":
-            return exp(-recipe.rate * t)
+            return exp(min(709.0, -recipe.rate * t))  # beyond it float64 has no number
         start, length = 0, max(1, self.steps - recipe.warmup_steps)
         if recipe.cycle_steps is not None:
             start, length = _cycle(t, recipe.cycle_steps, recipe.cycle_factor)

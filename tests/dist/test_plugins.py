@@ -216,7 +216,7 @@ from paceline.recipe.registry.sink_specs import SinkSpec
 from paceline.recipe.registry import WordArgument
 
 SPEC = SinkSpec(
-    word="csv",
+    word="table",
     summary="a CSV file",
     argument=WordArgument("x.csv", "a file name", str),
     build="csv_sink:build_csv",
@@ -268,7 +268,7 @@ MODULES = {
     "noted_rule": ("paceline.sync", "noted", RULE),
     "tensor_layout": ("paceline.layout", "by-tensor", LAYOUT),
     "kfac_optimizer": ("paceline.optimizer", "kfac", OPTIMIZER),
-    "csv_sink": ("paceline.sink", "csv", SINK),
+    "csv_sink": ("paceline.sink", "table", SINK),
     "broken_sink": ("paceline.sink", "broken", BROKEN_SINK),
 }
 DIGITS = str(ROOT / "recipes" / "digits.toml")
@@ -326,7 +326,7 @@ def trained(site: Path) -> Path:
     script.write_text(SEVERAL + ASK)
     (site.parent / "asked.json").write_text(json.dumps([*REFUSED]))
     every = {name: [strategy] for name, strategy in {"plain": "replicas=2", **STRATEGIES}.items()}
-    every["sinks"] = ["replicas=2", "log.sinks=['jsonl', 'broken', 'csv:losses.csv']"]
+    every["sinks"] = ["replicas=2", "log.sinks=['jsonl', 'broken', 'table:losses.csv']"]
     every |= {name: [strategy, *KFAC] for name, strategy in KFAC_STRATEGIES.items()}
     done = run(site, "-m", "paceline", "run", "-n", "2", str(script), DIGITS, json.dumps(every), *SETTINGS)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -14,7 +14,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -56,6 +56,7 @@ class SinkSite:
         tokens_per_sample: 0 if the task has no tokens.
         steps_per_epoch: 0 if it is not known.
         warn: prints a warning for the user.
+        recipe: the values of the recipe by dotted key, without those that are left out.
     """
 
     run_dir: Path
@@ -67,6 +68,7 @@ class SinkSite:
     tokens_per_sample: int = 0
     steps_per_epoch: int = 0
     warn: WarnFunction = warn_on_stderr
+    recipe: Mapping[str, Any] = field(default_factory=dict)
 
 
 class GuardedSink:

@@ -4,6 +4,7 @@
 runs on a number of processes. Nothing here starts processes, trains or reads the environment.
 """
 
+from paceline.recipe.log_recipe import LogRecipe
 from paceline.recipe.recipe import Recipe, max_sharers, num_micro_batches, to_toml
 from paceline.recipe.recipe_loading import load_recipe
 from paceline.recipe.strategy import Strategy
@@ -15,7 +16,6 @@ from paceline.recipe.tables import (
     EvaluateRecipe,
     HealthRecipe,
     LoaderRecipe,
-    LogRecipe,
     MemoryRecipe,
     OptimizerRecipe,
     PrecisionRecipe,

@@ -16,6 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 from pydantic import Field, ValidationInfo, field_validator
 
 from paceline.recipe.constraints import REPRODUCIBLE_NEEDS
+from paceline.recipe.log_recipe import LogRecipe
 from paceline.recipe.strategy import Strategy
 from paceline.recipe.support import fill_replicas, num_sharers
 from paceline.recipe.tables import (
@@ -26,7 +27,6 @@ from paceline.recipe.tables import (
     EvaluateRecipe,
     HealthRecipe,
     LoaderRecipe,
-    LogRecipe,
     MemoryRecipe,
     OptimizerRecipe,
     OuterRecipe,

@@ -8,7 +8,6 @@ Invariant: plain values without torch. A key whose value would have no effect is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -33,9 +32,7 @@ from paceline.recipe.constraints import (
     TLS_NEEDS,
     need_of_optimizer,
 )
-from paceline.recipe.registry import OptimizerSpec, SinkSpec, known_specs
-from paceline.recipe.registry.sink_specs import check_sinks
-from paceline.recipe.strategy_text import check_word
+from paceline.recipe.registry import OptimizerSpec, known_specs
 from paceline.recipe.validation import (
     BYTES_EXPECTED,
     ExpectedText,
@@ -469,36 +466,7 @@ class MemoryRecipe(RecipeTable):
         return self.recompute not in ("auto", "none")
 
 
-# ---------------------------------------------------------------------- log, debug, security, runtime
-
-
-def _sinks() -> tuple[str, ...]:
-    return tuple(known_specs(SinkSpec))
-
-
-def _check_sinks(words: Sequence[str]) -> Sequence[str]:
-    if problem := check_sinks(words):
-        raise value_error(problem)
-    return words
-
-
-class LogRecipe(RecipeTable):
-    """The log files of a run: `metrics.jsonl` for programs, `log.txt` for people."""
-
-    level: Literal["debug", "info", "warning", "error"] = Field(
-        default="info", description="the lowest level that is written"
-    )
-    rotate_bytes: int = Field(
-        default=64 * 2**20, ge=0, description="size at which a new file begins; 0: one file"
-    )
-    sinks: Annotated[
-        tuple[Annotated[str, AfterValidator(lambda s: check_word(s, SinkSpec)), WordChoice(_sinks)], ...],
-        AfterValidator(_check_sinks),
-    ] = Field(
-        default=("jsonl", "text", "terminal"),
-        strict=False,
-        description="where steps and events go: jsonl, text, terminal, or sinks of other packages",
-    )
+# ---------------------------------------------------------------------- debug, security, runtime
 
 
 class DebugRecipe(RecipeTable):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ def build_sinks(
         The sinks in the order of `log.sinks`; none on other ranks.
     Raises:
         RecipeError: the module of a sink cannot be imported.
+        MissingExtraError: the library of a sink is not installed.
     """
     if not session.is_first:
         return []
@@ -40,6 +42,7 @@ def build_sinks(
         last_step=session.num_steps,
         tokens_per_sample=session.task.num_tokens_per_sample,
         steps_per_epoch=session.work.steps_per_epoch,
+        recipe=dict(_flatten(session.recipe.model_dump())),
     )
     built = [_build_sink(text, site) for text in session.recipe.log.sinks]
     sinks = [sink for sink in built if sink is not None]
@@ -62,3 +65,12 @@ def _build_sink(text: str, site: SinkSite) -> Sink | None:
         ) from error
     sink: Sink | None = build(site, argument)
     return sink if sink is None or spec.handles_errors else GuardedSink(spec.word, sink, site.warn)
+
+
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield plain values by dotted key; what a library cannot take as a value is written as text."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{name}.")
+        elif value is not None:
+            yield prefix + name, value if isinstance(value, (bool, int, float, str)) else str(value)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.recipe.registry.word_spec import WordSpec
+from paceline.recipe.registry.word_spec import WordArgument, WordSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,14 +43,45 @@ SINK_SPECS = (
         build="paceline.observe.progress:build_progress",
         handles_errors=True,
     ),
+    SinkSpec(
+        word="csv",
+        summary="metrics.csv, one row per step and evaluation",
+        build="paceline.observe.csv_sink:build_csv",
+        handles_errors=True,
+    ),
+    SinkSpec(
+        word="tensorboard",
+        summary="event files of TensorBoard, in tensorboard/",
+        build="paceline.session.tracker_sinks:build_tensorboard",
+        handles_errors=True,
+    ),
+    SinkSpec(
+        word="wandb",
+        summary="a run of Weights & Biases, in wandb/, offline unless WANDB_MODE is set",
+        argument=WordArgument("my-project", "the name of a project", str),
+        argument_may_be_missing=True,
+        build="paceline.session.tracker_sinks:build_wandb",
+        handles_errors=True,
+    ),
+    SinkSpec(
+        word="mlflow",
+        summary="a run of MLflow, in mlflow/ or at MLFLOW_TRACKING_URI",
+        argument=WordArgument("my-experiment", "the name of an experiment", str),
+        argument_may_be_missing=True,
+        build="paceline.session.tracker_sinks:build_mlflow",
+        handles_errors=True,
+    ),
 )
+
+
+def complete_sinks(words: Sequence[str]) -> tuple[str, ...]:
+    """Return the sinks with "jsonl", which reports and `paceline runs` read, in front if it is missing."""
+    has_jsonl = any(word.partition(":")[0] == "jsonl" for word in words)
+    return tuple(words) if has_jsonl else ("jsonl", *words)
 
 
 def check_sinks(words: Sequence[str]) -> str:
     """Return what is wrong with a list of sinks as a whole; empty if nothing is."""
     names = [word.partition(":")[0] for word in words]
-    if "jsonl" not in names:
-        # Reports, `paceline runs`, sweeps and comparisons have no other source.
-        return 'expected "jsonl" among the sinks: reports and `paceline runs` read metrics.jsonl'
     twice = next((name for name in names if names.count(name) > 1), None)
     return "" if twice is None else f'expected each sink once, found "{twice}" twice'

@@ -1,0 +1,42 @@
+"""The table `[log]` of a recipe: what a run logs, and where to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
+
+from paceline.recipe.registry import SinkSpec, known_specs
+from paceline.recipe.registry.sink_specs import check_sinks, complete_sinks
+from paceline.recipe.strategy_text import check_word
+from paceline.recipe.validation import RecipeTable, WordChoice, value_error
+
+
+def _sinks() -> tuple[str, ...]:
+    return tuple(known_specs(SinkSpec))
+
+
+def _check_sinks(words: Sequence[str]) -> tuple[str, ...]:
+    if problem := check_sinks(words):
+        raise value_error(problem)
+    return complete_sinks(words)
+
+
+class LogRecipe(RecipeTable):
+    """The log files of a run: `metrics.jsonl` for programs, `log.txt` for people."""
+
+    level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="the lowest level that is written"
+    )
+    rotate_bytes: int = Field(
+        default=64 * 2**20, ge=0, description="size at which a new file begins; 0: one file"
+    )
+    sinks: Annotated[
+        tuple[Annotated[str, AfterValidator(lambda s: check_word(s, SinkSpec)), WordChoice(_sinks)], ...],
+        AfterValidator(_check_sinks),
+    ] = Field(
+        default=("jsonl", "text", "terminal"),
+        strict=False,
+        description="where steps and events go; jsonl is always among them",
+    )

@@ -1,4 +1,4 @@
-"""The sections of the report page: status, tiles, summary, charts, time of the ranks, balance and traffic.
+"""The sections of the report page: status, tiles, hyperparameters, summary, charts, ranks and traffic.
 Pure.
 
 Each function returns the HTML of one section, or nothing if the runs have no records for it.
@@ -14,13 +14,13 @@ from typing import Any
 from paceline.report.html import Html, join, table, tag
 from paceline.report.number_format import format_bytes, format_duration, format_number, format_percent
 from paceline.report.rank_balance import (
-    BALANCE_HEADER,
+    COMPUTE_PARTS,
     TIME_PARTS,
+    RankLoad,
     RankTimes,
     describe_balance,
     rank_loads,
     rank_times,
-    render_balance_rows,
 )
 from paceline.report.run_facts import RunFacts, collect_facts
 from paceline.report.run_reader import MetricsRecord, RecordedRun, to_float
@@ -38,6 +38,7 @@ _STATUS_COLORS = {
     "new": "soft",
 }
 _MAX_METRICS = 4
+_MAX_EVALUATION_MARKS = 50  # more lines would hide the curve; its dots are there anyway
 _MAX_POINTS = 200  # of a progress table; the page interpolates between them
 
 
@@ -67,6 +68,28 @@ def render_tiles(facts: RunFacts, ranks: Sequence[RankTimes]) -> Html:
     return tag("div", [_render_tile(*tile) for tile in tiles], class_="tiles")
 
 
+_HYPERPARAMETERS = ("options", "batch", "optimizer", "schedule", "precision", "average")
+_RUN_KEYS = ("steps", "epochs", "seed")
+
+
+def render_hyperparameters(run: RecordedRun) -> Html:
+    """Return the keys of the recipe that decide what is learned, with their values."""
+    # The run folder's recipe has every key; tables that a run without them would leave at "off" are short.
+    keys = [(name, run.recipe[name]) for name in _RUN_KEYS if name in run.recipe]
+    for name in _HYPERPARAMETERS:
+        values = run.recipe.get(name)
+        if isinstance(values, dict):
+            keys += [(f"{name}.{key}", value) for key, value in values.items()]
+    if not keys:
+        return Html("")
+    cells = [tag("div", tag("dt", name), tag("dd", _format_value(value))) for name, value in keys]
+    return join([tag("h2", "Hyperparameters"), tag("dl", cells, class_="card keys")])
+
+
+def _format_value(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def _render_tile(value: str, small: str, name: str) -> Html:
     return tag("div", tag("b", value, tag("small", small)), tag("span", name), class_="card tile")
 
@@ -91,7 +114,8 @@ def render_charts(runs: Sequence[RecordedRun]) -> Html:
     marks = _resume_marks(runs[0]) if len(runs) == 1 else []
     dots = "dots: held-out" if len(runs) > 1 and any(run.evaluations for run in runs) else ""
     losses = _train_and_eval_curves(runs, lambda record: record["loss"])
-    charts = [render_chart("Loss", losses, unit=dots, may_be_logarithmic=True, marks=marks)]
+    evaluations = [*marks, *(_evaluation_marks(runs[0]) if len(runs) == 1 else [])]
+    charts = [render_chart("Loss", losses, unit=dots, may_be_logarithmic=True, marks=evaluations)]
     for name in _metric_names(runs)[:_MAX_METRICS]:
         title = name.replace("_", " ").capitalize()
         charts.append(
@@ -136,6 +160,19 @@ def _render_step_charts(runs: Sequence[RecordedRun], marks: Sequence[tuple[float
 
 def _resume_marks(run: RecordedRun) -> list[tuple[float, str]]:
     return [(float(s["step"]), f"resumed at step {s['step']}") for s in run.starts[1:]]
+
+
+def _evaluation_marks(run: RecordedRun) -> list[tuple[float, str]]:
+    """Return where a run was evaluated, with the loss; the best one is named."""
+    if len(run.evaluations) > _MAX_EVALUATION_MARKS:
+        return []
+    best = collect_facts(run).best_held_out
+    return [
+        (step, f"evaluation at step {step:,}: held-out loss {format_number(loss)}{', the best' * is_best}")
+        for e in run.evaluations
+        for step, loss in [(int(e["step"]), to_float(e["loss"]))]
+        for is_best in [len(run.evaluations) > 1 and best == (loss, step)]
+    ]
 
 
 def _curve_name(runs: Sequence[RecordedRun], i: int, name: str) -> str:
@@ -200,39 +237,71 @@ _BYTES_NOTE = (
     "Counted: bytes that the collectives of the steps sent. Predicted: 2 (P − 1) / P times the bytes of the "
     "gradients and of the summed losses and counts, once per round, where P is the number of ranks."
 )
+_COLUMNS_NOTE = (
+    "All times are means per round. Compute is forward, backward and update; sent bytes are those of a round."
+    " Hidden communication is the share that overlapped with other work. Cores busy is the CPU time of the"
+    " process divided by the time of its steps: 1 means that one core worked all the time, 2 that two did, and"
+    " less than 1 that the process waited, for other ranks, for data or for a core that another program used."
+)
 _LIGHT_PARTS = ("waiting", "other")
 
 
 def render_rank_times(runs: Sequence[RecordedRun]) -> Html:
-    """Return a bar with the parts of the time for each rank, and a table of the resources of its process."""
+    """Return a bar with the parts of the time for each rank, and one table of time, bytes and memory by rank.
+
+    A single run of several ranks has sentences about what is uneven among them.
+    """
     ranks = [(run, rank) for run in runs for rank in rank_times(run)]
     if not ranks:
         return Html("")
+    loads = {(id(run), load.rank): load for run in runs for load in rank_loads(run)}
     keys = [tag("span", tag("i", style=f"background: var(--{phase})"), phase) for phase in TIME_PARTS]
     bars = [_render_bar(_rank_name(runs, run, rank), rank) for run, rank in ranks]
-    rows = [[_rank_name(runs, run, rank), *_resource_cells(rank)] for run, rank in ranks]
-    head = ["", "mean step", "slowest step", "hidden communication", "cores busy", "peak memory"]
     card = tag(
         "div", tag("div", keys, class_="legend"), tag("div", bars, class_="bars"), class_="card shares"
     )
+    rows = [
+        [_load_name(runs, run, rank, load), *_rank_cells(rank, load)]
+        for run, rank in ranks
+        for load in [loads.get((id(run), rank.rank))]
+    ]
+    lines = [tag("p", line) for line in describe_balance(rank_loads(runs[0]))] if len(runs) == 1 else []
     return join(
         [
             tag("h2", "Where the time goes"),
             card,
             tag("p", _TIMES_NOTE, class_="note"),
-            table(head, rows, style="margin-top: 12px"),
+            table(RANK_HEADER, rows, style="margin-top: 12px"),
+            tag("p", _COLUMNS_NOTE, class_="note"),
+            tag("div", lines, class_="card words") if lines else "",
         ]
     )
 
 
-def _resource_cells(rank: RankTimes) -> list[str]:
+RANK_HEADER = (
+    *("", "mean step", "slowest step", "compute", "exposed communication", "idle", "hidden communication"),
+    *("sent", "cores busy", "peak memory"),
+)
+
+
+def _rank_cells(rank: RankTimes, load: RankLoad | None) -> list[str]:
+    """Return the columns of `RANK_HEADER` after the name; a run of one process has no load."""
+    shared = (load.communication_seconds, load.idle_seconds) if load else ()
     return [
         format_duration(rank.seconds / rank.rounds),
         format_duration(rank.slowest_seconds),
+        format_duration(sum(rank.parts[part] for part in COMPUTE_PARTS) / rank.rounds),
+        *(map(format_duration, shared) if load else ("–", "–")),
         format_percent(rank.hidden_fraction) if rank.hidden_seconds else "–",
+        format_bytes(load.sent_bytes) if load else "–",
         f"{rank.cpu_seconds / rank.seconds:.2f}" if rank.seconds else "–",
         format_bytes(rank.peak_bytes),
     ]
+
+
+def _load_name(runs: Sequence[RecordedRun], run: RecordedRun, rank: RankTimes, load: RankLoad | None) -> str:
+    name = load.label if load else f"rank {rank.rank}"
+    return name if len(runs) == 1 else f"{run.name}, {name}"
 
 
 def _rank_name(runs: Sequence[RecordedRun], run: RecordedRun, rank: RankTimes) -> str:
@@ -254,16 +323,6 @@ def _render_bar_part(rank: RankTimes, phase: str) -> Html:
         style=f"width: {100 * share:.3f}%; background: var(--{phase})",
         data_tip=f"{phase}: {100 * share:.1f} % · {seconds} per round",
     )
-
-
-def render_balance(run: RecordedRun) -> Html:
-    """Return a table of seconds, bytes and memory of each rank, with sentences about what is uneven."""
-    loads = rank_loads(run)
-    if not loads:
-        return Html("")
-    lines = [tag("p", line) for line in describe_balance(loads)]
-    rows = table(list(BALANCE_HEADER), render_balance_rows(loads))
-    return join([tag("h2", "Balance of the ranks"), rows, tag("div", lines, class_="card words")])
 
 
 # -- bytes -------------------------------------------------------------------------------------------------

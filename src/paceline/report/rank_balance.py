@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.errors import StrategyError
 from paceline.observe.step_stats import PHASES
-from paceline.report.number_format import format_bytes, format_duration
+from paceline.report.number_format import format_duration
 from paceline.report.run_reader import RecordedRun
 from paceline.report.sent_bytes import compare_sent_bytes
 
@@ -109,7 +109,7 @@ def _sum_field(records: Iterable[Mapping[str, Any]], name: str) -> float:
 
 IMBALANCE_THRESHOLD = 1.1
 """The ratio to the mean above which a rank is reported as uneven."""
-_COMPUTE_PARTS = ("forward", "backward", "optimizer")
+COMPUTE_PARTS = ("forward", "backward", "optimizer")
 _MESH_AXES = (
     "replica",
     "shard",
@@ -178,7 +178,7 @@ def rank_loads(run: RecordedRun) -> list[RankLoad]:
         RankLoad(
             time.rank,
             coordinates.get(time.rank, {}),
-            sum(time.parts[phase] for phase in _COMPUTE_PARTS) / time.rounds,
+            sum(time.parts[phase] for phase in COMPUTE_PARTS) / time.rounds,
             time.parts["transfer"] / time.rounds,
             time.parts["waiting"] / time.rounds,
             sent_bytes.get(time.rank, 0.0),
@@ -277,21 +277,3 @@ def describe_balance(loads: Sequence[RankLoad]) -> Iterator[str]:
     if imbalances[0].quantity == "compute" and idlest.idle_seconds > 0:
         idle = format_duration(idlest.idle_seconds)
         yield f"Each round waits for {slowest.label}; {idlest.label} is idle for {idle} of it."
-
-
-def render_balance_rows(loads: Sequence[RankLoad]) -> list[list[str]]:
-    """Return a row of text for each rank, with the columns of `BALANCE_HEADER`."""
-    return [
-        [
-            load.label,
-            format_duration(load.compute_seconds),
-            format_duration(load.communication_seconds),
-            format_duration(load.idle_seconds),
-            format_bytes(load.sent_bytes),
-            format_bytes(load.peak_bytes),
-        ]
-        for load in loads
-    ]
-
-
-BALANCE_HEADER = ("", "compute", "exposed communication", "idle", "sent", "peak memory")

@@ -58,3 +58,50 @@ def test_a_certificate_is_shown(tmp_path: Path) -> None:
     (tmp_path / "certificate.json").write_text(json.dumps(found))
     page = render_page([read_run(tmp_path)])
     assert "diverges in step 0" in page and "ddp, 2 processes, 3 steps" in page
+
+
+def test_hyperparameters_are_at_the_top(tmp_path: Path) -> None:
+    recipe = """task = "digits"
+steps = 10
+[options]
+hidden = [64]
+[optimizer]
+name = "adamw"
+lr = 0.003
+[runtime]
+device = "cpu"
+"""
+    page = render_page([write(tmp_path, ("run", start()), *steps(0, 10), END, recipe=recipe)])
+    top = page[page.index("Hyperparameters") : page.index("Curves")]
+    pairs = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", top))
+    assert pairs == {
+        "steps": "10",
+        "options.hidden": "[64]",
+        "optimizer.name": "adamw",
+        "optimizer.lr": "0.003",
+    }
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_have_one_table_and_cores_busy_is_explained(tmp_path: Path, ranks: int) -> None:
+    records = [("ranks", rank_record(rank)) for rank in range(ranks)]
+    run = write(tmp_path, ("run", start(ranks=ranks)), *steps(0, 10), *records, END)
+    page = render_page([run])
+    (table,) = (part for part in page.split("<table>") if "cores busy</th>" in part)
+    body = table[table.index("<tbody>") : table.index("</tbody>")]
+    cells = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in body.split("<tr>")[1:]]
+    head = re.findall(r"<th[^>]*>(.*?)</th>", table[: table.index("<tbody>")])
+    assert len(cells) == ranks and all(len(row) == len(head) for row in cells)
+    assert dict(zip(head, cells[0], strict=True))["compute"] == "500 ms"  # 2 + 2.5 + 0.5 s in ten rounds
+    assert "Cores busy is the CPU time of the process" in page and page.count("peak memory</th>") == 1
+
+
+def test_evaluations_are_marked_in_the_chart_of_the_loss(tmp_path: Path) -> None:
+    rows = [*steps(0, 4), evaluation(4, 0.5), *steps(4, 8), evaluation(8, 0.25)]
+    page = render_page([write(tmp_path, ("run", start()), *rows)])
+    frames = [json.loads(unescape(text)) for text in re.findall(r'data-frame="([^"]*)"', page)]
+    assert frames[0]["marks"] == [
+        [4, "evaluation at step 4: held-out loss 0.5"],
+        [8, "evaluation at step 8: held-out loss 0.25, the best"],
+    ]
+    assert not any(frame["marks"] for frame in frames[2:])

@@ -1,6 +1,7 @@
 """Sinks with a thread of their own: csv and the thread always, trackers where they are installed."""
 
 import csv
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -55,6 +56,15 @@ def gate() -> Iterator[threading.Event]:
     gate = threading.Event()
     yield gate
     gate.set()
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """W&B keeps a service process for the next run of a process; MLflow's file store needs a variable."""
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    yield
+    if "wandb" in sys.modules:
+        sys.modules["wandb"].teardown()
 
 
 class TestBackground(SinkContract):

@@ -122,6 +122,12 @@ _CODEC = {
     "break_even": "table: bits per second below which it pays off, by codec",
 }
 
+_PROFILE = {
+    "step": "int: index of the first step that was recorded",
+    "end": "int: index of the one after the last",
+    "path": "str: folder of the Chrome traces, rank-N.json for each rank",
+}
+
 SCHEMA_VERSION = 1
 LEVELS = ("debug", "info", "warning", "error")
 
@@ -304,6 +310,7 @@ EVENT_SCHEMAS: Mapping[str, EventSchema] = MappingProxyType(
         "recovered": EventSchema("info", True, _RECOVERED),
         "work": EventSchema("info", False, _WORK),
         "arrivals": EventSchema("debug", False, _ARRIVALS),
+        "profile": EventSchema("info", True, _PROFILE),
         "warning": EventSchema("warning", True, {"text": "str: the warning"}),
         "error": EventSchema("error", True, _ERROR),
         "end": EventSchema(

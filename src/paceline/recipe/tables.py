@@ -527,6 +527,22 @@ class OuterRecipe(RecipeTable):
     )
 
 
+_STEP_RANGE_EXPECTED = 'the first step and the one after the last, counted from 0, as "10:13"'
+
+
+def parse_step_range(text: str) -> tuple[int, int]:
+    """Return the first step of a range and the one after the last; ValueError if it is none."""
+    first, colon, end = text.partition(":")
+    if not (colon and first.isdecimal() and end.isdecimal() and int(first) < int(end)):
+        raise value_error(expected_message(_STEP_RANGE_EXPECTED, text, ()))
+    return int(first), int(end)
+
+
+def _check_step_range(text: str) -> str:
+    parse_step_range(text)
+    return text
+
+
 class RuntimeRecipe(RecipeTable):
     """The placement and speed of the processes; the result does not depend on it beyond rounding."""
 
@@ -535,6 +551,13 @@ class RuntimeRecipe(RecipeTable):
         default=0, ge=0, description="intra-op threads per process; 0: the cores shared among local processes"
     )
     compile: bool = Field(default=False, description="compile the model with torch.compile")
+    profile: Annotated[str | None, AfterValidator(_check_step_range), ExpectedText(_STEP_RANGE_EXPECTED)] = (
+        Field(
+            default=None,
+            description='steps that torch.profiler records, as "10:13", into profile/rank-N.json of the run'
+            " folder: a Chrome trace per rank; left out: none",
+        )
+    )
     deadline_seconds: float = Field(default=120.0, gt=0, description="seconds that any wait may take")
     setup_deadline_seconds: float = Field(
         default=1800.0,

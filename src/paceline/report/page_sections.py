@@ -240,8 +240,8 @@ _BYTES_NOTE = (
 _COLUMNS_NOTE = (
     "All times are means per round. Compute is forward, backward and update; sent bytes are those of a round."
     " Hidden communication is the share that overlapped with other work. Cores busy is the CPU time of the"
-    " process divided by the time of its steps: 1 means that one core worked all the time, 2 that two did, and"
-    " less than 1 that the process waited, for other ranks, for data or for a core that another program used."
+    " process divided by the time of its steps: 1 means that one core worked all the time, 2 that two did,"
+    " and less than 1 that the process waited: for other ranks, for data, or for a core that is in use."
 )
 _LIGHT_PARTS = ("waiting", "other")
 

@@ -25,6 +25,7 @@ from paceline.session.checkpointing import CheckpointSchedule, interval_passed, 
 from paceline.session.evaluation import Evaluation, evaluate
 from paceline.session.run_records import RankRecords
 from paceline.session.session import Session, gather_from_all, repeat_until_agreed
+from paceline.session.step_profile import build_step_profile
 from paceline.sync.health import RollBackRequest
 
 _NUM_USUAL_STEPS = 5
@@ -248,19 +249,31 @@ class FitInProgress:
         self.schedule = RunSchedule(session, checkpoints, sinks)
         self._ranks = RankRecords(session, sinks, written=run_dir is not None)
         self._before, self._last = session.state.step, cast("StepStats | None", None)
+        self._profile = build_step_profile(session, run_dir, self.schedule.send_event)
         session.run_callbacks(lambda callback: callback.on_begin(session))
+        if self._profile is not None:
+            self._profile.before_step(session.state.step)
 
     def after_round(self, stats: StepStats) -> None:
         """Report a round, and do what is due after it; collective."""
         self._last = stats
         self._ranks.step(stats)
-        if self.schedule.after_round(stats, self._before):
+        is_interrupted = self.schedule.after_round(stats, self._before)
+        if self._profile is not None:
+            is_interrupted |= self._profile.before_step(self._session.state.step)
+        if is_interrupted:
             # The time of evaluations and saves belongs to no round.
             self._ranks.begin()
         self._before = self._session.state.step
 
+    def close(self) -> None:
+        """Write the profile of a run that ends, also by an error, inside of its range."""
+        if self._profile is not None:
+            self._profile.close()
+
     def finish(self) -> Result:
         """Save, evaluate and return the result of the run; collective."""
+        self.close()
         session, schedule, checkpoints = self._session, self.schedule, self._checkpoints
         checkpoints.begin_final_save()  # first, so that it is written in the background of the evaluation
         self._ranks.flush()
@@ -292,9 +305,10 @@ def fitting(session: Session, run_dir: Path | None, sinks: Sequence[Sink]) -> It
             # Closed after the checkpoint schedule below, which sends its last events while it
             # closes.
             stack.callback(sink.close)
-        yield FitInProgress(
-            session, run_dir, sinks, stack.enter_context(open_checkpoint_schedule(session, run_dir, sinks))
-        )
+        checkpoints = stack.enter_context(open_checkpoint_schedule(session, run_dir, sinks))
+        fit_in_progress = FitInProgress(session, run_dir, sinks, checkpoints)
+        stack.callback(fit_in_progress.close)
+        yield fit_in_progress
 
 
 def fit(session: Session, run_dir: Path | None = None, sinks: Sequence[Sink] = ()) -> Result:

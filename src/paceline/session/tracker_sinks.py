@@ -8,7 +8,6 @@ the environment names a server, and a resumed run continues its record.
 from __future__ import annotations
 
 import logging
-import os
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import MissingExtraError
+from paceline.job.cluster import process_environment
 from paceline.observe.background_sink import BackgroundSink, scalars_of_evaluation, scalars_of_step
 from paceline.observe.sinks import Sink, SinkSite
 from paceline.observe.step_stats import StepStats
@@ -104,7 +104,7 @@ class _WandbWriter:
             id=_remembered(site.run_dir / "wandb-run-id", lambda: uuid.uuid4().hex[:8]),
             resume="allow",
             dir=str(site.run_dir),
-            mode=os.environ.get("WANDB_MODE", "offline"),
+            mode=process_environment().get("WANDB_MODE") or "offline",
             config=dict(site.recipe),
             # The standard output belongs to the command, and this thread must not touch its signals.
             settings=wandb.Settings(silent=True, console="off"),
@@ -132,14 +132,17 @@ class _WandbWriter:
 class _MlflowWriter:
     def __init__(self, site: SinkSite, experiment: str) -> None:
         logging.getLogger("mlflow").setLevel(logging.WARNING)
-        # MLflow 3 refuses its file store without this; the run folder has no server.
-        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        from mlflow import environment_variables
         from mlflow.entities import Metric, Param
         from mlflow.tracking import MlflowClient
 
+        allow: Any = getattr(environment_variables, "MLFLOW_ALLOW_FILE_STORE", None)
+        if allow is not None:  # MLflow 3 refuses its file store without it
+            allow.set(True)
+
         self._metric = Metric
         local = (site.run_dir / "mlflow").resolve().as_uri()
-        self._client = MlflowClient(tracking_uri=os.environ.get("MLFLOW_TRACKING_URI", local))
+        self._client = MlflowClient(tracking_uri=process_environment().get("MLFLOW_TRACKING_URI") or local)
         self._run_id = _remembered(
             site.run_dir / "mlflow-run-id", lambda: self._create_run(experiment, site.run_dir)
         )

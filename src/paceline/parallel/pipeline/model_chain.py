@@ -24,6 +24,7 @@ from paceline.data.loader import collate_samples
 from paceline.errors import TaskError, format_count
 from paceline.models.dropout import name_dropouts
 from paceline.models.module_copy import deep_copy
+from paceline.models.stage_plans import refuse_to_stage, stages_of
 from paceline.models.training_mode import enter_training, restored_modes
 from paceline.parallel.batch_gather import whole_batch_scope
 from paceline.parallel.model_buffers import MicroBatchBuffers
@@ -140,16 +141,14 @@ def module_chain(task: Task, model: nn.Module) -> list[nn.Module]:
     """Return the modules whose composition is the model.
 
     Raises:
-        TaskError: the task names no chain, and the model is no `nn.Sequential`.
+        TaskError: the task names no chain, the model is no `nn.Sequential`, and no stages of it ship.
     """
     if task.stages is not None:
         return list(task.stages(model))
     if isinstance(model, nn.Sequential):
         return list(model)
-    raise TaskError(
-        f"a pipeline splits a chain of modules, but {type(model).__name__} is not nn.Sequential",
-        next_step="pass Task(stages=lambda model: [first, ...]), or choose a strategy without pipeline",
-    )
+    shipped = stages_of(model)
+    return refuse_to_stage(model) if shipped is None else shipped
 
 
 def check_chain(task: Task, model: nn.Module, links: Sequence[nn.Module]) -> None:
@@ -177,21 +176,35 @@ def check_chain(task: Task, model: nn.Module, links: Sequence[nn.Module]) -> Non
             if not without_memory:
                 _require_own_model(task.loss, right, batch)
             result = wrong or _call_seeded(model, partial(_call_chain, links), call, training=training)
-        difference = "" if wrong else describe_difference(right, result)
+        # Shipped stages return no keys and values of earlier calls, which are for generation.
+        expected = right if task.stages is not None else _without_caches(right)
+        difference = "" if wrong else describe_difference(expected, result)
         if difference:
             when = "training" if training else "evaluation"
             wrong = [f"gives another result than the model in {when}: {difference}"]
+    if wrong and (task.stages is not None or isinstance(model, nn.Sequential)):
+        raise _chain_error("the chain of Task(stages=...)", wrong[0])
     if wrong:
-        raise _chain_error(wrong[0])
+        raise _chain_error(f"the chain of stages that ships for {type(model).__name__}", wrong[0])
 
 
-def _chain_error(why: str) -> TaskError:
-    advice = (
-        "set model.config.use_cache = False: keys and values of earlier calls are for generation"
-        if "past_key_values" in why
-        else "return modules that, called one after another, are model.forward"
-    )
-    return TaskError(f"the chain of Task(stages=...) {why}", next_step=advice)
+def _chain_error(chain: str, why: str) -> TaskError:
+    advice = "return modules that, called one after another, are model.forward"
+    if "past_key_values" in why:
+        advice = "set model.config.use_cache = False: keys and values of earlier calls are for generation"
+    elif "Task" not in chain:
+        advice = (
+            "leave out what the stages do not return or train, such as output_hidden_states, or pass"
+            " Task(stages=lambda model: [first, ...])"
+        )
+    return TaskError(f"{chain} {why}", next_step=advice)
+
+
+def _without_caches(output: Any) -> Any:
+    """Return the output of a model without keys and values of earlier calls."""
+    if not isinstance(output, Mapping):
+        return output
+    return {name: value for name, value in output.items() if name != "past_key_values"}
 
 
 def _require_own_model(loss: LossFunction, answer: Any, batch: Any) -> None:

@@ -127,7 +127,7 @@ def _class_of_text(model: nn.Module, batch: dict[str, Tensor]) -> Loss:
 
 def _masked_tokens(model: nn.Module, batch: dict[str, Tensor]) -> Loss:
     tokens, mask = batch["input_ids"], batch["attention_mask"]
-    hidden = torch.where(torch.arange(tokens.shape[1]) % 4 == 1, 3, tokens)
+    hidden = torch.where(torch.arange(tokens.shape[1], device=tokens.device) % 4 == 1, 3, tokens)
     logits = model(input_ids=hidden, attention_mask=mask).logits
     targets = torch.where((hidden != tokens) & (mask == 1), tokens, -100).flatten()
     total = F.cross_entropy(logits.flatten(0, 1), targets, reduction="sum")

@@ -91,3 +91,68 @@ def test_they_verify_under_the_tensor_plans_and_schedules() -> None:
     for words in ("schedule=zero-bubble", "schedule=interleaved:2", "stages=time", "reproducible"):
         of = recipe("replicas=1 pipeline=2 " + words)
         assert run_ranks(partial(verified, bert, of), 2) == [[""], [""]], words
+
+
+def gpt2_with(loss: Any, **changes: Any) -> Task:
+    task = tensor_models.gpt2(dropout=0.0)
+    for name, value in changes.items():
+        setattr(task.model.config, name, value)
+    return replace(task, loss=loss)
+
+
+def call_with(**named: Any) -> Callable[[nn.Module, Tensor], Loss]:
+    def loss(model: nn.Module, tokens: Tensor) -> Loss:
+        given = {name: tokens if value is ... else value for name, value in named.items()}
+        return Loss(model(tokens, **given)[0].sum(), len(tokens))
+
+    return loss
+
+
+@pytest.mark.parametrize(
+    "build, words",
+    [
+        (lambda: gpt2_with(call_with(labels=...)), "passes labels to GPT2LMHeadModel"),
+        (lambda: gpt2_with(call_with(logits_to_keep=1)), "passes logits_to_keep"),
+        (lambda: gpt2_with(call_with(return_dict=False)), "passes return_dict"),
+        (lambda: gpt2_with(call_with(), output_hidden_states=True), "hidden_states"),
+        (
+            lambda: replace(tensor_models.gpt2(), model=tensor_models.gpt2().model.transformer),
+            "BertForMaskedLM",
+        ),
+    ],
+)
+def test_what_stages_cannot_do_is_refused_by_name(build: Callable[[], Task], words: str) -> None:
+    task = build()
+    with pytest.raises(TaskError, match=words):
+        check_chain(task, task.model, module_chain(task, task.model))
+
+
+def test_a_loss_need_not_turn_off_the_cache() -> None:
+    task = gpt2_with(call_with())
+    assert task.model.config.use_cache
+    check_chain(task, task.model, module_chain(task, task.model))
+
+
+def test_a_mask_that_does_not_arrive_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    task, decode = tensor_models.bert(classifies=True), stage_plans._decode
+
+    def blind(value: Any, others: Sequence[Tensor]) -> Any:
+        return None if value == {"tensor": 0} else decode(value, others)
+
+    monkeypatch.setattr(stage_plans, "_decode", blind)
+    with pytest.raises(TaskError, match="another result"):
+        check_chain(task, task.model, module_chain(task, task.model))
+
+
+def test_blocks_that_return_tuples_are_called_alike() -> None:
+    """As in older versions of Transformers."""
+    task = tensor_models.llama()
+    chain = module_chain(task, task.model)
+    tokens = torch.stack(list(task.data[:2]))
+    expected = task.model(tokens, use_cache=False).logits
+    x = chain[0](tokens)
+    for link in chain[1:-1]:
+        assert isinstance(link, stage_plans.BlockLink)
+        link.block.register_forward_hook(lambda module, inputs, output: (output, None))
+        x = link(*x)
+    assert torch.equal(chain[-1](*x).logits, expected)

@@ -194,7 +194,7 @@ class _BlocksReached(BaseException):
 
 
 class _BlockStandIn(nn.Module):
-    """Stand-in for a block that records its arguments and returns its input; the last one ends the forward."""
+    """Stand-in for a block that records its arguments; the last one ends the forward."""
 
     def __init__(self, block: nn.Module, calls: list[_BlockCall], *, is_last: bool) -> None:
         super().__init__()

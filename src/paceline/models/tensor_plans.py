@@ -6,6 +6,15 @@ from collections.abc import Mapping
 
 from torch import nn
 
+_LLAMA = {
+    "embed_tokens": "vocabulary",
+    "layers.*.self_attn": "heads",
+    "layers.*.mlp.gate_proj": "column",
+    "layers.*.mlp.up_proj": "column",
+    "layers.*.mlp.down_proj": "row",
+    "lm_head": "vocabulary",
+}
+
 TENSOR_PLANS: Mapping[str, Mapping[str, str]] = {
     "gpt2": {
         "wte": "vocabulary",
@@ -14,14 +23,10 @@ TENSOR_PLANS: Mapping[str, Mapping[str, str]] = {
         "h.*.mlp.c_proj": "row",
         "lm_head": "vocabulary",
     },
-    "llama": {
-        "embed_tokens": "vocabulary",
-        "layers.*.self_attn": "heads",
-        "layers.*.mlp.gate_proj": "column",
-        "layers.*.mlp.up_proj": "column",
-        "layers.*.mlp.down_proj": "row",
-        "lm_head": "vocabulary",
-    },
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "qwen2": _LLAMA,
+    "qwen3": _LLAMA,
 }
 
 

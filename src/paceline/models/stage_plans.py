@@ -17,6 +17,7 @@ import inspect
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import NoneType
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -225,6 +226,14 @@ def _record_block_calls(
             model.forward(*inputs, **named)
         except _BlocksReached:
             return calls
+        except (RuntimeError, NotImplementedError) as error:
+            if any(isinstance(x, Tensor) and x.is_meta for x in [*inputs, *named.values()]):
+                raise TaskError(
+                    f"{type(model).__name__} reads values of its inputs, such as a mask, and cannot be"
+                    f" measured without them: {error}",
+                    next_step="give the numbers of modules, such as stages=7,7, instead of stages=time",
+                ) from error
+            raise
     raise TaskError(
         f"{type(model).__name__} returned without running all of its blocks",
         next_step="pass Task(stages=lambda model: [first, ...]), or choose a strategy without pipeline",
@@ -279,32 +288,22 @@ def _read_layout(content: Tensor) -> dict[str, Any]:
         except (ValueError, NotImplementedError):
             raise TaskError(
                 "a block of a Transformers model was called without the arguments of its model",
-                next_step="let Task(stages=...) pass on all that the link before returned, unchanged",
+                next_step="give the numbers of modules, such as stages=7,7, instead of stages=time",
             ) from None
     layout: dict[str, Any] = content.__dict__["call_layout"]
     return layout
 
 
-def keep_layout(copy: Tensor, original: Tensor) -> Tensor:
-    """Return a copy of a tensor that travels between links, and let it name the same layout.
-
-    For copies without the values of the original, as in measurements; every other tensor stays as it is.
-    """
-    if "call_layout" in original.__dict__:
-        copy.__dict__["call_layout"] = original.__dict__["call_layout"]
-    return copy
-
-
 def _encode(value: Any, others: list[Tensor]) -> Any:
     """Return an argument as JSON values; tensors are appended to `others`, each once."""
-    if value is None or isinstance(value, bool | int | float | str):
+    if type(value) in (NoneType, bool, int, float, str):
         return value
     if isinstance(value, Tensor):
         index = next((k for k, x in enumerate(others) if x is value), len(others))
         if index == len(others):
             others.append(value)
         return {"tensor": index}
-    if isinstance(value, tuple | list) and type(value) in (tuple, list):
+    if type(value) in (tuple, list):
         return {type(value).__name__: [_encode(x, others) for x in value]}
     if type(value) is dict and all(isinstance(key, str) for key in value):
         return {"dict": {key: _encode(x, others) for key, x in value.items()}}

@@ -31,7 +31,6 @@ from torch.utils.hooks import RemovableHandle
 from paceline.data.loader import collate_samples
 from paceline.errors import TaskError
 from paceline.models.dropout import name_dropouts
-from paceline.models.stage_plans import keep_layout
 from paceline.parallel.mixed_precision import MixedPrecision
 from paceline.parallel.pipeline.model_chain import (
     ModelCall,
@@ -361,16 +360,13 @@ class FakeTensorRun:
         live.leave_out([*model.parameters(), *model.buffers(), *(arrived or ())])
         completes: list[str] = []
         with _recording_completed_gradients(model, live, completes), live:
-            x = tuple(
-                keep_layout(t.detach().clone().requires_grad_(t.is_floating_point()), t)
-                for t in arrived or ()
-            )
+            x = tuple(t.detach().clone().requires_grad_(t.is_floating_point()) for t in arrived or ())
             live.begin()
             with tracker, self._precision.autocast():
                 outputs = as_tuple(run(x))
             kept_bytes, forward = live.now, dict(live.peaks)
             # Detached: the next chunk must not keep the graph of this one.
-            sent = [keep_layout(t.detach(), t) for t in outputs]
+            sent = [t.detach() for t in outputs]
             live.begin()
             pairs = [(t, torch.ones_like(t)) for t in outputs if t.requires_grad]
             torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
@@ -392,7 +388,7 @@ class FakeTensorRun:
         live = LiveBytes(loaded)
         live.leave_out([*model.parameters(), *model.buffers()])
         with live, self._precision.autocast():
-            x = tuple(keep_layout(t.clone(), t) for t in arrived or ())
+            x = tuple(t.clone() for t in arrived or ())
             outputs = as_tuple(run(x))
         return (live.peak + LATE_MESSAGES * self._fake_model.straight.largest, _num_bytes(outputs)), outputs
 

@@ -26,7 +26,6 @@ from paceline.errors import StrategyError, TaskError
 from paceline.job.cluster import Cluster
 from paceline.job.mesh import Mesh
 from paceline.models.dropout import set_micro_batch_key
-from paceline.models.stage_plans import keep_layout
 from paceline.models.training_mode import enter_training
 from paceline.parallel.mixed_precision import MixedPrecision
 from paceline.parallel.pipeline.model_chain import (
@@ -115,9 +114,7 @@ def _time_module(
     """Return the least seconds of a forward and backward pass of a copy in a few runs after a warm-up."""
     twin, times = allocate_copy(link).to(device), []
     x = [
-        keep_layout(
-            sample_input(shape.shape, shape.dtype).to(device).requires_grad_(shape.is_floating_point()), shape
-        )
+        sample_input(shape.shape, shape.dtype).to(device).requires_grad_(shape.is_floating_point())
         for shape in shapes
     ]
     for _ in range(_REPEATS + 1):

@@ -59,12 +59,13 @@ def build(rank=-1, what="", seconds=0.0, pause=0.0, width=0):
         atexit.register(linger, seconds)
         time.sleep(seconds)
     def loss(model, batch):
-        calls.append(1)
-        if len(calls) == 3:
+        if model.training:  # the checks before the first step evaluate
+            calls.append(1)
+        if model.training and len(calls) == 1:
             reached("stepping")
             if what in ("SIGKILL", "SIGSTOP") and rank == RANK:
                 os.kill(os.getpid(), signal.Signals[what])
-        while what == "wait" and len(calls) >= 3 and not (HERE / "go").exists():
+        while what == "wait" and calls and not (HERE / "go").exists():
             time.sleep(0.01)
         time.sleep(pause)
         return Loss((model(batch) ** 2).sum(), len(batch))

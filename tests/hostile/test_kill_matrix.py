@@ -20,7 +20,6 @@ from tests.dist.launch.actors import as_users_have_it
 from tests.hostile.kill_trials import MOMENTS, OWN, SIGNALS, TARGETS, trials
 from tests.hostile.leftovers import left_of, name_of, things
 
-pytestmark = pytest.mark.timeout(1500)
 ROOT = Path(__file__).parents[2]
 STOPPED = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGHUP: 129}
 
@@ -32,7 +31,10 @@ def may_unshare() -> bool:
     )
 
 
-pytestmark.append(pytest.mark.skipif(not may_unshare(), reason="needs namespaces"))
+pytestmark = [
+    pytest.mark.timeout(1500),
+    pytest.mark.skipif(not may_unshare(), reason="needs namespaces"),
+]
 
 
 def attempt(folder: Path, *chosen: int) -> list[dict[str, Any]]:

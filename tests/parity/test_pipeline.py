@@ -341,7 +341,7 @@ def test_stages_send_the_bytes_of_activations_and_a_description_of_each() -> Non
 
     whole = 4 * 4, 4 * (4 * 512 + 4 * 48 * 46)
     assert run_ranks(sent, 2) == [
-        [counted([11, 12, 11, 12], first=512 + 4 * 48 * 2), whole],  # two images were tried
+        [counted([11, 12, 11, 12], first=512 + 4 * 48), whole],  # one image was tried last
         [counted([12, 11, 12, 11], first=512), whole],
     ]
 

@@ -127,9 +127,10 @@ class EmbeddingLink(nn.Module):
         parameters = inspect.signature(model.forward).parameters
         passed = {**dict(zip(parameters, inputs, strict=False)), **named}
         for name, advice in _HEAD_ARGUMENTS.items():
-            # 0 and None are what the model takes if the loss does not pass them; a tensor is neither.
+            # 0 and None are what the model takes if the loss does not pass them; a tensor is neither, and
+            # return_dict=False is not its default.
             value = passed.get(name)
-            if value is not None and (isinstance(value, Tensor) or value != 0):
+            if value is not None and (isinstance(value, (Tensor, bool)) or value != 0):
                 raise TaskError(
                     f"the loss passes {name} to {type(model).__name__}, but the stage that is called first"
                     " does not have the head",

@@ -105,8 +105,9 @@ class Source:
 def build(log):
     calls = []
     def loss(model, batch):
-        calls.append(1)
-        while len(calls) > 28 and Path(f"{log}.hold").exists():
+        if model.training:  # the checks before the first step evaluate
+            calls.append(1)
+        while len(calls) > 26 and Path(f"{log}.hold").exists():
             time.sleep(0.01)
         x, y = batch
         return Loss(((model(x).squeeze(-1) - y) ** 2).sum(), len(x))
@@ -207,7 +208,7 @@ def test_a_job_that_is_killed_goes_on_with_the_same_samples(tmp_path: Path) -> N
     before = newest_step(fewer / "checkpoints") or 0
     finish(start("--resume", fewer, "-n", 1))
     drawn = (cut.parent / "samples.0").read_text().split()
-    assert drawn[1:] == samples_from(before)  # the first one is the look at the task before training
+    assert drawn[2:] == samples_from(before)  # the checks before training load two
     assert losses(fewer) == losses(right)
     assert all(torch.equal(end(fewer)[name], t) for name, t in end(right).items())
 

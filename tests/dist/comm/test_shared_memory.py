@@ -116,6 +116,7 @@ def test_a_sum_is_complete_once_all_ranks_have_polled() -> None:
     def run(cluster) -> tuple[bool, bool, list[float]]:
         memory, group, net = start(cluster)
         x = torch.full((5,), float(group.rank + 1))
+        memory.buffer(5, torch.zeros(0), "a")  # mapped by all ranks together, before either launches
         if group.rank == 1:
             net.barrier(group)
         handle = memory.all_reduce(x, "a")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._C._profiler import _ExperimentalConfig
 
 from paceline.errors import RecipeError
 from paceline.recipe.tables import parse_step_range
@@ -77,7 +78,7 @@ class StepProfile:
         if self._is_cuda:
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         # Lanes and backward run in threads of their own.
-        config = torch.profiler._ExperimentalConfig(profile_all_threads=True)
+        config = _ExperimentalConfig(profile_all_threads=True)
         self._profiler = torch.profiler.profile(
             activities=activities, experimental_config=config, acc_events=True
         )

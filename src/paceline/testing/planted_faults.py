@@ -349,7 +349,8 @@ class UnsyncedBuffersRunner(ReplicatedRunner):
         self, micro_batches: Iterable[LoadedBatch], num_micro_batches: int, sink: GradientSink, scale: float
     ) -> LossSums:
         """Run micro-batches, and keep their number for the buffers."""
-        self.buffers.num_micro_batches = num_micro_batches  # type: ignore[attr-defined]
+        assert isinstance(self.buffers, _UnsyncedBuffers)
+        self.buffers.num_micro_batches = num_micro_batches
         return super().run(micro_batches, num_micro_batches, sink, scale)
 
 

@@ -92,7 +92,7 @@ def test_a_python_error_says_which_call_it_was() -> None:
         ({"steps": None}, "set the length of the run: steps = 1000 for updates, or epochs = 10"),
         ({"epochs": 2}, "remove one of them"),
         ({"stepz": 3}, "write steps instead of stepz"),
-        ({"batch": {"sise": 3}}, "write batch.size instead of batch.sise"),
+        ({"batch": {"sizes": 3}}, "write batch.size instead of batch.sizes"),
         ({"seed": "x"}, "set seed to an integer >= 0 and <= 9223372036854775807, or leave it out"),
         (
             {"optimizer": {"name": "sgd", "weight_decay": 1e-4}},

@@ -279,7 +279,7 @@ def test_a_metric_that_no_evaluation_has_is_refused_at_the_start() -> None:
 
     for metric, names in (("f1", ()), ("far.f1", ("near", "far")), ("loss", ("near", "far"))):
         build_test_session(Cluster.single(), best_by(metric), partial(build, *names))
-    for metric, names, near in (("recal", (), "recall"), ("far.recal", ("near", "far"), "far.recall")):
+    for metric, names, near in (("recll", (), "recall"), ("far.recll", ("near", "far"), "far.recall")):
         with pytest.raises(RecipeError, match=f"evaluations have no metric '{metric}'") as found:
             build_test_session(Cluster.single(), best_by(metric), partial(build, *names))
         assert f'evaluate.metric = "{near}"' in found.value.next_step

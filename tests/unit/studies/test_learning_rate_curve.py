@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from xml.etree import ElementTree
 
 import pytest
@@ -52,8 +53,8 @@ def test_the_curve_ends_where_the_loss_is_not_finite() -> None:
 
 
 @pytest.mark.parametrize("loss", [lambda i: 3.0, lambda i: 3.0 + i, lambda i: 3 + math.sin(i * i)])
-def test_without_a_descent_there_is_no_suggestion(loss: object) -> None:
-    steps = [{**step, "loss": loss(i)} for i, step in enumerate(records(1e-4))]  # type: ignore[operator]
+def test_without_a_descent_there_is_no_suggestion(loss: Callable[[int], float]) -> None:
+    steps = [{**step, "loss": loss(i)} for i, step in enumerate(records(1e-4))]
     with pytest.raises(DataError, match="did not fall clearly"):
         find_learning_rate(steps, RATES)
     with pytest.raises(DataError, match="only 5 steps"):

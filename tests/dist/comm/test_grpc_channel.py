@@ -156,7 +156,7 @@ def test_calls_that_send_half_of_a_request_hold_no_thread(method: str) -> None:
         hub.wait_for_all(SECONDS)
         theirs.send(0, ChannelMessage("first"), SECONDS)
         assert ours.receive(SECONDS).kind == "first"
-    assert len(said) == 1 and said[0].endswith(" calls that do not belong to this job")
+    assert len(said) == 1 and said[0].endswith(" calls from outside this job")
     close([theirs, ours])
 
 

@@ -538,8 +538,9 @@ def parse_step_range(text: str) -> tuple[int, int]:
     return int(first), int(end)
 
 
-def _check_step_range(text: str) -> str:
-    parse_step_range(text)
+def _check_step_range(text: str | None) -> str | None:
+    if text is not None:  # a recipe that is built from the values of another one states it
+        parse_step_range(text)
     return text
 
 

@@ -35,7 +35,7 @@ from paceline.errors import TaskError
 from paceline.job.mesh import Mesh, RankGroup
 from paceline.models.positions import positions
 from paceline.parallel.context.context_attention import TrialBatch
-from paceline.parallel.model_runner import ModelRunner
+from paceline.parallel.model_runner import EvaluationCall, ModelRunner
 from paceline.parallel.session_context import SessionContext
 from paceline.parallel.tensor.tensor_plan import (
     TensorPlanEntry,
@@ -258,7 +258,8 @@ def _record_calls(
     """Return the first call of each named module in a forward of the first sample, if it is called."""
     recorded: dict[str, _ModuleCall] = {}
     with _recording_hooks(model, names, recorded):
-        task.loss(model, collate_samples(task, [task.data[0]], device))
+        # A loss with a gradient penalty needs a graph here, too.
+        EvaluationCall()(task.loss, model, collate_samples(task, [task.data[0]], device))
     return {name: call for name, call in recorded.items() if call.outputs}
 
 

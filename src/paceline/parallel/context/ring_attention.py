@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from paceline.comm.group_collectives import all_to_all_v
 from paceline.comm.handle import Handle
@@ -196,6 +197,7 @@ class _RingAttention(torch.autograd.Function):
         return result
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         q, k, v, out, lse = ctx.saved_tensors
         ring, grad = ctx.ring, grads[0].contiguous()

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from paceline.comm.group_collectives import all_to_all_v
 from paceline.comm.net import Net
@@ -80,6 +81,7 @@ class ScatterHeadsGatherPositions(torch.autograd.Function):
         return heads.gather(tensors)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         return None, *ctx.heads.scatter(grads)
 
@@ -93,5 +95,6 @@ class GatherHeadsScatterPositions(torch.autograd.Function):
         return heads.scatter([x])[0]
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         return None, ctx.heads.gather(grads)[0]

@@ -4,6 +4,8 @@ The names are those of Megatron-LM: activations are copied to a tensor-parallel 
 gathered from it, each with the matching collective in backward. Each mapping costs at most one collective in
 each direction.
 
+Backward of each mapping is another mapping, so gradients can be differentiated again (gradient penalties).
+
 Source: Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053, section 3 (the functions f and g).
 """
 
@@ -29,7 +31,10 @@ class _CopyToRegion(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return summed(grads[0], ctx.collective, f"{ctx.key}.backward"), None, None
+        key = f"{ctx.key}.backward"
+        if torch.is_grad_enabled():  # a gradient that is differentiated again
+            return reduce_from_tensor_region(grads[0], ctx.collective, key), None, None
+        return summed(grads[0], ctx.collective, key), None, None
 
 
 class _ReduceFromRegion(torch.autograd.Function):
@@ -37,10 +42,13 @@ class _ReduceFromRegion(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, collective: Collective, key: str) -> Tensor:
+        ctx.collective, ctx.key = collective, key
         return summed(x, collective, f"{key}.forward")
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
+        if torch.is_grad_enabled():
+            return copy_to_tensor_region(grads[0], ctx.collective, ctx.key), None, None
         return grads[0], None, None
 
 
@@ -65,12 +73,25 @@ class _GatherFromRegion(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, spans: Sequence[Span], collective: Collective, key: str) -> Tensor:
-        ctx.span = spans[collective.group.rank]
+        ctx.arguments = spans, collective, key
         return gather_uneven(x, [span[-1] - span[0] for span in spans], -1, collective, f"{key}.forward")
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0][..., slice(*ctx.span)].contiguous(), None, None, None
+        return _SplitToRegion.apply(grads[0], *ctx.arguments), None, None, None
+
+
+class _SplitToRegion(torch.autograd.Function):
+    """This rank's slice of features that every rank has in forward; gradients of all ranks in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, spans: Sequence[Span], collective: Collective, key: str) -> Tensor:
+        ctx.arguments = spans, collective, f"{key}.backward"
+        return x[..., slice(*spans[collective.group.rank])].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return gather_from_tensor_region(grads[0], *ctx.arguments), None, None, None
 
 
 def gather_from_tensor_region(x: Tensor, spans: Sequence[Span], collective: Collective, key: str) -> Tensor:

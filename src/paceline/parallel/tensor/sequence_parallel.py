@@ -83,7 +83,7 @@ class _SplitPositions(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         # The length belongs to the micro-batch of this forward; another may have run since.
         positions, key, positions.length = ctx.arguments
-        return positions.all_gather(grads[0], f"{key}.backward"), None, None
+        return _JoinPositions.apply(grads[0], positions, f"{key}.backward"), None, None
 
 
 class _JoinPositions(torch.autograd.Function):
@@ -91,13 +91,13 @@ class _JoinPositions(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, positions: PositionPartition, key: str) -> Tensor:
-        ctx.arguments = positions, positions.length
+        ctx.arguments = positions, key, positions.length
         return positions.all_gather(x, f"{key}.forward")
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        positions, positions.length = ctx.arguments
-        return positions.take(grads[0]), None, None
+        positions, key, positions.length = ctx.arguments
+        return _SplitPositions.apply(grads[0], positions, key), None, None
 
 
 class _AllGatherPositions(torch.autograd.Function):
@@ -111,7 +111,7 @@ class _AllGatherPositions(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         positions, key, positions.length = ctx.arguments
-        return positions.reduce_scatter(grads[0], f"{key}.backward"), None, None
+        return _ReduceScatterPositions.apply(grads[0], positions, f"{key}.backward"), None, None
 
 
 class _ReduceScatterPositions(torch.autograd.Function):
@@ -125,7 +125,7 @@ class _ReduceScatterPositions(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         positions, key, positions.length = ctx.arguments
-        return positions.all_gather(grads[0], f"{key}.backward"), None, None
+        return _AllGatherPositions.apply(grads[0], positions, f"{key}.backward"), None, None
 
 
 def gather_positions(x: Tensor, positions: PositionPartition, key: str) -> Tensor:

@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from paceline.comm.collectives.collective_protocol import Collective
 from paceline.errors import TaskError
-from paceline.parallel.tensor.mappings import gather_uneven, reduce_from_tensor_region, summed
+from paceline.parallel.tensor.mappings import gather_from_tensor_region, reduce_from_tensor_region, summed
 from paceline.parallel.tensor.module_swap import swap_forward
 from paceline.state.slot import Span, take_span
 
@@ -120,8 +121,10 @@ class VocabParallelLogits:
         """Return all logits, gathered."""
         if self._changed is not None:
             return self._changed
-        logits: Tensor = _GatherLogits.apply(self.local_logits, self.vocabulary)
-        return logits
+        vocabulary = self.vocabulary
+        return gather_from_tensor_region(
+            self.local_logits, vocabulary.spans, vocabulary.collective, f"{vocabulary.key}.whole"
+        )
 
     @property
     def is_partial(self) -> bool:
@@ -319,6 +322,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         return total.log() - chosen
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         probabilities, places, others = ctx.saved_tensors
         grad = probabilities * grads[0].unsqueeze(-1)
@@ -333,20 +337,3 @@ def _largest(local_logits: Tensor, vocabulary: VocabularyPartition) -> Tensor:
         local_max.contiguous(), f"{vocabulary.key}.largest"
     ).wait()
     return maxima.amax(0)
-
-
-class _GatherLogits(torch.autograd.Function):
-    """Logits of all ranks in forward; this rank's slice of the gradient in backward.
-
-    Every rank continues with the same logits, so the slice is its whole gradient.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, local_logits: Tensor, vocabulary: VocabularyPartition) -> Tensor:
-        ctx.own = vocabulary.own
-        widths = [last - first for first, last in vocabulary.spans]
-        return gather_uneven(local_logits, widths, -1, vocabulary.collective, f"{vocabulary.key}.whole")
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0][..., slice(*ctx.own)], None

@@ -191,15 +191,16 @@ def real_table(stages: int, found: Sequence[Series], options: Options) -> Table:
     return Table(title, ("schedule", *_TIMES, "verdict"), rows)
 
 
-def heavy_sides(light: float, cluster: Cluster) -> Sequence[Side]:
+def heavy_sides(light: float, micro_batches: int, cluster: Cluster) -> Sequence[Side]:
     """One layer in twelve is four times as heavy.
 
     Args:
         light: seconds of a forward of the others.
+        micro_batches: of a step; the more, the more of it is the time of the slowest stage.
     """
     found = []
     for name, stages in _HEAVY_WAYS.items():
-        subject = sleeping_chain([light * one for one in _HEAVY_SECONDS], 2 * _MICRO_BATCHES, Clock())
+        subject = sleeping_chain([light * one for one in _HEAVY_SECONDS], micro_batches, Clock())
         text = f"replicas=1 pipeline=4 schedule=1f1b {stages}"
         found.append(paceline_side(name, subject.changed(strategy=Strategy.parse(text)), cluster, 1))
     return found
@@ -217,7 +218,8 @@ def measure(options: Options) -> Report:
         data[name] = series_data([one.series for one in found])
         idle[name] = [one.idle for one in found]
     light = 0.001 if options.quick else 0.02
-    heavy = measure_pair(partial(heavy_sides, light), repeats=repeats, steps=1, warmup=2, num_ranks=4)
+    sides = partial(heavy_sides, light, 2 * _MICRO_BATCHES)
+    heavy = measure_pair(sides, repeats=repeats, steps=1, warmup=2, num_ranks=4)
     title = f"4 stages of 12 layers that sleep {light * 1e3:g} ms forward, the fifth four times as long"
     less = 100 * (1 - heavy[1].median_seconds / heavy[0].median_seconds)
     table = comparison_table(f"{title}, 1f1b, {2 * _MICRO_BATCHES} micro-batches", heavy, heavy[0].name)

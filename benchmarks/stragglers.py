@@ -24,7 +24,7 @@ from paceline.testing import run_ranks
 from paceline.testing.parity import build_test_session, make_task
 
 _WORKERS, _BATCH, _SECONDS = 4, 64, 0.004  # the last to read a sample
-_STRATEGIES = {
+STRATEGIES = {
     "every-step": "replicas=4",
     "shares by speed": "replicas=4 balance=speed",
     "backup:1": "replicas=4 servers=1 sync=backup:1",
@@ -183,10 +183,10 @@ def measure(options: Options) -> Report:
     longer = course._replace(steps=round(course.steps * _MORE_SAMPLES))
     data = {
         name: [measure_one(strategy, longer if name == "server-async" else course, seed) for seed in seeds]
-        for name, strategy in _STRATEGIES.items()
+        for name, strategy in STRATEGIES.items()
     }
     ten = course._replace(factor=10.0, steps=2 * course.steps)  # a run pauses 20 times, and all wait there
-    data["backup:1, 10 times"] = [measure_one(_STRATEGIES["backup:1"], ten, seed) for seed in seeds]
+    data["backup:1, 10 times"] = [measure_one(STRATEGIES["backup:1"], ten, seed) for seed in seeds]
     tables = [_of_the_stretch(data, course), _to_the_loss(data["every-step"], data["server-async"], course)]
     return Report("What a slow worker costs.", tables, {name: [*found] for name, found in data.items()})
 

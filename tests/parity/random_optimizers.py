@@ -66,7 +66,7 @@ class Ruled(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr, "rule": "soft-sign", "decay": 0.9})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:

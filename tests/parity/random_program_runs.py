@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,16 @@ _LEAST_SCALE = 0.01  # a tensor of smaller values is compared as if its largest 
 _DEADLINE_SECONDS = 20.0
 _MAX_BROKEN = 4  # groups of ranks that break, after which no other is started
 _MAX_TEXT = 1500
+_RAW_ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+_NAME = re.compile(r"'.+'|\w=|\d|^[A-Z]\w+ ")  # quoted, a term of the strategy, a number, or a class
 
 
 class End(NamedTuple):
@@ -208,7 +219,7 @@ def run_program(cluster: Cluster, program: Program, *, checks: bool) -> tuple[Ve
         return Verdict(f"{type(error).__name__} instead of an end", str(error), breaks=breaks), {}
     except PacelineError as error:
         return _judge_refusal(error, is_built=is_built), {}
-    except Exception as error:  # noqa: BLE001  whatever PyTorch raises is a failure of the program
+    except _RAW_ERRORS as error:
         return Verdict(f"raw {type(error).__name__}", f"{error}"), {}
     finally:
         if session is not None:
@@ -224,10 +235,7 @@ def _judge_refusal(error: PacelineError, *, is_built: bool) -> Verdict:
     text = str(error)
     if is_built:
         return Verdict("refused after the start", text)
-    names_something = any(character in error.what for character in "'=_:.") or any(
-        map(str.isdigit, error.what)
-    )
-    if not error.next_step or not names_something:
+    if not error.next_step or not _NAME.search(error.what):
         return Verdict("refused without a next step or a name", text)
     return Verdict("refused", text)
 
@@ -281,7 +289,7 @@ def run_programs(
     """
     torch.set_num_threads(1)
     if not checks:
-        build.check_tensor_plan = lambda *_: None  # type: ignore[assignment]
+        build.check_tensor_plan = lambda *_: None
     verdicts: list[Verdict] = []
     for place, program in enumerate(programs):
         (Path(folder) / str(cluster.global_rank)).write_text(str(place), encoding="utf-8")

@@ -267,6 +267,16 @@ EVENT_SCHEMAS: Mapping[str, EventSchema] = MappingProxyType(
                 "best_step": "int: steps taken before that",
             },
         ),
+        "plateau": EventSchema(
+            "info",
+            True,
+            {
+                "step": "int: steps taken before it",
+                "metric": "str: schedule.metric",
+                "best": "float: its best value",
+                "multiplier": "float: factor of the schedule's rates from here on",
+            },
+        ),
         "stop": EventSchema(
             "info",
             True,

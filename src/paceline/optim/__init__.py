@@ -3,11 +3,15 @@
 from paceline.optim.build_optimizer import build_optimizer, fused_is_supported, reason_not_fused
 from paceline.optim.compatibility import require_elementwise, require_one_gradient
 from paceline.optim.lr_schedule import LearningRateSchedule, build_schedule
+from paceline.optim.reduce_on_plateau import PLATEAU_KEY, PlateauRates, ReduceOnPlateau
 from paceline.optim.user_optimizer import ByGroup, UserOptimizer
 
 __all__ = [
+    "PLATEAU_KEY",
     "ByGroup",
     "LearningRateSchedule",
+    "PlateauRates",
+    "ReduceOnPlateau",
     "UserOptimizer",
     "build_optimizer",
     "build_schedule",

@@ -1,5 +1,7 @@
 """Optimizers by name, of `torch.optim` but for AdaBound, with parameters grouped by whether they decay.
 
+LBFGS, which evaluates the loss several times in a step, and SparseAdam have no name here.
+
 Invariant: a parameter that does not require a gradient is in no group. This module writes no update rule;
 an optimizer of the user's own is `UserOptimizer` or any `torch.optim.Optimizer`, given by the task.
 """
@@ -7,6 +9,7 @@ an optimizer of the user's own is `UserOptimizer` or any `torch.optim.Optimizer`
 from __future__ import annotations
 
 from collections.abc import Iterable
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -14,8 +17,9 @@ from torch import nn
 
 from paceline.errors import TaskError
 from paceline.optim.adabound import AdaBound
+from paceline.optim.user_optimizer import ByGroup
+from paceline.recipe.optimizer_recipe import OptimizerRecipe
 from paceline.recipe.registry import OptimizerSpec, known_specs
-from paceline.recipe.tables import OptimizerRecipe
 
 NamedParameter = tuple[str, nn.Parameter]
 ParamGroups = list[dict[str, Any]]
@@ -28,13 +32,14 @@ def build_optimizer(model: nn.Module, recipe: OptimizerRecipe, fused_allowed: bo
 
     Args:
         model: its parameters that require a gradient are updated, each once, however many names it has.
-        recipe: name, rate and the rest. `weight_decay` (decoupled: outside the moments, AdamW) and `l2`
-            (coupled: added to the gradient) act on the parameters that `decay_on` chooses.
+        recipe: name, rate and the rest. `weight_decay` (decoupled: outside the moments; for SGD coupled, as
+            in PyTorch) and `l2` (coupled: added to the gradient) act on what `decay_on` chooses.
         fused_allowed: False where the run needs bits that do not depend on where tensors are cut.
     Returns:
-        The optimizer, with at most two groups: decayed, then not decayed. Groups carry parameter names.
+        The optimizer, with at most two groups for each update rule: decayed, then not decayed. Groups carry
+        parameter names.
     Raises:
-        TaskError: nothing is left to train.
+        TaskError: nothing is left to train, or a pattern of names matches none.
     """
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not trained:
@@ -44,7 +49,7 @@ def build_optimizer(model: nn.Module, recipe: OptimizerRecipe, fused_allowed: bo
         )
     spec = recipe.spec
     fused = not reason_not_fused(model, recipe, fused_allowed)
-    groups = _group_by_decay(trained, recipe.decay_on, getattr(recipe, spec.decays_by))
+    groups = _group_by_decay(trained, recipe.decay_on, recipe.decay)
     optimizer: torch.optim.Optimizer = spec.load()(model, groups, recipe, fused=fused)
     return optimizer
 
@@ -155,3 +160,128 @@ def adabound(
     return AdaBound(
         groups, recipe.lr, betas=recipe.betas, eps=recipe.eps, final_lr=recipe.final_lr, gamma=recipe.gamma
     )
+
+
+def adadelta(
+    model: nn.Module, groups: ParamGroups, recipe: OptimizerRecipe, *, fused: bool
+) -> torch.optim.Optimizer:
+    """Build Adadelta for `OptimizerSpec`; PyTorch has no fused kernel of it."""
+    return torch.optim.Adadelta(groups, recipe.lr, rho=recipe.rho, eps=recipe.eps)
+
+
+def adagrad(
+    model: nn.Module, groups: ParamGroups, recipe: OptimizerRecipe, *, fused: bool
+) -> torch.optim.Optimizer:
+    """Build Adagrad for `OptimizerSpec`, without the fused kernel that PyTorch has on some devices."""
+    return torch.optim.Adagrad(groups, recipe.lr, eps=recipe.eps)
+
+
+def adamax(
+    model: nn.Module, groups: ParamGroups, recipe: OptimizerRecipe, *, fused: bool
+) -> torch.optim.Optimizer:
+    """Build Adamax for `OptimizerSpec`; PyTorch has no fused kernel of it."""
+    return torch.optim.Adamax(groups, recipe.lr, betas=recipe.betas, eps=recipe.eps)
+
+
+def asgd(
+    model: nn.Module, groups: ParamGroups, recipe: OptimizerRecipe, *, fused: bool
+) -> torch.optim.Optimizer:
+    """Build ASGD for `OptimizerSpec`; its average of the weights is never read, so it has no t0."""
+    return torch.optim.ASGD(groups, recipe.lr, lambd=recipe.lambd, alpha=recipe.alpha)
+
+
+def nadam(
+    model: nn.Module, groups: ParamGroups, recipe: OptimizerRecipe, *, fused: bool
+) -> torch.optim.Optimizer:
+    """Build NAdam for `OptimizerSpec`; PyTorch has no fused kernel of it."""
+    return torch.optim.NAdam(
+        groups,
+        recipe.lr,
+        betas=recipe.betas,
+        eps=recipe.eps,
+        momentum_decay=recipe.momentum_decay,
+        decoupled_weight_decay=recipe.weight_decay > 0,
+    )
+
+
+def radam(
+    model: nn.Module, groups: ParamGroups, recipe: OptimizerRecipe, *, fused: bool
+) -> torch.optim.Optimizer:
+    """Build RAdam for `OptimizerSpec`; PyTorch has no fused kernel of it."""
+    return torch.optim.RAdam(
+        groups,
+        recipe.lr,
+        betas=recipe.betas,
+        eps=recipe.eps,
+        decoupled_weight_decay=recipe.weight_decay > 0,
+    )
+
+
+def rprop(
+    model: nn.Module, groups: ParamGroups, recipe: OptimizerRecipe, *, fused: bool
+) -> torch.optim.Optimizer:
+    """Build Rprop for `OptimizerSpec`; it decays no weights."""
+    parameters = [named for group in groups for named in group["params"]]
+    return torch.optim.Rprop(parameters, recipe.lr, etas=recipe.etas, step_sizes=recipe.step_sizes)
+
+
+def adafactor(
+    model: nn.Module, groups: ParamGroups, recipe: OptimizerRecipe, *, fused: bool
+) -> torch.optim.Optimizer:
+    """Build Adafactor for `OptimizerSpec`; it looks at whole tensors, so they cannot be split."""
+    return torch.optim.Adafactor(groups, recipe.lr, beta2_decay=recipe.beta2_decay, d=recipe.d)
+
+
+def muon(
+    model: nn.Module, groups: ParamGroups, recipe: OptimizerRecipe, *, fused: bool
+) -> torch.optim.Optimizer:
+    """Build Muon for the matrices of hidden layers, and AdamW for all other parameters.
+
+    Raises:
+        TaskError: a pattern of `adamw_on` matches no parameter.
+    Source: Jordan et al. 2024, Muon, https://kellerjordan.github.io/posts/muon; Liu et al. 2025, Muon is
+        Scalable for LLM Training, arXiv:2502.16982 (the rate of a matrix).
+    """
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    for pattern in recipe.adamw_on:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise TaskError(
+                f"the pattern '{pattern}' in optimizer.adamw_on matches no parameter of the model",
+                next_step=f"the model has these parameters: {', '.join(names[:5])}, ...",
+            )
+    excluded = _embeddings(model) | {
+        id(p)
+        for name, p in model.named_parameters(remove_duplicate=False)
+        if any(fnmatchcase(name, pattern) for pattern in recipe.adamw_on)
+    }
+
+    def is_updated_by_muon(p: nn.Parameter) -> bool:
+        return p.dim() == 2 and id(p) not in excluded
+
+    def select(by_muon: bool) -> ParamGroups:
+        selected = [
+            group | {"params": [(n, p) for n, p in group["params"] if is_updated_by_muon(p) == by_muon]}
+            for group in groups
+        ]
+        return [group for group in selected if group["params"]]
+
+    optimizers: list[torch.optim.Optimizer] = []
+    if matrices := select(True):
+        optimizers.append(
+            torch.optim.Muon(
+                matrices,
+                recipe.lr,
+                momentum=recipe.momentum,
+                nesterov=recipe.nesterov,
+                adjust_lr_fn=recipe.adjust_lr_fn,
+            )
+        )
+    if others := select(False):
+        optimizers.append(torch.optim.AdamW(others, recipe.lr, betas=recipe.betas, eps=recipe.eps))
+    return ByGroup(*optimizers)
+
+
+def _embeddings(model: nn.Module) -> set[int]:
+    """Return the ids of the weights of embeddings, with which another layer may share them."""
+    modules = (m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
+    return {id(module.weight) for module in modules}

@@ -86,6 +86,7 @@ _MAX_ULPS = 8
 _STEPS = 3
 _START_SCALE = 0.02  # small, so that a low rate shows beside the rounding of the values
 _TRIAL_RATE = 1e-2
+_LEAST_GROWTH = 0.25  # of the first slice of a dimension, relative to the last
 _MAX_TRIAL_VALUES = 1 << 20  # of one tensor
 
 
@@ -286,7 +287,12 @@ def _run_trial(
     generator = torch.Generator().manual_seed(0)
 
     def draw(tensor: _TrialTensor, scale: float) -> Tensor:
-        return (torch.randn(tensor.shape, generator=generator) * scale).to(tensor.dtype)
+        values = torch.randn(tensor.shape, generator=generator) * scale
+        # Parts of one distribution have nearly the same norm, so values grow along every dimension.
+        for dim, size in enumerate(tensor.shape):
+            growth = torch.linspace(_LEAST_GROWTH, 1.0, size)
+            values *= growth.view([-1 if i == dim else 1 for i in range(len(tensor.shape))])
+        return values.to(tensor.dtype)
 
     starts = [draw(tensor, _START_SCALE) for tensor in tensors]
     grads = [[draw(tensor, 1.0) for tensor in tensors] for _ in range(_STEPS)]

@@ -9,8 +9,9 @@ The factor multiplies the base rate of every parameter group:
     factor(t) = warm-up from `start` to `peak`               for t < warmup_steps
     factor(t) = peak * decay(t - warmup_steps)               after it
 
-where `peak` is 1, or what batch scaling makes of it. A decay that ends with the run (cosine, linear) holds
-its final value past the end; one without an end (constant, exponential, restarts) continues.
+where `peak` is 1, or what batch scaling makes of it. A decay that ends with the run (cosine, linear,
+one_cycle) holds its final value past the end; one without an end (constant, exponential, restarts) continues.
+Under "plateau" the factor is constant here, and evaluations multiply it (`reduce_on_plateau`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.recipe.tables import ScheduleRecipe
+from paceline.recipe.schedule_recipe import ScheduleRecipe
 
 DecayFunction = Callable[[int], float]
 _LARGEST_EXPONENT = 709.0  # of e in float64
@@ -35,7 +36,8 @@ class LearningRateSchedule:
         warmup_steps: number of updates of the linear warm-up.
         start: factor of update 0 if there is a warm-up.
         peak: factor at the end of the warm-up; 1 without batch scaling.
-        decay: `decay(t)` for t = 0, 1, ... updates after the warm-up; `decay(0)` is 1.
+        decay: `decay(t)` for t = 0, 1, ... updates after the warm-up; `decay(0)` is 1, except that one_cycle
+            begins with a rise of its own.
     """
 
     warmup_steps: int
@@ -125,6 +127,31 @@ def warm_restarts(update: int, cycle_steps: int, cycle_factor: int, final: float
     return cosine(update % cycle_steps, cycle_steps, final)
 
 
+def one_cycle(update: int, steps: int, recipe: ScheduleRecipe) -> float:
+    """Rise from 1 / div_factor to 1 in the first part of the run, and fall below the first rate in the rest.
+
+    The last update, `steps - 1`, has the lowest rate, 1 / (div_factor * final_div_factor), and so have those
+    past the end. Momentum is not cycled.
+
+    Source: Smith & Topin 2017, Super-Convergence, arXiv:1708.07120; `OneCycleLR` of PyTorch with
+        cycle_momentum=False, which tests/unit/optim/test_lr_schedule.py compares.
+    """
+    first = 1.0 / recipe.div_factor
+    last, top = steps - 1, max(recipe.pct_start * steps - 1, 0.0)
+    if update < top:
+        return _anneal(first, 1.0, update / top, recipe.anneal_strategy)
+    if last <= top:
+        return 1.0
+    progress = (min(update, last) - top) / (last - top)
+    return _anneal(1.0, first / recipe.final_div_factor, progress, recipe.anneal_strategy)
+
+
+def _anneal(start: float, end: float, progress: float, strategy: str) -> float:
+    if strategy == "linear":
+        return start + (end - start) * progress
+    return end + (start - end) / 2.0 * (1.0 + math.cos(math.pi * progress))
+
+
 def _build_decay(recipe: ScheduleRecipe, steps: int) -> DecayFunction:
     if recipe.cycle_steps is not None:
         cycle_steps = recipe.cycle_steps
@@ -134,5 +161,7 @@ def _build_decay(recipe: ScheduleRecipe, steps: int) -> DecayFunction:
         "cosine": lambda t: cosine(t, steps, recipe.final),
         "linear": lambda t: linear(t, steps, recipe.final),
         "exponential": lambda t: exponential(t, recipe.rate),
+        "one_cycle": lambda t: one_cycle(t, steps, recipe),
+        "plateau": lambda t: 1.0,
     }
     return decays[recipe.decay]

@@ -6,8 +6,9 @@ size of the parameters.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from paceline.optim.build_optimizer import build_optimizer
 from paceline.optim.compatibility import copy_for_parameters
+from paceline.optim.user_optimizer import member_optimizers
 from paceline.plan.activation_memory import LiveBytes
 from paceline.recipe.recipe import Recipe
 from paceline.task import Task
@@ -57,27 +59,50 @@ def measure_update(recipe: Recipe, task: Task, model: nn.Module, fake: FakeTenso
     Args:
         model: model of fake tensors of the mode `fake`.
     """
-    custom_optimizer = None
+    fused_allowed = not recipe.reproducible
+    with fake:
+        if task.optimizer is not None:
+            optimizer = task.optimizer(model)
+        else:
+            optimizer = build_optimizer(model, recipe.optimizer, fused_allowed)
+    members = member_optimizers(optimizer)
+    if len(members) > 1:
+        return _join(
+            [(_num_bytes(member), _measure(partial(copy_for_parameters, member))) for member in members]
+        )
     if task.optimizer is not None:
-        with fake:
-            custom_optimizer = task.optimizer(model)
-    state_bytes, single_bytes = _measure_few(recipe, custom_optimizer, 1)
-    _, several_bytes = _measure_few(recipe, custom_optimizer, _NUM_TENSORS)
+        return _measure(partial(copy_for_parameters, optimizer))
+    # Built anew, because kernels of fake tensors are not those of the device.
+    plain = recipe.optimizer.replace(adamw_on=())  # patterns of names that the small tensors lack
+    return _measure(lambda parameters: build_optimizer(nn.ParameterList(parameters), plain, fused_allowed))
+
+
+def _join(members: Sequence[tuple[int, UpdateMemory]]) -> UpdateMemory:
+    """Return the memory of several optimizers, each of so many bytes of parameters, that update in turn."""
+    total = sum(num_bytes for num_bytes, _ in members) or 1
+    kept = sum(num_bytes * memory.kept for num_bytes, memory in members) / total
+    taken, left = max(m.taken for _, m in members), max(m.left for _, m in members)
+    return UpdateMemory(kept, taken, left, any(memory.at_once for _, memory in members))
+
+
+def _num_bytes(optimizer: torch.optim.Optimizer) -> int:
+    return sum(p.nbytes for group in optimizer.param_groups for p in group["params"])
+
+
+def _measure(make: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]) -> UpdateMemory:
+    state_bytes, single_bytes = _measure_few(make, 1)
+    _, several_bytes = _measure_few(make, _NUM_TENSORS)
     # Far more temporary memory for several tensors than for one: they are updated together.
     at_once = several_bytes > _NUM_TENSORS * single_bytes * 0.9
     return UpdateMemory(state_bytes, single_bytes, 0.0 if at_once else several_bytes - single_bytes, at_once)
 
 
 def _measure_few(
-    recipe: Recipe, custom_optimizer: torch.optim.Optimizer | None, count: int
+    make: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer], count: int
 ) -> tuple[float, float]:
     """Return kept bytes per byte and temporary bytes per byte of one tensor, for `count` tensors."""
     parameters = [nn.Parameter(torch.zeros(_SIDE, _SIDE)) for _ in range(count)]
-    if custom_optimizer is None:
-        small = nn.ParameterList(parameters)
-        optimizer = build_optimizer(small, recipe.optimizer, fused_allowed=not recipe.reproducible)
-    else:
-        optimizer = copy_for_parameters(custom_optimizer, parameters)
+    optimizer = make(parameters)
     for p in parameters:
         p.grad = torch.ones_like(p)
     optimizer.step()

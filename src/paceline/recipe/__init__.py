@@ -5,8 +5,10 @@ runs on a number of processes. Nothing here starts processes, trains or reads th
 """
 
 from paceline.recipe.log_recipe import LogRecipe
+from paceline.recipe.optimizer_recipe import OptimizerRecipe
 from paceline.recipe.recipe import Recipe, max_sharers, num_micro_batches, to_toml
 from paceline.recipe.recipe_loading import load_recipe
+from paceline.recipe.schedule_recipe import ScheduleRecipe
 from paceline.recipe.strategy import Strategy
 from paceline.recipe.strategy_text import PRESETS, StrategyPreset
 from paceline.recipe.support import StrategyRow, SupportResult, list_strategies, resolve_strategy, support
@@ -17,10 +19,8 @@ from paceline.recipe.tables import (
     HealthRecipe,
     LoaderRecipe,
     MemoryRecipe,
-    OptimizerRecipe,
     PrecisionRecipe,
     RuntimeRecipe,
-    ScheduleRecipe,
 )
 
 __all__ = [

@@ -49,20 +49,33 @@ class SessionFacts(NamedTuple):
 
 def need_of_optimizer(option: str, next_step: str = "") -> FieldNeed:
     """Return the need of a key that only some optimizers read; those of other packages count as well."""
-    readers = [spec.word for spec in OPTIMIZER_SPECS if option in spec.reads]
+    *others, last = (spec.word for spec in OPTIMIZER_SPECS if option in spec.reads)
     return FieldNeed(
         lambda table: option in table.spec.reads,
-        f"with {' or '.join(readers)}",
+        f"with {', '.join(others)} or {last}" if others else f"with {last}",
         'found "{t.name}"',
         keys=("name",),
         next_step=next_step,
     )
 
 
-COUPLED_DECAY = (
-    'set optimizer.l2 = {t.weight_decay:g}, which is what PyTorch calls weight_decay of "{t.name}", and'
-    ' optimizer.decay_on = "all" for PyTorch\'s choice of parameters: here only matrices decay by default'
-)
+COUPLED_DECAY = "{t.coupled_decay}"
+
+
+def _rate_need(what: str, when: Any = None) -> FieldNeed:
+    return FieldNeed(
+        lambda recipe: recipe.optimizer.spec.follows_rate,
+        keys=("optimizer.name",),
+        scope="recipe",
+        when=when,
+        reason=f'expected {what} with optimizer.name = "{{t.optimizer.name}}", which reads lr only at the'
+        " first update",
+        is_conflict=True,
+    )
+
+
+RATE_SCHEDULE_NEEDS = (_rate_need("no schedule"),)
+RATE_LOWERING_NEEDS = (_rate_need('another answer than "lower-rate"', lambda health: health.lowers_rates),)
 
 
 # ---------------------------------------------------------------------- evaluation, health, outer optimizer

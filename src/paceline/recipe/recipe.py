@@ -15,8 +15,10 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from paceline.recipe.constraints import REPRODUCIBLE_NEEDS
+from paceline.recipe.constraints import RATE_LOWERING_NEEDS, RATE_SCHEDULE_NEEDS, REPRODUCIBLE_NEEDS
 from paceline.recipe.log_recipe import LogRecipe
+from paceline.recipe.optimizer_recipe import OptimizerRecipe
+from paceline.recipe.schedule_recipe import ScheduleRecipe
 from paceline.recipe.strategy import Strategy
 from paceline.recipe.support import fill_replicas, num_sharers
 from paceline.recipe.tables import (
@@ -28,11 +30,9 @@ from paceline.recipe.tables import (
     HealthRecipe,
     LoaderRecipe,
     MemoryRecipe,
-    OptimizerRecipe,
     OuterRecipe,
     PrecisionRecipe,
     RuntimeRecipe,
-    ScheduleRecipe,
     SecurityRecipe,
 )
 from paceline.recipe.toml_text import toml_key, toml_value
@@ -151,7 +151,9 @@ class Recipe(RecipeTable):
     )
     batch: BatchRecipe = Field(default_factory=BatchRecipe, description="the global batch")
     optimizer: OptimizerRecipe = Field(default_factory=OptimizerRecipe, description="the update rule")
-    schedule: ScheduleRecipe = Field(default_factory=ScheduleRecipe, description="the rate over time")
+    schedule: Annotated[ScheduleRecipe, *RATE_SCHEDULE_NEEDS] = Field(
+        default_factory=ScheduleRecipe, description="the rate over time"
+    )
     precision: PrecisionRecipe = Field(default_factory=PrecisionRecipe, description="number formats")
     memory: MemoryRecipe = Field(default_factory=MemoryRecipe, description="memory against time")
     loader: LoaderRecipe = Field(default_factory=LoaderRecipe, description="how samples are loaded")
@@ -160,7 +162,9 @@ class Recipe(RecipeTable):
     average: AverageRecipe = Field(
         default_factory=AverageRecipe, description="a moving average of the weights"
     )
-    health: HealthRecipe = Field(default_factory=HealthRecipe, description="the reaction to bad numbers")
+    health: Annotated[HealthRecipe, *RATE_LOWERING_NEEDS] = Field(
+        default_factory=HealthRecipe, description="the reaction to bad numbers"
+    )
     log: LogRecipe = Field(default_factory=LogRecipe, description="what is logged")
     strategy: Strategy = Field(default_factory=Strategy, description="how the work is distributed")
     tensor: Annotated[

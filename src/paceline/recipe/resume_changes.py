@@ -68,7 +68,7 @@ def compare_recipes(before: Recipe, after: Recipe) -> list[RecipeChange]:
             _spell(old),
             _spell(new),
             next((why for key, why in _REFUSED.items() if path[: len(key)] == key), ""),
-            path[0] not in _HARMLESS,
+            path[0] not in _HARMLESS or (path[0] == "evaluate" and after.schedule.follows_evaluations),
         )
         for path, old, new in _differences(before.model_dump(), after.model_dump(), ())
     ]

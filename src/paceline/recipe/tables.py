@@ -1,4 +1,4 @@
-"""The tables of a recipe, except `[strategy]`: batch, optimizer, schedule, checkpoints and others.
+"""The tables of a recipe that have no file of their own: batch, checkpoints, health, runtime and others.
 
 Each field states its bounds, its meaning and what it needs; `recipe.validation` makes errors, warnings and
 the reference page of them. Needs that concern several tables are in `recipe.constraints`.
@@ -17,7 +17,6 @@ from paceline.recipe.constraints import (
     BUCKET_BYTES_NEEDS,
     BUCKET_LATENCY_NEEDS,
     CERTIFICATE_NEEDS,
-    COUPLED_DECAY,
     DELAY_NEEDS,
     FRAGMENT_NEEDS,
     GLOBAL_VIEW_NEEDS,
@@ -30,21 +29,18 @@ from paceline.recipe.constraints import (
     STRAGGLER_NEEDS,
     SYNC_BATCHNORM_NEEDS,
     TLS_NEEDS,
-    need_of_optimizer,
 )
-from paceline.recipe.registry import OptimizerSpec, known_specs
 from paceline.recipe.validation import (
     BYTES_EXPECTED,
     ExpectedText,
     FieldNeed,
     RecipeTable,
-    WordChoice,
     expected_message,
     parse_bytes,
     value_error,
 )
 
-# ---------------------------------------------------------------------- batch, optimizer, schedule
+# ---------------------------------------------------------------------- batch, precision
 
 
 class BatchRecipe(RecipeTable):
@@ -91,152 +87,6 @@ class BatchRecipe(RecipeTable):
     shuffle: bool = Field(
         default=True, description="a new keyed order each epoch; false: the order of the data"
     )
-
-
-def _optimizers() -> tuple[str, ...]:
-    return tuple(known_specs(OptimizerSpec))
-
-
-def _check_optimizer(word: str) -> str:
-    if word not in _optimizers():
-        raise ValueError(word)  # the message is made from the field's WordChoice
-    return word
-
-
-class OptimizerRecipe(RecipeTable):
-    """The optimizer by name; a task can bring its own instead."""
-
-    name: Annotated[str, AfterValidator(_check_optimizer), WordChoice(_optimizers)] = Field(
-        default="adamw",
-        description="the update rule",
-        json_schema_extra=lambda schema: schema.update(enum=[*_optimizers()]),
-    )
-    lr: float = Field(default=1e-3, ge=0, description="learning rate before the schedule")
-    betas: Annotated[
-        tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]],
-        need_of_optimizer("betas"),
-    ] = Field(default=(0.9, 0.999), strict=False, description="decay of the two moments")
-    eps: Annotated[float, need_of_optimizer("eps")] = Field(
-        default=1e-8, ge=0, description="added to the denominator"
-    )
-    final_lr: Annotated[float, need_of_optimizer("final_lr")] = Field(
-        default=0.1, gt=0, description="rate of the SGD that Adam becomes, before the schedule"
-    )
-    gamma: Annotated[float, need_of_optimizer("gamma")] = Field(
-        default=1e-3, gt=0, description="how fast Adam becomes SGD: in about 1 / gamma updates"
-    )
-    momentum: Annotated[float, need_of_optimizer("momentum")] = Field(
-        default=0.0, ge=0, description="share of the last update that is kept"
-    )
-    nesterov: Annotated[
-        bool,
-        need_of_optimizer("nesterov"),
-        FieldNeed(
-            lambda table: table.momentum or "nesterov" not in table.spec.reads,  # PyTorch's own condition
-            keys=("momentum",),
-            reason="expected momentum > 0 with nesterov, found 0",
-            is_conflict=True,
-        ),
-    ] = Field(default=False, description="look ahead along the momentum")
-    alpha: Annotated[float, need_of_optimizer("alpha")] = Field(
-        default=0.99, ge=0, le=1, description="decay of the squared average"
-    )
-    weight_decay: Annotated[float, need_of_optimizer("weight_decay", COUPLED_DECAY)] = Field(
-        default=0.0, ge=0, description="decoupled decay per unit of lr"
-    )
-    l2: Annotated[float, need_of_optimizer("l2")] = Field(
-        default=0.0, ge=0, description="l2 * weight added to the gradient"
-    )
-    decay_on: Annotated[
-        Literal["matrices", "all"],
-        FieldNeed(
-            lambda table: table.weight_decay or table.l2,
-            "with weight_decay or l2",
-            "and both are 0",
-            keys=("weight_decay",),
-        ),
-    ] = Field(
-        default="matrices", description="parameters that decay: those of two dimensions or more, or all"
-    )
-    clip_norm: float | None = Field(
-        default=None, gt=0, description="largest norm of the whole gradient; left out: no clipping"
-    )
-    fused: bool = Field(
-        default=True, description="use fused kernels where they exist and give the same result"
-    )
-
-    @property
-    def spec(self) -> OptimizerSpec:
-        """Return the specification of the optimizer."""
-        return known_specs(OptimizerSpec)[self.name]
-
-
-def _need_of_decay(*shapes: str) -> FieldNeed:
-    return FieldNeed(
-        lambda table: table.decay in shapes,
-        f"with decay {' or '.join(shapes)}",
-        'not "{t.decay}"',
-        keys=("decay",),
-    )
-
-
-class ScheduleRecipe(RecipeTable):
-    """The learning rate as a function of the update, as a factor of `optimizer.lr`."""
-
-    decay: Annotated[
-        Literal["constant", "cosine", "exponential", "linear"],
-        FieldNeed(
-            lambda table: table.rate,
-            when=lambda decay: decay == "exponential",
-            reason='expected above 0 (or below 0, to rise) with decay = "exponential", found 0',
-            change_first="rate",
-            is_conflict=True,
-        ),
-    ] = Field(default="constant", description="the shape after the warm-up")
-    warmup_steps: int = Field(default=0, ge=0, description="updates of linear rise to the full rate")
-    warmup_from: Annotated[
-        float,
-        FieldNeed(lambda table: table.warmup_steps, "with warmup_steps", "found 0", keys=("warmup_steps",)),
-        FieldNeed(
-            lambda table: table.batch_scaling == "none",
-            "without batch_scaling",
-            'found "{t.batch_scaling}", whose warm-up starts at the base rate',
-            keys=("batch_scaling",),
-        ),
-    ] = Field(default=0.0, ge=0, le=1, description="fraction of lr at the first update")
-    final: Annotated[float, _need_of_decay("cosine", "linear")] = Field(
-        default=0.0, ge=0, le=1, description="fraction of lr at the end"
-    )
-    rate: Annotated[float, _need_of_decay("exponential")] = Field(
-        default=0.0, description="exp(-rate * t) after t updates; below 0 the learning rate rises"
-    )
-    cycle_steps: Annotated[int | None, _need_of_decay("cosine")] = Field(
-        default=None, ge=1, description="updates of the first restart cycle"
-    )
-    cycle_factor: Annotated[
-        int,
-        FieldNeed(
-            lambda table: table.cycle_steps, "with cycle_steps", "which is not set", keys=("cycle_steps",)
-        ),
-    ] = Field(default=1, ge=1, description="each cycle is this many times as long as the one before")
-    batch_scaling: Annotated[
-        Literal["none", "linear", "sqrt"],
-        FieldNeed(
-            lambda table: table.base_batch is not None,
-            reason='expected with batch_scaling = "{t.batch_scaling}", and it is not set',
-            change_first="base_batch",
-            is_conflict=True,
-        ),
-    ] = Field(default="none", description="how lr grows with batch.size / base_batch")
-    base_batch: Annotated[
-        int | None,
-        FieldNeed(
-            lambda table: table.batch_scaling != "none",
-            "with batch_scaling linear or sqrt",
-            'found "none"',
-            keys=("batch_scaling",),
-        ),
-    ] = Field(default=None, ge=1, description="samples per update for which lr was tuned")
 
 
 _NEEDS_FP16 = FieldNeed(

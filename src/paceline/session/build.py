@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import cast
 
 import torch
 
@@ -21,13 +22,14 @@ from paceline.job.cluster import Cluster
 from paceline.job.mesh import Mesh
 from paceline.models.training_mode import describe_modes, enter_training
 from paceline.observe.step_stats import PhaseTimer
+from paceline.optim.reduce_on_plateau import PLATEAU_KEY, PlateauRates, ReduceOnPlateau
 from paceline.parallel.batch_gather import GatheringLoss, RankGather, WholeBatch, gather_scope
 from paceline.parallel.gradient_reduction import build_gradient_norm
 from paceline.parallel.model_layout import ModelLayout, place_model
 from paceline.parallel.model_runner import MetricNames
 from paceline.parallel.session_context import Components, RuleInputs, SessionContext, TaskMaterial
 from paceline.recipe.recipe import Recipe
-from paceline.session.early_stopping import require_metric
+from paceline.session.early_stopping import require_metrics
 from paceline.session.model_guard import TRAINED_FLAGS_KEY, ModelGuard, ReplacedParameters
 from paceline.session.model_setup import (
     apply_buffer_reductions,
@@ -181,7 +183,7 @@ def build_session_base(context: SessionContext, recipe: Recipe, task: Task, *, f
     layout = place_model(context, material, check.run_whole if check else None)
     # The layout runs the loss here for the first time, which also teaches every rank the names of its
     # metrics.
-    require_metric(recipe.evaluate, task, check_task_loss(context, recipe, task, layout.runner))
+    require_metrics(recipe, task, check_task_loss(context, recipe, task, layout.runner))
     if mesh.axes["context"].size > 1:
         check_sequences(task, layout.runner, net, mesh)
     if check is not None:
@@ -218,6 +220,18 @@ def build_rule_parts(session_base: SessionBase, task: Task, state: TrainState) -
     )
 
 
+def plateau_of(recipe: Recipe, state: TrainState) -> ReduceOnPlateau | None:
+    """Return the part of a state that reduces the rate on a plateau; None if the schedule has none.
+
+    A session that switches its rule or its members builds its update step again, and keeps it.
+    """
+    if not recipe.schedule.follows_evaluations:
+        return None
+    if PLATEAU_KEY not in state.stateful_objects:
+        state.keep(PLATEAU_KEY, ReduceOnPlateau(recipe.schedule))
+    return cast("ReduceOnPlateau", state.stateful_objects[PLATEAU_KEY])
+
+
 def build_update_step(
     context: SessionContext, layout: ModelLayout, state: TrainState, num_steps: int
 ) -> UpdateStep:
@@ -225,10 +239,13 @@ def build_update_step(
     recipe, sharded_model = context.recipe, layout.runner.sharded_model
     state.updates_per_step = recipe.strategy.updates_per_step
     num_updates = num_steps * state.updates_per_step
+    rates = context.components.schedule(recipe.schedule, num_updates, recipe.batch.size)
+    plateau = plateau_of(recipe, state)
     parts = update_parts(
-        context.components.schedule(recipe.schedule, num_updates, recipe.batch.size),
+        rates if plateau is None else PlateauRates(rates, plateau),
         reduction=recipe.batch.reduction,
         clip_norm=recipe.optimizer.clip_norm,
+        clip_value=recipe.optimizer.clip_value,
         norm=context.components.norm(build_gradient_norm(context, sharded_model)),
         gather=layout.gather,
     )

@@ -6,23 +6,37 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.errors import RecipeError
+from paceline.recipe.recipe import Recipe
 from paceline.recipe.tables import EvaluateRecipe
 from paceline.recipe.toml_text import closest_word
 from paceline.session.evaluation import Evaluation
 from paceline.task import Loss, Task, finish_metrics, held_out_sets
 
 
-def require_metric(options: EvaluateRecipe, task: Task, probe: Loss) -> None:
-    """Require that evaluations have the metric by which they are compared.
+def require_metrics(recipe: Recipe, task: Task, probe: Loss) -> None:
+    """Require that evaluations have the metrics by which they are compared.
 
     Args:
-        options: of the recipe.
+        recipe: its `evaluate.metric`, and `schedule.metric` if the rate follows evaluations.
         task: its held-out sets name the metrics, if they are several.
         probe: the loss of a sample, of which only the names of metrics count.
     Raises:
-        RecipeError: no evaluation will have it.
+        RecipeError: no evaluation will have one of them, or there will be no evaluation for the schedule.
     """
-    name = options.metric
+    _require_metric("evaluate.metric", recipe.evaluate.metric, task, probe)
+    if not recipe.schedule.follows_evaluations:
+        return
+    if task.held_out is None:
+        raise RecipeError(
+            f'schedule.decay = "{recipe.schedule.decay}" reduces the rate by evaluations, but the task has no'
+            " held-out data",
+            where="schedule.decay",
+            next_step="return Task(..., held_out=...), or choose another decay",
+        )
+    _require_metric("schedule.metric", recipe.schedule.metric, task, probe)
+
+
+def _require_metric(key: str, name: str, task: Task, probe: Loss) -> None:
     if name == "loss" or task.held_out is None:
         return
     count = float(probe.count)
@@ -39,9 +53,28 @@ def require_metric(options: EvaluateRecipe, task: Task, probe: Loss) -> None:
         near = closest_word(name, known)
         raise RecipeError(
             f"evaluations have no metric '{name}'; they have {', '.join(dict.fromkeys(known))}",
-            where="evaluate.metric",
-            next_step=f"set evaluate.metric = \"{near or known[-1]}\", or return '{name}' from the loss",
+            where=key,
+            next_step=f"set {key} = \"{near or known[-1]}\", or return '{name}' from the loss",
         )
+
+
+def value_of_metric(key: str, name: str, evaluation: Evaluation) -> float:
+    """Return the loss of an evaluation or one of its metrics.
+
+    Args:
+        key: of the recipe, for the error.
+        name: of the metric.
+    Raises:
+        RecipeError: the evaluation lacks the metric.
+    """
+    values = {"loss": evaluation.loss, **evaluation.metrics}
+    if name not in values:
+        raise RecipeError(
+            f"the evaluation has no metric '{name}'; it has {', '.join(values)}",
+            where=key,
+            next_step="name one of these, or return it from the loss",
+        )
+    return values[name]
 
 
 class EvaluationScores:
@@ -61,15 +94,8 @@ class EvaluationScores:
         Raises:
             RecipeError: the evaluation lacks the metric that the recipe names.
         """
-        name = self._options.metric
-        values = {"loss": evaluation.loss, **evaluation.metrics}
-        if name not in values:
-            raise RecipeError(
-                f"the evaluation has no metric '{name}'; it has {', '.join(values)}",
-                where="evaluate.metric",
-                next_step="name one of these, or return it from the loss",
-            )
-        score = values[name] if self._options.better == "lower" else -values[name]
+        value = value_of_metric("evaluate.metric", self._options.metric, evaluation)
+        score = value if self._options.better == "lower" else -value
         self._scores[evaluation.step] = score
         return score
 

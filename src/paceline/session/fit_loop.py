@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from math import nan
 from pathlib import Path
 from statistics import median
 from typing import Any, cast
@@ -22,6 +23,7 @@ from paceline.observe.sinks import Sink
 from paceline.observe.step_stats import StepStats
 from paceline.parallel.state_hash import find_divergence, whole_sha256
 from paceline.session.checkpointing import CheckpointSchedule, interval_passed, open_checkpoint_schedule
+from paceline.session.early_stopping import value_of_metric
 from paceline.session.evaluation import Evaluation, evaluate
 from paceline.session.run_records import RankRecords
 from paceline.session.session import Session, gather_from_all, repeat_until_agreed
@@ -180,11 +182,35 @@ class RunSchedule:
         evaluated = None
         if interval_passed(session.recipe.evaluate.every_steps, before, session.state.step):
             evaluated = self.evaluate()
+            self._reduce_on_plateau(evaluated)
             if best.is_over():
                 self.reason = self._patience()
                 self.send_event("early-stop", best.record(session.state.step))
         is_best = evaluated is not None and best.is_best(evaluated.step)
         return self._checkpoints.at_interval(before, is_best=is_best) or evaluated is not None
+
+    def make_missed_evaluation(self) -> None:
+        """Make the evaluation that was due when the run stopped, if the rate depends on it; collective.
+
+        A run that stops by a signal or at its last step saves before it evaluates, or does not evaluate.
+        """
+        session, plateau = self._session, self._session.plateau
+        every_steps = session.recipe.evaluate.every_steps
+        if plateau is None or self.done:
+            return
+        if interval_passed(every_steps, plateau.step, session.state.step):
+            self._reduce_on_plateau(self.evaluate())
+
+    def _reduce_on_plateau(self, evaluation: Evaluation | None) -> None:
+        """Count an evaluation that was due in the schedule; equal on all ranks."""
+        plateau, schedule = self._session.plateau, self._session.recipe.schedule
+        if plateau is None or evaluation is None:
+            return
+        value = value_of_metric("schedule.metric", schedule.metric, evaluation)
+        if plateau.observe(evaluation.step, value):
+            best = nan if plateau.best is None else plateau.best
+            record = {"metric": schedule.metric, "best": best, "multiplier": plateau.multiplier}
+            self.send_event("plateau", {"step": evaluation.step, **record})
 
     def _patience(self) -> str:
         recipe = self._session.recipe.evaluate
@@ -251,6 +277,7 @@ class FitInProgress:
         self._before, self._last = session.state.step, cast("StepStats | None", None)
         self._profile = build_step_profile(session, run_dir, self.schedule.send_event)
         session.run_callbacks(lambda callback: callback.on_begin(session))
+        self.schedule.make_missed_evaluation()
         if self._profile is not None:
             self._profile.before_step(session.state.step)
 

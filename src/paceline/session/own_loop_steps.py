@@ -26,7 +26,7 @@ from paceline.parallel.batch_gather import gather_scope
 from paceline.parallel.data_parallel import ReplicatedRunner, backward_scaled
 from paceline.parallel.model_runner import LossSums, MetricNames, check_loss
 from paceline.parallel.rng_state import seed_micro_batch
-from paceline.recipe.tables import ScheduleRecipe
+from paceline.recipe.schedule_recipe import ScheduleRecipe
 from paceline.session.evaluation import Evaluation, evaluate
 from paceline.session.fit_loop import FitInProgress, Result
 from paceline.session.model_guard import keep_storages

@@ -32,6 +32,7 @@ from paceline.job.commit import CommitProtocol
 from paceline.job.launcher_reports import TRAINING, TRAINING_FOR_SERVER
 from paceline.job.mesh import Mesh
 from paceline.observe.step_stats import StepStats
+from paceline.optim.reduce_on_plateau import PLATEAU_KEY, ReduceOnPlateau
 from paceline.parallel.batch_gather import RankGather
 from paceline.parallel.model_layout import ModelLayout
 from paceline.parallel.model_runner import ModelRunner
@@ -303,6 +304,11 @@ class Session:
     def average(self) -> WeightAverage | None:
         """Moving average of the weights, if the recipe asks for one."""
         return self.parts.average
+
+    @property
+    def plateau(self) -> ReduceOnPlateau | None:
+        """The reductions of the rate by evaluations, if the recipe asks for them."""
+        return cast("ReduceOnPlateau | None", self.state.stateful_objects.get(PLATEAU_KEY))
 
     @property
     def num_steps(self) -> int:

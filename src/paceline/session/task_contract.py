@@ -30,8 +30,8 @@ from paceline.job.mesh import RankGroup
 from paceline.parallel.batch_gather import WholeBatch, gather_scope
 from paceline.parallel.model_runner import ModelRunner
 from paceline.parallel.session_context import SessionContext
+from paceline.recipe.optimizer_recipe import OptimizerRecipe
 from paceline.recipe.recipe import Recipe
-from paceline.recipe.tables import OptimizerRecipe
 from paceline.task import COUNT_OF, Loss, Task
 
 _RELATIVE_TOLERANCE = 1e-3
@@ -41,7 +41,10 @@ _DATA_ERRORS = (AttributeError, LookupError, OSError, RuntimeError, TypeError, V
 _MAX_CHUNKS = 4  # of half a micro-batch, in which a metric may be zero everywhere
 _COUNT = "Loss(total, count): count is the number of items in the total, for example len(batch)"
 _MAX_PROBED_SAMPLES = 8  # samples, until one has an item
-_SHARED_OPTIMIZER_KEYS = ("clip_norm",)  # of the recipe's optimizer, when the task brings its own
+_SHARED_OPTIMIZER_KEYS = (
+    "clip_norm",
+    "clip_value",
+)  # of the recipe's optimizer, when the task brings its own
 
 
 def require_data(task: Task) -> None:
@@ -376,14 +379,15 @@ def refuse_repeated_momentum_or_clip(recipe: Recipe, task: Task) -> None:
 
     Raises:
         StrategyError: codec=dgc is combined with an optimizer that has momentum, or with
-            `optimizer.clip_norm`.
+            `optimizer.clip_norm` or `clip_value`.
     """
     codecs, optimizer = recipe.strategy.codec_alternatives, recipe.optimizer
-    if optimizer.clip_norm is not None and any(codec.clip_norm is not None for codec in codecs):
+    clips = [key for key in _SHARED_OPTIMIZER_KEYS if getattr(optimizer, key) is not None]
+    if clips and any(codec.clip_norm is not None for codec in codecs):
         raise StrategyError(
-            "codec=dgc:K:M:C clips the gradients of each rank, and optimizer.clip_norm would clip their"
+            f"codec=dgc:K:M:C clips the gradients of each rank, and optimizer.{clips[0]} would clip their"
             " sum again",
-            next_step="remove optimizer.clip_norm, or remove C from dgc:K:M:C",
+            next_step=f"remove optimizer.{clips[0]}, or remove C from dgc:K:M:C",
         )
     has_momentum = any(codec.codec_has_momentum for codec in codecs)
     if has_momentum and task.optimizer is None and (optimizer.name != "sgd" or optimizer.momentum):

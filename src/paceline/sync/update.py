@@ -203,6 +203,7 @@ def update_parts(
     *,
     reduction: str = "mean",
     clip_norm: float | None = None,
+    clip_value: float | None = None,
     norm: GradientNorm = lambda grads: joint_norm(grads.norms),
     gather: Callable[[], None] | None = None,
 ) -> dict[str, UpdatePart]:
@@ -212,6 +213,7 @@ def update_parts(
         rate: factor of each group's base rate, by update.
         reduction: "mean" divides by the number of items, "sum" does not.
         clip_norm: largest norm of the divided gradient; None: no clip.
+        clip_value: largest magnitude of a value of it; None: no clip. The recipe sets at most one of both.
         norm: of the whole gradient; collective over the ranks of a replica.
         gather: updates what this rank computes with after an update; collective.
     """
@@ -221,7 +223,7 @@ def update_parts(
         "divide": divide_by(reduction),
         "norm": measure_norm(norm),
         "finite": lower_scale_or(raise_error),
-        "clip": clip_to(clip_norm),
+        "clip": clip_to(clip_norm) if clip_value is None else clip_values_to(clip_value),
         "step": step_optimizer,
         "gather": gather_and_end(gather),
     }
@@ -294,6 +296,26 @@ def clip_to(clip_norm: float | None) -> UpdatePart:
         if clip_norm is not None and record.norm > clip_norm:
             # The norm is that of the divided gradient, so clip and division become one factor.
             record.multiplier = clip_norm / record.norm / record.divisor
+
+    return part
+
+
+def clip_values_to(clip_value: float) -> UpdatePart:
+    """Return the part that limits every value of the divided gradient to [-clip_value, clip_value].
+
+    Exactness: elementwise, so it does not depend on where tensors are cut; a limited value is `clip_value` in
+    the dtype of the gradient, as `torch.nn.utils.clip_grad_value_` has it.
+    """
+
+    def part(record: PendingUpdate) -> None:
+        # Divided here and not in the kernel: the quotient of a limited sum can be off by a rounding.
+        flats = record.grads.flats
+        if record.multiplier != 1.0:
+            multiply_in_place(flats, record.multiplier)
+        record.multiplier = 1.0
+        for flat in flats:
+            values = torch.view_as_real(flat) if flat.is_complex() else flat
+            values.clamp_(-clip_value, clip_value)
 
     return part
 

@@ -29,8 +29,8 @@ from paceline.job.cpu_count import CoreCount, find_cores
 from paceline.job.mesh import Mesh
 from paceline.optim.build_optimizer import build_optimizer
 from paceline.parallel.mixed_precision import MixedPrecision
+from paceline.recipe.optimizer_recipe import OptimizerRecipe
 from paceline.recipe.recipe import Recipe, num_micro_batches
-from paceline.recipe.tables import OptimizerRecipe
 from paceline.task import Task
 
 SMALLEST_PRODUCT = 2**24

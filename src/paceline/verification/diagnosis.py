@@ -330,7 +330,7 @@ class UpdateEvidence:
     Args:
         ratio: final gradient / final gradient of the oracle; None if they are not proportional.
         world, num_shards, count: numbers of replicas, shards and items of the step.
-        clip_norm: clip of the recipe; None: no clip.
+        clip_norm, clip_value: clips of the recipe; None: no clip.
         norm, right_norm: global norm of the mean gradient, in the update step and in the oracle.
         local_norms: norms of each rank's own gradient, divided by all items and by its own.
         lr, right_lr: the learning rate that was used, and that of this update.
@@ -342,6 +342,7 @@ class UpdateEvidence:
     num_shards: int
     count: float
     clip_norm: float | None
+    clip_value: float | None
     norm: float
     right_norm: float
     local_norms: Sequence[float]
@@ -357,6 +358,9 @@ def diagnose_after_reduction(e: UpdateEvidence) -> ErrorDiagnosis:
     if abs(e.norm / e.right_norm - 1) > FIT_TOLERANCE:
         factor = name_factor(e.norm / e.right_norm, e.world, e.num_shards, e.count)
         return _wrong_norm(e) if factor.cause == "constant factor" else factor
+    if e.ratio is None and e.clip_value is not None:
+        text = f"the final gradient is not the mean gradient with values limited to {e.clip_value:.6g}"
+        return ErrorDiagnosis("wrong clip value", text)
     if e.ratio is None:
         return UNKNOWN_CAUSE
     if e.clip_norm is not None and (e.right_norm > e.clip_norm or e.ratio < 1):

@@ -146,6 +146,7 @@ def _explain_tail(
             num_shards=reference.sums.num_shards,
             count=reference.sums.count,
             clip_norm=v.oracle.clip_norm,
+            clip_value=v.oracle.clip_value,
             right_norm=reference.norm,
             local_norms=_local_norms(v, step, reference),
             norm=record.update.grad_norm if record.update is not None else 0.0,

@@ -292,7 +292,7 @@ class Oracle:
         schedule: learning rate by update.
         shards: virtual shards of a step; 1: the whole batch in one forward.
         seed: seed of the run.
-        clip_norm, reduction: as in the recipe.
+        clip_norm, clip_value, reduction: as in the recipe.
         autocast: makes the autocast context of a forward; None: full precision.
         ordered: use the tree of additions and the norm of a reproducible run.
 
@@ -311,6 +311,7 @@ class Oracle:
         shards: int,
         seed: int,
         clip_norm: float | None = None,
+        clip_value: float | None = None,
         reduction: str = "mean",
         autocast: Any = None,
         ordered: bool = False,
@@ -319,7 +320,8 @@ class Oracle:
         self._base_rates = [float(group["lr"]) for group in optimizer.param_groups]
         self.options = self._scheduled
         self.work = PlainMicroBatches(order, shards, seed)
-        self.clip_norm, self.reduction = clip_norm, reduction
+        self.clip_norm, self.clip_value, self.reduction = clip_norm, clip_value, reduction
+        self._evaluated_values: list[float] = []
         self.ordered, self.at_once = ordered, False
         self.autocast = autocast or (lambda: torch.autocast("cpu", enabled=False))
         self._device = next(self.model.parameters()).device
@@ -422,6 +424,9 @@ class Oracle:
         shorter = self.clip_norm / norm if self.clip_norm is not None and norm > self.clip_norm else 1.0
         for name, p in self._trained():
             p.grad = in_memory_order_of(p, sums[name] * (shorter / divisor)) if name in sums else None
+            if self.clip_value is not None and p.grad is not None:
+                parts = torch.view_as_real(p.grad) if p.grad.is_complex() else p.grad
+                torch.clamp(parts, -self.clip_value, self.clip_value, out=parts)
         return norm
 
     def update(self, update: int) -> None:
@@ -433,7 +438,12 @@ class Oracle:
     def _scheduled(self, update: int) -> Sequence[Mapping[str, Any]]:
         """Return the learning rate of each group in the schedule of the recipe."""
         factor = self._schedule.factor(update)
-        return [{"lr": rate * factor} for rate in self._base_rates]
+        multiplier = self._schedule.multiplier(self._evaluated_values)
+        return [{"lr": rate * factor * multiplier} for rate in self._base_rates]
+
+    def record_evaluation(self, value: float) -> None:
+        """Record the value of an evaluation that the schedule follows."""
+        self._evaluated_values.append(value)
 
     def _trained(self) -> list[tuple[str, nn.Parameter]]:
         return [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]

@@ -6,14 +6,16 @@ the session's, bit by bit, over every kind of schedule and optimizer.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import cos, exp, pi, sqrt
+from math import cos, exp, inf, pi, sqrt
 from typing import Any
 
 import torch
 from torch import nn
 
-from paceline.recipe.tables import OptimizerRecipe, ScheduleRecipe
+from paceline.recipe.optimizer_recipe import OptimizerRecipe
+from paceline.recipe.schedule_recipe import ScheduleRecipe
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,8 @@ class PlainSchedule:
         steps: number of updates of the whole run.
         batch_size: samples of one update.
     Source: Goyal et al. 2017, arXiv:1706.02677, section 2 (linear scaling, warm-up from the base rate);
-        Krizhevsky 2014, arXiv:1404.5997 (square root); Loshchilov & Hutter 2017, arXiv:1608.03983, eq. 5.
+        Krizhevsky 2014, arXiv:1404.5997 (square root); Loshchilov & Hutter 2017, arXiv:1608.03983, eq. 5;
+        the documentation of OneCycleLR and ReduceLROnPlateau in PyTorch.
     """
 
     recipe: ScheduleRecipe
@@ -40,6 +43,26 @@ class PlainSchedule:
         first = self.recipe.warmup_from if self.recipe.base_batch is None else min(1.0, self._peak())
         return first + (self._peak() - first) * update / warmup
 
+    def multiplier(self, values: Sequence[float]) -> float:
+        """Return the factor of all rates after evaluations with these values, in order; 1 without plateau."""
+        recipe = self.recipe
+        worst = inf if recipe.better == "lower" else -inf
+        multiplier, best, bad, resting = 1.0, worst, 0, 0
+        for value in values if recipe.decay == "plateau" else ():
+            if recipe.better == "lower":
+                limit = best * (1.0 - recipe.threshold) if recipe.threshold_mode == "rel" else None
+                improved = value < (best - recipe.threshold if limit is None else limit)
+            else:
+                limit = best * (recipe.threshold + 1.0) if recipe.threshold_mode == "rel" else None
+                improved = value > (best + recipe.threshold if limit is None else limit)
+            best, bad = (value, 0) if improved else (best, bad + 1)
+            if resting > 0:
+                resting, bad = resting - 1, 0
+            if bad > recipe.patience:
+                multiplier = max(recipe.final, multiplier * recipe.factor)
+                resting, bad = recipe.cooldown, 0
+        return multiplier
+
     def _peak(self) -> float:
         if self.recipe.base_batch is None:
             return 1.0
@@ -48,8 +71,10 @@ class PlainSchedule:
 
     def _after_warmup(self, t: int) -> float:
         recipe = self.recipe
-        if recipe.decay == "constant":
+        if recipe.decay in ("constant", "plateau"):
             return 1.0
+        if recipe.decay == "one_cycle":
+            return _one_cycle(t, self.steps, recipe)
         if recipe.decay == "exponential":
             return exp(min(709.0, -recipe.rate * t))  # beyond it float64 has no number
         start, length = 0, max(1, self.steps - recipe.warmup_steps)
@@ -61,6 +86,22 @@ class PlainSchedule:
         if recipe.decay != "cosine":
             raise AssertionError(f"internal error: the oracle lacks the schedule '{recipe.decay}'")
         return recipe.final + 0.5 * (1.0 - recipe.final) * (1.0 + cos(pi * progress))
+
+
+def _one_cycle(t: int, steps: int, recipe: ScheduleRecipe) -> float:
+    """Return the factor in a cycle of two phases, each of which anneals from one rate to the next."""
+    low = 1.0 / recipe.div_factor
+    end_of_rise, end = max(0.0, recipe.pct_start * steps - 1), steps - 1
+    if t >= end_of_rise:
+        if end <= end_of_rise:
+            return 1.0
+        start, goal = 1.0, low / recipe.final_div_factor
+        share = (min(t, end) - end_of_rise) / (end - end_of_rise)
+    else:
+        start, goal, share = low, 1.0, t / end_of_rise
+    if recipe.anneal_strategy == "cos":
+        return goal + (start - goal) / 2.0 * (1.0 + cos(pi * share))
+    return start + (goal - start) * share
 
 
 def _cycle(t: int, first_length: int, factor: int) -> tuple[int, int]:
@@ -85,7 +126,8 @@ def plain_optimizer(model: nn.Module, recipe: OptimizerRecipe, fused_allowed: bo
     fused = r.fused and fused_allowed and all(_can_be_fused(p) for _, p in trained)
     matrices = [(n, p) for n, p in trained if p.dim() > 1 or r.decay_on == "all"]
     others = [(n, p) for n, p in trained if not (p.dim() > 1 or r.decay_on == "all")]
-    decay = getattr(r, r.spec.decays_by)
+    # PyTorch calls both of them weight_decay; only NAdam and RAdam have to be told which one it is.
+    decay, decoupled = max(r.weight_decay, r.l2), r.weight_decay > 0
     groups: list[dict[str, Any]] = [
         {"params": members, "weight_decay": rate}
         for members, rate in ((matrices, decay), (others, 0.0))
@@ -102,6 +144,22 @@ def plain_optimizer(model: nn.Module, recipe: OptimizerRecipe, fused_allowed: bo
             return kind(groups, r.lr, betas=r.betas, eps=r.eps, fused=fused)
         case "rmsprop":
             return torch.optim.RMSprop(groups, r.lr, alpha=r.alpha, eps=r.eps, momentum=r.momentum)
+        case "adadelta":
+            return torch.optim.Adadelta(groups, r.lr, r.rho, r.eps)
+        case "adagrad":
+            return torch.optim.Adagrad(groups, r.lr, eps=r.eps)
+        case "adamax":
+            return torch.optim.Adamax(groups, r.lr, r.betas, r.eps)
+        case "asgd":
+            return torch.optim.ASGD(groups, r.lr, r.lambd, r.alpha)
+        case "nadam" | "radam":
+            extra: dict[str, Any] = {"momentum_decay": r.momentum_decay} if r.name == "nadam" else {}
+            adams = {"nadam": torch.optim.NAdam, "radam": torch.optim.RAdam}
+            return adams[r.name](groups, r.lr, r.betas, r.eps, decoupled_weight_decay=decoupled, **extra)
+        case "rprop":
+            return torch.optim.Rprop(matrices + others, r.lr, r.etas, r.step_sizes)
+        case "adafactor":
+            return torch.optim.Adafactor(groups, r.lr, r.beta2_decay, d=r.d)
     # PyTorch has no counterpart of other optimizers, so both sides run the same implementation.
     optimizer: torch.optim.Optimizer = r.spec.load()(model, groups, r, fused=fused)
     return optimizer

@@ -21,6 +21,9 @@ from paceline.parallel.sharded_model import unsharded_model
 from paceline.parallel.state_hash import state_sha256
 from paceline.parallel.state_transfer import StateSnapshot, gather_whole, share_snapshot
 from paceline.session.callback import Callback
+from paceline.session.checkpointing import interval_passed
+from paceline.session.early_stopping import value_of_metric
+from paceline.session.evaluation import evaluate
 from paceline.session.session import Session
 from paceline.state.slot import TensorPiece, TensorSlot
 from paceline.state.train_state import TrainState
@@ -40,6 +43,7 @@ from paceline.verification.error_bounds import (
 from paceline.verification.loop_verification import LoopPair
 from paceline.verification.oracle import Oracle, Tensors
 from paceline.verification.oracle_update import ReferenceUpdate, loss_scale_of
+from paceline.verification.plain_evaluation import PlainEvaluation, evaluation_values
 from paceline.verification.verification_report import VerificationReport
 
 SlotTensors = Mapping[TensorSlot, Tensor]
@@ -133,6 +137,7 @@ class StrategyVerifier:
         # In half precision every partial product is rounded, so parts do not add up to the same bits.
         same = same and (compute == "fp32" or not in_parts)
         self.kernels = KernelAgreement(same, compute, in_parts)
+        self._evaluate_plainly = PlainEvaluation(oracle, oracle.task, recipe)
         self.previous: Tensors | None = None
         self.record = WholeUpdateRecord()
         self.now: Mapping[str, Tensor] = {}
@@ -185,11 +190,29 @@ class StrategyVerifier:
                 break
             update += record.update is not None and record.update.applied
             before = after
+        if self.report.failure is None:
+            self._evaluate_for_schedule(step)
         # Those of a loop were called by its fit.
         self._run_callbacks(
             lambda callback: callback.on_step(self.session, stats) if self.loop is None else None
         )
         return not self._stop_requested()
+
+    def _evaluate_for_schedule(self, before: int) -> None:
+        """Compare the evaluation that is due after a step if the rates follow evaluations, and count it."""
+        session, plateau, recipe = self.session, self.session.plateau, self.session.recipe
+        if plateau is None or not interval_passed(recipe.evaluate.every_steps, before, session.state.step):
+            return
+        evaluation, reference = evaluate(session), None
+        assert evaluation is not None, "the schedule requires held-out data"
+        if session.is_first:
+            reference = self._evaluate_plainly(self.oracle.model, session.state.step)
+        values = evaluation_values(evaluation, reference, self.kernels)
+        self._compare(values.step, "evaluation", values.mine, values.theirs, values.bounds, values.mine)
+        # Both sides go on with one value, since a rounding can decide whether it is an improvement.
+        value = value_of_metric("schedule.metric", recipe.schedule.metric, evaluation)
+        plateau.observe(evaluation.step, value)
+        self.oracle.record_evaluation(value)
 
     def _run_callbacks(self, call: Callable[[Callback], None]) -> None:
         """Run a call on all callbacks, and follow in the oracle what they have frozen or switched."""

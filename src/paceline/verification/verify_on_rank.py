@@ -18,7 +18,7 @@ import torch
 from paceline.comm.net import Net
 from paceline.data.sample_order import BatchOrder
 from paceline.data.task_data import build_order, prepare_data
-from paceline.errors import StrategyError
+from paceline.errors import RecipeError, StrategyError
 from paceline.job.cluster import Cluster
 from paceline.job.launcher_reports import TRAINING
 from paceline.job.mesh import Mesh
@@ -95,7 +95,7 @@ def compare_with_oracle(
     loop: OwnLoopFunction | None = None,
 ) -> VerificationReport:
     """Verify on a cluster that is already connected; arguments as in `verify`."""
-    _require_comparable(recipe)
+    _require_comparable(recipe, has_loop=loop is not None)
     task = prepare_data(task, recipe)
     recipe = choose_hardware_defaults(_without_extras(recipe), task, cluster, device)
     oracle = _oracle_of_session(recipe, task, cluster, device)
@@ -133,7 +133,14 @@ def _oracle_of_session(recipe: Recipe, task: Task, cluster: Cluster, device: tor
     return oracle
 
 
-def _require_comparable(recipe: Recipe) -> None:
+def _require_comparable(recipe: Recipe, *, has_loop: bool) -> None:
+    if has_loop and recipe.schedule.follows_evaluations:
+        raise RecipeError(
+            f'schedule.decay = "{recipe.schedule.decay}" follows evaluations, which the oracle of an own loop'
+            " does not make",
+            where="schedule.decay",
+            next_step='verify it with decay = "constant", or let the loop step a scheduler of its own',
+        )
     if not recipe.strategy.has_steps_of_one_process:
         raise StrategyError(
             f"'{recipe.strategy}' is an approximation, so there is no single-process step to compare it with",
@@ -193,6 +200,7 @@ def build_oracle(recipe: Recipe, task: Task, device: torch.device, shards: int |
         shards=shards or num_micro_batches(recipe, 1),
         seed=recipe.seed,
         clip_norm=recipe.optimizer.clip_norm,
+        clip_value=recipe.optimizer.clip_value,
         reduction=batch.reduction,
         autocast=_autocast(recipe, device),
         ordered=recipe.reproducible,

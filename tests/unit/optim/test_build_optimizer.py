@@ -137,6 +137,96 @@ def test_every_option_reaches_torch(
     assert largest_gap(found, plain) > 1e-3
 
 
+PEERS: dict[str, tuple[str, dict[str, object], dict[str, object]]] = {
+    "sgd with decay": ("SGD", {"name": "sgd", "momentum": 0.9, "weight_decay": 0.1}, {"momentum": 0.9}),
+    "adadelta": (
+        "Adadelta",
+        {"name": "adadelta", "rho": 0.8, "eps": 1e-5, "l2": 0.1},
+        {"rho": 0.8, "eps": 1e-5},
+    ),
+    "adagrad": ("Adagrad", {"name": "adagrad", "eps": 1e-6, "l2": 0.1}, {"eps": 1e-6}),
+    "adamax": ("Adamax", {"name": "adamax", "betas": (0.8, 0.9), "l2": 0.1}, {"betas": (0.8, 0.9)}),
+    "asgd": ("ASGD", {"name": "asgd", "lambd": 0.01, "alpha": 0.5, "l2": 0.1}, {"lambd": 0.01, "alpha": 0.5}),
+    "nadam": ("NAdam", {"name": "nadam", "momentum_decay": 0.1, "l2": 0.1}, {"momentum_decay": 0.1}),
+    "nadam, decoupled": ("NAdam", {"name": "nadam", "weight_decay": 0.1}, {"decoupled_weight_decay": True}),
+    "radam": ("RAdam", {"name": "radam", "betas": (0.8, 0.9), "l2": 0.1}, {"betas": (0.8, 0.9)}),
+    "radam, decoupled": ("RAdam", {"name": "radam", "weight_decay": 0.1}, {"decoupled_weight_decay": True}),
+    "rprop": (
+        "Rprop",
+        {"name": "rprop", "etas": (0.4, 1.5), "step_sizes": (1e-4, 1.0)},
+        {"etas": (0.4, 1.5), "step_sizes": (1e-4, 1.0)},
+    ),
+    "adafactor": (
+        "Adafactor",
+        {"name": "adafactor", "beta2_decay": -0.5, "d": 2.0, "weight_decay": 0.1},
+        {"beta2_decay": -0.5, "d": 2.0},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PEERS)
+def test_an_optimizer_by_name_has_the_bits_of_torch(case: str) -> None:
+    """With all options of the recipe, and with PyTorch's defaults where it sets none."""
+    kind, fields, options = PEERS[case]
+    decay = {"weight_decay": 0.1} if {"l2", "weight_decay"} & fields.keys() else {}
+    everywhere = {"decay_on": "all"} if decay else {}
+    make = getattr(torch.optim, kind)
+    for ours, theirs in ((fields | everywhere, options | decay), ({"name": fields["name"]}, {})):
+        model, peer = make_model(), make_model()
+        found = train(model, build(model, fused=False, **ours))
+        expected = train(peer, make(peer.parameters(), **theirs))
+        assert all(torch.equal(found[name], expected[name]) for name in found), case
+
+
+@pytest.mark.parametrize("name", ["sgd", "adagrad", "nadam", "radam", "adafactor"])
+def test_weight_decay_is_that_of_matrices_unless_all_are_asked_for(name: str) -> None:
+    key = "l2" if name == "adagrad" else "weight_decay"
+    rates = [group["weight_decay"] for group in build(make_model(), **{"name": name, key: 0.1}).param_groups]
+    assert rates == [0.1, 0.0]
+
+
+def test_muon_updates_hidden_matrices_and_adamw_the_rest() -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(3)
+        head = nn.Linear(6, 9, bias=False)
+        model = nn.Sequential(nn.Embedding(9, 6), nn.Linear(6, 6), nn.Conv1d(6, 6, 1), nn.Linear(6, 4), head)
+        head.weight = model[0].weight  # tied to an embedding, so it is one
+        return model
+
+    def step(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(4)
+        for _ in range(4):
+            for p in model.parameters():
+                p.grad = torch.randn(p.shape, generator=generator)
+            for optimizer in optimizers:
+                optimizer.step()
+        return {name: p.detach() for name, p in model.named_parameters()}
+
+    ours, model = make(), make()
+    fields = {"name": "muon", "lr": 0.01, "weight_decay": 0.1, "adamw_on": ["3.*"], "momentum": 0.9}
+    found = step(ours, build(ours, **fields, betas=(0.8, 0.9), adjust_lr_fn="original"))
+    hidden = [model[1].weight]
+    adamw = torch.optim.AdamW(
+        [
+            {"params": [model[0].weight, model[2].weight, model[3].weight], "weight_decay": 0.1},
+            {"params": [model[1].bias, model[2].bias, model[3].bias], "weight_decay": 0.0},
+        ],
+        lr=0.01,
+        betas=(0.8, 0.9),
+    )
+    muon = torch.optim.Muon(hidden, lr=0.01, weight_decay=0.1, momentum=0.9)
+    expected = step(model, muon, adamw)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    default = build(ours, name="muon").param_groups[0]
+    assert (default["momentum"], default["nesterov"], default["adjust_lr_fn"]) == (
+        0.95,
+        True,
+        "match_rms_adamw",
+    )
+    with pytest.raises(TaskError, match=r"'haed' in optimizer\.adamw_on matches no parameter"):
+        build(ours, name="muon", adamw_on=["haed"])
+
+
 @pytest.mark.capability("J8")
 @pytest.mark.parametrize("name", ["sgd", "adam", "rmsprop"])
 def test_l2_equals_a_penalty_in_the_loss(name: str) -> None:

@@ -62,6 +62,29 @@ def test_restarts_equal_torch_and_start_each_cycle_at_one(first: int, factor: in
         peer.step()
 
 
+@pytest.mark.parametrize("strategy", ["cos", "linear"])
+@pytest.mark.parametrize(("steps", "pct_start"), [(50, 0.3), (7, 0.5), (100, 0.123)])
+def test_one_cycle_equals_torch_at_every_update_and_holds(
+    steps: int, pct_start: float, strategy: str
+) -> None:
+    fields = {"pct_start": pct_start, "div_factor": 10.0, "final_div_factor": 50.0}
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    peer = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, 2.0, steps, **fields, anneal_strategy=strategy, cycle_momentum=False
+    )
+    found = factors(steps, *range(steps + 3), decay="one_cycle", anneal_strategy=strategy, **fields)
+    for t in range(steps):
+        assert abs(2.0 * found[t] - optimizer.param_groups[0]["lr"]) <= 1e-12
+        optimizer.step()
+        if t < steps - 1:
+            peer.step()
+    assert max(found) > 0.8 and found[steps:] == [found[steps - 1]] * 3
+    assert found[steps - 1] == pytest.approx(1 / 500)
+    # PyTorch divides by zero where the rise has less than one update.
+    assert factors(2, 0, 1, decay="one_cycle") == pytest.approx([1.0, 1 / 25e4])
+    assert factors(1, 0, decay="one_cycle") == [1.0]
+
+
 @pytest.mark.capability("J15")
 def test_restarts_resume_in_mid_cycle_from_the_index_alone() -> None:
     fields = {"decay": "cosine", "cycle_steps": 7, "cycle_factor": 2, "warmup_steps": 4}

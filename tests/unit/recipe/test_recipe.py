@@ -95,10 +95,15 @@ def test_a_python_error_says_which_call_it_was() -> None:
         ({"batch": {"sizes": 3}}, "write batch.size instead of batch.sizes"),
         ({"seed": "x"}, "set seed to an integer >= 0 and <= 9223372036854775807, or leave it out"),
         (
-            {"optimizer": {"name": "sgd", "weight_decay": 1e-4}},
-            'set optimizer.l2 = 0.0001, which is what PyTorch calls weight_decay of "sgd", and'
+            {"optimizer": {"name": "adam", "weight_decay": 1e-4}},
+            'set optimizer.l2 = 0.0001, which is what PyTorch calls weight_decay of "adam", and'
             ' optimizer.decay_on = "all"',
         ),
+        ({"optimizer": {"name": "rprop", "weight_decay": 1e-4}}, "rprop has no weight decay"),
+        ({"optimizer": {"name": "sgd", "weight_decay": 1e-4, "l2": 1e-4}}, "change optimizer.l2, or change"),
+        ({"optimizer": {"clip_norm": 1.0, "clip_value": 1.0}}, "change optimizer.clip_value, or change"),
+        ({"optimizer": {"name": "rprop"}, "schedule": {"decay": "linear"}}, "change optimizer.name"),
+        ({"schedule": {"decay": "plateau"}}, "set evaluate.every_steps to the number of updates"),
         ({"optimizer": {"nesterov": True}}, "remove optimizer.nesterov, or change optimizer.name"),
         ({"batch": {"size": 4, "shards": 8}}, "change batch.shards, or change batch.size"),
     ],

@@ -82,9 +82,10 @@ def test_a_strategy_is_text_or_a_table(write: Write) -> None:
             "batch.shards: expected at most batch.size = 32, found 64",
         ),
         (
-            'task = "x"\nsteps = 1\n[optimizer]\nweight_decay = 0.1\nname = "sgd"',
+            'task = "x"\nsteps = 1\n[optimizer]\nweight_decay = 0.1\nname = "adam"',
             4,
-            'optimizer.weight_decay: expected only with adamw, found "sgd"',
+            "optimizer.weight_decay: expected only with adamw, sgd, nadam, radam, adafactor or muon, found"
+            ' "adam"',
         ),
         (
             'task = "x"\nsteps = 1\nepochs = 2',
@@ -187,7 +188,7 @@ def test_what_is_typed_replaces_what_it_excludes(
 @pytest.mark.parametrize(
     ("text", "typed", "names"),
     [
-        ('[optimizer]\nname = "sgd"', "optimizer.weight_decay=0.1", "optimizer.weight_decay"),
+        ('[optimizer]\nname = "adam"', "optimizer.weight_decay=0.1", "optimizer.weight_decay"),
         ("[batch]\nsize = 4\nshards = 2", "batch.shards=8", "batch.shards"),
         ("reproducible = true", "strategy.sync=local:4", "strategy"),
         ('[strategy]\nsync = "local:4"', "reproducible=true", "strategy"),

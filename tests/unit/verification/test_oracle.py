@@ -12,8 +12,9 @@ from torch import nn
 import paceline.verification
 from paceline.comm.reduction.gradient_norm import row_squares
 from paceline.data import KeyedOrder, LockstepWork
-from paceline.optim import build_optimizer, build_schedule
+from paceline.optim import ReduceOnPlateau, build_optimizer, build_schedule
 from paceline.recipe import OptimizerRecipe, ScheduleRecipe
+from paceline.recipe.registry.optimizer_specs import OPTIMIZER_SPECS
 from paceline.task import Loss, Task
 from paceline.verification.oracle import (
     PlainMicroBatches,
@@ -24,6 +25,20 @@ from paceline.verification.oracle import (
 )
 from paceline.verification.plain_optimizer import PlainSchedule, plain_optimizer
 
+OTHER_OPTIONS = {
+    "betas": (0.7, 0.8),
+    "eps": 1e-5,
+    "momentum": 0.6,
+    "nesterov": True,
+    "alpha": 0.7,
+    "rho": 0.6,
+    "momentum_decay": 0.02,
+    "lambd": 0.03,
+    "etas": (0.3, 1.4),
+    "step_sizes": (1e-3, 2.0),
+    "beta2_decay": -0.6,
+    "d": 1.5,
+}
 SCHEDULES = [
     {"decay": decay} | shape | warmup | scaling
     for decay, shape in (
@@ -34,6 +49,8 @@ SCHEDULES = [
         ("cosine", {"cycle_steps": 5, "cycle_factor": 2, "final": 0.3}),
         ("linear", {"final": 0.07}),
         ("exponential", {"rate": 0.013}),
+        ("one_cycle", {"div_factor": 7.0, "final_div_factor": 30.0}),
+        ("one_cycle", {"pct_start": 0.45, "anneal_strategy": "linear"}),
     )
     for warmup in ({}, {"warmup_steps": 9}, {"warmup_steps": 6, "warmup_from": 0.3})
     for scaling in (
@@ -41,7 +58,7 @@ SCHEDULES = [
         {"batch_scaling": "linear", "base_batch": 12},
         {"batch_scaling": "sqrt", "base_batch": 96},
     )
-    if not (scaling and "warmup_from" in warmup)
+    if not (scaling and "warmup_from" in warmup) and not (warmup and decay == "one_cycle")
 ]
 
 
@@ -50,6 +67,20 @@ def test_two_schedules_that_were_written_apart_have_equal_bits(settings: dict[st
     recipe = ScheduleRecipe(**settings)
     ours, plain = build_schedule(recipe, 50, 48), PlainSchedule(recipe, 50, 48)
     assert [ours.factor(t) for t in range(130)] == [plain.factor(t) for t in range(130)]
+
+
+@pytest.mark.parametrize("better", ["lower", "higher"])
+@pytest.mark.parametrize("mode", ["rel", "abs"])
+def test_two_plateaus_that_were_written_apart_have_equal_bits(better: str, mode: str) -> None:
+    options = {"better": better, "threshold_mode": mode, "threshold": 0.02, "factor": 0.7, "final": 0.05}
+    rng = random.Random(1)
+    values = [rng.choice([rng.uniform(-1, 2), 1.0, float("nan")]) for _ in range(60)]
+    for extra in ({"patience": 2}, {"patience": 0, "cooldown": 2}):
+        recipe = ScheduleRecipe(decay="plateau", **options, **extra)
+        ours, plain = ReduceOnPlateau(recipe), PlainSchedule(recipe, 50, 48)
+        seen = [(ours.observe(i, value), ours.multiplier)[1] for i, value in enumerate(values)]
+        assert seen == [plain.multiplier(values[: i + 1]) for i in range(len(values))]
+        assert len(set(seen)) > 4
 
 
 def test_two_norms_that_were_written_apart_have_equal_bits() -> None:
@@ -63,11 +94,15 @@ def test_two_norms_that_were_written_apart_have_equal_bits() -> None:
     assert plain_norm(tensors) == pytest.approx(ours, rel=1e-14)
 
 
-@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "rmsprop"])
+@pytest.mark.parametrize("key", ["weight_decay", "l2"])
+@pytest.mark.parametrize("name", sorted({spec.word for spec in OPTIMIZER_SPECS} - {"muon"}))
 @pytest.mark.parametrize("decay_on", ["matrices", "all"])
-def test_two_optimizers_that_were_written_apart_are_alike(name: str, decay_on: str) -> None:
-    extra = {"weight_decay": 0.1} if name == "adamw" else {"l2": 0.01}
-    recipe = OptimizerRecipe(name=name, lr=0.01, decay_on=decay_on, **extra)
+def test_two_optimizers_that_were_written_apart_are_alike(name: str, decay_on: str, key: str) -> None:
+    spec = {spec.word: spec for spec in OPTIMIZER_SPECS}[name]
+    extra = {key: 0.1, "decay_on": decay_on} if key in spec.reads else {}
+    for option, value in OTHER_OPTIONS.items():
+        extra |= {option: value} if option in spec.reads else {}
+    recipe = OptimizerRecipe(name=name, lr=0.03, **extra)
     model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
     ours = build_optimizer(model, recipe, fused_allowed=True)
     plain = plain_optimizer(model, recipe, fused_allowed=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
 from paceline.recipe.registry.word_spec import WordSpec
 
@@ -16,17 +16,19 @@ class OptimizerSpec(WordSpec):
 
     Args:
         reads: keys of [optimizer] that it reads, besides those that all optimizers read.
-        decays_by: the key whose value is the "weight_decay" of a group.
+        defaults: values of keys that are left out, where they differ from those of the table.
         elementwise: it updates each value independently of the others; if false, its class may state so, or
             a trial run decides.
         has_kernel: PyTorch has a fused kernel of it.
+        follows_rate: it reads its rate in every update, and not only in the first one.
     """
 
     choice = "optimizer"
     reads: tuple[str, ...] = ()
-    decays_by: Literal["weight_decay", "l2"] = "weight_decay"
+    defaults: tuple[tuple[str, Any], ...] = ()
     elementwise: bool = False
     has_kernel: bool = False
+    follows_rate: bool = True
 
 
 _BUILD = "paceline.optim.build_optimizer:"
@@ -45,7 +47,6 @@ OPTIMIZER_SPECS = (
         summary="two moments for each value",
         build=f"{_BUILD}adam",
         reads=("betas", "eps", "l2"),
-        decays_by="l2",
         elementwise=True,
         has_kernel=True,
     ),
@@ -53,8 +54,7 @@ OPTIMIZER_SPECS = (
         word="sgd",
         summary="the gradient, with or without momentum",
         build=f"{_BUILD}sgd",
-        reads=("momentum", "nesterov", "l2"),
-        decays_by="l2",
+        reads=("momentum", "nesterov", "weight_decay", "l2"),
         elementwise=True,
         has_kernel=True,
     ),
@@ -63,7 +63,6 @@ OPTIMIZER_SPECS = (
         summary="the gradient by the root of its squared average",
         build=f"{_BUILD}rmsprop",
         reads=("alpha", "eps", "momentum", "l2"),
-        decays_by="l2",
         elementwise=True,
     ),
     OptimizerSpec(
@@ -71,7 +70,76 @@ OPTIMIZER_SPECS = (
         summary="Adam that turns into SGD, value by value",
         build=f"{_BUILD}adabound",
         reads=("betas", "eps", "l2", "final_lr", "gamma"),
-        decays_by="l2",
         elementwise=True,
+    ),
+    OptimizerSpec(
+        word="adadelta",
+        summary="the gradient by the ratio of averages of squared updates and gradients",
+        build=f"{_BUILD}adadelta",
+        reads=("rho", "eps", "l2"),
+        defaults=(("lr", 1.0), ("eps", 1e-6)),
+        elementwise=True,
+    ),
+    OptimizerSpec(
+        word="adagrad",
+        summary="the gradient by the root of the sum of its squares",
+        build=f"{_BUILD}adagrad",
+        reads=("eps", "l2"),
+        defaults=(("lr", 1e-2), ("eps", 1e-10)),
+        elementwise=True,
+    ),
+    OptimizerSpec(
+        word="adamax",
+        summary="Adam with the largest gradient in place of the second moment",
+        build=f"{_BUILD}adamax",
+        reads=("betas", "eps", "l2"),
+        defaults=(("lr", 2e-3),),
+        elementwise=True,
+    ),
+    OptimizerSpec(
+        word="asgd",
+        summary="SGD with a rate that falls with the updates",
+        build=f"{_BUILD}asgd",
+        reads=("lambd", "alpha", "l2"),
+        defaults=(("lr", 1e-2), ("alpha", 0.75)),
+        elementwise=True,
+    ),
+    OptimizerSpec(
+        word="nadam",
+        summary="Adam that looks ahead along its momentum",
+        build=f"{_BUILD}nadam",
+        reads=("betas", "eps", "momentum_decay", "weight_decay", "l2"),
+        defaults=(("lr", 2e-3),),
+        elementwise=True,
+    ),
+    OptimizerSpec(
+        word="radam",
+        summary="Adam with a rectified rate at the start",
+        build=f"{_BUILD}radam",
+        reads=("betas", "eps", "weight_decay", "l2"),
+        elementwise=True,
+    ),
+    OptimizerSpec(
+        word="rprop",
+        summary="a step size of each value that follows the signs of its gradients",
+        build=f"{_BUILD}rprop",
+        reads=("etas", "step_sizes"),
+        defaults=(("lr", 1e-2),),
+        elementwise=True,
+        follows_rate=False,
+    ),
+    OptimizerSpec(
+        word="adafactor",
+        summary="second moments as a row times a column",
+        build=f"{_BUILD}adafactor",
+        reads=("beta2_decay", "d", "weight_decay"),
+        defaults=(("lr", 1e-2),),
+    ),
+    OptimizerSpec(
+        word="muon",
+        summary="orthogonal updates of matrices, and AdamW for the rest",
+        build=f"{_BUILD}muon",
+        reads=("momentum", "nesterov", "adjust_lr_fn", "adamw_on", "betas", "eps", "weight_decay"),
+        defaults=(("momentum", 0.95), ("nesterov", True)),
     ),
 )

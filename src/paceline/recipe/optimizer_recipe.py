@@ -6,9 +6,9 @@ optimizer decays weights unless the recipe says so. An option that the optimizer
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field
 
 from paceline.recipe.constraints import COUPLED_DECAY, need_of_optimizer
 from paceline.recipe.registry import OptimizerSpec, known_specs
@@ -151,13 +151,11 @@ class OptimizerRecipe(RecipeTable):
         default=True, description="use fused kernels where they exist and give the same result"
     )
 
-    @model_validator(mode="after")
-    def _check_needs(self) -> Self:
+    def _fill_defaults(self) -> None:
         # Not through the fields that are set, so that `replace(name=...)` takes the defaults of that one.
         for key, value in self.spec.defaults:
             if key not in self.model_fields_set:
                 self.__dict__[key] = value
-        return super()._check_needs()
 
     @property
     def spec(self) -> OptimizerSpec:

@@ -495,8 +495,12 @@ class RecipeTable(BaseModel):
         values = {name: getattr(self, name) for name in self.model_fields_set}
         return type(self)(**{**values, **changes})
 
+    def _fill_defaults(self) -> None:
+        """Replace defaults of keys that are left out by those that follow from other keys; most have none."""
+
     @model_validator(mode="after")
     def _check_needs(self) -> Self:
+        self._fill_defaults()
         conflicts = [conflict for scope in self.checked_scopes for conflict in find_unmet_needs(self, scope)]
         if conflicts:
             raise conflict_error(conflicts)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from paceline.errors import StrategyError, TaskError
 from paceline.job.cluster import Cluster
-from paceline.optim import UserOptimizer, require_elementwise, require_one_gradient
+from paceline.optim import UserOptimizer, compatibility, require_elementwise, require_one_gradient
 from paceline.optim.compatibility import rebind_parameters
 from paceline.parallel.placement import ModelPlacement, ShardTransform, TensorTransform
 from paceline.parallel.sharded_model import shard_model, unsharded_model
@@ -140,6 +140,15 @@ def test_one_that_looks_at_whole_tensors_is_refused(name: str) -> None:
     assert type(optimizer).__name__ in text
     assert "elementwise" in text
     assert not optimizer.state
+
+
+def test_a_norm_of_a_large_tensor_is_not_that_of_its_half(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Halves of a million values of one distribution have norms that differ by a thousandth."""
+    large = [nn.Parameter(torch.zeros(1 << 20))]
+    with pytest.raises(StrategyError, match="Adafactor needs a whole tensor"):
+        require_elementwise(torch.optim.Adafactor(large, lr=0.1))
+    monkeypatch.setattr(compatibility, "_LEAST_GROWTH", 1.0)  # the mutation twin
+    require_elementwise(torch.optim.Adafactor(large, lr=0.1))
 
 
 def test_one_that_cannot_be_tried_says_why_and_what_to_do() -> None:

@@ -27,7 +27,7 @@ SPECS = {spec.word: spec for spec in OPTIMIZER_SPECS}
 ELEMENTWISE = [word for word, spec in SPECS.items() if spec.elementwise]
 WHOLE = [word for word, spec in SPECS.items() if not spec.elementwise]
 IN_PARTS = ("replicas=1 shard=2 zero=1", "replicas=1 shard=2 zero=3", "replicas=1 tensor=2")
-WHOLE_TENSORS = ("replicas=2", "replicas=1 pipeline=2", "servers=1 sync=server")
+WHOLE_TENSORS = ("replicas=2", "replicas=1 pipeline=2", "servers=1 sync=server", "replicas=2 lanes=2")
 
 
 def task() -> Task:

@@ -66,7 +66,7 @@ def stages_of(session: Session, num_stages: int) -> dict[str, int]:
     return {name: stages[0] for name, stages in cut.holders.items()}
 
 
-def delayed(num_stages: int, age: Callable[[int], int]) -> Weights:
+def delayed(num_stages: int, age: Callable[[int], int], clip_value: float = float("inf")) -> Weights:
     """Two rounds of steps whose gradients are taken at weights that are `age(stage)` updates old."""
     session = build_test_session(Cluster.single(), digits("replicas=1"))
     stage, parameters = stages_of(session, num_stages), dict(session.state.model.named_parameters())
@@ -81,7 +81,7 @@ def delayed(num_stages: int, age: Callable[[int], int]) -> Weights:
             total, count = total + loss, count + items
         grads = torch.autograd.grad(total, list(used.values()))
         for p, grad in zip(parameters.values(), grads, strict=True):
-            p.grad = grad / count
+            p.grad = (grad / count).clamp(-clip_value, clip_value)
         session.state.optimizer.step()
     return {n: p.detach() for n, p in parameters.items()}
 
@@ -105,6 +105,14 @@ def test_each_stage_is_as_old_as_the_paper_says_and_forward_and_backward_agree(n
     assert all(distance(end.parameters, right) <= 1e-5 for end in ends)
     for wrong in (lambda stage: 0, lambda stage: num_stages - stage, lambda stage: stage):
         assert distance(delayed(num_stages, wrong), right) > 1e-3
+
+
+def test_a_stage_clips_the_values_of_its_own_gradient() -> None:
+    sgd = {"name": "sgd", "lr": 0.05, "momentum": 0.9, "clip_value": 1e-3}
+    ends = run_ranks(two_rounds, 2, digits("replicas=1 pipeline=2 sync=pipedream", optimizer=sgd))
+    right = delayed(2, lambda stage: 1 - stage, 1e-3)
+    assert all(distance(end.parameters, right) <= 1e-5 for end in ends)
+    assert distance(delayed(2, lambda stage: 1 - stage), right) > 1e-3
 
 
 @pytest.mark.capability("D6")

@@ -49,7 +49,8 @@ def build_optimizer(model: nn.Module, recipe: OptimizerRecipe, fused_allowed: bo
         )
     spec = recipe.spec
     fused = not reason_not_fused(model, recipe, fused_allowed)
-    groups = _group_by_decay(trained, recipe.decay_on, recipe.decay)
+    # PyTorch calls either of them weight_decay; a recipe sets one at most.
+    groups = _group_by_decay(trained, recipe.decay_on, recipe.weight_decay or recipe.l2)
     optimizer: torch.optim.Optimizer = spec.load()(model, groups, recipe, fused=fused)
     return optimizer
 

@@ -163,11 +163,6 @@ class OptimizerRecipe(RecipeTable):
         return known_specs(OptimizerSpec)[self.name]
 
     @property
-    def decay(self) -> float:
-        """Return the "weight_decay" of the groups that decay, in the terms of PyTorch's optimizer."""
-        return self.weight_decay or self.l2
-
-    @property
     def coupled_decay(self) -> str:
         """Return what to write in place of a weight_decay that the optimizer does not read."""
         if "l2" not in self.spec.reads:

@@ -188,12 +188,11 @@ def test_each_rank_clips_its_gradient_to_its_part_of_the_norm() -> None:
 
 def test_a_clip_beside_another_and_with_uneven_shares_is_refused() -> None:
     task = Task(torch.nn.Linear(2, 1), [0], lambda model, batch: Loss(torch.zeros(()), 1))
-    sgd = {"name": "sgd", "clip_norm": 1.0}
-    recipe = Recipe(task="sum", steps=1, optimizer=sgd, strategy=Strategy(replicas=2, codec="dgc:0.01:0.9:1"))
-    with pytest.raises(StrategyError, match="their sum again"):
-        refuse_repeated_momentum_or_clip(recipe, task)
-    refuse_repeated_momentum_or_clip(
-        recipe.replace(strategy=Strategy(replicas=2, codec="dgc:0.01:0.9")), task
-    )
+    twice, once = (Strategy(replicas=2, codec=codec) for codec in ("dgc:0.01:0.9:1", "dgc:0.01:0.9"))
+    for key in ("clip_norm", "clip_value"):
+        recipe = Recipe(task="sum", steps=1, optimizer={"name": "sgd", key: 1.0}, strategy=twice)
+        with pytest.raises(StrategyError, match=f"{key} would clip their sum again"):
+            refuse_repeated_momentum_or_clip(recipe, task)
+        refuse_repeated_momentum_or_clip(recipe.replace(strategy=once), task)
     answer = support(Strategy(replicas=2, codec="dgc:0.01:0.9:1", balance="speed"), processes=2, shards=4)
     assert not answer.ok and "an equal share of the batch" in answer.reason

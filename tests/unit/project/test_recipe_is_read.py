@@ -32,6 +32,17 @@ RUNS = (
         "steps": 3,
     },
     {"optimizer": {"name": "adabound", "lr": 0.01}, "steps": 2},
+    {"optimizer": {"name": "adadelta", "clip_value": 0.1}, "schedule": {"decay": "one_cycle"}, "steps": 3},
+    {"optimizer": {"name": "nadam"}},
+    {"optimizer": {"name": "asgd"}},
+    {"optimizer": {"name": "rprop"}},
+    {"optimizer": {"name": "adafactor"}},
+    {"optimizer": {"name": "muon"}},
+    {
+        "schedule": {"decay": "plateau", "patience": 0, "threshold": 10.0, "threshold_mode": "abs"},
+        "evaluate": {"every_steps": 1},
+        "steps": 4,
+    },
     {"schedule": {"decay": "linear", "final": 0.1, "batch_scaling": "linear", "base_batch": 4}},
 )
 

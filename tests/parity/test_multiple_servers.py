@@ -19,6 +19,7 @@ from paceline.job.cluster import Cluster
 from paceline.parallel import server_partition
 from paceline.parallel.server_partition import plan_partition
 from paceline.recipe import Recipe, Strategy
+from paceline.session import Session
 from paceline.state.slot import TensorSlot
 from paceline.sync.server import parameter_transfer
 from paceline.sync.server.parameter_transfer import SparseRowTransfer
@@ -26,7 +27,15 @@ from paceline.sync.server.server_common import ShardServer
 from paceline.task import Loss, Task
 from paceline.testing import run_ranks
 from paceline.testing.contracts import RuleContract
-from paceline.testing.parity import Trajectory, build_test_session, make_task, run_oracle, trajectory_of
+from paceline.testing.parity import (
+    Trajectory,
+    build_test_session,
+    make_task,
+    run_oracle,
+    trajectory_of,
+    whole_trajectory,
+)
+from tests.parity.test_server_storage import parameter_bytes
 from tests.parity.training_runs import pause_seldom
 from tests.recipes import recipe_of
 
@@ -48,13 +57,21 @@ digits = partial(
 CONV = digits(TWO, options={"model": "convnet"}, optimizer={"name": "sgd", "lr": 0.05, "momentum": 0.9})
 
 
+def ended(losses: list[float], session: Session) -> Trajectory:
+    """The end of a run: a worker's own copy of the parameters; on a server, all of them, gathered."""
+    whole, held = whole_trajectory(losses, session), trajectory_of(losses, session)
+    is_server = session.cluster.global_rank < session.strategy.servers
+    return replace(held, parameters=whole.parameters) if is_server else held
+
+
 def trained(cluster: Cluster, recipe: Recipe) -> tuple[Trajectory, dict[str, Any]]:
     """Where a run ends, and what this rank held and knew."""
     session = build_test_session(cluster, recipe)
     losses = [stats.loss for stats in session.rounds()]
-    found = trajectory_of(losses, session)
+    found = ended(losses, session)
     told = {
         "moments": sum(t.numel() * t.element_size() for t in found.optimizer.values() if t.dim()),
+        "parameters": parameter_bytes(session),
         "notes": dict(session.events.take()),
         **session.rule.ledger.record(),
     }
@@ -104,7 +121,9 @@ def of_two_servers(cluster: Cluster) -> list[Any]:
     with patch.object(ShardServer, "_norms", norm_of_one):
         whole.append(trained(cluster, digits(TWO)))
     with patch.object(server_partition, "plan_partition", held_by_nobody):
-        return [*whole, trained(cluster, digits(TWO))]
+        session = build_test_session(cluster, digits(TWO))
+        losses = [stats.loss for stats in session.rounds()]
+        return [*whole, trajectory_of(losses, session)]
 
 
 @pytest.mark.capability("B2", "B4")
@@ -112,15 +131,20 @@ def test_two_servers_and_two_workers_are_two_replicas() -> None:
     """With a clip by the norm of all, AdamW, BatchNorm and several partitioners; and two twins."""
     ranks = run_ranks(of_two_servers, 4)
     right, conv = run_oracle(digits("replicas=1"), STEPS), run_oracle(CONV, STEPS)
-    for mlp, cnn, cut_otherwise, alone, nobody in ranks:
+    for mlp, cnn, cut_otherwise, alone, _ in ranks:
         assert mlp[0].distance(right) <= 1e-6 and cut_otherwise[0].distance(right) <= 1e-6
         assert cnn[0].distance(conv) <= 1e-5
         assert mlp[0].losses == ranks[0][0][0].losses
         assert alone[0].distance(right) > 1e-3, "each server clips by its own norm, and nobody notices"
-        assert nobody[0].distance(right) > 1e-3, "a tensor is updated by nobody, and nobody notices"
+    for *_, nobody in ranks[2:]:
+        assert nobody.distance(right) > 1e-3, "a tensor is updated by nobody, and nobody notices"
     first, second, *workers = (rank[0][1] for rank in ranks)
     assert first["notes"]["servers"]["bytes"] == [first["moments"] // 2, second["moments"] // 2]
     assert all(worker["moments"] == 0 for worker in workers)
+    model = workers[0]["parameters"]
+    assert first["parameters"] + second["parameters"] == model == workers[1]["parameters"]
+    assert [first["parameters"], second["parameters"]] == first["notes"]["servers"]["bytes"]
+    assert max(first["parameters"], second["parameters"]) <= 1.1 * model / 2
     assert all(rank["applied"] == 2 * STEPS and rank["dropped"] == 0 for rank in (first, second, *workers))
 
 
@@ -129,7 +153,7 @@ def as_one(cluster: Cluster, strategy: str) -> list[Trajectory]:
     found = []
     for recipe in (digits(strategy, optimizer={}), digits(f"{strategy} codec=lossless", optimizer={})):
         session = build_test_session(cluster, recipe, lambda r=recipe: plainly_updated(r))
-        found.append(trajectory_of([stats.loss for stats in session.rounds()], session))
+        found.append(ended([stats.loss for stats in session.rounds()], session))
     return found
 
 
@@ -183,7 +207,7 @@ def onwards(cluster: Cluster, strategy: str, tensors: Any, scalars: Any) -> Traj
     session = build_test_session(cluster, digits(strategy))
     session.restore({n: t for n, t in tensors.items() if "servers" in strategy or "work/" not in n}, scalars)
     list(session.rounds())
-    return trajectory_of([], session)
+    return ended([], session)
 
 
 @pytest.mark.capability("B4", "N3")
@@ -206,7 +230,7 @@ def with_a_loss(cluster: Cluster, lost: int, steps: int) -> str:
         list(session.rounds())
     except (Left, CommunicationError) as error:
         return f"{type(error).__name__} {error}"
-    weight = trajectory_of([], session).parameters["layers.0.weight"]
+    weight = session.snapshot().tensors()["model/layers.0.weight"]
     return f"whole {session.rule.ledger.applied} {weight.sum()}"
 
 
@@ -262,8 +286,9 @@ def trained_rows(
     pause_seldom(session)
     losses = [stats.loss for stats in session.rounds()]
     sent = session.net.ledger.rows["send", "channel"].sent_bytes
+    end = ended(losses, session)
     session.close()
-    return trajectory_of(losses, session), float(sent)
+    return end, float(sent)
 
 
 def both(cluster: Cluster, whole: int) -> list[tuple[Trajectory, float]]:

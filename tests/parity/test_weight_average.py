@@ -125,6 +125,17 @@ def follow_all(cluster: Cluster) -> dict[str, dict[str, Any]]:
     return {strategy: follow(cluster, strategy) for strategy in (*BY_UPDATES, *BY_ROUNDS)}
 
 
+TWO_SERVERS = "replicas=1 servers=2 sync=server-async"
+
+
+def test_two_servers_and_their_worker_evaluate_the_average() -> None:
+    ranks = run_ranks(follow, 3, TWO_SERVERS)
+    for found in ranks:
+        assert found["off"] <= 1e-6 and found["same"]
+        assert found["loss"] == pytest.approx(ranks[0]["plain"], rel=1e-5)
+        assert abs(found["loss"] - found["last"]) > 1e-4
+
+
 @pytest.fixture(scope="module")
 def followed() -> list[dict[str, dict[str, Any]]]:
     return run_ranks(follow_all, 2)

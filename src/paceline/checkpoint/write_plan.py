@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from paceline.checkpoint.safetensors_file import TensorChunk, dtype_code, encode_header
@@ -47,6 +48,14 @@ def plan_writes(tables: Sequence[Iterable[TensorChunk]], shared: bool = True) ->
         for chunk in table:
             if all(chunk.sizes) or not all(chunk.shape):  # skip empty parts of tensors that are not empty
                 holders.setdefault(chunk, []).append(rank)
+    # Workers hold a whole copy of what several servers hold in parts: it is written by the servers.
+    values_in_parts: dict[str, int] = {}
+    for chunk in holders:
+        if chunk.sizes != chunk.shape:
+            values_in_parts[chunk.name] = values_in_parts.get(chunk.name, 0) + prod(chunk.sizes)
+    for chunk in [chunk for chunk in holders if chunk.sizes == chunk.shape]:
+        if values_in_parts.get(chunk.name) == prod(chunk.shape):
+            del holders[chunk]
     load = [0] * len(tables)
     chunks_by_rank: list[set[TensorChunk]] = [set() for _ in tables]
     # The largest first balances best; names and offsets make the order equal on all ranks.

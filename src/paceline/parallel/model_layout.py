@@ -83,6 +83,9 @@ def place_model(
         sharded_model = partition.prepare(sharded_model)
     gathers = [partition.gather(sharded_model) for partition in partitions if partition.gather is not None]
     gather = context.components.gather(_call_in_order(gathers)) if gathers else None
+    idle_runner = next((partition.runner for partition in partitions if partition.runner is not None), None)
+    if idle_runner is not None:
+        return ModelLayout(idle_runner(sharded_model, material.metric_names), gather, exit_callbacks)
     if stage is None:
         return ModelLayout(_build_runner(context, material, sharded_model), gather, exit_callbacks)
     transport = _stage_transport(context, material.device, exit_callbacks)

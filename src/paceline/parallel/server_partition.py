@@ -1,4 +1,7 @@
-"""Partition of parameters and optimizer state over servers, by rows of each tensor.
+"""Partition of parameters and optimizer state over several servers, by rows of each tensor.
+
+A server has memory for the rows that it owns and for nothing else of a parameter; it runs no samples. Workers
+hold the whole model and no optimizer state. A frozen parameter is whole on one server.
 
 A tensor is split along one dimension into as many pieces as the partitioner returns, at most one for each
 server. The largest tensors are placed first, and their pieces on the servers with the smallest load.
@@ -11,13 +14,22 @@ of pieces; Graham 1969, Bounds on Multiprocessing Timing Anomalies, for the orde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from paceline.errors import StrategyError
+import torch
+from torch import Tensor, nn
+
+from paceline.comm.reduction.gradients import GradientSink
+from paceline.data.work import LoadedBatch
+from paceline.errors import StrategyError, TaskError
+from paceline.models.initialize import replace_parameters
+from paceline.parallel.model_buffers import MicroBatchBuffers
+from paceline.parallel.model_runner import LossSums, MetricNames, ModelFunction
 from paceline.parallel.placement import TensorPlacement, even_span
-from paceline.parallel.sharded_model import ModelPartition, outermost_dims
+from paceline.parallel.sharded_model import ModelPartition, ShardedModel, outermost_dims
+from paceline.parallel.unsharded_guard import freed_parameter_class
 from paceline.state.slot import TensorSlot, trained_parameters
 
 if TYPE_CHECKING:
@@ -111,7 +123,7 @@ def bytes_by_server(extents: Mapping[str, TensorExtent], plan: Mapping[str, Rows
 
 @dataclass(frozen=True)
 class ServerTransform:
-    """Rows of each tensor to update, spread over servers; every rank computes with whole tensors.
+    """Rows of each tensor, spread over servers; workers compute with whole tensors and update nothing.
 
     Args:
         plan: by name, the rows of every server.
@@ -124,10 +136,10 @@ class ServerTransform:
     axis = "replica"
 
     def cut(self, held: TensorPlacement, coordinate: int) -> TensorPlacement | None:
-        """Let a server update its rows; workers, whose coordinates follow, update nothing."""
+        """Let a server hold and update its rows; workers, whose coordinates follow, keep the whole."""
         spans: Sequence[tuple[int, int] | None] = (*self.plan[held.computes.name], None)
-        slots = tuple(self._part(held.computes, span) for span in spans)
-        return replace(held, parts=slots, place=min(coordinate, len(spans) - 1))
+        slots, num_servers = tuple(self._part(held.computes, span) for span in spans), len(spans) - 1
+        return replace(held, parts=slots, place=min(coordinate, num_servers), kept=coordinate >= num_servers)
 
     def _part(self, slot: TensorSlot, span: tuple[int, int] | None) -> TensorSlot | None:
         if span is None:
@@ -137,24 +149,106 @@ class ServerTransform:
         return slot.narrow(self.dims.get(slot.name, 0), span, self.axis)
 
 
+class ServerRunner:
+    """Runner of a server, which holds parts of a model and runs no samples; see `ModelRunner`.
+
+    Args:
+        sharded_model: parts of the parameters, and all buffers.
+        metric_names: of the loss, learned from the workers.
+    """
+
+    used: Collection[str] = ()
+    norms: Mapping[TensorSlot, Sequence[Tensor]] = {}
+
+    def __init__(self, sharded_model: ShardedModel, metric_names: MetricNames) -> None:
+        self.sharded_model, self.metric_names = sharded_model, metric_names
+        self.buffers = MicroBatchBuffers(sharded_model.model)
+
+    def run(
+        self, micro_batches: Iterable[LoadedBatch], num_micro_batches: int, sink: GradientSink, scale: float
+    ) -> LossSums:
+        """Refuse to train: no rule gives a server micro-batches.
+
+        Raises:
+            StrategyError: always.
+        """
+        raise StrategyError(
+            "one of several servers holds parts of the model and cannot run micro-batches",
+            next_step="use servers=1, or a rule in which only workers run micro-batches",
+        )
+
+    def abort(self) -> None:
+        self.buffers.abort_step()
+
+    def forward_only(self, micro_batches: Iterable[LoadedBatch], function: ModelFunction) -> None:
+        """Do nothing, and read no samples: workers run them."""
+
+    def evaluate(self, micro_batches: Iterable[LoadedBatch]) -> LossSums:
+        """Return empty sums."""
+        return LossSums(self.metric_names)
+
+
 def partition_among_servers(context: SessionContext, material: TaskMaterial) -> ModelPartition:
-    """Return the partition of what is updated over servers, and note the bytes on each.
+    """Return the partition of parameters over servers, and note the bytes on each.
 
     Raises:
         StrategyError: a server would hold nothing.
     """
-    strategy, dims = context.recipe.strategy, outermost_dims(material.model)
-    extents = {
+    strategy, model, rank = context.recipe.strategy, material.model, context.mesh.coordinate("replica")
+    dims = outermost_dims(model)
+    trained = {
         slot.name: TensorExtent(p.shape[dims[slot.name]] if p.dim() else 1, p.numel() * p.element_size())
-        for slot, p in trained_parameters(material.model).items()
+        for slot, p in trained_parameters(model).items()
     }
+    frozen = {
+        name: TensorExtent(1, p.numel() * p.element_size())
+        for name, p in model.named_parameters()
+        if not p.requires_grad
+    }
+    extents = trained | frozen
     plan = plan_partition(extents, strategy.servers, make_partitioner(strategy.piece_size))
-    num_bytes = bytes_by_server(extents, plan)
-    if not all(num_bytes):
+    trained_bytes = bytes_by_server(trained, {name: plan[name] for name in trained})
+    if not all(trained_bytes):
         raise StrategyError(
-            f"partition={strategy.partition} leaves server {num_bytes.index(0)} of {strategy.servers} without"
-            " parameters",
+            f"partition={strategy.partition} leaves server {trained_bytes.index(0)} of {strategy.servers}"
+            " without parameters",
             next_step="use fewer servers, or partition=fixed",
         )
-    context.note("servers", {"partition": strategy.partition, "bytes": num_bytes})
-    return ModelPartition(ServerTransform(plan, dims))
+    context.note("servers", {"partition": strategy.partition, "bytes": bytes_by_server(extents, plan)})
+    if rank >= strategy.servers:
+        return ModelPartition(ServerTransform(plan, dims))
+    foreign = {name for name in frozen if plan[name][rank] is None}
+    return ModelPartition(
+        ServerTransform(plan, dims),
+        prepare=lambda sharded_model: free_unowned(sharded_model, foreign),
+        runner=ServerRunner,
+    )
+
+
+def free_unowned(sharded_model: ShardedModel, frozen: Collection[str]) -> ShardedModel:
+    """Free the whole parameters of a server, which keeps its own rows apart; their shapes stay.
+
+    Args:
+        frozen: names of the frozen parameters that other servers hold; they move to `meta`.
+    Returns:
+        The same model; any use of a freed parameter is an error.
+    """
+    freed_class = freed_parameter_class(_refuse_use)
+    for p in sharded_model.computes.values():
+        empty = torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device=p.device)
+        empty.untyped_storage().resize_(0)
+        # The object stays: the task may refer to it, and must not keep the memory.
+        p.data = empty
+        p.__class__ = freed_class
+    named = dict(sharded_model.model.named_parameters())
+    moved = {id(p): nn.Parameter(p.detach().to("meta"), False) for n, p in named.items() if n in frozen}
+    replace_parameters(sharded_model.model, moved)
+    return replace(sharded_model, frozen_axes=frozenset({ServerTransform.axis}))
+
+
+def _refuse_use(p: nn.Parameter) -> None:
+    raise TaskError(
+        f"a parameter of shape {tuple(p.shape)} is used on a server, which holds only some rows of it",
+        next_step="read whole weights from session.complete() or session.snapshot() on every rank, or use"
+        " servers=1",
+    )

@@ -25,6 +25,7 @@ from paceline.parallel.placement import ModelPlacement, PlacementTransform, Tens
 from paceline.state.slot import TensorSlot, trained_parameters
 
 if TYPE_CHECKING:
+    from paceline.parallel.model_runner import MetricNames, ModelRunner
     from paceline.parallel.pipeline.stage_partition import StagePartition
     from paceline.parallel.session_context import SessionContext
 
@@ -86,6 +87,7 @@ class ShardedModel:
         updates: parameters that its optimizer updates; each is a view of what it is a part of, unless the
             rank keeps only the part that it updates.
         buffer_axes: axes over which buffers are split: only some ranks hold one.
+        frozen_axes: axes over which this rank holds some of the frozen parameters; empty: it holds all.
         use: hooks around every use of the model.
         seen: returns the context manager in which the model runs on a batch, forward and backward; it yields
             the part of the batch that this rank runs.
@@ -97,6 +99,7 @@ class ShardedModel:
     computes: Mapping[TensorSlot, nn.Parameter]
     updates: Mapping[TensorSlot, nn.Parameter]
     buffer_axes: frozenset[str] = field(default_factory=frozenset)
+    frozen_axes: frozenset[str] = field(default_factory=frozenset)
     use: ParameterLifecycle = field(default_factory=ResidentParameters)
     seen: Callable[[Any], AbstractContextManager[Any]] = nullcontext
 
@@ -125,6 +128,12 @@ class ShardedModel:
         if not all(placement.kept and placement.computes.is_whole for placement in self.held.values()):
             return False
         return not any(t.is_meta for t in (*self.model.parameters(), *self.model.buffers()))
+
+    @property
+    def is_on_servers(self) -> bool:
+        """Whether several servers each hold a part of the model; equal on all ranks."""
+        slots = (slot for placement in self.held.values() for slot in placement.parts)
+        return any(slot is not None and "replica" in slot.axes for slot in slots)
 
     @property
     def reduction_axes(self) -> frozenset[str]:
@@ -293,12 +302,14 @@ class ModelPartition:
         prepare: changes modules, or the hooks around their use, after the rank has freed what it does not
             hold.
         gather: returns the function that is called after every update; None if there is nothing to gather.
+        runner: builds the runner of a rank that runs no samples; None if it runs some.
     """
 
     transform: PlacementTransform
     stage: StagePartition | None = None
     prepare: Callable[[ShardedModel], ShardedModel] = _keep_model
     gather: Callable[[ShardedModel], Callable[[], None]] | None = None
+    runner: Callable[[ShardedModel, MetricNames], ModelRunner] | None = None
 
 
 def outermost_dims(model: nn.Module) -> dict[str, int]:

@@ -60,28 +60,26 @@ class StateSnapshot:
 
 def take_snapshot(state: TrainState, mesh: Mesh, net: Net) -> StateSnapshot:
     """Gather the whole state; collective, equal on every rank."""
-    pieces = state.pieces()
+    whole = gather_over_mesh(state.pieces(), mesh, net)
+    return StateSnapshot(state.step, whole, common_scalars(state, mesh, net))
+
+
+def gather_over_mesh(pieces: Sequence[TensorPiece], mesh: Mesh, net: Net) -> dict[str, Tensor]:
+    """Return whole tensors by name, equal on every rank; see `gather_whole`."""
     # Servers hold parts of a tensor on several replicas, so these are gathered over all ranks.
     split_over_replicas = [piece for piece in pieces if "replica" in piece.slot.axes]
-    whole = gather_whole([piece for piece in pieces if "replica" not in piece.slot.axes], mesh.inside, net)
-    scalars = common_scalars(state, mesh, net)
-    return StateSnapshot(state.step, whole | gather_whole(split_over_replicas, mesh.world, net), scalars)
+    inside = [piece for piece in pieces if "replica" not in piece.slot.axes]
+    return gather_whole(inside, mesh.inside, net) | gather_whole(split_over_replicas, mesh.world, net)
 
 
 def common_scalars(state: TrainState, mesh: Mesh, net: Net) -> dict[str, Any]:
     """Return the whole state except for tensors, merged over ranks; collective, equal in a replica."""
     scalars = state.scalars()
-    updating = mesh.world if _has_servers(state) else mesh.inside
+    updating = mesh.world if state.sharded_model.is_on_servers else mesh.inside
     for text in all_gather_texts(json.dumps(scalars["optimizer"]), updating, net):
         # Each rank has the step counts of the parameters that it updates.
         scalars["optimizer"].update(json.loads(text))
     return scalars
-
-
-def _has_servers(state: TrainState) -> bool:
-    """Return whether several servers update parts of one tensor; equal on all ranks."""
-    slots = (slot for placement in state.sharded_model.held.values() for slot in placement.parts)
-    return any(slot is not None and "replica" in slot.axes for slot in slots)
 
 
 def share_snapshot(

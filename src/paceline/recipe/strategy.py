@@ -187,6 +187,11 @@ class Strategy(RecipeTable):
         }
 
     @property
+    def storage_ranks(self) -> int:
+        """Return how many of the first ranks hold parts of the model and run no samples: several servers."""
+        return self.servers if self.servers > 1 else 0
+
+    @property
     def stage_lengths(self) -> list[int] | None:
         """Return the number of modules of each chunk of the model; None: the model is divided evenly."""
         lengths = parse_stages(self.stages).lengths

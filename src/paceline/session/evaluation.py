@@ -72,10 +72,10 @@ def _merge_sets(evaluations: Mapping[str, Evaluation]) -> Evaluation:
 
 
 def _evaluate_set(session: Session, held_out: SampleSource) -> Evaluation:
-    options, data = session.recipe.evaluate, session.mesh.data
+    options = session.recipe.evaluate
     num_samples = min(len(held_out), options.max_samples or len(held_out))
     blocks = [range(i, min(i + options.batch, num_samples)) for i in range(0, num_samples, options.batch)]
-    local = split_evenly(len(blocks), data.size, data.rank)
+    local = share_of_blocks(session, len(blocks))
     names = session.runner.metric_names.names or ()
     table = torch.zeros(len(blocks), 2 + len(names), dtype=torch.float64)
     with session.averaged():
@@ -90,6 +90,14 @@ def _evaluate_set(session: Session, held_out: SampleSource) -> Evaluation:
     loss, num_items = float(sums[0] / count), float(sums[1])
     metrics = finish_metrics(session.task, loss, num_items, means)
     return Evaluation(session.state.step, loss, metrics, num_samples, num_items)
+
+
+def share_of_blocks(session: Session, num_blocks: int) -> range:
+    """Return the blocks that this rank evaluates; none if it only holds a part of the model."""
+    data, num_idle = session.mesh.data, session.strategy.storage_ranks
+    if data.rank < num_idle:
+        return range(0)
+    return split_evenly(num_blocks, data.size - num_idle, data.rank - num_idle)
 
 
 def _run_blocks(session: Session, source: SampleSource, blocks: list[range]) -> torch.Tensor:

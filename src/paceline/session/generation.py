@@ -52,7 +52,7 @@ def generate(
             token = torch.zeros(1, dtype=torch.int64)
             if (
                 logits_V is not None
-                and session.mesh.data.rank == 0
+                and session.mesh.data.rank == session.strategy.storage_ranks
                 and session.mesh.coordinate("tensor") == 0
             ):
                 token = sample_token(logits_V, temperature, top_p, generator)

@@ -32,7 +32,7 @@ from paceline.checkpoint.storage import StorageFolder
 from paceline.comm.group_collectives import all_gather_bytes
 from paceline.data.build_feed import build_loader
 from paceline.data.task_data import read_held_out
-from paceline.data.work import MicroBatch, split_evenly
+from paceline.data.work import MicroBatch
 from paceline.errors import CheckpointError, DataError, PacelineError, StrategyError, TaskError, format_count
 from paceline.job.cluster import Cluster
 from paceline.recipe.recipe import Recipe
@@ -44,7 +44,7 @@ from paceline.report.run_files import RECIPE
 from paceline.session.arguments import TaskLike, resolve_run
 from paceline.session.build import build_session
 from paceline.session.checkpointing import checkpoint_files, restore_checkpoint
-from paceline.session.evaluation import Evaluation, evaluate
+from paceline.session.evaluation import Evaluation, evaluate, share_of_blocks
 from paceline.session.run_folder import run_folder_of
 from paceline.session.session import Session
 from paceline.session.start_rank import build_task, connected
@@ -86,8 +86,7 @@ def predict_samples(session: Session, source: Any, max_samples: int = 0) -> Iter
 
 def _predict_blocks(session: Session, samples: SampleSource, blocks: Sequence[range]) -> list[Any]:
     """Return the predictions of some blocks; collective."""
-    data = session.mesh.data
-    local = [blocks[i] for i in split_evenly(len(blocks), data.size, data.rank)]
+    local = [blocks[i] for i in share_of_blocks(session, len(blocks))]
     rows = _predict_on_this_rank(session, samples, local)
     if session.mesh.world.size == 1:
         return rows

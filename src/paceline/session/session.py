@@ -39,7 +39,7 @@ from paceline.parallel.model_runner import ModelRunner
 from paceline.parallel.session_context import SessionContext
 from paceline.parallel.state_transfer import (
     StateSnapshot,
-    gather_whole,
+    gather_over_mesh,
     share_snapshot,
     take_snapshot,
     whole_model,
@@ -470,16 +470,19 @@ class Session:
         It is for reading: otherwise it is a copy, and a callback that writes to it ends the run. To write to
         the weights, use `weights`.
         """
-        local = self.local_whole_model()
-        if local is not None:
-            return local
-        model = self._gathered_copy()
-        self.guard.watch_copy(model)
-        return model
+        local, is_on_servers = self.local_whole_model(), self.runner.sharded_model.is_on_servers
+        if local is None:
+            model = self._gathered_copy()
+            self.guard.watch_copy(model)
+            return model
+        # Servers need the workers in their gather, which have the whole model themselves.
+        if is_on_servers:
+            gather_over_mesh(self._model_pieces(), self.mesh, self.net)
+        return local
 
     def _gathered_copy(self) -> nn.Module:
         sharded_model = self.runner.sharded_model
-        whole = gather_whole(self._model_pieces(), self.mesh.inside, self.net)
+        whole = gather_over_mesh(self._model_pieces(), self.mesh, self.net)
         return whole_model(sharded_model.model, whole, sharded_model.device)
 
     def _model_pieces(self) -> list[TensorPiece]:

@@ -151,7 +151,7 @@ class _RunInProgress:
         if average is not None:
             repeat_until_agreed(session, lambda: average.put(session.mesh.world))
         needs_whole = session.task.report is not None and result.evaluation is not None
-        whole = session.complete() if needs_whole else None
+        whole = repeat_until_agreed(session, session.complete) if needs_whole else None
         result = replace(result, model=session.local_whole_model())
         if session.is_first:
             write_report_page(self.folder, plain_printer(self.console))

@@ -265,7 +265,9 @@ class ModelShard(Protocol):
         computes: the parameters with which it computes.
         updates: the parameters that its optimizer updates.
         buffer_axes: mesh axes along which only some ranks hold buffers.
+        frozen_axes: mesh axes along which this rank holds some of the frozen parameters; empty: all.
         updates_partially: a rank updates less than the whole of some tensor.
+        is_on_servers: several servers each hold a part of the model.
         device: where the rank computes.
     """
 
@@ -282,7 +284,11 @@ class ModelShard(Protocol):
     @property
     def buffer_axes(self) -> frozenset[str]: ...
     @property
+    def frozen_axes(self) -> frozenset[str]: ...
+    @property
     def updates_partially(self) -> bool: ...
+    @property
+    def is_on_servers(self) -> bool: ...
     @property
     def device(self) -> torch.device: ...
 

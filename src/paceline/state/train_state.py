@@ -122,8 +122,7 @@ class TrainState:
 
     def pieces(self) -> list[TensorPiece]:
         """Return every tensor of this rank with its slot; not copied."""
-        pieces = [self._model_piece(name, value) for name, value in self._model_tensors().items()]
-        pieces += self.optimizer_pieces()
+        pieces = [*self._model_pieces().values(), *self.optimizer_pieces()]
         for prefix, state in self.extra_states.items():
             pieces += [piece.under(prefix) for piece in state.pieces()]
         return pieces
@@ -141,11 +140,28 @@ class TrainState:
         return pieces
 
     def replicated_pieces(self) -> list[TensorPiece]:
-        """Return the pieces that have the same bits on all ranks that hold them."""
+        """Return the pieces that have the same bits on all ranks that hold them.
+
+        Of a parameter on several servers, a worker returns the part of each, and a server its own.
+        """
         of_replica = (
             {piece.slot.name for piece in self.optimizer_pieces()} if self.has_local_optimizer else set[str]()
         )
-        return [p for p in self.pieces() if "replica" not in p.slot.axes and p.slot.name not in of_replica]
+        others, pieces = list[TensorPiece](), list[TensorPiece]()
+        for name, piece in self._model_pieces().items():
+            placement = self.sharded_model.held.get(name)
+            parts = [p for p in placement.parts if p is not None] if placement is not None else []
+            if placement is None or not any("replica" in part.axes for part in parts):
+                others.append(piece)
+            elif placement.kept:
+                whole = placement.computes
+                views = [TensorPiece(part, piece.tensor[part.inside(whole)]) for part in parts]
+                pieces += [view.under("model") for view in views]
+            elif placement.updates is not None:
+                pieces.append(piece)
+        others += [piece for piece in self.pieces() if not piece.slot.name.startswith("model/")]
+        shared = [p for p in others if "replica" not in p.slot.axes and p.slot.name not in of_replica]
+        return pieces + shared
 
     def optimizer_pieces(self) -> list[TensorPiece]:
         """Return the optimizer's tensors: `optimizer/NAME/KEY`."""
@@ -184,7 +200,7 @@ class TrainState:
             CheckpointError: something is missing or damaged.
         """
         self._check(source.shapes, scalars)
-        pieces = {f"model/{n}": self._model_piece(n, value) for n, value in self._model_tensors().items()}
+        pieces = {f"model/{name}": piece for name, piece in self._model_pieces().items()}
         extra = self._wanted_by_extra_states(source.shapes)
         local = {name: piece.slot.index for name, piece in pieces.items()}
         values = dict(source.read(local | dict(self.optimizer_state.wanted(source.shapes)) | extra))
@@ -240,20 +256,35 @@ class TrainState:
                 next_step="resume with the recipe that wrote it; the run folder holds it as recipe.toml",
             )
 
-    def _model_piece(self, name: str, value: Tensor) -> TensorPiece:
-        """Return a parameter or buffer with its slot; of a sharded parameter the part that this rank
-        updates.
+    def _model_pieces(self) -> dict[str, TensorPiece]:
+        """Return what this rank holds of each parameter and persistent buffer; tied ones by their first
+        name.
+        """
+        pieces = {name: self._model_piece(name, value) for name, value in self._model_tensors().items()}
+        return {name: piece for name, piece in pieces.items() if piece is not None}
+
+    def _model_piece(self, name: str, value: Tensor) -> TensorPiece | None:
+        """Return a parameter or buffer with its slot; of a sharded parameter the part that this rank updates.
+
+        None: a scalar that another rank holds.
         """
         placement = self.sharded_model.held.get(name)
         if placement is None:
-            slot = TensorSlot.whole(f"model/{name}", value)
-            return TensorPiece(replace(slot, axes=self.sharded_model.buffer_axes), value)
+            slot, sharded_model = TensorSlot.whole(f"model/{name}", value), self.sharded_model
+            axes = sharded_model.buffer_axes
+            if sharded_model.frozen_axes and name in dict(self.model.named_parameters()):
+                axes |= sharded_model.frozen_axes
+            return TensorPiece(replace(slot, axes=axes), value)
         if placement.kept:
             return TensorPiece(placement.computes, value).under("model")
         part = placement.updates
-        if part is None:  # all of it is on other ranks of the shard axis
-            empty = replace(placement.computes, part=tuple((0, 0) for _ in placement.computes.shape))
-            return TensorPiece(empty.on("shard"), value.new_empty(empty.sizes)).under("model")
+        if part is None and not placement.computes.shape:
+            return None  # a scalar has no empty part
+        if part is None:  # all of it is on other ranks of an axis
+            axes = frozenset(axis for other in placement.parts if other is not None for axis in other.axes)
+            empty = tuple((0, 0) for _ in placement.computes.shape)
+            slot = replace(placement.computes, part=empty, axes=axes or frozenset({"shard"}))
+            return TensorPiece(slot, value.new_empty(slot.sizes)).under("model")
         return TensorPiece(part, self.sharded_model.updates[part].detach()).under("model")
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:

@@ -18,9 +18,10 @@ from paceline.comm.group_collectives import broadcast_coalesced
 from paceline.job.mesh import RankGroup
 from paceline.parallel.model_layout import ModelLayout
 from paceline.parallel.session_context import SessionContext
+from paceline.parallel.sharded_model import ShardedModel
 from paceline.state.slot import ExtraState, SlotIndex, TensorPiece, TensorSlot
 from paceline.state.train_state import TrainState
-from paceline.sync.server.parameter_transfer import server_values
+from paceline.sync.server.parameter_transfer import iter_server_parts, own_values, server_values
 from paceline.sync.update import PendingUpdate, UpdateStep
 
 AVERAGE_PREFIX = "values/"
@@ -142,11 +143,10 @@ def build_average(
 
     def bring(world: RankGroup) -> None:
         if strategy.servers:
-            # Workers hold no average, so each server sends its parts to all ranks.
+            # Workers hold no average, so each server sends its parts to all of them.
             for server in range(strategy.servers):
-                broadcast_coalesced(
-                    [*server_values(sharded_model, server).values()], context.net, world, server
-                )
+                values = _values_to_send(sharded_model, server, is_own=server == context.mesh.world.rank)
+                broadcast_coalesced(values, context.net, world, server)
         elif layout.gather is not None:
             layout.gather()
 
@@ -155,6 +155,20 @@ def build_average(
     if not averages_after_rounds(context):
         update_step.observers.append(average.accept)
     return average
+
+
+def _values_to_send(sharded_model: ShardedModel, server: int, *, is_own: bool) -> list[Tensor]:
+    """Return the tensors through which a server sends its parts; on other servers some that are dropped.
+
+    Args:
+        is_own: this rank is that server.
+    """
+    if is_own:
+        return [*own_values(sharded_model).values()]
+    if sharded_model.is_whole:
+        return [*server_values(sharded_model, server).values()]
+    pairs = iter_server_parts(sharded_model, server)
+    return [torch.empty(part.sizes, dtype=sharded_model.computes[slot].dtype) for slot, part in pairs]
 
 
 def averages_after_rounds(context: SessionContext) -> bool:

@@ -46,6 +46,13 @@ def test_a_split_tensor_is_written_where_its_parts_are() -> None:
     assert found in ([{upper}, {lower}, frozenset()], [frozenset(), {lower}, {upper}])
 
 
+def test_a_whole_copy_of_what_others_hold_in_parts_is_written_in_parts() -> None:
+    """As of a worker of several servers; while a part is missing, the whole copy is written, too."""
+    upper, lower, whole = chunk("w", 8, 0, 3), chunk("w", 8, 3, 8), chunk("w", 8)
+    assert plan_writes([[upper], [lower], [whole]]) == [{upper}, {lower}, frozenset()]
+    assert plan_writes([[upper], [], [whole]])[2] == {whole}
+
+
 def test_what_a_rank_does_not_hold_is_not_written_by_it() -> None:
     """A stage of a pipeline has modules for all names, and values for its own only."""
     tables = []

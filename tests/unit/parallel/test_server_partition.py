@@ -85,7 +85,7 @@ def test_bytes_of_real_models_are_within_ten_percent(num_servers: int) -> None:
     assert max(dealt) > 1.1 * sum(dealt) / num_servers
 
 
-def test_servers_update_parts_and_workers_nothing_but_all_hold_everything() -> None:
+def test_servers_hold_and_update_their_parts_and_workers_hold_everything_and_update_nothing() -> None:
     slots = tuple(
         TensorSlot(name, shape, tuple((0, n) for n in shape)) for name, shape in (("w", (5, 3)), ("s", ()))
     )
@@ -93,6 +93,7 @@ def test_servers_update_parts_and_workers_nothing_but_all_hold_everything() -> N
     placement = ModelPlacement(slots).cut(ServerTransform(plan, {}))
     ranks = [placement.at({"replica": rank}) for rank in range(5)]
     for rank in ranks:
-        assert all(held.computes.is_whole and held.kept and len(held.parts) == 3 for held in rank.values())
+        assert all(held.computes.is_whole and len(held.parts) == 3 for held in rank.values())
+    assert [[held.kept for held in rank.values()] for rank in ranks] == [[False] * 2] * 2 + [[True] * 2] * 3
     assert [sum(held.updates.numel for held in rank.values() if held.updates) for rank in ranks[:2]] == [9, 7]
     assert all(held.updates is None for rank in ranks[2:] for held in rank.values())

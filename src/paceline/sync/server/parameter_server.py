@@ -3,16 +3,17 @@ them.
 
 Rank 0 is the primary server. It hands out tickets with its newest parameters, and applies pushes as its
 policy says. A round is a number of steps; at its end the server waits for the work in progress and sends its
-parameters to all ranks. With several servers each holds some parts of the model: rank 0 broadcasts everything
-that it does, and the secondary servers do the same with their parts, in the same order.
+parameters to all workers. With several servers each holds some parts of the model and no others: rank 0
+broadcasts everything that it does, and the secondary servers do the same with their parts, in the same order.
 
 A worker that is gone, or silent until the deadline, is lost and does not return: its work is handed out
 again, and the others continue while enough of them are left. At the end of a round all ranks learn which
 ranks are left, and what is collective between two rounds (evaluation, records, saves) is among those.
 
 Invariant: every push carries the version of the parameters that it read, and the update step divides by the
-items of the pushes that it used. Between two rounds all ranks that are left hold the parameters and buffers
-of the servers. After the same updates a secondary server holds the values that a single server would hold.
+items of the pushes that it used. Between two rounds all workers that are left hold the parameters of the
+servers, and all ranks the buffers. After the same updates a secondary server holds the values that a single
+server would hold.
 """
 
 from __future__ import annotations
@@ -331,7 +332,7 @@ class PrimaryServer(ShardServer):
         self._arrivals = []
 
     def _pause(self, stats: StepStats, ages: WorkLedger, runner: ModelRunner, state: TrainState) -> StepStats:
-        """Send all ranks the parameters and the same record, and wait until they have received them."""
+        """Send all workers the parameters, all ranks the same record, and wait until they have them."""
         self._record_round(state.step)
         metrics, stops = {**stats.metrics, **ages.metrics()}, int(stats.stops) + int(self.stop_requested())
         stats = replace(stats, metrics=metrics, stops=stops)
@@ -348,13 +349,12 @@ class PrimaryServer(ShardServer):
         }
         # Every rank receives exact parameters now, so differences to what a worker had are void.
         self.transfer.forget()
-        tensors = [*runner.buffers.values(), *self.parts(runner)]
+        buffers = runner.buffers.values()
+        tensors = [*buffers, *self.parts(runner)]
         self.server_group.broadcast("end", fields)
-        self.server_group.broadcast("share", {}, tensors)
         for rank in self.worker_table.left:
             self.send(rank, "pause", {**fields, "dropped": self._take_dropped_flag(rank)}, tensors)
-        # After sending: if servers first waited for each other, none would send.
-        self.load_other_parts(runner)
+        self.end_round_of_servers(buffers, runner)
         self.server_group.rest()
         self.flush(self._drop_worker, lambda: self._send_heartbeats(self.worker_table.left))
         return stats
@@ -417,16 +417,15 @@ class SecondaryServer(ShardServer):
         self.channel.drop(rank)
 
     def _pause(self, fields: Mapping[str, Any], runner: ModelRunner, state: TrainState) -> StepStats:
-        """Send all ranks this server's parts, receive the others' parts, and wait until all have arrived."""
+        """Send all workers this server's parts, and wait until all servers' parts have arrived."""
         require_same_updates("the end of a round", state.num_updates, {PRIMARY_RANK: fields["version"]})
         self._pushed.clear()
         self.transfer.forget()
         parts, servers = self.parts(runner), (self.rank, *self.server_group.others)
-        self.server_group.broadcast("share", {}, parts)
         for rank in fields["left"]:
             if rank not in servers:
                 self.send(rank, "pause", {key: fields[key] for key in ("number", "version")}, parts)
-        self.load_other_parts(runner)
+        self.end_round_of_servers((), runner)
         self.server_group.rest()
         self.flush(lambda rank, why: None, lambda: None)  # rank 0 reports lost workers
         return self.adopt_round(fields, state)

@@ -1,7 +1,7 @@
 """Parameter transfer: the parts of the model that each server holds, and their encoding on the way.
 
-With one server its part is everything. Each rank computes with the whole model; a server's parts are views of
-it.
+With one server its part is everything. Workers compute with the whole model, and a server's parts are views
+of it there; one of several servers has memory for its own parts only.
 
 `CodedTransfer` uses a codec in both directions. Up, a worker codes each gradient plus its pending error; a
 push that the server drops leaves the error as it was. Down, the server codes the difference between its
@@ -58,11 +58,16 @@ def server_slots(sharded_model: ShardedModel, server: int) -> list[TensorSlot]:
 
 
 def server_values(sharded_model: ShardedModel, server: int) -> dict[TensorSlot, Tensor]:
-    """Return views of this rank's values of a server's parts."""
+    """Return views of the values of a server's parts, on a rank that holds the whole model."""
     return {
         part: view_part(sharded_model.computes[slot], slot, part)
         for slot, part in iter_server_parts(sharded_model, server)
     }
+
+
+def own_values(sharded_model: ShardedModel) -> dict[TensorSlot, Tensor]:
+    """Return the values of this server's own parts, in the order of `server_slots`."""
+    return {part: p.detach() for part, p in sharded_model.updates.items()}
 
 
 def view_part(values: Tensor, slot: TensorSlot, part: TensorSlot) -> Tensor:
@@ -96,7 +101,7 @@ class ServerResiduals:
         self._coders, self._sharded_model = coders, sharded_model
 
     def residuals(self) -> Sequence[tuple[str, TensorSlot, Tensor]]:
-        """Return the errors by whole tensor; values that no server here holds are zero."""
+        """Return the errors by whole tensor; values of servers that have no transfer here are zero."""
         wholes = {slot.name: slot for slot in self._sharded_model.computes}
         errors: dict[tuple[str, TensorSlot], Tensor] = {}
         for coder in self._coders.values():

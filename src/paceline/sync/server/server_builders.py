@@ -35,6 +35,7 @@ from paceline.sync.server.parameter_transfer import (
     ParameterTransfer,
     ServerResiduals,
     SparseRowTransfer,
+    own_values,
     server_values,
 )
 from paceline.sync.server.server_common import ServerConnections, ServerGroup
@@ -232,13 +233,16 @@ def _build_transfers(
 ) -> Sequence[ParameterTransfer]:
     """Build the transfers of this rank: of a worker one per server, of a server its own."""
     rank, strategy, seed = context.mesh.world.rank, context.recipe.strategy, context.recipe.seed
-    servers = [rank] if rank < strategy.servers else range(strategy.servers)
+    is_server = rank < strategy.servers
+    servers = [rank] if is_server else range(strategy.servers)
     codec = build_codec(strategy)
     if codec is None:
         return [SparseRowTransfer() for _ in servers]
     transfers = {
         server: CodedTransfer(
-            codec, key(seed, "server", server) if server else seed, server_values(sharded_model, server)
+            codec,
+            key(seed, "server", server) if server else seed,
+            own_values(sharded_model) if is_server else server_values(sharded_model, server),
         )
         for server in servers
     }

@@ -34,10 +34,10 @@ from paceline.state.slot import ExtraState, TensorPiece, TensorSlot
 from paceline.state.train_state import TrainState
 from paceline.sync.server.gradient_push import PushFormat
 from paceline.sync.server.parameter_transfer import (
+    PRIMARY_RANK,
     ParameterTransfer,
     load_buffers,
-    load_server_values,
-    server_values,
+    own_values,
 )
 from paceline.sync.server.server_policies import WorkLedger
 from paceline.sync.sync_rule import internal_rule_error
@@ -355,7 +355,7 @@ class ShardServer(ServerParticipant):
 
     def parts(self, runner: ModelRunner) -> list[Tensor]:
         """Return the newest values of this server's parts."""
-        return [*server_values(runner.sharded_model, self.rank).values()]
+        return [*own_values(runner.sharded_model).values()]
 
     def update(
         self, messages: Sequence[ChannelMessage], runner: ModelRunner, update_step: UpdateStep
@@ -373,13 +373,18 @@ class ShardServer(ServerParticipant):
         update = update_step.apply(Gradients(total.grads, flats, norms, total.scale), total.tally)
         return total.tally, update
 
-    def load_other_parts(self, runner: ModelRunner) -> None:
-        """Receive the parts of the other servers."""
+    def end_round_of_servers(self, buffers: Sequence[Tensor], runner: ModelRunner) -> None:
+        """Wait until all servers have ended the round, and load the buffers, which rank 0 sends.
+
+        Args:
+            buffers: on rank 0; empty on the others.
+        """
+        # Every server sends before it waits: if all first waited, none would send.
+        self.server_group.broadcast("share", {}, buffers)
         self.phases.begin("communication")
         for rank, message in self.server_group.gather_replies("share").items():
-            # Only rank 0 sends the buffers, in front of its parts.
-            tensors = message.tensors if rank else load_buffers(message.tensors, runner)
-            load_server_values(tensors, server_values(runner.sharded_model, rank))
+            if rank == PRIMARY_RANK:
+                load_buffers(message.tensors, runner)
 
     def flush(self, lose: Callable[[int, str], None], send_heartbeat: Callable[[], None]) -> None:
         """Wait until all live ranks have received everything, so that a collective can follow.

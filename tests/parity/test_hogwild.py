@@ -169,39 +169,68 @@ def test_a_stop_ends_all_after_the_same_step() -> None:
     assert 10 <= step < 2000  # the pause after which it would end otherwise
 
 
-def stored(cluster: Cluster) -> tuple[Trajectory, dict[int, tuple[int, int]], int, int]:
-    """Where a run ends, this rank's share of the memory of its parameters, bytes of moments and of those."""
-    session = build_test_session(cluster, large(f"central-storage shard={cluster.world_size}"))
+def stored(
+    cluster: Cluster, strategy: str
+) -> tuple[Trajectory, dict[int, tuple[int, int]], tuple[int, int], int]:
+    """Where a run ends, this rank's share of the memory of its parameters, its numbers of optimizer state and
+    of sums of gradients, and bytes of the model."""
+    session = build_test_session(cluster, large(f"{strategy} shard={cluster.world_size}"))
     losses = [stats.loss for stats in session.rounds()]
     session.sum(0.0)  # all are here, and all have mapped it
     places = {}
     for p in session.runner.sharded_model.computes.values():
         file, size, share = mapping_of(p)
         places[file] = (size, share)
-    moments = sum(
-        t.numel() * 4 for s in session.state.optimizer.state.values() for t in s.values() if t.dim()
-    )
+    kept = [value for state in session.state.optimizer.state.values() for value in state.values()]
+    numbers = sum(value.numel() if isinstance(value, Tensor) else 1 for value in kept)
+    sums = sum(p.grad.numel() for p in session.runner.sharded_model.updates.values() if p.grad is not None)
     model = sum(p.numel() * 4 for p in session.runner.sharded_model.computes.values())
     session.sum(0.0)  # nobody goes on before all have looked
-    return whole_trajectory(losses, session), places, moments, model
+    return whole_trajectory(losses, session), places, (numbers, sums), model
 
 
-def large(strategy: str) -> Recipe:
+def large(strategy: str, **changes: Any) -> Recipe:
     options = {"model": "mlp", "hidden": [512, 512]}
-    return digits(strategy, steps=4, options=options, optimizer={"name": "adamw", "lr": 1e-3})
+    return digits(strategy, steps=4, options=options, optimizer={"name": "adamw", "lr": 1e-3}, **changes)
 
 
-@pytest.mark.capability("B5", clause="one copy of the parameters on a host")
-def test_central_storage_has_one_copy_of_parameters_and_moments_on_a_host() -> None:
-    found = run_ranks(stored, 3)
+@pytest.mark.capability("B5")
+def test_central_storage_has_one_copy_of_parameters_and_all_moments_on_one_rank() -> None:
+    found = run_ranks(stored, 3, "central-storage")
     (_, places, _, model), *_ = found
     assert 0 not in places and all(other[1].keys() == places.keys() for other in found)
     held = sum(share for _, of_rank, _, _ in found for _, share in of_rank.values())
     assert model <= sum(size for size, _ in places.values()) <= 1.02 * model + 8192
     assert held <= 1.05 * model + 3 * 8192  # pages that several processes have mapped count once in all
-    assert sum(moments for _, _, moments, _ in found) == 2 * model
+    num_values, num_tensors = (
+        model // 4,
+        6,
+    )  # AdamW has two moments of each value, and a counter of each tensor
+    (numbers, sums), *compute_ranks = (of_rank for _, _, of_rank, _ in found)
+    assert (numbers, sums) == (2 * num_values + num_tensors, num_values)
+    assert compute_ranks == [(0, 0)] * 2
     (right,) = run_ranks(lambda cluster: run_oracle(large("replicas=1"), 4), 1)
-    assert found[0][0].distance(right) <= 2e-5
+    assert all(rank[0].distance(right) <= 2e-5 for rank in found)
+
+
+def test_with_state_that_is_spread_every_rank_has_moments() -> None:
+    """The twin: ZeRO 3 in the same memory."""
+    found = run_ranks(stored, 3, "replicas=1 zero=3 route=shared-memory")
+    assert all(numbers > 0 and sums > 0 for _, _, (numbers, sums), _ in found)
+
+
+@pytest.mark.capability("B5", clause="the bits of one process")
+def test_central_storage_has_the_bits_of_one_process() -> None:
+
+    def reproducible(cluster: Cluster, strategy: str) -> tuple[Trajectory, int]:
+        session = build_test_session(cluster, large(strategy, reproducible=True))
+        losses = [stats.loss for stats in session.rounds()]
+        return whole_trajectory(losses, session), len(session.state.optimizer.state)
+
+    found = run_ranks(reproducible, 2, "central-storage")
+    ((right, num_tensors),) = run_ranks(reproducible, 1, "replicas=1")
+    assert all(end.distance(right) == 0.0 and end.losses == right.losses for end, _ in found)
+    assert [number for _, number in found] == [num_tensors, 0]
 
 
 def test_replicas_would_hold_more() -> None:

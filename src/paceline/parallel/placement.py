@@ -188,6 +188,7 @@ class ShardTransform:
         dims: by name, the dimension that is split; the first if not named.
         keeps: whether a rank keeps all that it computes with (ZeRO 1 and 2), or only its part (ZeRO 3).
         frees_gradients: whether it keeps only the gradient of its part (ZeRO 2 and 3).
+        is_central: the first rank updates all of every tensor, and the others nothing.
     Source: Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 5.
     """
 
@@ -195,6 +196,7 @@ class ShardTransform:
     dims: Mapping[str, int]
     keeps: bool = True
     frees_gradients: bool = False
+    is_central: bool = False
     axis = "shard"
 
     def cut(self, held: TensorPlacement, coordinate: int) -> TensorPlacement | None:
@@ -206,6 +208,8 @@ class ShardTransform:
         )
 
     def _part(self, slot: TensorSlot, shard_rank: int) -> TensorSlot | None:
+        if self.is_central:
+            return slot.on(self.axis) if shard_rank == 0 else None
         if not slot.shape:
             # A scalar cannot be split: exactly one rank has it.
             return slot.on(self.axis) if even_span(1, self.degree, shard_rank) == (0, 1) else None

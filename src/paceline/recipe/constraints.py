@@ -246,6 +246,13 @@ SHARD_NEEDS = (
 ZERO_NEEDS = (
     _strategy_need(lambda s: s.shard > 1, "with shard", "zero shares state among shard ranks: add shard=2"),
 )
+STORAGE_NEEDS = (
+    _strategy_need(
+        lambda s: s.zero == 3,
+        "with zero=3",
+        "storage says where shard ranks keep all of the state: add shard=2 zero=3",
+    ),
+)
 SCHEDULE_NEEDS = (
     _strategy_need(
         lambda s: s.pipeline > 1, "with pipeline", "schedule orders the stages of a pipeline: add pipeline=2"

@@ -21,6 +21,7 @@ from paceline.recipe.constraints import (
     SCHEDULE_NEEDS,
     SHARD_NEEDS,
     STAGES_NEEDS,
+    STORAGE_NEEDS,
     SYNC_NEEDS,
     ZERO_NEEDS,
 )
@@ -94,6 +95,11 @@ class Strategy(RecipeTable):
     )
     zero: Annotated[int, *ZERO_NEEDS] = Field(
         default=0, ge=0, le=3, description="what they share: 1 optimizer state, 2 + gradients, 3 + weights"
+    )
+    storage: Annotated[Literal["spread", "central"], *STORAGE_NEEDS] = Field(
+        default="spread",
+        description="where shard ranks update weights and hold moments under zero=3: a part on each; or all"
+        " on the first, in memory that the host shares",
     )
     tensor: int = Field(default=1, ge=1, description="ranks that split each large tensor")
     pipeline: int = Field(default=1, ge=1, description="stages of consecutive layers")

@@ -64,7 +64,8 @@ PRESETS: Mapping[str, StrategyPreset] = MappingProxyType(
         ),
         "parameter-server": StrategyPreset("servers=1 sync=server", "workers send gradients to a server"),
         "central-storage": StrategyPreset(
-            "replicas=1 shard=all zero=3 route=shared-memory", "one copy of weights and moments per machine"
+            "replicas=1 shard=all zero=3 storage=central route=shared-memory",
+            "one copy of weights per machine, updated by one process",
         ),
         "hogwild": StrategyPreset("sync=hogwild", "lock-free updates of shared weights, on one machine"),
         "local-sgd": StrategyPreset("sync=local:8", "replicas train independently and average every 8 steps"),

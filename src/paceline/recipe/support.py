@@ -43,6 +43,7 @@ _COSTS = {  # of a change, by field: the higher, the more a user loses with it
     "lanes": 2,
     "cut": 3,
     "zero": 3,
+    "storage": 2,
     "shard": 3,
     "codec": 4,
     "context": 5,

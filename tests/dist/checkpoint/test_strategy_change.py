@@ -25,6 +25,7 @@ STRATEGIES = [
     ("replicas=1 shard=3 zero=1", 3, "replicas=1 shard=2 zero=1", 2),
     pytest.param("replicas=all", 1, "replicas=1 shard=2 zero=1", 2, marks=pytest.mark.soak),
     ("replicas=1 shard=3 zero=2", 3, "replicas=1 shard=2 zero=3", 2),
+    ("central-storage", 2, "central-storage", 3),
     pytest.param(
         "replicas=1 shard=2 zero=3 route=native", 2, "replicas=1 shard=3 zero=2", 3, marks=pytest.mark.soak
     ),

@@ -303,7 +303,11 @@ def test_the_command_lists_them_with_their_reasons() -> None:
     [
         ("fsdp", 4, "replicas=1 shard=4 zero=3 sync=every-step"),
         ("fsdp tensor=2", 8, "replicas=1 shard=4 zero=3 tensor=2 sync=every-step"),
-        ("central-storage", 3, "replicas=1 shard=3 zero=3 sync=every-step route=shared-memory"),
+        (
+            "central-storage",
+            3,
+            "replicas=1 shard=3 zero=3 storage=central sync=every-step route=shared-memory",
+        ),
         ("pipedream", 4, "replicas=1 pipeline=4 sync=pipedream"),
         ("fsdp shard=2", 2, "replicas=1 shard=2 zero=3 sync=every-step"),
         ("replicas=2 shard=all zero=1", 6, "replicas=2 shard=3 zero=1 sync=every-step"),

@@ -333,8 +333,10 @@ class ScatterReducer:
             slots, self._tensors, self._parts, lambda n, like: like.new_empty(n, device="meta")
         )
         like, width = empty_on_device_of(self._tensors[slots[0]]), shape.rows.shape[1]
-        total = self._paths.replica.buffer(width, like, f"{self._name}{number}.own")
         num_own_values = sum(part.numel for s in slots if (part := self._parts[s][self._row]) is not None)
+        # A rank that gets nothing, as under central storage, needs no memory for it.
+        num_values = width if num_own_values else 1
+        total = self._paths.replica.buffer(num_values, like, f"{self._name}{number}.own")
         return _ScatterBucket(number, shape, total, num_own_values, set(slots), shape.views(total, self._row))
 
     def _make_blocks(self) -> BlockPool:

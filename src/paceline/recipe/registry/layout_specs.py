@@ -66,6 +66,11 @@ def _parse_schedule_file(text: str) -> str:
     return text
 
 
+def is_central_storage(storage: str) -> bool:
+    """Return whether one rank of a shard group holds what the others only compute with."""
+    return storage == "central"
+
+
 _NEEDS_ONE_LANE = StrategyRefusal(
     "stages that are lanes of one process run gpipe or 1f1b: leave out lanes, or choose one of these",
     lambda s: s.lanes > 1,
@@ -191,6 +196,27 @@ LAYOUT_SPECS = (
         summary="optimizer state, gradients and parameters sharded, gathered for use",
         build="paceline.parallel.zero:shard_parameters",
         order=30,
-        applies=lambda s: s.shard > 1 and s.zero == 3,
+        applies=lambda s: s.shard > 1 and s.zero == 3 and not is_central_storage(s.storage),
+    ),
+    LayoutSpec(
+        word="central",
+        summary="one copy of the weights per host, updated by one rank, which holds all moments",
+        build="paceline.parallel.central_storage:store_parameters_centrally",
+        order=30,
+        applies=lambda s: s.shard > 1 and s.zero == 3 and is_central_storage(s.storage),
+        refusals=(
+            StrategyRefusal(
+                "storage=central holds whole models: leave out storage, or tensor, context and pipeline",
+                lambda s: s.ranks_per_replica > s.shard or s.lanes > 1,
+            ),
+            StrategyRefusal(
+                "storage=central makes one update of every step: leave out storage or sync",
+                lambda s: s.is_set("sync"),
+            ),
+            StrategyRefusal(
+                "storage=central sends no gradients, so a codec has no effect: leave out storage or codec",
+                lambda s: s.is_coded,
+            ),
+        ),
     ),
 )

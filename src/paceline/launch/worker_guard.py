@@ -203,7 +203,7 @@ class ErrorReport:
 
     @property
     def headline(self) -> str:
-        """What was raised, in one line."""
+        """The exception, in one line."""
         summary = self.message.partition("\n")[0]
         return f"raised {self.type}: {summary}" if summary else f"raised {self.type}"
 

@@ -124,14 +124,14 @@ class ShardedModel:
 
     @property
     def is_whole(self) -> bool:
-        """Whether this rank has all of the model in memory."""
+        """True if this rank has all of the model in memory."""
         if not all(placement.kept and placement.computes.is_whole for placement in self.held.values()):
             return False
         return not any(t.is_meta for t in (*self.model.parameters(), *self.model.buffers()))
 
     @property
     def is_on_servers(self) -> bool:
-        """Whether several servers each hold a part of the model; equal on all ranks."""
+        """True if several servers each hold a part of the model; equal on all ranks."""
         slots = (slot for placement in self.held.values() for slot in placement.parts)
         return any(slot is not None and "replica" in slot.axes for slot in slots)
 
@@ -143,12 +143,12 @@ class ShardedModel:
 
     @property
     def frees_gradients(self) -> bool:
-        """Whether a gradient is freed after every micro-batch, once it was handed on."""
+        """True if a gradient is freed after every micro-batch, once it was handed on."""
         return any(placement.frees_gradients for placement in self.held.values())
 
     @property
     def updates_partially(self) -> bool:
-        """Whether this rank, or one that shares its tensors, updates only a part of one."""
+        """True if this rank, or one that shares its tensors, updates only a part of one."""
         slots = (slot for placement in self.held.values() for slot in placement.parts)
         return any(slot is not None and not slot.is_whole for slot in slots)
 

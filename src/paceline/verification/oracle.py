@@ -9,8 +9,9 @@ run (`comm.reduction.summation_tree`), and in `plain_optimizer` the learning rat
 forbids imports of those modules.
 
 Shared with the session is only what defines the run: the order of samples (`BatchOrder`), the key function
-and its words, the initial weights, the loss scale of fp16, and the user's model, loss and optimizer. Two
-sides that chose those independently could not agree.
+and its words, the initial weights, the loss scale of fp16, the user's model, loss and optimizer, and what
+`paceline.gather` returns in the loss, which is the whole batch in the oracle. Two sides that chose those
+independently could not agree.
 """
 
 from __future__ import annotations

@@ -149,6 +149,8 @@ SHARED = {
     "KeyedDropout",
     "Loss",
     "Task",
+    "WholeBatch",
+    "gather_scope",
     "OptimizerRecipe",
     "ScheduleRecipe",
 }

@@ -300,7 +300,7 @@ def read_run(folder: Path) -> RecordedRun:
         records=tuple(records),
         unreadable=unreadable,
         certificate=_read_certificate(folder / CERTIFICATE),
-        running=_is_running(starts[-1]) if starts else False,
+        running=is_run_alive(starts[-1]) if starts else False,
     )
 
 
@@ -315,21 +315,24 @@ def _read_records(path: Path) -> tuple[list[MetricsRecord], int]:
     for file in [*rotated_files(path), path]:
         lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else []
         for line in filter(None, lines):
-            record = _parse_record(line)
+            record = parse_record(line)
             if record is None:
                 num_unreadable += 1
             else:
-                records.append(record)
+                records.append(_without_unused_fields(record))
     return records, num_unreadable
 
 
-def _parse_record(line: str) -> MetricsRecord | None:
+def parse_record(line: str) -> MetricsRecord | None:
+    """Return the record in a line of `metrics.jsonl`; None if it is no valid one."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(record, dict) or not is_valid_record(record):
-        return None
+    return record if isinstance(record, dict) and is_valid_record(record) else None
+
+
+def _without_unused_fields(record: MetricsRecord) -> MetricsRecord:
     if record["event"] != "step":
         return record
     return {key: record[key] for key in _STEP_FIELDS if key in record}
@@ -368,7 +371,7 @@ def _read_certificate(path: Path) -> MetricsRecord | None:
     return certificate if isinstance(certificate, dict) and is_valid_certificate(certificate) else None
 
 
-def _is_running(start: MetricsRecord) -> bool | None:
+def is_run_alive(start: MetricsRecord) -> bool | None:
     """Return whether the process of a start still runs; None if it is on another host."""
     if start.get("host") != socket.gethostname():
         return None

@@ -1,0 +1,230 @@
+"""The catalog of metrics: the name, unit, kind, labels and meaning of every number that a run exports.
+
+Each metric is computed from the records of `metrics.jsonl`. The exporter, the dashboard, the alert rules, the
+live page and docs/reference/exported-metrics.md are generated from this table. Invariant: no other module
+spells a name that begins with `paceline_`; a test searches for one. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
+
+MetricKind = Literal["gauge", "counter"]
+
+
+class MetricSpec(NamedTuple):
+    """A metric and the records that it is computed from.
+
+    A gauge is the newest value of a field. A counter is the sum of the field over all records, those of steps
+    that were taken again after a resume included, so it never falls.
+
+    Args:
+        name: as Prometheus has it; a counter ends in `_total`.
+        kind: gauge or counter.
+        unit: "seconds", "bytes", ...; empty for a plain number.
+        labels: names of labels; "rank" is the rank of the record, another one is the key of a table.
+        meaning: one line.
+        event: the records that it is computed from.
+        field: the field of these records; a table gives one series per key. Empty: their number.
+    """
+
+    name: str
+    kind: MetricKind
+    unit: str
+    labels: tuple[str, ...]
+    meaning: str
+    event: str
+    field: str = ""
+
+
+_RANK = ("rank",)
+
+METRICS: tuple[MetricSpec, ...] = (
+    MetricSpec("paceline_planned_steps", "gauge", "", (), "length of the run in steps", "run", "num_steps"),
+    MetricSpec("paceline_ranks", "gauge", "", (), "number of processes", "run", "ranks"),
+    MetricSpec(
+        "paceline_starts_total", "counter", "", (), "times that the run was started or resumed", "run"
+    ),
+    MetricSpec("paceline_step", "gauge", "", (), "index of the newest step, from 0", "step", "step"),
+    MetricSpec("paceline_epoch", "gauge", "", (), "index of the epoch, from 0", "step", "epoch"),
+    MetricSpec(
+        "paceline_rounds_total", "counter", "", (), "rounds taken, those taken again included", "step"
+    ),
+    MetricSpec(
+        "paceline_samples_total", "counter", "", (), "samples used, all replicas", "step", "num_samples"
+    ),
+    MetricSpec(
+        "paceline_items_total",
+        "counter",
+        "",
+        (),
+        "samples or tokens, as the loss counts",
+        "step",
+        "num_items",
+    ),
+    MetricSpec("paceline_loss", "gauge", "", (), "mean loss of the newest step", "step", "loss"),
+    MetricSpec(
+        "paceline_metric", "gauge", "", ("metric",), "mean of a metric in the newest step", "step", "metrics"
+    ),
+    MetricSpec(
+        "paceline_gradient_norm", "gauge", "", (), "norm of the gradient before the clip", "step", "grad_norm"
+    ),
+    MetricSpec("paceline_learning_rate", "gauge", "", (), "rate of the first parameter group", "step", "lr"),
+    MetricSpec(
+        "paceline_loss_scale", "gauge", "", (), "factor of the loss, 1 unless fp16", "step", "loss_scale"
+    ),
+    MetricSpec(
+        "paceline_step_seconds", "gauge", "seconds", (), "wall time of the newest round", "step", "seconds"
+    ),
+    MetricSpec(
+        "paceline_step_seconds_total", "counter", "seconds", (), "wall time of all rounds", "step", "seconds"
+    ),
+    MetricSpec(
+        "paceline_phase_seconds",
+        "gauge",
+        "seconds",
+        ("phase",),
+        "the newest round on rank 0 by phase",
+        "step",
+        "phases",
+    ),
+    MetricSpec(
+        "paceline_samples_per_second",
+        "gauge",
+        "",
+        (),
+        "samples per second of the newest round",
+        "step",
+        "samples_per_second",
+    ),
+    MetricSpec(
+        "paceline_rank_seconds_total", "counter", "seconds", _RANK, "wall time of rounds", "ranks", "seconds"
+    ),
+    MetricSpec("paceline_rank_rounds_total", "counter", "", _RANK, "rounds", "ranks", "rounds"),
+    MetricSpec(
+        "paceline_rank_slowest_seconds",
+        "gauge",
+        "seconds",
+        _RANK,
+        "slowest round of the newest window",
+        "ranks",
+        "slowest_seconds",
+    ),
+    MetricSpec(
+        "paceline_rank_phase_seconds_total",
+        "counter",
+        "seconds",
+        ("rank", "phase"),
+        "time by phase",
+        "ranks",
+        "phases",
+    ),
+    MetricSpec(
+        "paceline_rank_waiting_seconds_total",
+        "counter",
+        "seconds",
+        _RANK,
+        "waiting for slower ranks",
+        "ranks",
+        "waiting_seconds",
+    ),
+    MetricSpec(
+        "paceline_rank_hidden_seconds_total",
+        "counter",
+        "seconds",
+        _RANK,
+        "communication that overlapped with other work",
+        "ranks",
+        "hidden_seconds",
+    ),
+    MetricSpec(
+        "paceline_rank_sent_bytes_total", "counter", "bytes", _RANK, "bytes sent", "ranks", "sent_bytes"
+    ),
+    MetricSpec(
+        "paceline_rank_cpu_seconds_total",
+        "counter",
+        "seconds",
+        _RANK,
+        "CPU time in rounds",
+        "ranks",
+        "cpu_seconds",
+    ),
+    MetricSpec(
+        "paceline_rank_peak_bytes",
+        "gauge",
+        "bytes",
+        _RANK,
+        "peak memory of the process",
+        "ranks",
+        "peak_bytes",
+    ),
+    MetricSpec(
+        "paceline_evaluations_total", "counter", "", (), "evaluations on held-out samples", "evaluation"
+    ),
+    MetricSpec("paceline_evaluation_loss", "gauge", "", (), "mean over held-out items", "evaluation", "loss"),
+    MetricSpec(
+        "paceline_evaluation_metric",
+        "gauge",
+        "",
+        ("metric",),
+        "mean of a metric over held-out items",
+        "evaluation",
+        "metrics",
+    ),
+    MetricSpec("paceline_checkpoints_total", "counter", "", (), "checkpoints saved", "checkpoint"),
+    MetricSpec(
+        "paceline_checkpoint_step", "gauge", "", (), "steps in the newest checkpoint", "checkpoint", "step"
+    ),
+    MetricSpec("paceline_skipped_updates_total", "counter", "", (), "updates that health skipped", "skip"),
+    MetricSpec(
+        "paceline_roll_backs_total", "counter", "", (), "returns to an earlier checkpoint", "roll-back"
+    ),
+    MetricSpec(
+        "paceline_divergences_total",
+        "counter",
+        "",
+        (),
+        "checks in which copies of ranks differed",
+        "divergence",
+    ),
+    MetricSpec(
+        "paceline_copies_equal",
+        "gauge",
+        "",
+        (),
+        "1 if copies of ranks had equal bits when last checked",
+        "hash",
+        "equal",
+    ),
+    MetricSpec(
+        "paceline_stragglers_total",
+        "counter",
+        "",
+        _RANK,
+        "times that the rank was named as slow",
+        "straggler",
+    ),
+    MetricSpec("paceline_lost_workers_total", "counter", "", _RANK, "times that the rank was lost", "lost"),
+    MetricSpec("paceline_warnings_total", "counter", "", (), "warnings", "warning"),
+    MetricSpec("paceline_errors_total", "counter", "", (), "errors that ended the run", "error"),
+    MetricSpec("paceline_ends_total", "counter", "", (), "starts that ended by themselves", "end"),
+)
+
+METRICS_BY_NAME: Mapping[str, MetricSpec] = {metric.name: metric for metric in METRICS}
+
+NOT_EXPORTED: Mapping[str, Mapping[str, str]] = {
+    "step": {
+        "applied": "counted by paceline_skipped_updates_total, and by overflows in the loss scale",
+        "sent_bytes": "a total of rank 0 that begins again with each start; ranks have theirs",
+        "rates": "the first group is paceline_learning_rate; one series a group can be thousands",
+        "stops": "the record `stop` says why",
+    },
+    "ranks": {"step": "is the newest step, up to the window"},
+    "evaluation": {
+        "step": "is the newest step",
+        "num_samples": "does not change in a run",
+        "num_items": "does not change in a run",
+    },
+}
+"""The fields of rows that no metric is computed from, and why; a test finds a field that is in neither."""

@@ -78,6 +78,14 @@ COMMANDS = (
         "Write an HTML page about one run, or about several to compare, and print a summary.",
     ),
     CommandEntry(
+        "watch",
+        "watch:watch",
+        "Serve a live page about runs until Ctrl-C: curves, ranks, events and state.",
+    ),
+    CommandEntry(
+        "top", "watch:top", "Show a live table of runs and their ranks in the terminal, until Ctrl-C."
+    ),
+    CommandEntry(
         "strategies",
         "recipe_show:strategies",
         "List the supported strategies and what each name stands for.",

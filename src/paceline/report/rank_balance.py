@@ -73,10 +73,11 @@ def rank_times(run: RecordedRun) -> list[RankTimes]:
     for record in run.last_training_records:
         if record.get("event") == "ranks":
             by_rank.setdefault(int(record["rank"]), []).append(record)
-    return [_rank_times_of(rank, records) for rank, records in sorted(by_rank.items())]
+    return [rank_times_of_records(rank, records) for rank, records in sorted(by_rank.items())]
 
 
-def _rank_times_of(rank: int, records: Iterable[Mapping[str, Any]]) -> RankTimes:
+def rank_times_of_records(rank: int, records: Iterable[Mapping[str, Any]]) -> RankTimes:
+    """Return the time of one rank over all rounds of some of its `ranks` records, at least one."""
     records = list(records)
     seconds = _sum_field(records, "seconds")
     phases = {

@@ -299,7 +299,7 @@ def read_run(folder: Path) -> RecordedRun:
         recipe=_read_recipe(folder / RECIPE),
         records=tuple(records),
         unreadable=unreadable,
-        certificate=_read_certificate(folder / CERTIFICATE),
+        certificate=read_certificate(folder / CERTIFICATE),
         running=is_run_alive(starts[-1]) if starts else False,
     )
 
@@ -363,7 +363,8 @@ def _read_recipe(path: Path) -> MetricsRecord:
         return {}
 
 
-def _read_certificate(path: Path) -> MetricsRecord | None:
+def read_certificate(path: Path) -> MetricsRecord | None:
+    """Return the certificate in a file; None if there is none or it is no valid one."""
     try:
         certificate = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
     except (OSError, ValueError, RecursionError):

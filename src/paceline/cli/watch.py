@@ -1,0 +1,147 @@
+"""`paceline watch` and `paceline top`: a live page and a live table of runs, read from their folders."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from paceline.cli.console import error_output, output, print_json, print_plain
+from paceline.errors import DataError, MissingExtraError
+from paceline.report.run_files import RUNS
+
+DEFAULT_PORT = 7600
+
+Folders = Annotated[
+    list[Path] | None,
+    typer.Argument(help="Run folders, or folders that contain some. Default: runs/.", show_default=False),
+]
+
+
+def watch(
+    folders: Folders = None,
+    host: Annotated[
+        str, typer.Option(help="Address to listen at. Others than this host reach 0.0.0.0.")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=65535,
+            help="Port; 0: any that is free. Default: 7600, or any if that is in use.",
+            show_default=False,
+        ),
+    ] = None,
+    token: Annotated[
+        str | None,
+        typer.Option(help="Token of the link. Default: a new one at each start.", show_default=False),
+    ] = None,
+) -> None:
+    """Serve a live page about runs until Ctrl-C: curves, ranks, events and state."""
+    try:
+        import uvicorn
+
+        from paceline.watch.page_server import build_app
+    except ImportError as error:
+        raise MissingExtraError(
+            f"paceline watch needs starlette and uvicorn: {error}", next_step="pip install 'paceline[watch]'"
+        ) from error
+    from paceline.watch.run_collection import RunCollection
+
+    chosen = _existing_folders(folders)
+    token = token or secrets.token_urlsafe(12)
+    with _listen(host, port) as listener:
+        name, number = listener.getsockname()[:2]
+        shown = f"[{name}]" if ":" in name else name
+        print_plain(f"watching {', '.join(map(str, chosen))} at http://{shown}:{number}/?token={token}")
+        if not _is_loopback(name):
+            print_plain("other hosts reach this page; the link is not encrypted", error_output())
+        sys.stdout.flush()
+        config = uvicorn.Config(
+            build_app(RunCollection(chosen), token),
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=1,
+            lifespan="on",
+        )
+        uvicorn.Server(config).run(sockets=[listener])
+
+
+def top(
+    folders: Folders = None,
+    once: Annotated[bool, typer.Option("--once", help="Print the table once and exit.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON once and exit.")] = False,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Time between two looks.")] = 1.0,
+) -> None:
+    """Show a live table of runs and their ranks in the terminal, until Ctrl-C."""
+    from paceline.watch.run_collection import RunCollection
+
+    runs = RunCollection(_existing_folders(folders))
+    runs.read_all()
+    if as_json:
+        print_json(runs.summaries())
+        return
+    from rich.live import Live
+
+    from paceline.watch.terminal_table import render_table
+
+    console = output()
+    if once or not console.is_terminal:
+        console.print(render_table(runs.summaries()))
+        return
+    with Live(render_table(runs.summaries()), console=console, auto_refresh=False, screen=True) as live:
+        try:
+            while True:
+                time.sleep(seconds)
+                runs.read_all()
+                live.update(render_table(runs.summaries()), refresh=True)
+        except KeyboardInterrupt:
+            return
+
+
+def _existing_folders(folders: list[Path] | None) -> list[Path]:
+    """Return the folders to look into; one that the user names has to exist.
+
+    Raises:
+        DataError: one of them does not exist.
+    """
+    for folder in folders or []:
+        if not folder.is_dir():
+            raise DataError(
+                f"the folder '{folder}' does not exist",
+                next_step="runs are in runs/ of the folder in which they were started",
+            )
+    return folders or [RUNS]
+
+
+def _listen(host: str, port: int | None) -> socket.socket:
+    """Return a socket that listens.
+
+    Raises:
+        DataError: it cannot listen there.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for number in (DEFAULT_PORT, 0) if port is None else (port,):
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, number))
+            listener.listen(512)
+        except OSError as error:
+            listener.close()
+            problem = error
+        else:
+            return listener
+    raise DataError(
+        f"cannot listen at {host}, port {port}: {problem.strerror or problem}",
+        next_step="choose another --port, or --port 0 for any that is free",
+    )
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"

@@ -1,0 +1,152 @@
+"""All runs that a page shows: found in folders, read in one thread, with a version for those who wait.
+
+Invariant: one thread reads all runs, whatever the number of readers of a page, so watching costs the same for
+one and for a thousand.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import DataError
+from paceline.report.run_files import find_runs, is_run_folder
+from paceline.watch.curves import CurvePoints, RunCurves
+from paceline.watch.run_watch import RunWatch
+
+_POLL_SECONDS = 0.4
+_FIND_SECONDS = 2.0
+_TURN_BYTES = 2**20  # of one run before another has its turn
+
+
+class RunCollection:
+    """The runs in some folders, kept up to date by a thread between `start` and `close`.
+
+    Args:
+        folders: run folders, or folders that contain some; they are searched again every two seconds.
+    """
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        self._folders = folders
+        self._runs: dict[str, RunWatch] = {}
+        self._previews: dict[str, RunCurves] = {}
+        self._lock = threading.RLock()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="run-collection", daemon=True)
+        self._listeners: list[Callable[[], None]] = []
+        self.version = 0
+
+    def start(self) -> None:
+        """Find the runs, read what is quick to read, and begin to follow them."""
+        self._find()
+        self._thread.start()
+
+    def read_all(self) -> None:
+        """Find the runs and read all that is new, on this thread; instead of `start`."""
+        self._find()
+        while self._update_all():
+            pass
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closed.set()
+        if self._thread.is_alive():
+            self._thread.join(10)
+
+    def call_on_change(self, listener: Callable[[], None]) -> None:
+        """Call a function, on the reading thread, after each change of any run."""
+        self._listeners.append(listener)
+
+    def summaries(self) -> list[Mapping[str, Any]]:
+        """Return the state of each run, newest first, without its events."""
+        with self._lock:
+            return [{"id": key, **run.state()} for key, run in reversed(self._runs.items())]
+
+    def state(self, key: str) -> Mapping[str, Any] | None:
+        """Return the state of a run; None if there is none of this id."""
+        with self._lock:
+            run = self._runs.get(key)
+            return None if run is None else {"id": key, **run.state()}
+
+    def events(self, key: str, after: int, limit: int = 1000) -> list[Mapping[str, Any]]:
+        """Return events of a run whose number is larger than `after`, the newest `limit` of them."""
+        with self._lock:
+            run = self._runs.get(key)
+            found = [] if run is None else [{"number": n, **e} for n, e in run.events if n > after]
+        return found[-limit:]
+
+    def points(self, key: str, name: str, first: int, end: int | None, max_points: int) -> CurvePoints:
+        """Return a part of a curve; from a sample of its steps while the run has not been read to its end."""
+        with self._lock:
+            run = self._runs.get(key)
+            if run is None:
+                return CurvePoints([], [], [], [])
+            if run.is_complete:
+                return run.curves.points(name, first, end, max_points)
+            preview = self._previews.get(key)
+        if preview is None:
+            preview = self._previews[key] = run.preview()
+        return preview.points(name, first, end, max_points)
+
+    def times(self, key: str, name: str, steps: Sequence[int]) -> list[float]:
+        """Return the times of steps of a curve, in seconds since the epoch; NaN where it is unknown."""
+        with self._lock:
+            run = self._runs.get(key)
+            if run is None:
+                return []
+            curves = run.curves if run.is_complete else self._previews.get(key, run.curves)
+            return curves.times(steps, of_evaluations=name.startswith("evaluation."))
+
+    def _follow(self) -> None:
+        next_find = time.monotonic() + _FIND_SECONDS
+        while not self._closed.is_set():
+            if time.monotonic() >= next_find:
+                self._find()
+                next_find = time.monotonic() + _FIND_SECONDS
+            has_more = self._update_all()
+            # Reading a long run goes on without a pause, but leaves the lock to those who wait.
+            self._closed.wait(0.001 if has_more else _POLL_SECONDS)
+
+    def _update_all(self) -> bool:
+        has_more = has_changed = False
+        for key, run in list(self._runs.items()):
+            with self._lock:
+                has_changed |= run.update(_TURN_BYTES)
+                has_more |= not run.is_complete
+                if run.is_complete:
+                    self._previews.pop(key, None)
+            if self._closed.is_set():
+                return False
+        if has_changed:
+            self._notify()
+        return has_more
+
+    def _find(self) -> None:
+        found: list[Path] = []
+        for folder in self._folders:
+            with suppress(DataError, OSError):  # a folder that is not there yet has no runs
+                found += [folder] if is_run_folder(folder) else find_runs([folder])
+        keys = {_key_of(path): path for path in found}
+        with self._lock:
+            new = {key: path for key, path in keys.items() if key not in self._runs}
+            gone = self._runs.keys() - keys.keys()
+            self._runs |= {key: RunWatch(path) for key, path in new.items()}
+            for key in gone:
+                del self._runs[key]
+        if new or gone:
+            self._notify()
+
+    def _notify(self) -> None:
+        self.version += 1
+        for listener in self._listeners:
+            listener()
+
+
+def _key_of(folder: Path) -> str:
+    """Return an id of a run folder, which a URL can have."""
+    return hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:12]

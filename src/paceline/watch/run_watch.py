@@ -1,0 +1,169 @@
+"""A run as it is now, from its folder: curves, metrics, ranks, events and whether its process lives."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from paceline.report.rank_balance import rank_times_of_records
+from paceline.report.run_files import CERTIFICATE, is_run_folder
+from paceline.report.run_reader import is_run_alive, read_certificate
+from paceline.watch.curves import RunCurves
+from paceline.watch.metric_values import MetricValues
+from paceline.watch.run_preview import preview_records
+from paceline.watch.run_tail import RunTail
+
+_MAX_EVENTS = 5000
+_ROWS = ("step", "ranks")
+_CHECK_SECONDS = 1.0
+
+
+class RunWatch:
+    """A run that is read again and again; `update` takes what was written since the last call.
+
+    Args:
+        folder: the run folder.
+
+    Attributes:
+        curves, values: from all records read so far.
+        events: the newest records that are no rows, each with a number that only rises.
+        ranks: the newest window of each rank.
+        version: rises with every change.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.version = 0
+        self._reset()
+        self._alive: bool | None = None
+        self._alive_checked = -_CHECK_SECONDS
+
+    def _reset(self) -> None:
+        self._tail = RunTail(self.folder)
+        self.curves, self.values = RunCurves(), MetricValues()
+        self.events: deque[tuple[int, Mapping[str, Any]]] = deque(maxlen=_MAX_EVENTS)
+        self.ranks: dict[int, Mapping[str, Any]] = {}
+        self._num_events = 0
+        self._start: Mapping[str, Any] = {}
+        self._end: Mapping[str, Any] | None = None
+        self._error: Mapping[str, Any] | None = None
+        self._last_step: Mapping[str, Any] = {}
+        self._last_time = 0.0
+
+    def update(self, max_bytes: int = 2**22) -> bool:
+        """Read what is new, up to about `max_bytes`; return whether anything changed."""
+        restarts = self._tail.num_restarts
+        records = self._tail.read(max_bytes)
+        if self._tail.num_restarts != restarts:
+            self._reset()
+            records = self._tail.read(max_bytes)
+        before = self.status
+        self.curves.add(records)
+        self.values.add(records)
+        for record in records:
+            self._note(record)
+        if records:
+            self._last_time = max(self._last_time, float(records[-1].get("time", 0.0)))
+        self._check_process()
+        changed = bool(records) or self.status != before
+        self.version += changed
+        return changed
+
+    def _note(self, record: Mapping[str, Any]) -> None:
+        event = record["event"]
+        if event == "run":
+            self._start, self._end, self._error = record, None, None
+            self.ranks = {}
+        elif event == "step":
+            self._last_step = record
+        elif event == "ranks":
+            self.ranks[record["rank"]] = record
+        elif event == "end":
+            self._end = record
+        elif event == "error" and self._error is None:
+            self._error = record
+        if event not in _ROWS:
+            self.events.append((self._num_events, record))
+            self._num_events += 1
+
+    def _check_process(self) -> None:
+        now = time.monotonic()
+        if self._start and now - self._alive_checked >= _CHECK_SECONDS:
+            self._alive, self._alive_checked = is_run_alive(self._start), now
+
+    @property
+    def status(self) -> str:
+        """The state of the run: new, running, finished, stopped, failed or lost, as in `RecordedRun`, or
+        unknown for a run without an end on another host.
+        """
+        if self._error is not None:
+            return "failed"
+        if self._end is not None:
+            return "stopped" if self._end.get("stopped") else "finished"
+        if not self._start:
+            return "new"
+        return "unknown" if self._alive is None else "running" if self._alive else "lost"
+
+    @property
+    def is_complete(self) -> bool:
+        """True if all that is in the file has been read."""
+        return self._tail.num_bytes_read >= self._tail.num_bytes
+
+    def preview(self) -> RunCurves:
+        """Return curves from a sample of the file, for a run that has not been read to its end."""
+        curves = RunCurves()
+        curves.add(preview_records(self.folder))
+        return curves
+
+    def state(self) -> dict[str, Any]:
+        """Return what a page shows of this run, as plain values for JSON; numbers may be NaN."""
+        step = self._last_step
+        num_bytes = self._tail.num_bytes
+        return {
+            "name": self.folder.resolve().name,
+            "folder": str(self.folder),
+            "version": self.version,
+            "status": self.status,
+            "is_run": is_run_folder(self.folder),
+            "read": min(1.0, self._tail.num_bytes_read / num_bytes) if num_bytes else 1.0,
+            "damaged_lines": self._tail.num_damaged,
+            "started": self._start.get("time"),
+            "updated": self._last_time or None,
+            "task": self._start.get("task", ""),
+            "strategy": self._start.get("strategy", ""),
+            "host": self._start.get("host", ""),
+            "precision": self._start.get("precision", ""),
+            "num_ranks": self._start.get("ranks", 0),
+            "steps_done": int(step.get("step", self._start.get("step", 0) - 1)) + 1,
+            "num_steps": self._start.get("num_steps", 0),
+            "loss": _number(step.get("loss")),
+            "samples_per_second": _number(step.get("samples_per_second")),
+            "step_seconds": _number(step.get("seconds")),
+            "curves": self.curves.names,
+            "ranks": [_rank_state(record) for _, record in sorted(self.ranks.items())],
+            "error": self._error,
+            "certificate": read_certificate(self.folder / CERTIFICATE),
+            "num_events": self._num_events,
+        }
+
+
+def _number(value: Any) -> float | None:
+    return None if value is None else float(value)
+
+
+def _rank_state(record: Mapping[str, Any]) -> dict[str, Any]:
+    times = rank_times_of_records(record["rank"], [record])
+    return {
+        "rank": times.rank,
+        "step": record["step"],
+        "round_seconds": times.seconds / times.rounds,
+        "slowest_seconds": times.slowest_seconds,
+        "shares": {part: times.share(part) for part in times.parts},
+        "hidden_fraction": times.hidden_fraction,
+        "cpu_cores": times.cpu_seconds / times.seconds if times.seconds else 0.0,
+        "peak_bytes": times.peak_bytes,
+        "sent_bytes": record["sent_bytes"] / times.rounds,
+    }

@@ -44,9 +44,7 @@ def watch(
 ) -> None:
     """Serve a live page about runs until Ctrl-C: curves, ranks, events and state."""
     try:
-        import uvicorn
-
-        from paceline.watch.page_server import build_app
+        from paceline.watch.page_server import PageServer
     except ImportError as error:
         raise MissingExtraError(
             f"paceline watch needs starlette and uvicorn: {error}", next_step="pip install 'paceline[watch]'"
@@ -62,14 +60,7 @@ def watch(
         if not _is_loopback(name):
             print_plain("other hosts reach this page; the link is not encrypted", error_output())
         sys.stdout.flush()
-        config = uvicorn.Config(
-            build_app(RunCollection(chosen), token),
-            log_level="warning",
-            access_log=False,
-            timeout_graceful_shutdown=1,
-            lifespan="on",
-        )
-        uvicorn.Server(config).run(sockets=[listener])
+        PageServer(RunCollection(chosen), token).run(sockets=[listener])
 
 
 def top(

@@ -11,11 +11,13 @@ import csv
 import hmac
 import io
 import math
+import socket
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from importlib import resources
 from typing import Any
 
+import uvicorn
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -39,21 +41,41 @@ _HEADERS = {
 _FILES = {"page.js": "text/javascript", "page.css": "text/css"}
 
 
-def build_app(runs: RunCollection, token: str) -> Starlette:
+class PageServer(uvicorn.Server):
+    """A server of the page, which ends its streams when it is asked to exit.
+
+    Args:
+        runs, token: see `build_app`.
+    """
+
+    def __init__(self, runs: RunCollection, token: str) -> None:
+        self._changes = ChangeSignal(runs)
+        app = build_app(runs, token, self._changes)
+        config = uvicorn.Config(
+            app, log_level="warning", access_log=False, lifespan="on", timeout_graceful_shutdown=5
+        )
+        super().__init__(config)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End all streams, for which uvicorn would wait, and then the server."""
+        self._changes.close()
+        await super().shutdown(sockets)
+
+
+def build_app(runs: RunCollection, token: str, changes: ChangeSignal) -> Starlette:
     """Build the application.
 
     Args:
         runs: what it shows; it is started and closed with the application.
         token: what a request has to know, as `?token=` or in the cookie that the page sets.
+        changes: wakes the streams.
     """
-    changes = ChangeSignal(runs)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         changes.bind(asyncio.get_running_loop())
         await asyncio.to_thread(runs.start)
         yield
-        changes.close()
         await asyncio.to_thread(runs.close)
 
     views = _Views(runs, changes)

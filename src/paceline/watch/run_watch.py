@@ -47,6 +47,7 @@ class RunWatch:
         self.events: deque[tuple[int, Mapping[str, Any]]] = deque(maxlen=_MAX_EVENTS)
         self.ranks: dict[int, Mapping[str, Any]] = {}
         self._num_events = 0
+        self._has_begun = False
         self._start: Mapping[str, Any] = {}
         self._end: Mapping[str, Any] | None = None
         self._error: Mapping[str, Any] | None = None
@@ -60,7 +61,7 @@ class RunWatch:
         if self._tail.num_restarts != restarts:
             self._reset()
             records = self._tail.read(max_bytes)
-        before = self.status
+        before, self._has_begun = self.status, True
         self.curves.add(records)
         self.values.add(records)
         for record in records:
@@ -110,7 +111,7 @@ class RunWatch:
     @property
     def is_complete(self) -> bool:
         """True if all that is in the file has been read."""
-        return self._tail.num_bytes_read >= self._tail.num_bytes
+        return self._has_begun and self._tail.num_bytes_read >= self._tail.num_bytes
 
     def preview(self) -> RunCurves:
         """Return curves from a sample of the file, for a run that has not been read to its end."""

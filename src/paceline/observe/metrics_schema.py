@@ -320,6 +320,7 @@ EVENT_SCHEMAS: Mapping[str, EventSchema] = MappingProxyType(
         "recovered": EventSchema("info", True, _RECOVERED),
         "work": EventSchema("info", False, _WORK),
         "arrivals": EventSchema("debug", False, _ARRIVALS),
+        "exporter": EventSchema("info", True, {"address": "str: where Prometheus scrapes"}),
         "profile": EventSchema("info", True, _PROFILE),
         "warning": EventSchema("warning", True, {"text": "str: the warning"}),
         "error": EventSchema("error", True, _ERROR),

@@ -10,6 +10,7 @@ from pydantic import AfterValidator, Field
 from paceline.recipe.registry import SinkSpec, known_specs
 from paceline.recipe.registry.sink_specs import check_sinks, complete_sinks
 from paceline.recipe.strategy_text import check_word
+from paceline.recipe.toml_text import toml_value
 from paceline.recipe.validation import RecipeTable, WordChoice, value_error
 
 
@@ -21,6 +22,27 @@ def _check_sinks(words: Sequence[str]) -> tuple[str, ...]:
     if problem := check_sinks(words):
         raise value_error(problem)
     return complete_sinks(words)
+
+
+def split_address(text: str) -> tuple[str, int]:
+    """Return host and port of "HOST:PORT"; an IPv6 address is in brackets.
+
+    Raises:
+        ValueError: it has another form.
+    """
+    host, _, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]") if host.startswith("[") else host
+    if not host or not (port.isascii() and port.isdecimal() and int(port) < 2**16):
+        raise ValueError(text)
+    return host, int(port)
+
+
+def _check_address(text: str) -> str:
+    try:
+        split_address(text)
+    except ValueError:
+        raise value_error(f'expected HOST:PORT, as "127.0.0.1:9400", found {toml_value(text)}') from None
+    return text
 
 
 class LogRecipe(RecipeTable):
@@ -39,4 +61,8 @@ class LogRecipe(RecipeTable):
         default=("jsonl", "text", "terminal"),
         strict=False,
         description="where steps and events go; jsonl is always among them",
+    )
+    prometheus: Annotated[str, AfterValidator(_check_address)] | None = Field(
+        default=None,
+        description='"HOST:PORT" at which Prometheus scrapes the run; port 0: any; left out: no exporter',
     )

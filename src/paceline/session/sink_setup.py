@@ -12,6 +12,7 @@ from paceline.errors import RecipeError
 from paceline.observe.sinks import GuardedSink, Sink, SinkSite
 from paceline.recipe.registry import parse_word
 from paceline.recipe.registry.sink_specs import SinkSpec
+from paceline.session.metrics_exporter import MetricsExporter
 from paceline.session.run_records import run_record
 from paceline.session.session import Session
 
@@ -28,8 +29,8 @@ def build_sinks(
     Returns:
         The sinks in the order of `log.sinks`; none on other ranks.
     Raises:
-        RecipeError: the module of a sink cannot be imported.
-        MissingExtraError: the library of a sink is not installed.
+        RecipeError: the module of a sink cannot be imported, or the exporter cannot listen.
+        MissingExtraError: the library of a sink or of the exporter is not installed.
     """
     if not session.is_first:
         return []
@@ -46,11 +47,15 @@ def build_sinks(
     )
     built = [_build_sink(text, site) for text in session.recipe.log.sinks]
     sinks = [sink for sink in built if sink is not None]
+    address = session.recipe.log.prometheus
+    exporter = MetricsExporter(run_dir, address) if address is not None else None
     for sink in sinks:
         sink.event("run", run_record(session))
+        if exporter is not None:
+            sink.event("exporter", {"address": exporter.address})
         if resumed_from is not None:
             sink.event("resume", {"step": session.state.step, "checkpoint": resumed_from})
-    return sinks
+    return sinks if exporter is None else [*sinks, exporter]
 
 
 def _build_sink(text: str, site: SinkSite) -> Sink | None:

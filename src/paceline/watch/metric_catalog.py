@@ -25,7 +25,7 @@ class MetricSpec(NamedTuple):
         unit: "seconds", "bytes", ...; empty for a plain number.
         labels: names of labels; "rank" is the rank of the record, another one is the key of a table.
         meaning: one line.
-        event: the records that it is computed from.
+        event: the records that it is computed from; empty for one of `STATE_METRICS`.
         field: the field of these records; a table gives one series per key. Empty: their number.
     """
 
@@ -211,7 +211,15 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec("paceline_ends_total", "counter", "", (), "starts that ended by themselves", "end"),
 )
 
-METRICS_BY_NAME: Mapping[str, MetricSpec] = {metric.name: metric for metric in METRICS}
+STATUS = MetricSpec("paceline_status", "gauge", "", ("status",), "1 for the state of the run, else 0", "")
+DAMAGED_LINES = MetricSpec("paceline_damaged_lines", "gauge", "", (), "lines that are no valid records", "")
+UPDATED = MetricSpec(
+    "paceline_updated_timestamp_seconds", "gauge", "seconds", (), "time of the newest record, since 1970", ""
+)
+STATE_METRICS = (STATUS, DAMAGED_LINES, UPDATED)
+"""Metrics of the run as a whole, which no record has."""
+
+METRICS_BY_NAME: Mapping[str, MetricSpec] = {metric.name: metric for metric in (*METRICS, *STATE_METRICS)}
 
 NOT_EXPORTED: Mapping[str, Mapping[str, str]] = {
     "step": {

@@ -7,6 +7,7 @@ import io
 import os
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,9 +23,9 @@ def write_run(folder: Path, num_steps: int = 5, **metrics: float) -> Path:
     return folder
 
 
-def wait_until(condition: object) -> None:
+def wait_until(condition: Callable[[], bool]) -> None:
     expires = time.monotonic() + SECONDS
-    while not condition():  # type: ignore[operator]
+    while not condition():
         assert time.monotonic() < expires
         time.sleep(0.05)
 

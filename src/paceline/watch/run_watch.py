@@ -13,8 +13,7 @@ from paceline.report.run_files import CERTIFICATE, is_run_folder
 from paceline.report.run_reader import is_run_alive, read_certificate
 from paceline.watch.curves import RunCurves
 from paceline.watch.metric_values import MetricValues
-from paceline.watch.run_preview import preview_records
-from paceline.watch.run_tail import RunTail
+from paceline.watch.run_tail import RunTail, preview_records
 
 _MAX_EVENTS = 5000
 _ROWS = ("step", "ranks")

@@ -1,8 +1,8 @@
 """Reading of `metrics.jsonl` from another process, while a job appends to it.
 
-`RunTail` reads all that is new. `preview_records` reads the beginning, the end and evenly spaced records between
-them: a run of ten million steps has gigabytes of records, which take minutes to read. Steps are in the file in
-ascending order, so lines at evenly spaced positions are a sample of the whole curve, in milliseconds.
+`RunTail` reads all that is new. `preview_records` reads the beginning, the end and evenly spaced records
+between them: a run of ten million steps has gigabytes of records, which take minutes to read. Steps are in
+the file in ascending order, so lines at evenly spaced positions are a sample of the whole curve.
 
 Invariant: reading never fails because of what is in the file, and never waits. Lines that are no valid
 records are counted; a last line without its end is read once it has one.

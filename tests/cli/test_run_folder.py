@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+import shutil
 import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
@@ -206,12 +207,40 @@ def test_verifying_a_run_puts_the_certificate_into_its_folder(trained_alone: Tra
     folder = trained_alone.folder
     other = paceline("verify", folder, "--steps", 1, "--set", "batch.size=16", cwd=folder)
     assert other.returncode == 0 and not (folder / "certificate.json").exists()
+    (saved,) = (folder / "checkpoints").glob("step-*")
+    early = paceline("verify", saved, cwd=folder)
+    assert early.returncode == 1 and "not verified" in early.stdout and "all are those" in early.stdout
     done = paceline("verify", folder, "--steps", 2, cwd=folder)
     assert done.returncode == 0, done.stderr
     certificate = json.loads((folder / "certificate.json").read_text())
     assert certificate["ok"] and (certificate["steps"], certificate["processes"]) == (2, 1)
     assert "verified: 2 steps" in (folder / "report.html").read_text()
     assert summarize_run(read_run(folder))[-1].startswith("Certificate: verified: 2 steps")
+    assert certificate["checkpoints"] == [saved.name] and f"certificates of: {saved.name}" in done.stdout
+
+
+@pytest.mark.capability("Z2")
+def test_a_checkpoint_that_is_copied_alone_has_its_certificate(
+    trained_alone: Trained, tmp_path: Path
+) -> None:
+    (saved,) = (trained_alone.folder / "checkpoints").glob("step-*")
+    if not (trained_alone.folder / "certificate.json").exists():
+        paceline("verify", trained_alone.folder, "--steps", 2, cwd=tmp_path)
+    copied = Path(shutil.copytree(saved, tmp_path / saved.name))
+    shown = paceline("verify", copied, cwd=tmp_path)
+    assert shown.returncode == 0, shown.stdout + shown.stderr
+    for text in (f"step {STEPS} of run", "recipe sha256", "verified: 2 steps", "all are those"):
+        assert text in shown.stdout
+    (file,) = copied.glob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    changed = paceline("verify", copied, "--json", cwd=tmp_path)
+    found = json.loads(changed.stdout)
+    assert changed.returncode == 1 and not found["ok"] and found["verification"]["ok"]
+    assert re.fullmatch(r"'.+' in rank-00000.safetensors has changed", *found["mismatches"])
+    other = paceline("verify", copied, "--strategy", "replicas=2", cwd=tmp_path)
+    assert other.returncode == 2 and "is a checkpoint" in other.stderr
 
 
 def test_a_run_reads_the_same_after_it_was_moved(trained: Trained, tmp_path: Path) -> None:

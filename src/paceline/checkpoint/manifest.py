@@ -218,6 +218,7 @@ class _ManifestModel(StrictModel):
 class _PartModel(StrictModel):
     files: _Files
     scalars: _ScalarsModel
+    tensors: dict[str, dict[str, str]] = Field(default_factory=dict)
 
 
 def check_cover(chunks: Sequence[TensorChunk]) -> None:
@@ -378,19 +379,39 @@ def _upgrade_format(record: Mapping[str, Any]) -> None:
             file["checksum"] = f"sha256:{file.pop('sha256')}"
 
 
-def encode_part(files: Sequence[TensorFileRecord], scalars: Mapping[str, Any]) -> bytes:
+@dataclass(frozen=True)
+class RankPart:
+    """What one rank reports when its files are written.
+
+    Args:
+        files: its files.
+        scalars: its values that are not tensors.
+        tensors: the checksum of each chunk, by file and by its name there; they go into the certificate.
+    """
+
+    files: Sequence[TensorFileRecord]
+    scalars: Mapping[str, Any]
+    tensors: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+
+
+def encode_part(part: RankPart) -> bytes:
     """Encode the report of one rank whose files are written: the first phase of publishing."""
-    record = {"files": [asdict(file) for file in files], "scalars": scalars}
+    record = {
+        "files": [asdict(file) for file in part.files],
+        "scalars": part.scalars,
+        "tensors": part.tensors,
+    }
     return (json.dumps({**record, _SEAL: seal(record)}) + "\n").encode()
 
 
-def decode_part(data: bytes) -> tuple[list[TensorFileRecord], Mapping[str, Any]]:
+def decode_part(data: bytes) -> RankPart:
     """Decode the report of `encode_part`; ValueError if it is not what was written."""
     record = parse(data)
     if not isinstance(record, dict) or record.pop(_SEAL, None) != seal(record):
         raise ValueError("the report of a rank is damaged")
     _limit_optimizer_depth(record)
-    return [file.to_record() for file in validate(_PART, record).files], record["scalars"]
+    checked = validate(_PART, record)
+    return RankPart([file.to_record() for file in checked.files], record["scalars"], checked.tensors)
 
 
 _MANIFEST, _PART = TypeAdapter(_ManifestModel), TypeAdapter(_PartModel)

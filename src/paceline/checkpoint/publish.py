@@ -14,17 +14,19 @@ from math import isfinite
 from typing import Any, TypeVar
 
 from paceline.checkpoint.catalog import CheckpointCatalog, unusable_checkpoint_error
+from paceline.checkpoint.checkpoint_certificate import CERTIFICATE_FILE, Certifier
 from paceline.checkpoint.manifest import (
     MANIFEST_FILE,
     CheckpointOrigin,
     Manifest,
+    RankPart,
     TensorFileRecord,
     decode_part,
     encode_part,
     hash_state,
     missing_tensors,
 )
-from paceline.checkpoint.staging import StagedFile
+from paceline.checkpoint.staging import StagedFile, chunk_checksums
 from paceline.checkpoint.storage import StorageFolder, is_disk_full
 from paceline.checkpoint.write_plan import merge_scalars
 from paceline.checkpoint.writers import PartWriter
@@ -77,8 +79,9 @@ def write_part(
 
     def write() -> None:
         written = writer.write(files, folder, staged)
+        tensors = {file.draft.name: chunk_checksums(file) for file in staged}
         # The report comes last, because it states that all files before it are on the disk.
-        files.publish(f"{folder}/{report_name(rank)}", encode_part(written, scalars))
+        files.publish(f"{folder}/{report_name(rank)}", encode_part(RankPart(written, scalars, tensors)))
 
     write_with_retries(write, files, [f"{folder}/{file.draft.name}" for file in staged], patience)
 
@@ -154,6 +157,7 @@ def publish(
     ranks: Sequence[int],
     left: Callable[[], Collection[int]] = tuple,
     idle: Collection[int] = (),
+    certifier: Certifier | None = None,
 ) -> None:
     """Make the parts of all ranks a checkpoint.
 
@@ -168,6 +172,7 @@ def publish(
         ranks: ranks that write parts.
         left: returns the ranks that are not lost, as far as is known; empty: none is lost.
         idle: ranks with nothing to write, whose report is not needed if they are lost.
+        certifier: makes the certificate; None: one without a verification.
     Raises:
         DeadlineError: a rank has not reported in time; names it.
         PartLostError: a rank was lost before it had reported.
@@ -176,18 +181,24 @@ def publish(
     reports = {rank: _wait_for_report(catalog.files, name, rank, expires, left) for rank in ranks}
     _require_reports(ranks, reports, idle, catalog.files.place(name))
     parts = [_decode_report(report, catalog, name) for report in reports.values() if report is not None]
-    files = tuple(file for written, _ in parts for file in written)
+    files = tuple(file for part in parts for file in part.files)
     if missing := missing_tensors(files):
         raise CheckpointError(
             f"internal error: {len(missing)} tensors of the state are not complete, such as '{missing[0]}'",
             where=catalog.files.place(name),
             next_step="please report it with the strategy",
         )
-    manifest = _manifest(catalog, step, origin, files, merge_scalars([scalars for _, scalars in parts]))
-    # From the manifest on the draft is a checkpoint, so nothing that can fail comes after it but cleaning up.
-    write_with_retries(
-        lambda: catalog.publish(name, manifest), catalog.files, [f"{name}/{MANIFEST_FILE}"], patience
-    )
+    manifest = _manifest(catalog, step, origin, files, merge_scalars([part.scalars for part in parts]))
+    tensors = {file: checksums for part in parts for file, checksums in part.tensors.items()}
+    certificate = (certifier or Certifier()).certify(manifest, tensors)
+
+    def write() -> None:
+        catalog.files.publish(f"{name}/{CERTIFICATE_FILE}", certificate)
+        # From the manifest on the draft is a checkpoint: only cleaning up may fail after it.
+        catalog.publish(name, manifest)
+
+    written_names = [f"{name}/{CERTIFICATE_FILE}", f"{name}/{MANIFEST_FILE}"]
+    write_with_retries(write, catalog.files, written_names, patience)
     _remove_expired(catalog, keep, patience)
 
 
@@ -229,9 +240,7 @@ def _require_reports(
         )
 
 
-def _decode_report(
-    report: bytes, catalog: CheckpointCatalog, name: str
-) -> tuple[list[TensorFileRecord], Mapping[str, Any]]:
+def _decode_report(report: bytes, catalog: CheckpointCatalog, name: str) -> RankPart:
     try:
         return decode_part(report)
     except ValueError as error:

@@ -12,9 +12,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as Overdue
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from paceline.checkpoint.catalog import CheckpointCatalog, require_unpublished
+from paceline.checkpoint.checkpoint_certificate import Certifier
 from paceline.checkpoint.manifest import MANIFEST_FILE, CheckpointOrigin
 from paceline.checkpoint.publish import (
     FullDiskPatience,
@@ -53,6 +54,7 @@ class SaveSettings:
         deadline_seconds: for one save.
         patience: with a full disk.
         writer: writes this rank's files.
+        certifier: makes the certificates of the checkpoints.
         left: returns the ranks that are not lost, see `publish`.
         survives_lost_ranks: returns whether the job continues without a rank that is lost now; a draft that
             cannot become a checkpoint is dropped then.
@@ -66,6 +68,7 @@ class SaveSettings:
     deadline_seconds: float
     patience: FullDiskPatience
     writer: PartWriter
+    certifier: Certifier = field(default_factory=Certifier)
     left: Callable[[], Collection[int]] = tuple
     survives_lost_ranks: Callable[[], bool] = lambda: False
 
@@ -264,6 +267,6 @@ class CheckpointSaver:
                 origin = replace(self._origin, world_size=len(writers))
                 idle = {rank for rank, writes in writers.items() if not writes}
                 ranks = (saving.patience, [*writers], saving.left, idle)
-                publish(self.catalog, name, step, origin, saving.keep, expires, *ranks)
+                publish(self.catalog, name, step, origin, saving.keep, expires, *ranks, saving.certifier)
 
         return run

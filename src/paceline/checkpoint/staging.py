@@ -13,13 +13,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from queue import Empty, Queue
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.checkpoint.disk.checksum import FileChecksum
 from paceline.checkpoint.disk.direct_write import PAGE_BYTES
+from paceline.checkpoint.safetensors_file import chunk_keys
 from paceline.checkpoint.write_plan import FileDraft
 
 _BLOCK_BYTES = 8 * 2**20
@@ -46,6 +49,23 @@ class StagedFile:
         """Yield its bytes in blocks."""
         for part in self.content:
             yield from (part.data[i : i + _BLOCK_BYTES] for i in range(0, part.nbytes, _BLOCK_BYTES))
+
+
+def chunk_checksums(file: StagedFile) -> dict[str, str]:
+    """Return the checksum of the bytes of each chunk of a file, by its name in the file."""
+    draft = file.draft
+    ends = [*accumulate((chunk.num_bytes for chunk in draft.chunks), initial=len(draft.header))]
+    # A file in the buffer is one array; one that is written from tensors has an array for each of them.
+    if len(file.content) == 1:
+        arrays = [file.content[0][begin:end] for begin, end in pairwise(ends)]
+    else:
+        arrays = [*file.content[1:]]
+    checksums: dict[str, str] = {}
+    for key, array in zip(chunk_keys(draft.chunks), arrays, strict=True):
+        checksum = FileChecksum()
+        checksum.update(array.data)
+        checksums[key] = checksum.text()
+    return checksums
 
 
 class StagingBuffer:

@@ -19,22 +19,30 @@ import typer
 from paceline.cli import common_options
 from paceline.cli.common_options import NodeArgs
 from paceline.cli.console import print_json, print_plain
-from paceline.errors import RecipeError
+from paceline.errors import RecipeError, format_count
 
 if TYPE_CHECKING:
+    from paceline.checkpoint.checkpoint_certificate import CheckpointCertificate
     from paceline.job.cluster import Cluster
     from paceline.recipe.recipe import Recipe
     from paceline.recipe.tables import RuntimeRecipe
 
+_STEPS = 20
+_MANIFEST_FILE = "manifest.json"  # `paceline.checkpoint.manifest`, which imports torch
+
 
 def verify(
     recipe: Annotated[
-        Path, typer.Argument(help="The recipe, or a run folder, which then stores its certificate.")
+        Path,
+        typer.Argument(
+            help="The recipe; a run folder, which then stores its certificate, as its checkpoints do; or a"
+            " checkpoint, whose tensors are compared with its certificate.",
+        ),
     ],
     processes: common_options.Processes = None,
     strategy: common_options.StrategyOption = None,
     settings: common_options.Settings = None,
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Number of steps to compare.")] = 20,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Number of steps to compare.")] = _STEPS,
     as_json: Annotated[bool, typer.Option("--json", help="Print the certificate as JSON.")] = False,
     certificate: Annotated[
         Path | None, typer.Option("--certificate", help="Write the certificate to this file.")
@@ -107,6 +115,8 @@ def run_verify(args: VerifyArgs) -> None:
     from paceline.report.run_files import CERTIFICATE, RECIPE, resolve_run_folder
     from paceline.report.run_reader import read_run
 
+    if (args.recipe / _MANIFEST_FILE).is_file():
+        sys.exit(_show_checkpoint(args))
     run = resolve_run_folder(args.recipe) if args.recipe.is_dir() else None
     path = args.recipe if run is None else run / RECIPE
     recipe = common_options.read_recipe(path, args.settings, args.strategy)
@@ -135,9 +145,80 @@ def _verify_and_exit(cluster: Cluster, recipe: Recipe, path: Path, args: VerifyA
     """Verify as one rank; rank 0 writes the certificate for the launcher, or prints it."""
     certificate = _verify_rank(cluster, recipe, path, args)
     if cluster.global_rank == 0 and args.certificate is not None:
+        certificate["checkpoints"] = _certify_checkpoints(recipe, args, certificate)
         args.certificate.write_text(json.dumps(certificate, indent=1) + "\n", encoding="utf-8")
         sys.exit(0)
     sys.exit(_show(certificate, args.as_json) if cluster.global_rank == 0 else 0)
+
+
+def _certify_checkpoints(recipe: Recipe, args: VerifyArgs, certificate: Mapping[str, Any]) -> list[str]:
+    """Write the result into the checkpoints of the run whose certificate it is; returns their names."""
+    from paceline.checkpoint.checkpoint_certificate import certify_checkpoints
+    from paceline.errors import CheckpointError
+    from paceline.report.run_files import CERTIFICATE
+    from paceline.session.checkpointing import checkpoint_files
+
+    run = args.recipe
+    if (
+        args.certificate is None
+        or not run.is_dir()
+        or args.certificate.resolve() != (run / CERTIFICATE).resolve()
+    ):
+        return []
+    try:
+        return certify_checkpoints(checkpoint_files(recipe, run), certificate)
+    except (CheckpointError, OSError) as error:
+        print_plain(f"warning: not all checkpoints have the certificate: {error}")
+        return []
+
+
+def _show_checkpoint(args: VerifyArgs) -> int:
+    """Print the certificate of a checkpoint, and what differs from it; returns the exit code.
+
+    The exit code is 0 if all tensors are those of the certificate and it has a verification that passed.
+    """
+    from paceline.checkpoint.checkpoint_certificate import find_mismatches
+    from paceline.checkpoint.storage import StorageFolder
+
+    is_plain = args.is_unchanged_run and args.steps == _STEPS and not args.strict
+    if not is_plain or args.nodes.processes is not None:
+        raise RecipeError(
+            f"'{args.recipe}' is a checkpoint: it is compared with its certificate, and nothing is run",
+            next_step="name the recipe or the run to verify a strategy, or leave out all options but --json",
+        )
+    folder = args.recipe.resolve()
+    certificate, mismatches = find_mismatches(StorageFolder(str(folder.parent)), folder.name)
+    record = certificate.verification
+    is_ok = not mismatches and record is not None and record.ok
+    if args.as_json:
+        print_json({**certificate.model_dump(), "mismatches": mismatches, "ok": is_ok})
+        return 0 if is_ok else 1
+    for line in _certificate_lines(folder.name, certificate):
+        print_plain(line)
+    for line in mismatches or ["tensors: all are those of the certificate"]:
+        print_plain(line)
+    return 0 if is_ok else 1
+
+
+def _certificate_lines(name: str, certificate: CheckpointCertificate) -> list[str]:
+    """Render the certificate of a checkpoint: what it is of, and what was verified."""
+    record, versions = certificate.verification, certificate.versions
+    lines = [
+        f"{name}: step {certificate.step} of run {certificate.run},"
+        f" '{certificate.strategy}' on {format_count(certificate.world_size, 'process')}",
+        "versions: " + ", ".join(f"{key} {version}" for key, version in versions.items()),
+        f"recipe sha256: {certificate.recipe_sha256}",
+        f"state sha256: {certificate.state_sha256}",
+    ]
+    if certificate.task_sha256 is not None:
+        lines.insert(3, f"task sha256: {certificate.task_sha256}")
+    if record is None:
+        return [
+            *lines,
+            "not verified: `paceline verify RUN` verifies this recipe and certifies its checkpoints",
+        ]
+    how = f"'{record.strategy}' on {format_count(record.processes, 'process')}, Paceline {record.paceline}"
+    return [*lines, f"verification of {how}:", *record.conclusion.splitlines()]
 
 
 def _launch(
@@ -173,6 +254,13 @@ def _verify_rank(cluster: Cluster, recipe: Recipe, path: Path, args: VerifyArgs)
             raise RecipeError(
                 f"there is no planted fault '{plant}'", next_step=f"one of: {', '.join(PLANTED_FAULTS)}"
             )
+        from paceline.checkpoint.checkpoint_certificate import code_identity, task_file_sha256
+        from paceline.recipe.recipe import to_toml
+
+        identity = code_identity(
+            to_toml(recipe.replace(run_dir=None)),
+            task_file_sha256(recipe.task, common_options.task_directory(path)),
+        )
         report = verify_here(
             recipe,
             cluster=cluster,
@@ -182,7 +270,7 @@ def _verify_rank(cluster: Cluster, recipe: Recipe, path: Path, args: VerifyArgs)
             steps=args.steps,
             strict=args.strict,
         )
-        return certificate(report)
+        return certificate(report) | identity
 
 
 def _show(certificate: Mapping[str, Any], as_json: bool) -> int:
@@ -192,6 +280,8 @@ def _show(certificate: Mapping[str, Any], as_json: bool) -> int:
     else:
         for line in (*table_lines(certificate), certificate["conclusion"]):
             print_plain(line)
+        if certificate.get("checkpoints"):
+            print_plain(f"in the certificates of: {', '.join(certificate['checkpoints'])}")
     return 0 if certificate["ok"] else 1
 
 

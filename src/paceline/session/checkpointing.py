@@ -22,6 +22,7 @@ import torch
 
 from paceline._version import VERSION
 from paceline.checkpoint.catalog import BEST, CheckpointCatalog
+from paceline.checkpoint.checkpoint_certificate import Certifier, task_file_sha256
 from paceline.checkpoint.checkpoint_reader import StoredCheckpoint, open_checkpoint
 from paceline.checkpoint.disk.writer_process import WriterProcess, can_use_writer_process
 from paceline.checkpoint.manifest import CheckpointOrigin
@@ -36,6 +37,7 @@ from paceline.job.launcher_reports import TRAINING_FOR_SERVER
 from paceline.observe.sinks import Sink
 from paceline.recipe.recipe import Recipe, to_toml
 from paceline.recipe.tables import CheckpointRecipe
+from paceline.report.run_files import CERTIFICATE
 from paceline.session.early_stopping import EvaluationScores
 from paceline.session.reproducibility import fingerprint_differences, numerics_fingerprint
 from paceline.session.session import Session, gather_from_all, share_with_all
@@ -129,6 +131,7 @@ def build_saver(session: Session, run_dir: Path, warn: Callable[[str], None]) ->
         deadline_seconds=options.deadline_seconds,
         patience=patience,
         writer=_writer(files, options, patience),
+        certifier=Certifier(run_dir / CERTIFICATE, task_file_sha256(session.recipe.task, Path.cwd())),
         left=partial(_present_ranks, session),
         survives_lost_ranks=lambda: session.launcher_phase == TRAINING_FOR_SERVER,
     )

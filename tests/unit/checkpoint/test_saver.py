@@ -150,6 +150,7 @@ def test_a_pickle_in_the_folder_is_never_loaded(tmp_path: Path) -> None:
 def test_what_is_in_a_folder(tmp_path: Path) -> None:
     name = save(tmp_path, make_state())
     assert sorted(p.name for p in (tmp_path / name).iterdir()) == [
+        "certificate.json",
         "manifest.json",
         "rank-00000.json",
         "rank-00000.safetensors",

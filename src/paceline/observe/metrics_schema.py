@@ -122,6 +122,13 @@ _CODEC = {
     "break_even": "table: bits per second below which it pays off, by codec",
 }
 
+_TIMELINE = {
+    "step": "int: index of the step, from 0",
+    "planned": "list: of the table: time, stage, operation, micro-batch, chunk, part, duration; in forwards",
+    "measured": "list: the same as it ran, on the first replica; in seconds",
+    "planned_idle": "float: share of the time in which stages are idle, of the table",
+    "measured_idle": "float: the same as it ran",
+}
 _PROFILE = {
     "step": "int: index of the first step that was recorded",
     "end": "int: index of the one after the last",
@@ -301,6 +308,7 @@ EVENT_SCHEMAS: Mapping[str, EventSchema] = MappingProxyType(
                 "ranks": "list: ranks that differ from the others",
             },
         ),
+        "timeline": EventSchema("info", False, _TIMELINE),
         "communication": EventSchema(
             "info", False, {"rows": "table: by operation and group: calls, bytes, seconds"}
         ),

@@ -29,11 +29,12 @@ class PhaseTimer:
         self._phase = ""
         self._spent = dict.fromkeys(("", *PHASES), 0.0)
 
-    def begin(self, phase: StepPhase) -> None:
-        """Attribute the time from now on to `phase`, until another begins."""
+    def begin(self, phase: StepPhase) -> float:
+        """Attribute the time from now on to `phase`, until another begins; returns now, of `perf_counter`."""
         now = time.perf_counter()
         self._spent[self._phase] += now - self._since
         self._phase, self._since = phase, now
+        return now
 
     def spent(self, *phases: StepPhase) -> float:
         """Return the seconds of some phases since the last `take`."""

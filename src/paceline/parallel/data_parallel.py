@@ -41,6 +41,7 @@ from paceline.parallel.model_runner import (
 from paceline.parallel.recompute import explain_checkpoint_error
 from paceline.parallel.rng_state import seed_micro_batch
 from paceline.parallel.sharded_model import ShardedModel
+from paceline.pipeline_schedule.schedule_table import MeasuredSchedule
 from paceline.state.slot import TensorSlot
 from paceline.task import Loss, LossFunction
 
@@ -162,6 +163,10 @@ class ReplicatedRunner:
     @property
     def norms(self) -> Mapping[TensorSlot, Sequence[Tensor]]:
         return self.gradients.norms
+
+    @property
+    def schedule(self) -> MeasuredSchedule | None:
+        return None
 
     def run(
         self, micro_batches: Iterable[LoadedBatch], num_micro_batches: int, sink: GradientSink, scale: float

@@ -18,6 +18,7 @@ from paceline.data.work import LoadedBatch
 from paceline.errors import TaskError, format_count
 from paceline.parallel.model_buffers import MicroBatchBuffers
 from paceline.parallel.sharded_model import ShardedModel
+from paceline.pipeline_schedule.schedule_table import MeasuredSchedule
 from paceline.state.slot import TensorSlot
 from paceline.task import Loss
 
@@ -206,6 +207,7 @@ class ModelRunner(Protocol):
         norms: norms of the gradients that were freed in the last `run`, one for each micro-batch, as tensors
             that were not read yet.
         buffers: of the whole model; buffers that this rank does not hold never change here.
+        schedule: the last `run` of this rank's stages, planned and measured; None without stages.
     """
 
     @property
@@ -218,6 +220,8 @@ class ModelRunner(Protocol):
     def norms(self) -> Mapping[TensorSlot, Sequence[Tensor]]: ...
     @property
     def buffers(self) -> MicroBatchBuffers: ...
+    @property
+    def schedule(self) -> MeasuredSchedule | None: ...
 
     def run(
         self, micro_batches: Iterable[LoadedBatch], num_micro_batches: int, sink: GradientSink, scale: float

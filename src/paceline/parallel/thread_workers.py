@@ -32,6 +32,7 @@ from paceline.parallel.model_buffers import MicroBatchBuffers
 from paceline.parallel.model_runner import LossSums, MetricNames, ModelFunction, ModelRunner
 from paceline.parallel.rng_state import RngStates, describe_generator
 from paceline.parallel.sharded_model import ShardedModel, unsharded_model
+from paceline.pipeline_schedule.schedule_table import MeasuredSchedule
 from paceline.state.slot import TensorSlot
 from paceline.task import LossFunction
 
@@ -105,6 +106,10 @@ class ThreadedRunnerBase:
     @property
     def buffers(self) -> MicroBatchBuffers:
         return self._first.buffers
+
+    @property
+    def schedule(self) -> MeasuredSchedule | None:
+        return self._first.schedule
 
     def close(self) -> None:
         """End the threads."""

@@ -1,6 +1,7 @@
 """Pipeline schedules as tables of actions: standard schedules, files and a simulation; without torch."""
 
 from paceline.pipeline_schedule.schedule_formats import (
+    PictureScale,
     describe_timeline,
     read_schedule_csv,
     render_svg,
@@ -9,12 +10,14 @@ from paceline.pipeline_schedule.schedule_formats import (
 )
 from paceline.pipeline_schedule.schedule_table import (
     ActionKey,
+    MeasuredSchedule,
     PipelineAction,
     ScheduleFactory,
     ScheduleTable,
     ScheduleTimeline,
     TimelineRow,
     count_messages_by_source,
+    join_measured,
     max_messages_in_flight,
     next_chunk,
     overlapping_parts,
@@ -33,6 +36,8 @@ from paceline.pipeline_schedule.standard_schedules import (
 
 __all__ = [
     "ActionKey",
+    "MeasuredSchedule",
+    "PictureScale",
     "PipelineAction",
     "ScheduleFactory",
     "ScheduleTable",
@@ -42,6 +47,7 @@ __all__ = [
     "describe_timeline",
     "gpipe",
     "interleaved",
+    "join_measured",
     "max_messages_in_flight",
     "next_chunk",
     "one_f_one_b",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
@@ -83,8 +84,8 @@ def _format_hint() -> str:
 
 
 _COLORS = {"F": "#5b8fd6", "B": "#5fae7b", "W": "#d8a24a"}
-# Pixels of one time unit, of a stage, and before the first time unit.
-_CELL, _HEIGHT, _LEFT = 22, 24, 64
+# Pixels of one time unit, of a stage, before the first time unit, and of the narrowest box with a label.
+_CELL, _HEIGHT, _LEFT, _MIN_LABEL = 22, 24, 64, 18
 _NAMES = {"F": "forward", "B": "backward", "W": "gradients of weights"}
 
 
@@ -108,33 +109,53 @@ def describe_timeline(proof: ScheduleTimeline) -> Iterator[str]:
     yield f"micro-batches in flight, by stage: {in_flight}"
 
 
-def render_svg(proof: ScheduleTimeline, title: str) -> str:
-    """Return a picture as SVG: time from left to right, one row for each stage."""
-    scale = _CELL / min(row.seconds for row in proof.rows)
-    width, height = _LEFT + scale * proof.total + 8, _HEIGHT * len(proof.in_flight) + 56
+@dataclass(frozen=True)
+class PictureScale:
+    """The scale of a picture, so that several can have the same.
+
+    Args:
+        pixels: of one unit of time.
+        width: of the picture, in units of time.
+    """
+
+    pixels: float
+    width: float
+
+
+def render_svg(
+    proof: ScheduleTimeline, title: str, *, caption: str | None = None, scale: PictureScale | None = None
+) -> str:
+    """Return a picture as SVG: time from left to right, one row for each stage.
+
+    Args:
+        caption: the line below; None: the bubble and the micro-batches in flight.
+        scale: None: the shortest action is as wide as its label.
+    """
+    scale = scale or PictureScale(_CELL / min(row.seconds for row in proof.rows), proof.total)
+    width, height = _LEFT + scale.pixels * scale.width + 8, _HEIGHT * len(proof.in_flight) + 56
     elements = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" font-family="sans-serif"'
-        f' font-size="11"><title>{escape(title)}</title>',
+        f' font-size="11" fill="currentColor"><title>{escape(title)}</title>',
         f'<text x="4" y="16" font-size="13">{escape(title)}</text>',
     ]
     for stage in range(len(proof.in_flight)):
         elements.append(f'<text x="4" y="{40 + _HEIGHT * stage}">stage {stage}</text>')
-    elements += [_render_box(row, scale, _stages_with_parts(proof)) for row in proof.rows]
-    elements.append(
-        f'<text x="4" y="{height - 8:g}">{escape("; ".join(describe_timeline(proof)))}</text></svg>'
-    )
+    elements += [_render_box(row, scale.pixels, _stages_with_parts(proof)) for row in proof.rows]
+    caption = "; ".join(describe_timeline(proof)) if caption is None else caption
+    elements.append(f'<text x="4" y="{height - 8:g}">{escape(caption)}</text></svg>')
     return "\n".join(elements) + "\n"
 
 
 def _render_box(row: TimelineRow, scale: float, parted: Collection[int]) -> str:
-    x, y = _LEFT + scale * row.time, 24 + _HEIGHT * row.stage
+    x, y, width = _LEFT + scale * row.time, 24 + _HEIGHT * row.stage, scale * row.seconds
     chunk = f", chunk {row.chunk}" if row.chunk else ""
     chunk += f", part {row.part}" if row.stage in parted else ""
+    has_label = width >= _MIN_LABEL
     return (
-        f'<rect x="{x:g}" y="{y}" width="{scale * row.seconds - 1:g}" height="{_HEIGHT - 3}" rx="2"'
+        f'<rect x="{x:g}" y="{y}" width="{max(0.5, width - 1):g}" height="{_HEIGHT - 3}" rx="2"'
         f' fill="{_COLORS[row.operation]}" opacity="{0.55 if row.chunk else 1:g}">'
         f"<title>{_NAMES[row.operation]} of micro-batch {row.micro_batch}{chunk}</title></rect>"
-        f'<text x="{x + 4:g}" y="{y + 15}" fill="#fff">{_action_label(row, parted)}</text>'
+        + (f'<text x="{x + 4:g}" y="{y + 15}" fill="#fff">{_action_label(row, parted)}</text>' * has_label)
     )
 
 

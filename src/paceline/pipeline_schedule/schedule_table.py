@@ -202,6 +202,32 @@ class ScheduleTimeline:
         return 1.0 - busy / (self.total * len(self.in_flight)) if self.total else 0.0
 
 
+@dataclass(frozen=True)
+class MeasuredSchedule:
+    """A step of a pipeline as it was planned and as it ran.
+
+    Args:
+        planned: of all stages.
+        measured: actions that this rank ran, in their order; times in seconds, of `time.perf_counter`. An
+            action begins when its inputs are there, and ends when its outputs are handed to the transport.
+    """
+
+    planned: ScheduleTimeline
+    measured: Sequence[TimelineRow]
+
+
+def join_measured(rows: Sequence[TimelineRow], planned: ScheduleTimeline) -> ScheduleTimeline:
+    """Return the timeline of what was measured on all stages; the first action begins at 0.
+
+    Args:
+        rows: of all stages; at least one.
+        planned: for what stages keep in memory, which follows from the order.
+    """
+    first = min(row.time for row in rows)
+    moved = sorted(row._replace(time=row.time - first) for row in rows)
+    return ScheduleTimeline(moved, max(row.time + row.seconds for row in moved), planned.in_flight)
+
+
 def simulate_schedule(table: ScheduleTable, num_micro_batches: int) -> ScheduleTimeline:
     """Simulate a schedule and return its timeline.
 

@@ -30,6 +30,7 @@ from paceline.report.page_sections import (
     render_tiles,
     render_traffic,
 )
+from paceline.report.pipeline_pictures import render_pipeline
 from paceline.report.rank_balance import rank_times
 from paceline.report.run_facts import RunFacts, collect_facts
 from paceline.report.run_files import CHECKPOINTS, RECIPE, REPORT
@@ -37,7 +38,7 @@ from paceline.report.run_reader import MetricsRecord, RecordedRun, read_run, to_
 from paceline.report.svg_chart import ChartCurve, ChartPoint, render_chart
 
 _MAX_EVENTS = 60
-_ROUTINE_EVENTS = ("step", "ranks", "communication", "cache")
+_ROUTINE_EVENTS = ("step", "ranks", "communication", "cache", "timeline")
 
 
 def write_report(folder: Path) -> Path:
@@ -106,6 +107,7 @@ def _render_one(run: RecordedRun, at: Path | None) -> list[Html]:
         tag("h2", "Curves"),
         render_charts([run]),
         render_rank_times([run]),
+        render_pipeline(run),
         render_traffic([run]),
         _render_checkpoints(run, at or run.folder),
         _render_events(run),

@@ -6,6 +6,7 @@ Evaluations, checkpoints and the records themselves happen between two rounds an
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import socket
@@ -17,13 +18,16 @@ import torch
 
 from paceline._version import VERSION
 from paceline.comm.tally import tally_bytes
+from paceline.job.mesh import AXES
 from paceline.observe.metrics_schema import SCHEMA_VERSION
 from paceline.observe.process_info import peak_memory_bytes, process_start_ticks
 from paceline.observe.sinks import Sink
 from paceline.observe.step_stats import PHASES, StepStats, build_rank_records
-from paceline.session.session import Session, repeat_until_agreed
+from paceline.pipeline_schedule.schedule_table import TimelineRow, join_measured
+from paceline.session.session import Session, gather_from_all, repeat_until_agreed
 
 _WINDOW_ROUNDS = 20
+_MAX_ACTIONS = 4096  # of a timeline; more are no picture
 
 _RoundCounters = tuple[float, float, float, float]
 """Seconds of communication in progress, seconds of waiting for it, sent bytes, CPU seconds."""
@@ -36,7 +40,8 @@ class RankRecords:
         sinks: those of rank 0; empty on the other ranks.
         written: the run has a folder; otherwise nothing is measured or sent.
         window: number of rounds in a record.
-    Wire: one gather a window, of 8 (window x num_columns) bytes from each rank.
+    Wire: one gather a window, of 8 (window x num_columns) bytes from each rank; in a pipeline after the first
+        one the actions of its last step, once.
     """
 
     def __init__(
@@ -45,6 +50,7 @@ class RankRecords:
         self._session, self._sinks, self._written, self._window = session, sinks, written, window
         self._rounds: list[tuple[StepStats, _RoundCounters, _RoundCounters]] = []
         self._before: _RoundCounters = self._counters()
+        self._has_timeline = False
 
     def step(self, stats: StepStats) -> None:
         """Record a round; collective when the window is full."""
@@ -72,6 +78,11 @@ class RankRecords:
         for record in build_rank_records(rounds[-1][0].step, by_rank) if by_rank else ():
             for sink in self._sinks:
                 sink.event("ranks", record)
+        if not self._has_timeline:
+            self._has_timeline = True
+            timeline = measured_timeline(session, rounds[-1][0].step)
+            for sink in self._sinks if timeline is not None else ():
+                sink.event("timeline", timeline)
         self.begin()
 
     def begin(self) -> None:
@@ -86,6 +97,34 @@ def _round_columns(stats: StepStats, before: _RoundCounters, after: _RoundCounte
     """Return the columns of a round; the last one, peak memory, is filled in for the window."""
     differences = [b - a for a, b in zip(before, after, strict=True)]
     return [stats.seconds, *[stats.phases[phase] for phase in PHASES], *differences, 0.0]
+
+
+def measured_timeline(session: Session, step: int) -> dict[str, Any] | None:
+    """Return the event `timeline` of the last step of a pipeline; collective if stages are processes.
+
+    Hosts have clocks of their own, so the rows of two hosts are as exact as their wall clocks agree.
+
+    Returns:
+        None without stages, or with more than `_MAX_ACTIONS`.
+    """
+    schedule, mesh = session.runner.schedule, session.mesh
+    rows = [] if schedule is None else list(schedule.measured)
+    if mesh.axes["pipeline"].size > 1:
+        is_sample = not any(mesh.coordinate(axis) for axis in AXES if axis != "pipeline")
+        offset = time.time() - time.perf_counter()
+        local = [[row[0] + offset, *row[1:]] for row in rows] if is_sample else []
+        texts = gather_from_all(session, lambda: json.dumps(local))
+        rows = [TimelineRow(*row) for text in texts for row in json.loads(text)]
+    if schedule is None or not 0 < len(rows) <= _MAX_ACTIONS:
+        return None
+    measured = join_measured(rows, schedule.planned)
+    return {
+        "step": step,
+        "planned": [[*row] for row in schedule.planned.rows],
+        "measured": [[round(row[0], 7), *row[1:-1], round(row[-1], 7)] for row in measured.rows],
+        "planned_idle": schedule.planned.bubble,
+        "measured_idle": measured.bubble,
+    }
 
 
 def run_record(session: Session) -> dict[str, Any]:

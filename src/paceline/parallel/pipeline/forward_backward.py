@@ -199,6 +199,7 @@ class ChunkExecutor:
         self._in_place_guard = InPlaceWriteGuard(sharded_model.computes)
         self._inbox = PartReceiver(transport, cut.stage, cut.parts, cut.num_chunks)
         self.precision, self._phases = precision, phases
+        self.began = 0.0  # when the last action had its inputs and began to compute, of `perf_counter`
         self._call_recorder, self._output_stand_in = CallRecorder(), OutputStandIn()
         self._dropouts = name_dropouts(sharded_model.model)
         self._seeded = sharded_model.device if seeds else None
@@ -233,7 +234,7 @@ class ChunkExecutor:
         local_batch = (
             loaded.batch if self._num_parts == 1 else slice_batch(loaded.batch, samples, num_samples)
         )
-        self._phases.begin("forward")
+        self.began = self._phases.begin("forward")
         self._seed(micro_batch.key, samples, num_samples)
         # Micro-batches in flight share the modules, so each has buffers of its own until its backward.
         self.buffers.swap_in()
@@ -285,7 +286,7 @@ class ChunkExecutor:
         """
         action = in_flight_batch.action._replace(kind="B")
         output_grads, note = self._receive_gradients(action, in_flight_batch, note)
-        self._phases.begin("backward")
+        self.began = self._phases.begin("backward")
         with self._as_forward_left(in_flight_batch, counts=weights is None):
             if split:
                 trained = [p for p in self.chunks[action.chunk].parameters() if p.requires_grad]
@@ -300,7 +301,7 @@ class ChunkExecutor:
 
     def end_backward(self, in_flight_batch: InFlightMicroBatch) -> None:
         """Add the deferred gradients of weights to `.grad`."""
-        self._phases.begin("backward")
+        self.began = self._phases.begin("backward")
         with self._as_forward_left(in_flight_batch):
             in_flight_batch.backward_weights()
 

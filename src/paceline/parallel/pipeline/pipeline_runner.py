@@ -13,6 +13,7 @@ thread.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -47,9 +48,12 @@ from paceline.parallel.thread_workers import (
 )
 from paceline.pipeline_schedule.schedule_table import (
     ActionKey,
+    MeasuredSchedule,
     PipelineAction,
     ScheduleFactory,
     ScheduleTable,
+    ScheduleTimeline,
+    TimelineRow,
     count_messages_by_source,
     part_samples,
     simulate_schedule,
@@ -103,6 +107,7 @@ class PipelineRunner:
             sharded_model.computes, overlap=overlap, frees_gradients=release_gradients
         )
         self.peak_in_flight = 0
+        self._schedule: MeasuredSchedule | None = None
         self._transport, self._phases, self._loss, self._make_schedule = (
             transport,
             phases,
@@ -133,6 +138,10 @@ class PipelineRunner:
     def norms(self) -> Mapping[TensorSlot, Sequence[Tensor]]:
         return self.gradients.norms
 
+    @property
+    def schedule(self) -> MeasuredSchedule | None:
+        return self._schedule
+
     def run(
         self, micro_batches: Iterable[LoadedBatch], num_micro_batches: int, sink: GradientSink, scale: float
     ) -> LossSums:
@@ -147,17 +156,21 @@ class PipelineRunner:
         loaded = _LoadedMicroBatches(micro_batches, self._phases)
         self.peak_in_flight = 0
         self.sharded_model.use.begin()
+        measured: list[TimelineRow] = []
         for action in order.actions:
             if action.kind == "F":
                 self._start(action, loaded, in_flight, sums, scale)
-            # The part has no samples, so its forward was not run.
-            elif action.place not in in_flight:
+            # Without samples of the part, its forward was not run.
+            if action.place not in in_flight:
                 continue
-            elif not action.ends(order.split):
-                self.executor.backward(in_flight[action.place], split=True)
-            else:
+            if action.ends(order.split):
                 self._end(action, in_flight.pop(action.place), sink, order)
+            elif action.kind == "B":
+                self.executor.backward(in_flight[action.place], split=True)
+            began = self.executor.began
+            measured.append(TimelineRow(began, self.cut.stage, *action, time.perf_counter() - began))
             self.peak_in_flight = max(self.peak_in_flight, len(in_flight))
+        self._schedule = MeasuredSchedule(order.planned, measured)
         # Tensors that were sent must not be freed or changed before the neighbours have received them.
         self.flush()
         self.sharded_model.use.end()
@@ -171,8 +184,8 @@ class PipelineRunner:
         """Return this stage's row of the table for `num_micro_batches`; each table is checked once."""
         if num_micro_batches not in self._orders:
             table = self._make_schedule(self.cut.num_stages, num_micro_batches)
-            simulate_schedule(table, num_micro_batches)
-            self._orders[num_micro_batches] = _StageOrder.of(table, self.cut.stage)
+            planned = simulate_schedule(table, num_micro_batches)
+            self._orders[num_micro_batches] = _StageOrder.of(table, self.cut.stage, planned)
         return self._orders[num_micro_batches]
 
     def _start(
@@ -270,19 +283,21 @@ class _StageOrder(NamedTuple):
         split: actions whose backward is split in two halves.
         last: by chunk, the micro-batch whose backward ends last.
         awaited: by neighbour, the number of messages it sends.
+        planned: the simulation of all stages.
     """
 
     actions: Sequence[PipelineAction]
     split: frozenset[ActionKey]
     last: Mapping[int, int]
     awaited: Mapping[int, int]
+    planned: ScheduleTimeline
 
     @classmethod
-    def of(cls, table: ScheduleTable, stage: int) -> _StageOrder:
+    def of(cls, table: ScheduleTable, stage: int, planned: ScheduleTimeline) -> _StageOrder:
         actions = table.orders[stage]
         split = frozenset(a.place for a in actions if a.kind == "W")
         last = {a.chunk: a.micro_batch for a in actions if a.ends(split)}
-        return cls(actions, split, last, count_messages_by_source(table, stage))
+        return cls(actions, split, last, count_messages_by_source(table, stage), planned)
 
 
 class _LoadedMicroBatches:
@@ -409,6 +424,12 @@ class ThreadedPipelineRunner(ThreadedRunnerBase):
         self.used = {name for stage in self._stages for name in stage.used}
         self._hand_on(stage_gradients, sink)
         return sums[-1]
+
+    @property
+    def schedule(self) -> MeasuredSchedule | None:
+        stages = [stage.schedule for stage in self._stages]
+        rows = [row for stage in stages if stage is not None for row in stage.measured]
+        return stages[0] and replace(stages[0], measured=rows)
 
     def _hand_on(self, stage_gradients: Sequence[_StageGradients], sink: GradientSink) -> None:
         """Hand on every gradient once, those of shared parameters by shard, as a single thread does."""

@@ -30,6 +30,7 @@ from paceline.parallel.model_runner import LossSums, MetricNames, ModelFunction
 from paceline.parallel.placement import TensorPlacement, even_span
 from paceline.parallel.sharded_model import ModelPartition, ShardedModel, outermost_dims
 from paceline.parallel.unsharded_guard import freed_parameter_class
+from paceline.pipeline_schedule.schedule_table import MeasuredSchedule
 from paceline.state.slot import TensorSlot, trained_parameters
 
 if TYPE_CHECKING:
@@ -159,6 +160,7 @@ class ServerRunner:
 
     used: Collection[str] = ()
     norms: Mapping[TensorSlot, Sequence[Tensor]] = {}
+    schedule: MeasuredSchedule | None = None
 
     def __init__(self, sharded_model: ShardedModel, metric_names: MetricNames) -> None:
         self.sharded_model, self.metric_names = sharded_model, metric_names

@@ -81,8 +81,9 @@ class RankRecords:
         if not self._has_timeline:
             self._has_timeline = True
             timeline = measured_timeline(session, rounds[-1][0].step)
-            for sink in self._sinks if timeline is not None else ():
-                sink.event("timeline", timeline)
+            for sink in self._sinks:
+                if timeline is not None:
+                    sink.event("timeline", timeline)
         self.begin()
 
     def begin(self) -> None:

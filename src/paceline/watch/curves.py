@@ -113,7 +113,8 @@ class _Table:
     def cut(self, step: int) -> None:
         """Remove the rows from a step on."""
         row = bisect_left(self.steps, step)
-        for column in (self.steps, self.times, *self.columns.values()):
+        del self.steps[row:], self.times[row:]
+        for column in self.columns.values():
             del column[row:]
 
     def points(self, name: str, first: int, end: int | None, max_points: int) -> CurvePoints:

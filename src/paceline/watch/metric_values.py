@@ -66,7 +66,7 @@ def _values_in(metric: MetricSpec, record: Mapping[str, Any]) -> Iterator[tuple[
         yield rank, 1.0
         return
     value = record.get(metric.field)
-    table = (
+    table: dict[tuple[str, ...], Any] = (
         {(*rank, str(key)): value[key] for key in list(value)[:_MAX_KEYS]}
         if isinstance(value, Mapping)
         else {rank: value}

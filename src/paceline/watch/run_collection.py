@@ -77,8 +77,8 @@ class RunCollection:
         """Return events of a run whose number is larger than `after`, the newest `limit` of them."""
         with self._lock:
             run = self._runs.get(key)
-            found = [] if run is None else [{"number": n, **e} for n, e in run.events if n > after]
-        return found[-limit:]
+            events = [] if run is None else [(n, event) for n, event in run.events if n > after]
+        return [{"number": number, **event} for number, event in events[-limit:]]
 
     def points(self, key: str, name: str, first: int, end: int | None, max_points: int) -> CurvePoints:
         """Return a part of a curve; from a sample of its steps while the run has not been read to its end."""

@@ -129,10 +129,6 @@ MISTAKES: dict[str, tuple[Build, str]] = {
     "a loss that knows its rank": (with_loss(of_rank), "depends on the rank"),
     "a model that knows its rank": (model_of_rank, "ranks built different models"),
     "data that knows its rank": (data_of_rank, "ranks read different data"),
-    "a loss that clamps weights": (
-        lambda c: Task(seeded(small), samples(), clamps_weights),
-        "stepped beside the update",
-    ),
     "data cut by rank": (own_part_of_the_data, "ranks read different data"),
 }
 
@@ -151,6 +147,13 @@ def test_mistakes_of_users_are_named() -> None:
         (name, report), (_, other) = ranks
         assert not report.ok and report.diagnosis.cause == MISTAKES[name][1], (name, report.diagnosis)
         assert report == other
+
+
+def test_a_loss_that_clamps_weights_is_refused() -> None:
+    recipe = Recipe(task="given", steps=20, batch={"size": 13, "shards": 4})
+    task = Task(seeded(small), samples(), clamps_weights)
+    with pytest.raises(TaskError, match=r"the forward changes the parameter '0\.weight'"):
+        compare_with_oracle(recipe, task, Cluster.single(), CPU, 3)
 
 
 def test_a_model_that_differs_is_named_by_its_tensor() -> None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
@@ -19,9 +20,11 @@ _SILENT_SECONDS = 30.0
 
 def render_table(states: Sequence[Mapping[str, Any]]) -> Table:
     """Return the table of some states of runs, see `RunWatch.state`."""
-    table = Table(expand=True)
-    for name in ("run", "status", "step", "loss", "speed", "round", "data", "compute", "wait", "peak"):
-        table.add_column(name, justify="left" if name in ("run", "status") else "right", overflow="fold")
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("run", overflow="ellipsis", no_wrap=True)
+    table.add_column("status", no_wrap=True)
+    for name in ("step", "loss", "speed", "round", "data", "comp", "wait", "peak"):
+        table.add_column(name, justify="right", no_wrap=True)
     for state in states:
         table.add_row(*_run_cells(state))
         for rank in state["ranks"] if state["status"] in ("running", "unknown") else ():

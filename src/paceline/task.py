@@ -155,7 +155,8 @@ class Task:
                 next_step="return Task(model=..., data=..., loss=...) or (model, data, loss) from build()",
             )
         for pattern, aggregation in self.buffers.items():
-            if not (callable(aggregation) or aggregation in AGGREGATIONS or is_decay(aggregation)):
+            is_known = aggregation in AGGREGATIONS or moving_average_decay(aggregation) is not None
+            if not (callable(aggregation) or is_known):
                 raise TaskError(
                     f"Task(buffers={{'{pattern}': '{aggregation}'}}): unknown aggregation",
                     next_step=f"use one of: {', '.join(AGGREGATIONS)}, ema:0.99, or a function; separate"
@@ -166,13 +167,17 @@ class Task:
             require_samples(f"held_out['{name}']" if name else "held_out", source)
 
 
-def is_decay(aggregation: str) -> bool:
-    """Return whether a word of `Task.buffers` is a moving average: "ema:" and a decay between 0 and 1."""
-    word, _, decay = aggregation.partition(":")
+def moving_average_decay(aggregation: BufferRule) -> float | None:
+    """Return the decay of a moving average in `Task.buffers`, a word as "ema:0.99"; None for other rules.
+
+    The number is between 0 and 1.
+    """
+    word, _, text = aggregation.partition(":") if isinstance(aggregation, str) else ("", "", "")
     try:
-        return word == "ema" and 0.0 < float(decay) < 1.0
+        decay = float(text) if word == "ema" else 0.0
     except ValueError:
-        return False
+        return None
+    return decay if 0.0 < decay < 1.0 else None
 
 
 def held_out_sets(held_out: Any) -> dict[str, Any]:

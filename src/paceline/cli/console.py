@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import IO, TYPE_CHECKING, Any, TextIO, cast
 
 from paceline.errors import PacelineError
-from paceline.observe.terminal_text import escape_controls
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -38,6 +37,8 @@ def print_plain(text: str, console: Console | None = None) -> None:
     Args:
         console: None: standard output.
     """
+    from paceline.observe.terminal_text import escape_controls
+
     # paths and error texts contain brackets, which rich would take for markup
     (console or output()).print(escape_controls(text), markup=False, highlight=False, soft_wrap=True)
 
@@ -101,6 +102,8 @@ def discard_output() -> None:
 
 def print_error(error: PacelineError) -> None:
     """Print an error to standard error."""
+    from paceline.observe.terminal_text import escape_controls
+
     console = error_output()
     console.print(
         escape_controls(f"error: {error}"), style="red", markup=False, highlight=False, soft_wrap=True

@@ -13,7 +13,6 @@ import typer
 
 from paceline.cli.console import error_output, output, print_json, print_plain
 from paceline.errors import DataError, MissingExtraError
-from paceline.report.run_files import RUNS
 
 DEFAULT_PORT = 7600
 
@@ -101,6 +100,8 @@ def _existing_folders(folders: list[Path] | None) -> list[Path]:
     Raises:
         DataError: one of them does not exist.
     """
+    from paceline.report.run_files import RUNS
+
     for folder in folders or []:
         if not folder.is_dir():
             raise DataError(

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from paceline.task import BufferRule
+from paceline.task import BufferRule, moving_average_decay
 
 _REDUCTIONS_ATTRIBUTE = "_paceline_buffers"
 
@@ -42,11 +42,6 @@ def set_buffer_reductions(model: nn.Module, buffer_reductions: Mapping[str, Buff
 def _reduction_of(module: nn.Module, name: str) -> BufferRule:
     reduction: BufferRule = module.__dict__.get(_REDUCTIONS_ATTRIBUTE, {}).get(name, "mean")
     return reduction
-
-
-def _decay_of(reduction: BufferRule) -> float | None:
-    """Return the decay of a moving average; None for another reduction."""
-    return float(reduction[4:]) if isinstance(reduction, str) and reduction.startswith("ema:") else None
 
 
 def _is_weighted(reduction: BufferRule) -> bool:
@@ -213,7 +208,7 @@ class MicroBatchBuffers:
                 is_mean = _is_weighted(reduction) if of_rounds else reduction == "mean"
                 reduced = (piece / micro_batches if is_mean else piece).to(buffer.device)
                 start = _view_as_real(base)
-                decay = None if is_mean else _decay_of(reduction)
+                decay = None if is_mean else moving_average_decay(reduction)
                 if decay is not None and bool(reduced.any()):
                     weight = (micro_batches - 1) * (1 - decay)
                     reduced = reduced + weight * start.to(torch.float64).reshape(-1)

@@ -35,25 +35,28 @@ class ReplacedParameters:
     """Parameters as the task has built them, of which the layout has replaced some.
 
     They are watched as long as the user's code refers to them.
+
+    Attributes:
+        references: to each of them, by name, with whether it took a gradient and its version.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._references = {
+        self.references = {
             name: (weakref.ref(p), p.requires_grad, p._version) for name, p in model.named_parameters()
         }
 
     def drop_present(self, model: nn.Module) -> None:
         """Watch only those in whose place the model has others that this rank computes with."""
         present = dict(model.named_parameters())
-        self._references = {
+        self.references = {
             name: (ref, trained, p._version)
-            for name, (ref, trained, _) in self._references.items()
+            for name, (ref, trained, _) in self.references.items()
             if (p := ref()) is not None and present[name] is not p and not present[name].is_meta
         }
 
     def require_unchanged(self) -> None:
         """Raise a TaskError if one of them was frozen, unfrozen or written to."""
-        for name, (ref, trained, version) in self._references.items():
+        for name, (ref, trained, version) in self.references.items():
             p = ref()
             if p is not None and (p.requires_grad, p._version) != (trained, version):
                 raise TaskError(
@@ -69,16 +72,19 @@ class TrainedFlags:
 
     Args:
         model: placed.
+
+    Attributes:
+        frozen: by name, those that took no gradient when the session was built.
     """
 
     def __init__(self, model: nn.Module) -> None:
         named = dict(model.named_parameters())
-        self._frozen = {name: p for name, p in named.items() if not p.requires_grad}
+        self.frozen = {name: p for name, p in named.items() if not p.requires_grad}
         self._trained = {name: p for name, p in named.items() if p.requires_grad}
 
     def require_frozen(self) -> None:
         """Raise a TaskError if a parameter takes gradients that was frozen when the session was built."""
-        for name, p in self._frozen.items():
+        for name, p in self.frozen.items():
             if p.requires_grad:
                 raise TaskError(
                     f"'{name}' was frozen when the run began and now takes a gradient, which no rank sums:"
@@ -122,8 +128,11 @@ class ModelGuard:
         Raises:
             TaskError: a parameter was unfrozen, or an object was changed that is no longer in the model.
         """
-        self.flags.require_frozen()
-        self._replaced.require_unchanged()
+        # Few calls, because this runs in every step.
+        if self.flags.frozen:
+            self.flags.require_frozen()
+        if self._replaced.references:
+            self._replaced.require_unchanged()
 
     def storages(self) -> Storages:
         """Return the memory of the parameters if this rank holds all of them, for `keep_storages`."""

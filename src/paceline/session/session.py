@@ -400,7 +400,6 @@ class Session:
             step_before = self.state.step
             if parts.loss_tolerant_rules:
                 drop_lost_ranks(self)
-            self.guard.check()
             if self._unruled_buffers:
                 self._warn_of_unruled_buffers()
             yield self.with_reported_metrics(stats)

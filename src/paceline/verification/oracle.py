@@ -36,7 +36,7 @@ from paceline.data.work import MicroBatch
 from paceline.models.dropout import KeyedDropout
 from paceline.parallel.batch_gather import WholeBatch, gather_scope
 from paceline.state.keys import key
-from paceline.task import BufferRule, Loss, Task
+from paceline.task import BufferRule, Loss, Task, moving_average_decay
 from paceline.verification.plain_optimizer import PlainSchedule
 
 
@@ -551,7 +551,8 @@ def accumulate_shards(
     for name, change in sums.buffers.items():
         rule = reductions[name]
         change /= max(1, sums.num_shards) if rule == "mean" else 1
-        if isinstance(rule, str) and rule.startswith("ema:") and bool(change.any()):
+        decay = moving_average_decay(rule)
+        if decay is not None and bool(change.any()):
             # Each shard has moved the value towards its own statistic; a step moves it once.
-            change += (sums.num_shards - 1) * (1 - float(rule[4:])) * as_reals(before[name]).to(torch.float64)
+            change += (sums.num_shards - 1) * (1 - decay) * as_reals(before[name]).to(torch.float64)
     return sums

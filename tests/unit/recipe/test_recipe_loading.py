@@ -207,7 +207,7 @@ def test_what_is_typed_never_takes_out_what_would_act(
 def test_what_is_typed_and_cannot_go_together_is_still_an_error(tmp_path: Path) -> None:
     path = tmp_path / "a.toml"
     path.write_text('task = "digits"\nsteps = 3\n[batch]\nshards = 6\n')
-    with pytest.raises(RecipeError, match="expected only with adamw or adam"):
+    with pytest.raises(RecipeError, match="expected only with adamw, adam, adabound"):
         load_recipe(path, ["optimizer.name=sgd", "optimizer.betas=[0.8, 0.9]"])
     with pytest.raises(RecipeError, match=r"at most batch\.size"):
         load_recipe(path, ["batch.size=4", "batch.shards=6"])

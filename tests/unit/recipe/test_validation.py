@@ -273,6 +273,7 @@ STRATEGY_CASES = {
     "strategy.balance": ("sync=local:2 balance=speed", "balance=speed"),
     "strategy.codec": ("route=shared-memory codec=int8", "route=ring codec=int8"),
     "strategy.route": ("sync=gossip:2 route=ring", "route=ring"),
+    "strategy.storage": ("shard=2 zero=2 storage=central", "shard=2 zero=3 storage=central"),
     "strategy.channel": ("channel=grpc", "sync=gossip:2 channel=grpc"),
 }
 

@@ -93,9 +93,12 @@ def watched(tmp_path: Path) -> Iterator[Callable[[], object]]:
         sink.close()
 
 
-@pytest.mark.parametrize(("shards", "more"), [(1, 75), (8, 490)])
+@pytest.mark.parametrize(("shards", "more"), [(1, 75), (8, 525)])
 def test_a_step_makes_few_calls_more_than_a_loop_by_hand(shards: int, more: int) -> None:
-    """It was 104 and 791; what stays is the order of the samples, keys, health, phases and the tally."""
+    """It was 104 and 791; what stays is the order of the samples, keys, health, phases and the tally.
+
+    A micro-batch seeds three generators and opens the scope of `paceline.gather`: six calls.
+    """
     assert calls_a_step(ours(shards)) - calls_a_step(by_hand(shards)) < more
 
 

@@ -151,6 +151,7 @@ SHARED = {
     "Task",
     "WholeBatch",
     "gather_scope",
+    "moving_average_decay",
     "OptimizerRecipe",
     "ScheduleRecipe",
 }

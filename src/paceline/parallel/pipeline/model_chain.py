@@ -61,7 +61,8 @@ class _ModelStandIn(nn.Module):
     def named_modules(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise TaskError; parameters, buffers and modules are all found through this method."""
         raise TaskError(
-            "the loss uses the model's parameters or modules, but a stage holds only a part of them",
+            "the loss uses the model's parameters or modules ('model.parameters()' or the like), but a stage"
+            " holds only a part of them",
             next_step="use optimizer.weight_decay or l2 for a penalty, or choose a strategy without pipeline",
         )
 

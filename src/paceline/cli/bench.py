@@ -39,6 +39,12 @@ TaskRecipe = Annotated[
     typer.Option("--recipe", help="Compare codecs on this task instead: bytes, loss over seeds, steps."),
 ]
 Seeds = Annotated[int, typer.Option("--seeds", min=1, help="Runs of each codec, with --recipe.")]
+InLab = Annotated[
+    bool,
+    typer.Option(
+        "--lab", help="With --recipe: run the steps in the lab, at 1000, 100 and 10 Mbit/s, on two hosts."
+    ),
+]
 Deadline = Annotated[
     float,
     typer.Option("--deadline", min=1, help="Seconds after which a rank that does not answer is an error."),
@@ -75,6 +81,7 @@ def comm(
     recipe: TaskRecipe = None,
     settings: common_options.Settings = None,
     seeds: Seeds = 5,
+    in_lab: InLab = False,
     deadline: Deadline = 120.0,
 ) -> None:
     """Measure the all-reduce with every route and codec (CPU); with --recipe, compare codecs on a task."""
@@ -89,6 +96,7 @@ def comm(
             page=page,
             deadline=deadline,
             as_json=as_json,
+            in_lab=in_lab,
         ),
     )
 
@@ -112,6 +120,7 @@ class CommArgs:
     page: Path | None
     deadline: float
     as_json: bool
+    in_lab: bool
 
 
 def parse_selection(*texts: str) -> CommSelection:
@@ -135,7 +144,9 @@ def run_comm(nodes: NodeArgs, args: CommArgs) -> None:
     from paceline.job.cluster import Cluster
 
     cluster = Cluster.of_worker()
-    if cluster is None:
+    if args.in_lab:
+        _report_in_lab(nodes, args)
+    elif cluster is None:
         _launch_ranks(nodes, "an all-reduce needs two ranks, and this job has one", args.deadline)
     elif args.recipe is not None:
         recipe = common_options.read_recipe(args.recipe, args.settings, None)
@@ -154,6 +165,34 @@ def _launch_ranks(nodes: NodeArgs, why_two: str, deadline: float) -> None:
         raise StrategyError(why_two, next_step="-n 2, or --nodes 2")
     # One thread for each rank, or threads would take the cores that the transfers need.
     sys.exit(relaunch(nodes.placement(count), 1, stuck_seconds=deadline).exit_code)
+
+
+def _report_in_lab(nodes: NodeArgs, args: CommArgs) -> None:
+    """Compare codecs on a task on two hosts of the lab, at three bandwidths."""
+    from paceline.studies.codec_lab import compare_codecs_in_lab, render_lab_table
+
+    if args.recipe is None or nodes.nodes > 1:
+        raise StrategyError(
+            "--lab runs the steps of a task on hosts of this machine",
+            next_step="name the task with --recipe, and leave out --nodes",
+        )
+    command = ["paceline", "bench", "comm", "--json", "--recipe", str(args.recipe.resolve())]
+    command += [
+        "-n",
+        str(nodes.processes or 2),
+        "--seeds",
+        str(args.seeds),
+        "--deadline",
+        f"{args.deadline:g}",
+    ]
+    if args.selection.codecs:
+        command += ["--codecs", ",".join(args.selection.codecs)]
+    command += [word for setting in args.settings or () for word in ("--set", setting)]
+    found = compare_codecs_in_lab(command, 2, (lambda text: None) if args.as_json else print_plain)
+    if args.as_json:
+        print_plain(json.dumps({f"{bits:.0f}": rows for bits, rows in found.items()}, indent=1))
+    for line in () if args.as_json else render_lab_table(found):
+        print_plain(line)
 
 
 def _measure_comm(cluster: Cluster, args: CommArgs) -> None:

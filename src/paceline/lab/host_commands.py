@@ -119,7 +119,13 @@ def _start_process(
 
 
 _RENDEZVOUS_PORT = 29500  # always free: the first host has a network of its own
-_JOB_COMMANDS = {("train",): False, ("verify",): False, ("run",): True, ("bench", "link"): False}
+_JOB_COMMANDS = {
+    ("train",): False,
+    ("verify",): False,
+    ("run",): True,
+    ("bench", "link"): False,
+    ("bench", "comm"): False,
+}
 """The commands that start a job; True if words after the script are its own arguments."""
 _PROCESSES_OPTIONS = ("-n", "--processes")
 

@@ -105,7 +105,8 @@ def test_a_command_of_one_machine_is_spread_over_the_hosts() -> None:
     assert " ".join(script[0][-7:]) == "--logs l -n 1 s.py -n 9"
     plain = spread_over_hosts(["paceline", "run", "s.py", "-n", "9"], ["a", "b"])
     assert " ".join(plain[0][-4:]) == "0 s.py -n 9"
-    assert spread_over_hosts(["paceline", "bench", "link"], ["a", "b"])[1][-2:] == ["--node-rank", "1"]
+    for what in ("link", "comm"):
+        assert spread_over_hosts(["paceline", "bench", what], ["a", "b"])[1][-2:] == ["--node-rank", "1"]
     assert spread_over_hosts(["hostname"], ["a", "b"]) == [["hostname"], ["hostname"]]
     for wrong in (["paceline", "train", "r.toml", "-n", "3"], []):
         with pytest.raises(RecipeError):

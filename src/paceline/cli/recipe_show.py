@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from paceline.recipe.support import StrategyRow
 
 
+_LINE_LENGTH = 100
+
+
 def show(
     recipe: common_options.RecipeArgument,
     strategy: common_options.StrategyOption = None,
@@ -66,7 +69,10 @@ def _print_table(rows: Sequence[StrategyRow], *, every: bool) -> None:
     alone = [row for row in shown if every or not _is_choice(row)]
     width = max(len(row.name) for row in alone)
     for row in alone:
-        print_plain(f"{row.name:{width}}  {row.strategy}")
+        first, *others = wrap(str(row.strategy), _LINE_LENGTH - width - 2)
+        print_plain(f"{row.name:{width}}  {first}")
+        for line in others:
+            print_plain(f"{'':{width}}  {line}")
         if not row.support.ok:
             print_plain(f"{'':{width}}  not supported: {row.support.reason}")
     if not every:

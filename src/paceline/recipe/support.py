@@ -347,8 +347,11 @@ def fill_replicas(strategy: Strategy, processes: int) -> Strategy:
     """
     if (axis := strategy.filled_axis) is not None:
         replicas = strategy.replicas or 1
-        others = replicas * strategy.ranks_per_replica // getattr(strategy, axis)
-        degree = max(2, (processes - strategy.servers) // others)
+        others = max(1, replicas * strategy.ranks_per_replica // getattr(strategy, axis))
+        if axis == "pipeline" and strategy.lanes > 1:
+            degree = strategy.lanes  # the stages are lanes of one process
+        else:
+            degree = max(2, (processes - strategy.servers) // others)
         return strategy.replace(replicas=replicas, fills="replicas", **{axis: degree})
     if strategy.replicas is not None:
         return strategy

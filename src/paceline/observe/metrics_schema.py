@@ -190,7 +190,8 @@ _RANKS = {
     "hidden_seconds": "float: communication that overlapped with other work of this rank",
     "sent_bytes": "float: bytes that this rank sent in the window, by the closed form",
     "cpu_seconds": "float: CPU time of this rank's process",
-    "peak_bytes": "float: peak memory of this rank's process so far",
+    "proportional_bytes": "float: memory of this rank's process now; a page of n processes counts 1 / n",
+    "peak_bytes": "float: peak resident memory of this rank's process so far, shared pages in full",
 }
 _RUN = {
     "schema": "int: version of this table",

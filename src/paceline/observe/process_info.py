@@ -1,11 +1,14 @@
-"""Facts about a process: start time, state and peak memory; and the folder of caches of its user."""
+"""Facts about a process: start time, state and memory; and the folder of caches of its user."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 import sys
 import tempfile
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 
@@ -47,3 +50,28 @@ def peak_memory_bytes() -> float:
     """Return the largest resident memory of this process so far, in bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return float(peak if sys.platform == "darwin" else 1024 * peak)  # Linux counts in KiB, macOS in bytes
+
+
+def proportional_memory_bytes() -> float:
+    """Return the proportional set size of this process in bytes: a page that n processes map counts 1 / n.
+
+    Where the host does not say (other systems than Linux), the peak of the resident memory is returned.
+    """
+    try:
+        text = Path("/proc/self/smaps_rollup").read_text(encoding="ascii")
+    except OSError:
+        return peak_memory_bytes()
+    return 1024.0 * next(int(line.split()[1]) for line in text.splitlines() if line.startswith("Pss:"))
+
+
+@cache
+def _malloc_trim() -> Callable[[int], int] | None:
+    """Return the function of glibc; None with another C library."""
+    return getattr(ctypes.CDLL(None), "malloc_trim", None)
+
+
+def return_freed_memory() -> None:
+    """Return freed blocks of the heap to the system; without glibc nothing is done."""
+    trim = _malloc_trim()
+    if trim is not None:
+        trim(0)

@@ -116,10 +116,12 @@ RANK_COLUMNS = (
     "exposed_seconds",
     "sent_bytes",
     "cpu_seconds",
+    "proportional_bytes",
     "peak_bytes",
 )
 """The measurements of a rank in a round. `busy_seconds` and `exposed_seconds` are about communication;
-`peak_bytes` is the largest memory since the process started."""
+`proportional_bytes` is the memory of the process at the end of a window, in which a page that n processes map
+counts 1 / n; `peak_bytes` is the largest resident memory since the process started."""
 
 _COMMUNICATION = 1 + PHASES.index("communication")
 
@@ -161,5 +163,6 @@ def _sum_rounds(rounds: Sequence[Sequence[float]]) -> Mapping[str, Any]:
         "hidden_seconds": sum(hidden),
         "sent_bytes": total["sent_bytes"],
         "cpu_seconds": total["cpu_seconds"],
+        "proportional_bytes": max(columns["proportional_bytes"]),
         "peak_bytes": max(columns["peak_bytes"]),
     }

@@ -345,6 +345,7 @@ class CheckpointSchedule:
         warn: receives which checkpoints cannot be used.
     Attributes:
         best: the evaluations so far, by which the run may end early.
+        saved_at: step of the last save of this fit; -1 before it.
     """
 
     def __init__(
@@ -358,7 +359,7 @@ class CheckpointSchedule:
         self.best = EvaluationScores(session.recipe.evaluate, {})
         self._first = session.state.step
         self._name: str | None = None
-        self._saved_at = -1
+        self.saved_at = -1
         self._roll_backs = 0
         self._rolled_back_to: str | None = None
         self._unreported: tuple[int, str] | None = None
@@ -461,7 +462,7 @@ class CheckpointSchedule:
         step = self._session.state.step
         if step == self._first:
             self._name = self._present_checkpoint()
-        if self._name is None or step not in (self._first, self._saved_at):
+        if self._name is None or step not in (self._first, self.saved_at):
             self._save(self._saver)
 
     def finish(self) -> str | None:
@@ -498,7 +499,7 @@ class CheckpointSchedule:
         saver.finish()
         self._report_complete()
         self._rolled_back_to = None
-        self._name, self._saved_at = saver.save(), self._session.state.step
+        self._name, self.saved_at = saver.save(), self._session.state.step
         self._unreported = (self._session.state.step, self._name)
         self._clock.restart()
 

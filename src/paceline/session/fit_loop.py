@@ -25,6 +25,7 @@ from paceline.parallel.state_hash import find_divergence, whole_sha256
 from paceline.session.checkpointing import CheckpointSchedule, interval_passed, open_checkpoint_schedule
 from paceline.session.early_stopping import value_of_metric
 from paceline.session.evaluation import Evaluation, evaluate
+from paceline.session.freed_memory import FreedMemory
 from paceline.session.run_records import RankRecords
 from paceline.session.session import Session, gather_from_all, repeat_until_agreed
 from paceline.session.step_profile import build_step_profile
@@ -166,6 +167,12 @@ class RunSchedule:
             session.run_callbacks(lambda callback: callback.on_evaluation(session, evaluation))
         return evaluation
 
+    @property
+    def has_evaluated_or_saved(self) -> bool:
+        """Return whether the present state was evaluated or is being saved."""
+        step, evaluation = self._session.state.step, self._evaluation
+        return self._checkpoints.saved_at == step or (evaluation is not None and evaluation.step == step)
+
     def send_event(self, event: str, record: Mapping[str, Any]) -> None:
         """Send an event to all sinks."""
         for sink in self._sinks:
@@ -276,6 +283,8 @@ class FitInProgress:
         self._ranks = RankRecords(session, sinks, written=run_dir is not None)
         self._before, self._last = session.state.step, cast("StepStats | None", None)
         self._profile = build_step_profile(session, run_dir, self.schedule.send_event)
+        self._freed_memory = FreedMemory(session.recipe, session.mesh)
+        self._freed_memory.return_to_system()  # the whole model that was partitioned, and trial steps
         session.run_callbacks(lambda callback: callback.on_begin(session))
         self.schedule.make_missed_evaluation()
         if self._profile is not None:
@@ -286,6 +295,7 @@ class FitInProgress:
         self._last = stats
         self._ranks.step(stats)
         is_interrupted = self.schedule.after_round(stats, self._before)
+        self._freed_memory.after_round(is_after_other_work=self.schedule.has_evaluated_or_saved)
         if self._profile is not None:
             is_interrupted |= self._profile.before_step(self._session.state.step)
         if is_interrupted:
@@ -308,6 +318,7 @@ class FitInProgress:
         sha256 = hash_and_compare(session, self._sinks) if session.recipe.reproducible else None
         evaluation = None if schedule.stopped else schedule.evaluate()
         saved = checkpoints.finish()
+        self._freed_memory.return_to_system()  # before the whole model is assembled for the result
         schedule.send_event("end", {"step": session.state.step, "stopped": schedule.stopped})
         result = Result(
             steps=session.state.step,

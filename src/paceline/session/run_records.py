@@ -20,7 +20,7 @@ from paceline._version import VERSION
 from paceline.comm.tally import tally_bytes
 from paceline.job.mesh import AXES
 from paceline.observe.metrics_schema import SCHEMA_VERSION
-from paceline.observe.process_info import peak_memory_bytes, process_start_ticks
+from paceline.observe.process_info import peak_memory_bytes, process_start_ticks, proportional_memory_bytes
 from paceline.observe.sinks import Sink
 from paceline.observe.step_stats import PHASES, StepStats, build_rank_records
 from paceline.pipeline_schedule.schedule_table import TimelineRow, join_measured
@@ -67,9 +67,8 @@ class RankRecords:
             return
         session, rounds = self._session, self._rounds
         rows = [_round_columns(*measured) for measured in rounds]
-        rows[-1][-1] = (
-            peak_memory_bytes()
-        )  # the peak only grows, so that of the last round is that of the window
+        # The peak only grows, so that of the last round is that of the window.
+        rows[-1][-2:] = proportional_memory_bytes(), peak_memory_bytes()
         local = torch.tensor(rows, dtype=torch.float64, device=session.runner.sharded_model.device)
         tables = repeat_until_agreed(session, lambda: session.net.gather(local, session.mesh.world).wait())
         self._rounds = []
@@ -95,9 +94,9 @@ class RankRecords:
 
 
 def _round_columns(stats: StepStats, before: _RoundCounters, after: _RoundCounters) -> list[float]:
-    """Return the columns of a round; the last one, peak memory, is filled in for the window."""
+    """Return the columns of a round; the last two, memory, are filled in for the window."""
     differences = [b - a for a, b in zip(before, after, strict=True)]
-    return [stats.seconds, *[stats.phases[phase] for phase in PHASES], *differences, 0.0]
+    return [stats.seconds, *[stats.phases[phase] for phase in PHASES], *differences, 0.0, 0.0]
 
 
 def measured_timeline(session: Session, step: int) -> dict[str, Any] | None:

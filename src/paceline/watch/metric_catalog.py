@@ -151,6 +151,15 @@ METRICS: tuple[MetricSpec, ...] = (
         "cpu_seconds",
     ),
     MetricSpec(
+        "paceline_rank_proportional_bytes",
+        "gauge",
+        "bytes",
+        _RANK,
+        "memory of the process, shared pages in parts",
+        "ranks",
+        "proportional_bytes",
+    ),
+    MetricSpec(
         "paceline_rank_peak_bytes",
         "gauge",
         "bytes",

@@ -27,7 +27,8 @@ def step_record(step: int, loss: float | str = 1.0, seconds: float = 0.5, **metr
 def rank_records(step: int, seconds: tuple[float, ...]) -> list[dict[str, Any]]:
     """One window of two rounds; of each rank the seconds of a round, half of them in backward."""
     rows = {
-        rank: [[s, 0.0, 0.0, s / 2, 0.0, 0.0, 0.0, 0.0, 64.0, s, 1e6]] * 2 for rank, s in enumerate(seconds)
+        rank: [[s, 0.0, 0.0, s / 2, 0.0, 0.0, 0.0, 0.0, 64.0, s, 5e5, 1e6]] * 2
+        for rank, s in enumerate(seconds)
     }
     return [{"event": "ranks", "time": 1000.0, **record} for record in build_rank_records(step, rows)]
 

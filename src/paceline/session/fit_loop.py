@@ -295,7 +295,8 @@ class FitInProgress:
         self._last = stats
         self._ranks.step(stats)
         is_interrupted = self.schedule.after_round(stats, self._before)
-        self._freed_memory.after_round(is_after_other_work=self.schedule.has_evaluated_or_saved)
+        if self._freed_memory.is_returned:
+            self._freed_memory.after_round(is_after_other_work=self.schedule.has_evaluated_or_saved)
         if self._profile is not None:
             is_interrupted |= self._profile.before_step(self._session.state.step)
         if is_interrupted:

@@ -24,14 +24,17 @@ class FreedMemory:
 
     Args:
         recipe, mesh: those of the session; plain replicas keep all freed memory.
+
+    Attributes:
+        is_returned: False if all freed memory is kept.
     """
 
     def __init__(self, recipe: Recipe, mesh: Mesh) -> None:
-        self._returns, self._is_warm = is_chosen_for_memory(recipe, mesh), False
+        self.is_returned, self._is_warm = is_chosen_for_memory(recipe, mesh), False
 
     def return_to_system(self) -> None:
         """Return freed memory, after work that leaves more of it than a step needs."""
-        if self._returns:
+        if self.is_returned:
             return_freed_memory()
 
     def after_round(self, *, is_after_other_work: bool) -> None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import resource
 import sys
 import tempfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+
+_MEMORY_SUMMARY = Path("/proc/self/smaps_rollup")
+_PROPORTIONAL_KIB = re.compile(rb"^Pss: *([0-9]+)", re.MULTILINE)
 
 
 def process_start_ticks(pid: int) -> int:
@@ -58,10 +62,10 @@ def proportional_memory_bytes() -> float:
     Where the host does not say (other systems than Linux), the peak of the resident memory is returned.
     """
     try:
-        text = Path("/proc/self/smaps_rollup").read_text(encoding="ascii")
+        found = _PROPORTIONAL_KIB.search(_MEMORY_SUMMARY.read_bytes())
     except OSError:
-        return peak_memory_bytes()
-    return 1024.0 * next(int(line.split()[1]) for line in text.splitlines() if line.startswith("Pss:"))
+        found = None
+    return 1024.0 * int(found[1]) if found is not None else peak_memory_bytes()
 
 
 @cache

@@ -7,6 +7,7 @@ Evaluations, checkpoints and the records themselves happen between two rounds an
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import socket
@@ -27,6 +28,7 @@ from paceline.pipeline_schedule.schedule_table import TimelineRow, join_measured
 from paceline.session.session import Session, gather_from_all, repeat_until_agreed
 
 _WINDOW_ROUNDS = 20
+_MEMORY_SECONDS = 5.0  # the system counts the pages of the whole process, which takes milliseconds
 _MAX_ACTIONS = 4096  # of a timeline; more are no picture
 
 _RoundCounters = tuple[float, float, float, float]
@@ -50,6 +52,7 @@ class RankRecords:
         self._session, self._sinks, self._written, self._window = session, sinks, written, window
         self._rounds: list[tuple[StepStats, _RoundCounters, _RoundCounters]] = []
         self._before: _RoundCounters = self._counters()
+        self._memory_bytes, self._memory_expires = 0.0, -math.inf
         self._has_timeline = False
 
     def step(self, stats: StepStats) -> None:
@@ -68,7 +71,10 @@ class RankRecords:
         session, rounds = self._session, self._rounds
         rows = [_round_columns(*measured) for measured in rounds]
         # The peak only grows, so that of the last round is that of the window.
-        rows[-1][-2:] = proportional_memory_bytes(), peak_memory_bytes()
+        now = time.monotonic()
+        if now >= self._memory_expires:
+            self._memory_bytes, self._memory_expires = proportional_memory_bytes(), now + _MEMORY_SECONDS
+        rows[-1][-2:] = self._memory_bytes, peak_memory_bytes()
         local = torch.tensor(rows, dtype=torch.float64, device=session.runner.sharded_model.device)
         tables = repeat_until_agreed(session, lambda: session.net.gather(local, session.mesh.world).wait())
         self._rounds = []

@@ -71,8 +71,15 @@ def test_a_rank_holds_its_share_of_the_moments(num_ranks: int) -> None:
         assert part == pytest.approx(whole / num_ranks, rel=0.05)
 
 
-@pytest.mark.capability("A11")
-@pytest.mark.parametrize("replicas, shard", [(1, 2), (1, 3), (2, 2)])
+@pytest.mark.capability("A11", "Z4")
+@pytest.mark.parametrize(
+    "replicas, shard",
+    [
+        *((1, 2), (1, 3), (2, 2)),
+        *(pytest.param(1, n, marks=pytest.mark.soak) for n in range(4, 9)),
+        *(pytest.param(replicas, 8 // replicas, marks=pytest.mark.soak) for replicas in (2, 4)),
+    ],
+)
 def test_the_bytes_are_those_of_the_closed_form(replicas: int, shard: int) -> None:
     """Scatter and gather of n bytes over the shard ranks, all_reduce of n / S over the replicas."""
     num_steps = 3
@@ -80,17 +87,22 @@ def test_the_bytes_are_those_of_the_closed_form(replicas: int, shard: int) -> No
     def rows(cluster: Cluster) -> dict[tuple[str, str], float]:
         strategy = f"replicas={replicas} shard={shard} zero=1"
         one_layer = {"model": "mlp", "hidden": [96]}
-        session = build_test_session(cluster, digits(strategy, steps=num_steps, options=one_layer))
+        batch = {"size": 46, "shards": 8}
+        recipe = digits(strategy, steps=num_steps, options=one_layer, batch=batch)
+        session = build_test_session(cluster, recipe)
         list(session.rounds())
         return {row: entry.sent_bytes for row, entry in session.net.ledger.rows.items()}
 
     rows_of = [(96, 64), (96, 1), (10, 96), (10, 1)]  # rows of each parameter, and values of a row
     shares = [sum(len(split_evenly(n, shard, rank)) * width for n, width in rows_of) for rank in range(shard)]
     row = 4 * num_steps * max(shares)  # the shortest rows are padded
-    assert row == pytest.approx(4 * num_steps * sum(n * width for n, width in rows_of) / shard, rel=0.05)
+    # Ten rows divide badly by many ranks.
+    padding = 0.05 if shard < 5 else 0.1
+    assert row == pytest.approx(4 * num_steps * sum(n * width for n, width in rows_of) / shard, rel=padding)
     for found in run_ranks(rows, replicas * shard):
         assert found["reduce_scatter", "shard"] == pytest.approx((shard - 1) * row)
-        assert found["all_gather", "shard"] == pytest.approx((shard - 1) * row, rel=0.01)  # and its lengths
+        lengths = 64 * (shard - 1) * num_steps
+        assert found["all_gather", "shard"] == pytest.approx((shard - 1) * row, abs=lengths)
         if replicas > 1:
             assert found["all_reduce", "replica"] == pytest.approx(2 * (replicas - 1) / replicas * row)
 
@@ -102,11 +114,20 @@ def rows_of(cluster: Cluster, recipe: Recipe) -> dict[tuple[str, str], float]:
     return {row: entry.sent_bytes for row, entry in session.net.ledger.rows.items()}
 
 
-@pytest.mark.capability("A11")
-@pytest.mark.parametrize("zero, replicas", [(2, 1), (2, 2), (3, 1)])
-def test_the_bytes_of_scattered_gradients_are_those_of_the_closed_form(zero: int, replicas: int) -> None:
+@pytest.mark.capability("A11", "Z4")
+@pytest.mark.parametrize(
+    "zero, replicas, shard",
+    [
+        *((2, 1, 2), (2, 2, 2), (3, 1, 2)),
+        *(pytest.param(zero, 1, n, marks=pytest.mark.soak) for zero in (2, 3) for n in (4, 8)),
+        *(pytest.param(2, replicas, 8 // replicas, marks=pytest.mark.soak) for replicas in (2, 4)),
+    ],
+)
+def test_the_bytes_of_scattered_gradients_are_those_of_the_closed_form(
+    zero: int, replicas: int, shard: int
+) -> None:
     """Each of K micro-batches is scattered; zero=2 gathers once a step, zero=3 twice for each of them."""
-    num_steps, shard, width, blocks = 3, 2, 64, 2
+    num_steps, width, blocks = 3, 64, 2
     options = {"layers": blocks, "width": width, "heads": 2, "context": 16, "sample_tokens": 0}
     recipe = Recipe(
         task="byte-gpt",
@@ -117,15 +138,17 @@ def test_the_bytes_of_scattered_gradients_are_those_of_the_closed_form(zero: int
     )
     n_blocks = 4 * blocks * (12 * width**2 + 2 * width)
     n = n_blocks + 4 * (256 * width + width)
-    own, rounds = n / shard, num_steps * (8 // (shard * replicas))
+    others, rounds = (shard - 1) / shard, num_steps * (8 // (shard * replicas))
     for found in run_ranks(rows_of, replicas * shard, recipe):
-        assert found["reduce_scatter", "shard"] == pytest.approx(rounds * own)
-        gathered = num_steps * own
-        if zero == 3:  # the start looks at six batches in two evaluations
-            gathered = (2 * rounds + 6) * n_blocks / shard + (num_steps + 2) * (n - n_blocks) / shard
+        assert found["reduce_scatter", "shard"] == pytest.approx(rounds * others * n)
+        gathered = num_steps * others * n
+        if zero == 3:  # the checks of the start run six forwards in two evaluations
+            gathered = others * ((2 * rounds + 6) * n_blocks + (num_steps + 2) * (n - n_blocks))
         assert found["all_gather", "shard"] == pytest.approx(gathered, rel=0.01)
         if replicas > 1:
-            assert found["all_reduce", "replica"] == pytest.approx(num_steps * own)
+            assert found["all_reduce", "replica"] == pytest.approx(
+                num_steps * 2 * (replicas - 1) / replicas * n / shard
+            )
 
 
 def verify(cluster: Cluster, components: Components | None = None) -> VerificationReport:

@@ -64,8 +64,11 @@ def test_broken_levels_give_wrong_sums() -> None:
     assert wrong_sizes(PadsInFront, 4) == [1, 7], "those that do not divide by two"
 
 
-@pytest.mark.capability("G8")
-@pytest.mark.parametrize("num_nodes, here", [(2, 2), (2, 3), (3, 2)])
+@pytest.mark.capability("G8", "Z4")
+@pytest.mark.parametrize(
+    "num_nodes, here",
+    [(2, 2), (2, 3), (3, 2), *(pytest.param(n, 8 // n, marks=pytest.mark.soak) for n in (2, 4))],
+)
 def test_bytes_inside_and_between_nodes_are_the_closed_form(num_nodes: int, here: int) -> None:
     n = 600
 

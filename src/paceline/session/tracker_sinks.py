@@ -98,13 +98,15 @@ class _WandbWriter:
     def __init__(self, site: SinkSite, project: str) -> None:
         import wandb
 
+        # A word that W&B does not know is an error of its own, which names the words.
+        mode: Any = process_environment().get("WANDB_MODE") or "offline"
         self._run = wandb.init(
             project=project,
             name=site.run_dir.resolve().name,
             id=_remembered(site.run_dir / "wandb-run-id", lambda: uuid.uuid4().hex[:8]),
             resume="allow",
             dir=str(site.run_dir),
-            mode=process_environment().get("WANDB_MODE") or "offline",
+            mode=mode,
             config=dict(site.recipe),
             # The standard output belongs to the command, and this thread must not touch its signals.
             settings=wandb.Settings(silent=True, console="off"),

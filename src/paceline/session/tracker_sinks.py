@@ -24,6 +24,7 @@ from paceline.observe.step_stats import StepStats
 _BATCH = 200
 """Numbers that are sent to MLflow together; its limit is 1,000."""
 _MLFLOW_PARAM_LENGTH = 500
+_START_SECONDS = 300.0  # of the process of W&B; its own 30 s are not enough on a busy host
 
 
 def build_tensorboard(site: SinkSite, argument: object) -> Sink:
@@ -109,7 +110,7 @@ class _WandbWriter:
             mode=mode,
             config=dict(site.recipe),
             # The standard output belongs to the command, and this thread must not touch its signals.
-            settings=wandb.Settings(silent=True, console="off"),
+            settings=wandb.Settings(silent=True, console="off", x_service_wait=_START_SECONDS),
         )
         # A roll-back goes to earlier steps, which W&B's own counter refuses.
         self._run.define_metric("step")

@@ -25,6 +25,7 @@ A run writes everything into one folder: `run_dir` of the recipe, or a new one i
 |---|---|
 | `recipe.toml` | the recipe with every key, but without `run_dir`, so that a copy can be trained elsewhere |
 | `metrics.jsonl` | one record per line, see below; full files are `metrics.0001.jsonl` and so on |
+| `system.jsonl` | records `process` and `system`, with `log.sample_seconds`; other hosts: `system-N.jsonl` |
 | `log.txt` | the same for people: time in UTC, level, event; steps are thinned out to one every ten seconds |
 | `checkpoints/` | saved states |
 | `certificate.json` | result of `paceline verify RUN` |

@@ -135,6 +135,43 @@ _PROFILE = {
     "path": "str: folder of the Chrome traces, rank-N.json for each rank",
 }
 
+_PROCESS = {
+    "seconds": "float: time since the sample before, to which counters refer",
+    "pid": "int: process of this rank",
+    "processes": "int: this one and those that it has started",
+    "threads": "int: of these processes",
+    "cpu_seconds": "table: CPU time of these processes: user and system",
+    "memory_bytes": "table: rss, and where the kernel shows it pss, in which shared pages count in part",
+    "disk_bytes": "table: bytes read from and written to disks; not what the page cache had",
+    "link_sent_bytes": "table: bytes of TCP by peer: a rank of this host, or the address of a host",
+    "link_received_bytes": "table: the same, received",
+    "link_retransmits": "table: TCP segments sent again, by peer",
+    "link_round_trip_seconds": "table: smoothed round-trip time of the busiest connection, by peer",
+}
+_SYSTEM = {
+    "host": "str: its name",
+    "seconds": "float: time since the sample before, to which counters refer",
+    "cores": "int: cores of the host",
+    "load": "float: load average of a minute",
+    "cpu_seconds": "table: CPU time by mode: user, system, idle, iowait, steal, ...",
+    "memory_bytes": "table: total, available and swap in use",
+    "stalled_seconds": "table: time in which some process waited for cpu, memory or io",
+    "network_sent_bytes": "table: by interface",
+    "network_received_bytes": "table: by interface",
+    "tcp_retransmits": "float: TCP segments sent again by any process",
+    "disk_read_bytes": "table: by disk",
+    "disk_written_bytes": "table: by disk",
+    "folder_bytes": "table: total and free space where the run folder is",
+    "temperature_celsius": "table: by sensor",
+    "energy_joules": "table: by RAPL domain",
+    "gpu_utilization": "table: fraction of time in which a kernel ran, by GPU",
+    "gpu_memory_bytes": "table: in use, by GPU",
+    "gpu_temperature_celsius": "table: by GPU",
+    "gpu_power_watts": "table: by GPU",
+    "gpu_energy_joules": "table: by GPU",
+    "unavailable": "table: why a part is missing, by its name",
+}
+
 SCHEMA_VERSION = 1
 LEVELS = ("debug", "info", "warning", "error")
 
@@ -331,6 +368,8 @@ EVENT_SCHEMAS: Mapping[str, EventSchema] = MappingProxyType(
         "arrivals": EventSchema("debug", False, _ARRIVALS),
         "exporter": EventSchema("info", True, {"address": "str: where Prometheus scrapes"}),
         "profile": EventSchema("info", True, _PROFILE),
+        "process": EventSchema("info", False, _PROCESS),
+        "system": EventSchema("info", False, _SYSTEM),
         "warning": EventSchema("warning", True, {"text": "str: the warning"}),
         "error": EventSchema("error", True, _ERROR),
         "end": EventSchema(

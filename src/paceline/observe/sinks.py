@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -27,6 +28,20 @@ if TYPE_CHECKING:
 
 METRICS = "metrics.jsonl"
 LOG = "log.txt"
+
+
+def system_file(rank: int | None = None) -> str:
+    """Return the name of a file of the system sampler: of the host of rank 0, or of the one that begins with
+    another rank.
+    """
+    return "system.jsonl" if rank is None else f"system-{rank}.jsonl"
+
+
+def system_files(run_dir: Path) -> list[str]:
+    """Return the names of the files of the system sampler that exist; of each host one, without full ones."""
+    names = (path.name for path in run_dir.glob("system*.jsonl"))
+    return sorted(name for name in names if re.fullmatch(r"system(-\d+)?\.jsonl", name))
+
 
 _STRICT_JSON = json.JSONEncoder(allow_nan=False)
 

@@ -13,6 +13,8 @@ from paceline.recipe.strategy_text import check_word
 from paceline.recipe.toml_text import toml_value
 from paceline.recipe.validation import RecipeTable, WordChoice, value_error
 
+_MIN_SAMPLE_SECONDS = 0.1
+
 
 def _sinks() -> tuple[str, ...]:
     return tuple(known_specs(SinkSpec))
@@ -45,6 +47,12 @@ def _check_address(text: str) -> str:
     return text
 
 
+def _check_sample_seconds(seconds: float) -> float:
+    if 0 < seconds < _MIN_SAMPLE_SECONDS:
+        raise value_error(f"expected 0 or at least {_MIN_SAMPLE_SECONDS}, found {seconds}")
+    return seconds
+
+
 class LogRecipe(RecipeTable):
     """The log files of a run: `metrics.jsonl` for programs, `log.txt` for people."""
 
@@ -65,4 +73,9 @@ class LogRecipe(RecipeTable):
     prometheus: Annotated[str, AfterValidator(_check_address)] | None = Field(
         default=None,
         description='"HOST:PORT" at which Prometheus scrapes the run; port 0: any; left out: no exporter',
+    )
+    sample_seconds: Annotated[float, AfterValidator(_check_sample_seconds)] = Field(
+        default=0.0,
+        ge=0,
+        description="time between two samples of CPU, memory, network, disk and GPU; 0: no sampler",
     )

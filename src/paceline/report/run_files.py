@@ -4,6 +4,7 @@ torch.
 recipe.toml      the recipe with every key, but without `run_dir`, so that a copy can be trained elsewhere
 metrics.jsonl    one record per line, see docs/reference/metrics.md; full files are metrics.0001.jsonl, ...
 log.txt          the same for people
+system.jsonl     samples of processes and of the host, with log.sample_seconds; other hosts: system-N.jsonl
 checkpoints/     saved states
 certificate.json result of `paceline verify RUN`
 lock             the process that writes here, while it does

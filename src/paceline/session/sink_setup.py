@@ -15,6 +15,7 @@ from paceline.recipe.registry.sink_specs import SinkSpec
 from paceline.session.metrics_exporter import MetricsExporter
 from paceline.session.run_records import run_record
 from paceline.session.session import Session
+from paceline.session.system_sampler import start_system_sampler
 
 
 def build_sinks(
@@ -22,18 +23,22 @@ def build_sinks(
 ) -> list[Sink]:
     """Build the sinks of the recipe on rank 0, and send them the events "run" and "resume".
 
+    With `log.sample_seconds` this is collective, and a rank of each host starts a sampler.
+
     Args:
         run_dir: the folder of the run; it exists.
         console: the terminal of rank 0; None if the run prints nothing.
         resumed_from: the checkpoint with which the run goes on; None for a new run.
     Returns:
-        The sinks in the order of `log.sinks`; none on other ranks.
+        The sinks in the order of `log.sinks`; on other ranks none but perhaps a sampler.
     Raises:
         RecipeError: the module of a sink cannot be imported, or the exporter cannot listen.
-        MissingExtraError: the library of a sink or of the exporter is not installed.
+        MissingExtraError: the library of a sink, of the exporter or of the sampler is not installed.
     """
+    sampler = start_system_sampler(session, run_dir)
+    processes: list[Sink] = [] if sampler is None else [sampler]
     if not session.is_first:
-        return []
+        return processes
     site = SinkSite(
         run_dir=run_dir,
         level=session.recipe.log.level,
@@ -55,7 +60,7 @@ def build_sinks(
             sink.event("exporter", {"address": exporter.address})
         if resumed_from is not None:
             sink.event("resume", {"step": session.state.step, "checkpoint": resumed_from})
-    return sinks if exporter is None else [*sinks, exporter]
+    return [*sinks, *processes] if exporter is None else [*sinks, *processes, exporter]
 
 
 def _build_sink(text: str, site: SinkSite) -> Sink | None:

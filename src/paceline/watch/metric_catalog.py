@@ -1,8 +1,9 @@
 """The catalog of metrics: the name, unit, kind, labels and meaning of every number that a run exports.
 
-Each metric is computed from the records of `metrics.jsonl`. The exporter, the dashboard, the alert rules, the
-live page and docs/reference/exported-metrics.md are generated from this table. Invariant: no other module
-spells a name that begins with `paceline_`; a test searches for one. Imports no torch.
+Each metric is computed from the records of `metrics.jsonl` and of the system sampler. The exporter, the
+dashboard, the alert rules, the live page and docs/reference/exported-metrics.md are generated from this
+table. Invariant: no other module spells a name that begins with `paceline_`; a test searches for one. Imports
+no torch.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class MetricSpec(NamedTuple):
         name: as Prometheus has it; a counter ends in `_total`.
         kind: gauge or counter.
         unit: "seconds", "bytes", ...; empty for a plain number.
-        labels: names of labels; "rank" is the rank of the record, another one is the key of a table.
+        labels: names of labels; "rank" and "host" are those of the record, another one is the key of a table.
         meaning: one line.
         event: the records that it is computed from; empty for one of `STATE_METRICS`.
         field: the field of these records; a table gives one series per key. Empty: their number.
@@ -39,6 +40,216 @@ class MetricSpec(NamedTuple):
 
 
 _RANK = ("rank",)
+
+_SAMPLED: tuple[MetricSpec, ...] = (
+    MetricSpec(
+        "paceline_process_cpu_seconds_total",
+        "counter",
+        "seconds",
+        ("rank", "mode"),
+        "CPU time of a rank and of the processes that it started",
+        "process",
+        "cpu_seconds",
+    ),
+    MetricSpec(
+        "paceline_process_memory_bytes",
+        "gauge",
+        "bytes",
+        ("rank", "kind"),
+        "memory of these processes",
+        "process",
+        "memory_bytes",
+    ),
+    MetricSpec(
+        "paceline_process_disk_bytes_total",
+        "counter",
+        "bytes",
+        ("rank", "direction"),
+        "bytes that they read from and wrote to disks",
+        "process",
+        "disk_bytes",
+    ),
+    MetricSpec(
+        "paceline_process_threads", "gauge", "", ("rank",), "threads of these processes", "process", "threads"
+    ),
+    MetricSpec(
+        "paceline_link_sent_bytes_total",
+        "counter",
+        "bytes",
+        ("rank", "peer"),
+        "bytes sent by TCP",
+        "process",
+        "link_sent_bytes",
+    ),
+    MetricSpec(
+        "paceline_link_received_bytes_total",
+        "counter",
+        "bytes",
+        ("rank", "peer"),
+        "bytes received by TCP",
+        "process",
+        "link_received_bytes",
+    ),
+    MetricSpec(
+        "paceline_link_retransmits_total",
+        "counter",
+        "",
+        ("rank", "peer"),
+        "TCP segments sent again",
+        "process",
+        "link_retransmits",
+    ),
+    MetricSpec(
+        "paceline_link_round_trip_seconds",
+        "gauge",
+        "seconds",
+        ("rank", "peer"),
+        "round-trip time of the busiest TCP connection",
+        "process",
+        "link_round_trip_seconds",
+    ),
+    MetricSpec("paceline_host_cores", "gauge", "", ("host",), "cores of the host", "system", "cores"),
+    MetricSpec("paceline_host_load", "gauge", "", ("host",), "load average of a minute", "system", "load"),
+    MetricSpec(
+        "paceline_host_cpu_seconds_total",
+        "counter",
+        "seconds",
+        ("host", "mode"),
+        "CPU time of all processes",
+        "system",
+        "cpu_seconds",
+    ),
+    MetricSpec(
+        "paceline_host_memory_bytes",
+        "gauge",
+        "bytes",
+        ("host", "kind"),
+        "memory of the host",
+        "system",
+        "memory_bytes",
+    ),
+    MetricSpec(
+        "paceline_host_stalled_seconds_total",
+        "counter",
+        "seconds",
+        ("host", "resource"),
+        "time in which some process waited for cpu, memory or io",
+        "system",
+        "stalled_seconds",
+    ),
+    MetricSpec(
+        "paceline_host_network_sent_bytes_total",
+        "counter",
+        "bytes",
+        ("host", "interface"),
+        "bytes sent",
+        "system",
+        "network_sent_bytes",
+    ),
+    MetricSpec(
+        "paceline_host_network_received_bytes_total",
+        "counter",
+        "bytes",
+        ("host", "interface"),
+        "bytes received",
+        "system",
+        "network_received_bytes",
+    ),
+    MetricSpec(
+        "paceline_host_tcp_retransmits_total",
+        "counter",
+        "",
+        ("host",),
+        "TCP segments sent again by any process",
+        "system",
+        "tcp_retransmits",
+    ),
+    MetricSpec(
+        "paceline_host_disk_read_bytes_total",
+        "counter",
+        "bytes",
+        ("host", "disk"),
+        "bytes read from the disk",
+        "system",
+        "disk_read_bytes",
+    ),
+    MetricSpec(
+        "paceline_host_disk_written_bytes_total",
+        "counter",
+        "bytes",
+        ("host", "disk"),
+        "bytes written to the disk",
+        "system",
+        "disk_written_bytes",
+    ),
+    MetricSpec(
+        "paceline_host_folder_bytes",
+        "gauge",
+        "bytes",
+        ("host", "kind"),
+        "space where the run folder is",
+        "system",
+        "folder_bytes",
+    ),
+    MetricSpec(
+        "paceline_host_temperature_celsius",
+        "gauge",
+        "celsius",
+        ("host", "sensor"),
+        "temperature",
+        "system",
+        "temperature_celsius",
+    ),
+    MetricSpec(
+        "paceline_host_energy_joules_total",
+        "counter",
+        "joules",
+        ("host", "domain"),
+        "energy by RAPL",
+        "system",
+        "energy_joules",
+    ),
+    MetricSpec(
+        "paceline_gpu_utilization",
+        "gauge",
+        "",
+        ("host", "gpu"),
+        "fraction of time in which a kernel ran",
+        "system",
+        "gpu_utilization",
+    ),
+    MetricSpec(
+        "paceline_gpu_memory_bytes",
+        "gauge",
+        "bytes",
+        ("host", "gpu"),
+        "memory in use",
+        "system",
+        "gpu_memory_bytes",
+    ),
+    MetricSpec(
+        "paceline_gpu_temperature_celsius",
+        "gauge",
+        "celsius",
+        ("host", "gpu"),
+        "temperature",
+        "system",
+        "gpu_temperature_celsius",
+    ),
+    MetricSpec(
+        "paceline_gpu_power_watts", "gauge", "watts", ("host", "gpu"), "power", "system", "gpu_power_watts"
+    ),
+    MetricSpec(
+        "paceline_gpu_energy_joules_total",
+        "counter",
+        "joules",
+        ("host", "gpu"),
+        "energy",
+        "system",
+        "gpu_energy_joules",
+    ),
+)
+"""Metrics of the system sampler (`log.sample_seconds`)."""
 
 METRICS: tuple[MetricSpec, ...] = (
     MetricSpec("paceline_planned_steps", "gauge", "", (), "length of the run in steps", "run", "num_steps"),
@@ -218,6 +429,7 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec("paceline_warnings_total", "counter", "", (), "warnings", "warning"),
     MetricSpec("paceline_errors_total", "counter", "", (), "errors that ended the run", "error"),
     MetricSpec("paceline_ends_total", "counter", "", (), "starts that ended by themselves", "end"),
+    *_SAMPLED,
 )
 
 STATUS = MetricSpec("paceline_status", "gauge", "", ("status",), "1 for the state of the run, else 0", "")
@@ -242,6 +454,16 @@ NOT_EXPORTED: Mapping[str, Mapping[str, str]] = {
         "step": "is the newest step",
         "num_samples": "does not change in a run",
         "num_items": "does not change in a run",
+    },
+    "process": {
+        "seconds": "rate() of Prometheus knows the time",
+        "pid": "differs with every start",
+        "processes": "their threads are counted",
+    },
+    "system": {
+        "host": "is the label of the host",
+        "seconds": "rate() of Prometheus knows the time",
+        "unavailable": "words",
     },
 }
 """The fields of rows that no metric is computed from, and why; a test finds a field that is in neither."""

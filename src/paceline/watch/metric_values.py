@@ -11,6 +11,9 @@ from paceline.watch.metric_catalog import METRICS, MetricSpec
 
 _MAX_KEYS = 64  # of a table: a task with thousands of metrics would fill the memory of who scrapes
 
+_RECORD_LABELS: Mapping[str, object] = {"rank": 0, "host": ""}
+"""Labels that are fields of a record, with their defaults; any other label is the key of a table."""
+
 
 class MetricSample(NamedTuple):
     """A value of a metric.
@@ -61,15 +64,17 @@ class MetricValues:
 
 
 def _values_in(metric: MetricSpec, record: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], float]]:
-    rank = (str(record.get("rank", 0)),) if "rank" in metric.labels else ()
+    own = tuple(
+        str(record.get(name, default)) for name, default in _RECORD_LABELS.items() if name in metric.labels
+    )
     if not metric.field:
-        yield rank, 1.0
+        yield own, 1.0
         return
     value = record.get(metric.field)
     table: dict[tuple[str, ...], Any] = (
-        {(*rank, str(key)): value[key] for key in list(value)[:_MAX_KEYS]}
+        {(*own, str(key)): value[key] for key in list(value)[:_MAX_KEYS]}
         if isinstance(value, Mapping)
-        else {rank: value}
+        else {own: value}
     )
     for labels, entry in table.items():
         with suppress(TypeError, ValueError):  # absent, or not a number

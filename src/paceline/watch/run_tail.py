@@ -1,4 +1,4 @@
-"""Reading of `metrics.jsonl` from another process, while a job appends to it.
+"""Reading of `metrics.jsonl` and other files of records from another process, while a job appends to them.
 
 `RunTail` reads all that is new. `preview_records` reads the beginning, the end and evenly spaced records
 between them: a run of ten million steps has gigabytes of records, which take minutes to read. Steps are in
@@ -28,6 +28,7 @@ class RunTail:
 
     Args:
         folder: the run folder; the file need not be there yet.
+        name: of the file.
 
     Attributes:
         num_damaged: lines that were no valid records.
@@ -35,8 +36,8 @@ class RunTail:
         num_bytes_read, num_bytes: how far reading has come, and how much there is.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / METRICS
+    def __init__(self, folder: Path, name: str = METRICS) -> None:
+        self._path = folder / name
         self._file: tuple[int, int] | None = None  # device and inode of the file that is being read
         self._offset = 0
         self._bytes_before = 0  # of the files before it

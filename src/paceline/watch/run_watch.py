@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from paceline.observe.sinks import system_files
 from paceline.report.rank_balance import rank_times_of_records
 from paceline.report.run_files import CERTIFICATE, is_run_folder
 from paceline.report.run_reader import is_run_alive, read_certificate
@@ -16,7 +17,7 @@ from paceline.watch.metric_values import MetricValues
 from paceline.watch.run_tail import RunTail, preview_records
 
 _MAX_EVENTS = 5000
-_ROWS = ("step", "ranks")
+_ROWS = ("step", "ranks", "process", "system")
 _CHECK_SECONDS = 1.0
 
 
@@ -30,6 +31,7 @@ class RunWatch:
         curves, values: from all records read so far.
         events: the newest records that are no rows, each with a number that only rises.
         ranks: the newest window of each rank.
+        processes, hosts: the newest sample of each rank and of each host, if the run has a system sampler.
         version: rises with every change.
     """
 
@@ -38,13 +40,16 @@ class RunWatch:
         self.version = 0
         self._reset()
         self._alive: bool | None = None
-        self._alive_checked = -_CHECK_SECONDS
+        self._alive_checked = self._samples_checked = -_CHECK_SECONDS
 
     def _reset(self) -> None:
         self._tail = RunTail(self.folder)
+        self._sample_tails: dict[str, RunTail] = {}
         self.curves, self.values = RunCurves(), MetricValues()
         self.events: deque[tuple[int, Mapping[str, Any]]] = deque(maxlen=_MAX_EVENTS)
         self.ranks: dict[int, Mapping[str, Any]] = {}
+        self.processes: dict[int, Mapping[str, Any]] = {}
+        self.hosts: dict[str, Mapping[str, Any]] = {}
         self._num_events = 0
         self._has_begun = False
         self._start: Mapping[str, Any] = {}
@@ -55,22 +60,39 @@ class RunWatch:
 
     def update(self, max_bytes: int = 2**22) -> bool:
         """Read what is new, up to about `max_bytes`; return whether anything changed."""
-        restarts = self._tail.num_restarts
-        records = self._tail.read(max_bytes)
-        if self._tail.num_restarts != restarts:
+        records, samples = self._tail.read(max_bytes), self._read_samples(max_bytes)
+        if any(tail.num_restarts for tail in self._tails):
             self._reset()
-            records = self._tail.read(max_bytes)
+            records, samples = self._tail.read(max_bytes), self._read_samples(max_bytes)
         before, self._has_begun = self.status, True
         self.curves.add(records)
-        self.values.add(records)
-        for record in records:
+        self.values.add([*records, *samples])
+        for record in (*records, *samples):
             self._note(record)
-        if records:
+        if records:  # a sample does not show that the job goes on
             self._last_time = max(self._last_time, float(records[-1].get("time", 0.0)))
         self._check_process()
-        changed = bool(records) or self.status != before
+        changed = bool(records or samples) or self.status != before
         self.version += changed
         return changed
+
+    @property
+    def _tails(self) -> list[RunTail]:
+        return [self._tail, *self._sample_tails.values()]
+
+    def _read_samples(self, max_bytes: int) -> list[Mapping[str, Any]]:
+        """Read what the system samplers have written, one on each host; they begin after the run."""
+        now = time.monotonic()
+        if now - self._samples_checked >= _CHECK_SECONDS or not self._has_begun:
+            self._samples_checked = now
+            for name in system_files(self.folder):
+                self._sample_tails.setdefault(name, RunTail(self.folder, name))
+        return [
+            record
+            for tail in self._sample_tails.values()
+            for record in tail.read(max_bytes)
+            if record["event"] in ("process", "system")
+        ]
 
     def _note(self, record: Mapping[str, Any]) -> None:
         event = record["event"]
@@ -81,6 +103,10 @@ class RunWatch:
             self._last_step = record
         elif event == "ranks":
             self.ranks[record["rank"]] = record
+        elif event == "process":
+            self.processes[record.get("rank", 0)] = record
+        elif event == "system":
+            self.hosts[record.get("host", "")] = record
         elif event == "end":
             self._end = record
         elif event == "error" and self._error is None:
@@ -110,7 +136,7 @@ class RunWatch:
     @property
     def is_complete(self) -> bool:
         """True if all that is in the file has been read."""
-        return self._has_begun and self._tail.num_bytes_read >= self._tail.num_bytes
+        return self._has_begun and all(tail.num_bytes_read >= tail.num_bytes for tail in self._tails)
 
     def preview(self) -> RunCurves:
         """Return curves from a sample of the file, for a run that has not been read to its end."""
@@ -129,7 +155,7 @@ class RunWatch:
             "status": self.status,
             "is_run": is_run_folder(self.folder),
             "read": min(1.0, self._tail.num_bytes_read / num_bytes) if num_bytes else 1.0,
-            "damaged_lines": self._tail.num_damaged,
+            "damaged_lines": sum(tail.num_damaged for tail in self._tails),
             "started": self._start.get("time"),
             "updated": self._last_time or None,
             "task": self._start.get("task", ""),
@@ -144,6 +170,8 @@ class RunWatch:
             "step_seconds": _number(step.get("seconds")),
             "curves": self.curves.names,
             "ranks": [_rank_state(record) for _, record in sorted(self.ranks.items())],
+            "processes": [self.processes[rank] for rank in sorted(self.processes)],
+            "hosts": [self.hosts[host] for host in sorted(self.hosts)],
             "error": self._error,
             "certificate": read_certificate(self.folder / CERTIFICATE),
             "num_events": self._num_events,

@@ -27,7 +27,7 @@ def test_names_have_the_form_that_prometheus_expects() -> None:
 
 
 def test_every_field_of_a_row_is_a_metric_or_is_left_out_for_a_reason() -> None:
-    for event in ("step", "ranks", "evaluation"):
+    for event in ("step", "ranks", "evaluation", "process", "system"):
         used = {metric.field for metric in METRICS if metric.event == event}
         left_out = set(NOT_EXPORTED[event])
         assert used - {""} <= set(EVENT_SCHEMAS[event].fields)

@@ -1,0 +1,108 @@
+"""The system sampler of a run, a process that one rank of a host starts: `paceline.watch.host_sampler`."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from paceline.comm.group_collectives import all_gather_texts
+from paceline.comm.routes.host_links import host_id
+from paceline.errors import MissingExtraError
+from paceline.observe.process_info import process_start_ticks
+from paceline.observe.sinks import system_file
+from paceline.observe.step_stats import StepStats
+from paceline.recipe.log_recipe import LogRecipe
+from paceline.session.session import Session, repeat_until_agreed
+
+_END_SECONDS = 5.0
+
+
+class SystemSampler:
+    """A sink that passes nothing on: the process reads the kernel. `close` ends it, after a last sample.
+
+    Args:
+        run_dir: the folder of the run; it exists.
+        name: of the file that it appends to.
+        ranks: "RANK:PID:START" of each rank of this host.
+        log: how often it samples, and when a new file begins.
+    """
+
+    def __init__(self, run_dir: Path, name: str, ranks: Sequence[str], log: LogRecipe) -> None:
+        words = [str(run_dir), name, str(log.sample_seconds), str(log.rotate_bytes), str(os.getpid())]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "paceline.watch.host_sampler", *words, *ranks],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+        )
+
+    def step(self, stats: StepStats) -> None:
+        """Do nothing: a step never waits for the sampler."""
+
+    def event(self, name: str, record: Mapping[str, Any]) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.terminate()
+        try:
+            self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(_END_SECONDS)
+
+
+def check_psutil() -> None:
+    """Raise an error if the library of the sampler is missing.
+
+    Raises:
+        MissingExtraError: psutil is not installed.
+    """
+    if find_spec("psutil") is None:
+        raise MissingExtraError(
+            "log.sample_seconds needs psutil, which is not installed.",
+            next_step="pip install 'paceline[system]', or remove log.sample_seconds",
+        )
+
+
+def start_system_sampler(session: Session, run_dir: Path) -> SystemSampler | None:
+    """Start a sampler on this host if this is its first rank; collective with `log.sample_seconds`.
+
+    Returns:
+        None on the other ranks, without `log.sample_seconds`, and on a host that does not see the run folder.
+    Raises:
+        MissingExtraError: psutil is not installed.
+    Wire: one ragged all_gather of some bytes, before the first step.
+    """
+    log = session.recipe.log
+    if not log.sample_seconds:
+        return None
+    check_psutil()
+    rank, pid = session.cluster.global_rank, os.getpid()
+    # Containers of one machine have the same boot id, but not the same processes.
+    text = f"{rank}:{pid}:{process_start_ticks(pid)} {host_id()} {socket.gethostname()}"
+    gathered = repeat_until_agreed(session, lambda: all_gather_texts(text, session.mesh.world, session.net))
+    plan = plan_sampler(gathered, text)
+    return SystemSampler(run_dir, *plan, log) if plan is not None and run_dir.is_dir() else None
+
+
+def plan_sampler(texts: Sequence[str], own: str) -> tuple[str, list[str]] | None:
+    """Return the file and the ranks of the sampler that a rank starts; None unless it is its host's first.
+
+    Args:
+        texts: "RANK:PID:START HOST" of each rank, in ascending order.
+        own: that of this rank.
+    """
+    process, _, host = own.partition(" ")
+    hosts = [text.partition(" ")[2] for text in texts]
+    ranks = [text.partition(" ")[0] for text, other in zip(texts, hosts, strict=True) if other == host]
+    if ranks[0] != process:
+        return None
+    return system_file(None if hosts[0] == host else int(process.partition(":")[0])), ranks

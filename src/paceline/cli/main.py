@@ -147,11 +147,16 @@ COMMANDS = (
         "bench:comm",
         "Measure the all-reduce with every route and codec (CPU); with --recipe, compare codecs on a task.",
     ),
+    CommandEntry(
+        "bench machine",
+        "bench_machine:machine",
+        "Measure this machine in less than a minute, name slow paths, or compare two machines.",
+    ),
 )
 GROUPS = {
     "recipe": "Inspect recipes.",
     "lab": "Run a virtual cluster on this machine, with hosts, links and faults.",
-    "bench": "Measure communication.",
+    "bench": "Measure communication and machines.",
     "schedule": "Inspect pipeline schedules.",
     "plan": "Predict what a job needs before it starts.",
 }

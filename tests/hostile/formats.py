@@ -189,6 +189,7 @@ RANKS = {
     "slowest_seconds": 1.0,
     "phases": PHASES,
     "waiting_seconds": 0.1,
+    "exposed_seconds": 0.1,
     "hidden_seconds": 0.2,
     "sent_bytes": 160.0,
     "cpu_seconds": 1.0,

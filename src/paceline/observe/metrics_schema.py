@@ -224,6 +224,8 @@ _RANKS = {
     "slowest_seconds": "float: wall time of the slowest of them on this rank",
     "phases": "table: seconds by phase; `seconds` also has time that belongs to no phase",
     "waiting_seconds": "float: part of communication in which this rank waited for slower ones",
+    "exposed_seconds": "float: time in which this rank waited for collectives; the rest of the phase"
+    " communication is work of its own, such as encoding",
     "hidden_seconds": "float: communication that overlapped with other work of this rank",
     "sent_bytes": "float: bytes that this rank sent in the window, by the closed form",
     "cpu_seconds": "float: CPU time of this rank's process",

@@ -160,6 +160,7 @@ def _sum_rounds(rounds: Sequence[Sequence[float]]) -> Mapping[str, Any]:
         "seconds": total["seconds"],
         "slowest_seconds": max(columns["seconds"]),
         "phases": {phase: total[phase] for phase in PHASES},
+        "exposed_seconds": total["exposed_seconds"],
         "hidden_seconds": sum(hidden),
         "sent_bytes": total["sent_bytes"],
         "cpu_seconds": total["cpu_seconds"],

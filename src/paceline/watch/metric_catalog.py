@@ -341,6 +341,15 @@ METRICS: tuple[MetricSpec, ...] = (
         "waiting_seconds",
     ),
     MetricSpec(
+        "paceline_rank_exposed_seconds_total",
+        "counter",
+        "seconds",
+        _RANK,
+        "waiting for collectives",
+        "ranks",
+        "exposed_seconds",
+    ),
+    MetricSpec(
         "paceline_rank_hidden_seconds_total",
         "counter",
         "seconds",

@@ -45,7 +45,7 @@ class MetricValues:
         """Take records into account, in the order in which they were written."""
         for record in records:
             for metric in _BY_EVENT.get(record["event"], ()):
-                for labels, value in _values_in(metric, record):
+                for labels, value in values_in(metric, record):
                     values = self._values[metric.name]
                     if metric.kind == "gauge":
                         values[labels] = value

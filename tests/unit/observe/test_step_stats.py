@@ -59,6 +59,7 @@ def test_a_record_sums_the_rounds_of_a_rank() -> None:
     assert record["phases"] == {**dict.fromkeys(PHASES, 0.0), "communication": 0.75}
     assert (record["seconds"], record["slowest_seconds"], record["rounds"]) == (4.0, 3.0, 2)
     assert (record["sent_bytes"], record["cpu_seconds"], record["peak_bytes"]) == (200.0, 1.0, 9.0)
+    assert record["exposed_seconds"] == 0.75
     assert record["hidden_seconds"] == 0.25  # of the first round; in the second nothing was hidden
     assert (record["step"], record["rank"], record["waiting_seconds"]) == (7, 0, 0.0)
 

@@ -56,6 +56,7 @@ def rank_record(rank: int, **changes: Any) -> dict[str, Any]:
         "slowest_seconds": 1.5,
         "phases": dict(zip(PHASES, (0.5, 2.0, 2.5, 4.0, 0.5), strict=True)),
         "waiting_seconds": 1.0,
+        "exposed_seconds": 4.0,
         "hidden_seconds": 4.0,
         "sent_bytes": 10.0 * (GRADIENT_BYTES + TALLY_BYTES),
         "cpu_seconds": 6.0,

@@ -86,6 +86,11 @@ COMMANDS = (
         "top", "watch:top", "Show a live table of runs and their ranks in the terminal, until Ctrl-C."
     ),
     CommandEntry(
+        "alerts",
+        "alert_command:alerts",
+        "Print alerts about runs and why a run is slow; deliver them to a webhook or a command.",
+    ),
+    CommandEntry(
         "strategies",
         "recipe_show:strategies",
         "List the supported strategies and what each name stands for.",

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
+
 from paceline.observe.process_info import process_start_ticks
 from paceline.observe.sinks import JsonLinesSink
 from paceline.watch.energy_counters import GpuCounters, RaplCounters

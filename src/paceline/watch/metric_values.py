@@ -63,7 +63,8 @@ class MetricValues:
         return self._values.get(name, {}).get(labels)
 
 
-def _values_in(metric: MetricSpec, record: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], float]]:
+def values_in(metric: MetricSpec, record: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], float]]:
+    """Yield the labels and values of a metric in one record of its event."""
     own = tuple(
         str(record.get(name, default)) for name, default in _RECORD_LABELS.items() if name in metric.labels
     )

@@ -137,6 +137,7 @@ function renderRuns() {
       }), " ", element("span", { class: `swatch k${state.colors.get(run.id)}` })),
       element("button", { type: "button", id: `focus-${run.id}`, onclick: () => { state.view.focus = run.id; changed(); } }, run.name),
       element("span", { class: `pill ${kind}` }, words),
+      ...(run.alerts.length ? [element("span", { class: "pill silent" }, run.alerts.length > 1 ? `${run.alerts.length} alerts` : run.alerts[0].alert)] : []),
       element("small", {}, `${run.strategy || run.task} · step ${run.steps_done}/${run.num_steps} · loss ${number(run.loss)}`),
       element("progress", { max: Math.max(1, run.num_steps), value: run.steps_done, "aria-label": `Steps of ${run.name}` }));
   }));
@@ -400,6 +401,9 @@ async function renderFocus() {
   find("run-status").textContent = words;
   find("run-error").hidden = !run.error;
   find("run-error").textContent = run.error ? `rank ${run.error.rank}: ${run.error.text}` : "";
+  find("alerts").hidden = !run.alerts.length;
+  find("alerts").replaceChildren(...run.alerts.map((alert) => element("li", { class: alert.severity, title: alert.advice },
+    element("strong", {}, alert.alert), ` since step ${alert.step}: ${alert.text}. ${alert.advice}`)));
   const left = run.status === "running" && run.step_seconds ? duration((run.num_steps - run.steps_done) * run.step_seconds) : "–";
   const facts = {
     step: `${run.steps_done} of ${run.num_steps}`, loss: number(run.loss), "samples per second": number(run.samples_per_second),

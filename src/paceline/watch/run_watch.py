@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,8 @@ from paceline.observe.sinks import system_files
 from paceline.report.rank_balance import rank_times_of_records
 from paceline.report.run_files import CERTIFICATE, is_run_folder
 from paceline.report.run_reader import is_run_alive, read_certificate
+from paceline.watch.alert_rules import SHIPPED_RULES, AlertRule
+from paceline.watch.alerts import AlertEngine, read_host
 from paceline.watch.curves import RunCurves
 from paceline.watch.metric_values import MetricValues
 from paceline.watch.run_tail import RunTail, preview_records
@@ -19,6 +21,7 @@ from paceline.watch.run_tail import RunTail, preview_records
 _MAX_EVENTS = 5000
 _ROWS = ("step", "ranks", "process", "system")
 _CHECK_SECONDS = 1.0
+_CHECK_HOST_SECONDS = 5.0
 
 
 class RunWatch:
@@ -26,32 +29,35 @@ class RunWatch:
 
     Args:
         folder: the run folder.
+        rules: of alerts.
 
     Attributes:
-        curves, values: from all records read so far.
+        curves, values, alerts: from all records read so far.
         events: the newest records that are no rows, each with a number that only rises.
         ranks: the newest window of each rank.
         processes, hosts: the newest sample of each rank and of each host, if the run has a system sampler.
         version: rises with every change.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, rules: Sequence[AlertRule] = SHIPPED_RULES) -> None:
+        self.folder, self._rules = folder, rules
         self.version = 0
         self._reset()
         self._alive: bool | None = None
-        self._alive_checked = self._samples_checked = -_CHECK_SECONDS
+        self._alive_checked = self._samples_checked = self._host_checked = -_CHECK_HOST_SECONDS
+        self._heard = time.monotonic()  # when something new was read
 
     def _reset(self) -> None:
         self._tail = RunTail(self.folder)
         self._sample_tails: dict[str, RunTail] = {}
         self.curves, self.values = RunCurves(), MetricValues()
+        self.alerts = AlertEngine(self._rules)
         self.events: deque[tuple[int, Mapping[str, Any]]] = deque(maxlen=_MAX_EVENTS)
         self.ranks: dict[int, Mapping[str, Any]] = {}
         self.processes: dict[int, Mapping[str, Any]] = {}
         self.hosts: dict[str, Mapping[str, Any]] = {}
         self._num_events = 0
-        self._has_begun = False
+        self._has_begun = self._has_sampler = False
         self._start: Mapping[str, Any] = {}
         self._end: Mapping[str, Any] | None = None
         self._error: Mapping[str, Any] | None = None
@@ -67,12 +73,16 @@ class RunWatch:
         before, self._has_begun = self.status, True
         self.curves.add(records)
         self.values.add([*records, *samples])
+        self.alerts.take([*records, *samples])
         for record in (*records, *samples):
             self._note(record)
         if records:  # a sample does not show that the job goes on
             self._last_time = max(self._last_time, float(records[-1].get("time", 0.0)))
+            self._heard = time.monotonic()
         self._check_process()
-        changed = bool(records or samples) or self.status != before
+        num_firing = len(self.alerts.firing)
+        self._check_alerts()
+        changed = bool(records or samples) or self.status != before or len(self.alerts.firing) != num_firing
         self.version += changed
         return changed
 
@@ -111,6 +121,8 @@ class RunWatch:
             self._end = record
         elif event == "error" and self._error is None:
             self._error = record
+        elif event == "system":
+            self._has_sampler = True
         if event not in _ROWS:
             self.events.append((self._num_events, record))
             self._num_events += 1
@@ -119,6 +131,22 @@ class RunWatch:
         now = time.monotonic()
         if self._start and now - self._alive_checked >= _CHECK_SECONDS:
             self._alive, self._alive_checked = is_run_alive(self._start), now
+
+    def _check_alerts(self) -> None:
+        """Judge what no record says: silence, and the host as it is now."""
+        status, now = self.status, time.monotonic()
+        if (
+            status not in ("running", "unknown")
+            or not self.is_complete
+            or now - self._host_checked < _CHECK_HOST_SECONDS
+        ):
+            return
+        self._host_checked = now
+        is_here = status == "running"
+        if not self._has_sampler:
+            self.alerts.take([read_host(self.folder, with_memory=is_here)])
+        # The clock of another host may differ, so its silence is measured from when this one has last read.
+        self.alerts.check(time.time() if is_here else self._last_time + now - self._heard)
 
     @property
     def status(self) -> str:
@@ -172,6 +200,7 @@ class RunWatch:
             "ranks": [_rank_state(record) for _, record in sorted(self.ranks.items())],
             "processes": [self.processes[rank] for rank in sorted(self.processes)],
             "hosts": [self.hosts[host] for host in sorted(self.hosts)],
+            "alerts": [alert.record() for alert in self.alerts.firing],
             "error": self._error,
             "certificate": read_certificate(self.folder / CERTIFICATE),
             "num_events": self._num_events,

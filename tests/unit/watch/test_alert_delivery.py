@@ -1,0 +1,123 @@
+"""Alerts are delivered to real servers and commands, and a target that hangs holds nothing up."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.cli.alert_command import alerts
+from paceline.errors import DataError
+from paceline.watch.alert_delivery import AlertTarget, command, webhook
+from paceline.watch.run_watch import RunWatch
+from tests.unit.watch.records import append, run_record, step_record
+
+SECONDS = 30.0
+RECORD = {"alert": "disk", "state": "firing"}
+WRITE = "import sys; open(sys.argv[1], 'a').write(sys.stdin.read())"
+
+
+@contextmanager
+def receiving(*statuses: int) -> Iterator[tuple[str, list[Any]]]:
+    """Yield the address of a server that answers with these statuses, then with 200, and what it received."""
+    received: list[Any] = []
+    left = list(statuses)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            received.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(left.pop(0) if left else 200)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *arguments: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}", received
+        finally:
+            server.shutdown()
+            thread.join(SECONDS)
+
+
+def test_a_webhook_that_hangs_holds_nothing_up(tmp_path: Path) -> None:
+    """Nor does a command that does not end; its neighbor is still called, and both are reported."""
+    path, problems = tmp_path / "alerts.jsonl", list[str]()
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts, and never answers
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+        targets = [
+            AlertTarget("the webhook", webhook(url, 0.2), problems.append, retries=1, pause_seconds=0.01),
+            AlertTarget("the sleeper", command(sleep, 0.2), problems.append, retries=0),
+            AlertTarget("the command", command([sys.executable, "-c", WRITE, str(path)]), problems.append),
+        ]
+        for target in targets:
+            target.send(RECORD)
+        for target in targets:
+            target.close(SECONDS)
+    assert json.loads(path.read_text()) == RECORD
+    assert sorted(text.partition(" was not delivered to ")[2] for text in problems) == [
+        "the sleeper: it ran longer than 0.2 s",
+        "the webhook: timed out",
+    ]
+
+
+def test_a_webhook_that_fails_is_tried_again_a_few_times() -> None:
+    problems: list[str] = []
+    with receiving(500, 503) as (url, received):
+        target = AlertTarget("the webhook", webhook(url), problems.append, pause_seconds=0.01)
+        target.send(RECORD)
+        target.close(SECONDS)
+        assert received == [RECORD] * 3 and problems == []
+    with receiving(*[404] * 9) as (url, received):
+        target = AlertTarget("the webhook", webhook(url), problems.append, retries=2, pause_seconds=0.01)
+        target.send(RECORD)
+        target.close(SECONDS)
+        assert len(received) == 3 and problems == [
+            "the alert disk was not delivered to the webhook: status 404"
+        ]
+
+
+def test_the_command_line_prints_and_delivers_what_fires(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "a"
+    run.mkdir()
+    (run / "recipe.toml").write_text('task = "digits"\n')
+    append(run, run_record(), *(step_record(k) for k in range(60)))
+    append(run, step_record(60, loss=50.0), *(step_record(k) for k in range(61, 80)), step_record(80, "nan"))
+    log = tmp_path / "log"
+    with receiving() as (url, received):
+        alerts([tmp_path], webhook=url, command=f"{sys.executable} -c {json.dumps(WRITE)} {log}")
+    (alert,) = received
+    assert (alert["run"], alert["alert"], alert["state"], alert["step"]) == ("a", "loss-spike", "firing", 80)
+    assert json.loads(log.read_text()) == alert and alert["score"] == "inf"
+    text = capsys.readouterr().out
+    assert "1 firing, 1 resolved" in text and "loss-spike at step 80: the loss is far above" in text
+    alerts([run], as_json=True)
+    (shown,) = json.loads(capsys.readouterr().out)
+    assert [(a["state"], a["step"]) for a in shown["alerts"]] == [("firing", 80), ("resolved", 65)]
+    alerts([run], prometheus=True)
+    assert "PacelineLossSpike" in capsys.readouterr().out
+    for wrong in ({"webhook": "file:///etc/passwd"}, {"command": "  "}, {"command": "'x"}):
+        with pytest.raises(DataError):
+            alerts([run], **wrong)
+
+
+def test_a_page_has_the_alerts_that_fire(tmp_path: Path) -> None:
+    append(tmp_path, run_record(), step_record(0, "inf"))
+    run = RunWatch(tmp_path)
+    assert run.update() and [alert["alert"] for alert in run.state()["alerts"]] == ["loss-spike"]
+    append(tmp_path, *(step_record(k) for k in range(1, 60)))
+    assert run.update() and run.state()["alerts"] == []

@@ -166,7 +166,7 @@ def _line(alert: Alert) -> str:
 def _diagnose(run: RunWatch) -> list[Any]:
     from paceline.report.run_reader import read_run
     from paceline.watch.alerts import read_host
-    from paceline.watch.diagnosis import diagnose, read_host_facts
+    from paceline.watch.bottlenecks import diagnose, read_host_facts
 
     recorded = read_run(run.folder)
     records = list(recorded.last_training_records)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from paceline.observe.step_stats import PHASES, RANK_COLUMNS, build_rank_records
-from paceline.watch.diagnosis import Finding, HostFacts, diagnose
+from paceline.watch.bottlenecks import Finding, HostFacts, diagnose
 from tests.unit.watch.records import run_record
 
 RANKS, ROUNDS, WINDOWS = 4, 20, 8

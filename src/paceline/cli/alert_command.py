@@ -19,9 +19,8 @@ from paceline.errors import DataError
 from paceline.report.run_files import RUNS
 
 if TYPE_CHECKING:
-    from paceline.watch.alert_delivery import AlertTarget
     from paceline.watch.alert_rules import AlertRule
-    from paceline.watch.alerts import Alert
+    from paceline.watch.alerts import Alert, AlertTarget
     from paceline.watch.run_watch import RunWatch
 
 _LOOK_SECONDS = 1.0
@@ -187,7 +186,7 @@ def _targets(url: str | None, words: str | None) -> list[AlertTarget]:
     Raises:
         DataError: one of them cannot be used.
     """
-    from paceline.watch.alert_delivery import AlertTarget, command, webhook
+    from paceline.watch.alerts import AlertTarget, command, webhook
 
     def report(text: str) -> None:
         print_plain(text, error_output())

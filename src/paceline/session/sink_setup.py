@@ -12,10 +12,9 @@ from paceline.errors import RecipeError
 from paceline.observe.sinks import GuardedSink, Sink, SinkSite
 from paceline.recipe.registry import parse_word
 from paceline.recipe.registry.sink_specs import SinkSpec
-from paceline.session.metrics_exporter import MetricsExporter
+from paceline.session.companion_processes import MetricsExporter, start_system_sampler
 from paceline.session.run_records import run_record
 from paceline.session.session import Session
-from paceline.session.system_sampler import start_system_sampler
 
 
 def build_sinks(

@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -130,8 +131,8 @@ def measure_machine(
     devices = [torch.device("cpu"), *(torch.device("cuda", i) for i in range(torch.cuda.device_count()))]
     parts: dict[str, Callable[[], Mapping[str, MachineNumber]]] = {}
     for device in devices:
-        parts[f"matrix products on {device}"] = lambda device=device: measure_matmuls(device)
-        parts[f"memory of {device}"] = lambda device=device: measure_memory(device)
+        parts[f"matrix products on {device}"] = partial(measure_matmuls, device)
+        parts[f"memory of {device}"] = partial(measure_memory, device)
     parts[f"the disk of {folder}"] = lambda: measure_disk(folder)
     parts["collectives of two processes"] = measure_collectives
     measured: dict[str, MachineNumber] = {}
@@ -176,9 +177,9 @@ def _matmul_gflops(device: torch.device, dtype: torch.dtype) -> float:
     while True:
         x = torch.ones(size, size, dtype=dtype, device=device)
         y = torch.empty_like(x)
-        seconds = _best_seconds(lambda x=x, y=y: torch.mm(x, x, out=y), device, 0.0, _NUM_PROBES)
+        seconds = _best_seconds(partial(torch.mm, x, x, out=y), device, 0.0, _NUM_PROBES)
         if seconds > _LONG_PRODUCT_SECONDS or size >= largest:
-            best = _best_seconds(lambda x=x, y=y: torch.mm(x, x, out=y), device, _PART_SECONDS)
+            best = _best_seconds(partial(torch.mm, x, x, out=y), device, _PART_SECONDS)
             return 2 * size**3 / best / 1e9
         size *= 2
 

@@ -96,7 +96,7 @@ def serve(run_dir: Path, listener: socket.socket, parent: int) -> None:
 
 
 def main() -> None:
-    """Run the exporter with the arguments of `paceline.session.metrics_exporter`."""
+    """Run the exporter with the arguments of `paceline.session.companion_processes`."""
     parser = argparse.ArgumentParser()
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("fd", type=int)

@@ -7,15 +7,21 @@ records continue across a resume.
 
 Invariants: it never outlives the process that started it; it runs at a low priority and imports no torch;
 what the kernel does not tell is absent from a record, and named in its `unavailable`.
+
+RAPL measures whole processors with all that runs on them, and most kernels let only root read it. Linux has
+no counters of network bytes by process: those of TCP connections are what `ss` of iproute2 prints, without
+what a connection sent between the last sample and its end.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import signal
 import socket
+import subprocess
 import threading
 import time
 from collections import defaultdict
@@ -28,8 +34,176 @@ import psutil
 
 from paceline.observe.process_info import process_start_ticks
 from paceline.observe.sinks import JsonLinesSink
-from paceline.watch.energy_counters import GpuCounters, RaplCounters
-from paceline.watch.socket_links import TcpConnection, read_connections, why_no_connections
+
+_SS_COMMAND = ("ss", "--tcp", "--info", "--numeric", "--processes", "--no-header")
+_SS_SECONDS = 5.0
+_PID = re.compile(r"\bpid=(\d+)")
+_SS_NUMBERS = {
+    "bytes_sent": re.compile(r"\bbytes_sent:(\d+)"),
+    "bytes_received": re.compile(r"\bbytes_received:(\d+)"),
+    "retransmits": re.compile(r"\bretrans:\d+/(\d+)"),
+    "rtt": re.compile(r"\brtt:([\d.]+)"),
+}
+
+
+class TcpConnection(NamedTuple):
+    """A connection, seen from one of its ends.
+
+    Args:
+        pids: processes that hold this end.
+        local, peer: addresses of both ends, as "HOST:PORT".
+        sent_bytes: since it was opened; what was sent again counts again.
+        received_bytes: since it was opened.
+        retransmits: segments that were sent again.
+        round_trip_seconds: the kernel's smoothed estimate; 0 if it has none yet.
+    """
+
+    pids: tuple[int, ...]
+    local: str
+    peer: str
+    sent_bytes: int
+    received_bytes: int
+    retransmits: int
+    round_trip_seconds: float
+
+    @property
+    def peer_host(self) -> str:
+        """The address of the other end, without its port."""
+        return self.peer.rpartition(":")[0].strip("[]").removeprefix("::ffff:")
+
+
+def why_no_connections() -> str:
+    """Return why `read_connections` returns nothing here; empty if it can return something."""
+    return "" if shutil.which(_SS_COMMAND[0]) else "ss of iproute2 is not installed"
+
+
+def read_connections() -> list[TcpConnection]:
+    """Return the connections of this network namespace whose processes this user may see."""
+    try:
+        result = subprocess.run(
+            _SS_COMMAND, capture_output=True, text=True, errors="replace", timeout=_SS_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return list(parse_connections(result.stdout))
+
+
+def parse_connections(text: str) -> Iterator[TcpConnection]:
+    """Yield the connections that `ss` has printed; lines that begin with a space continue the one before."""
+    blocks: list[str] = []
+    for line in text.splitlines():
+        if line[:1].isspace() and blocks:
+            blocks[-1] += line
+        else:
+            blocks.append(line)
+    for block in blocks:
+        words = block.split(maxsplit=5)
+        if len(words) < 6 or ":" not in words[3] or ":" not in words[4]:
+            continue
+        found = {name: pattern.search(words[5]) for name, pattern in _SS_NUMBERS.items()}
+        number = {name: float(match[1]) if match else 0.0 for name, match in found.items()}
+        yield TcpConnection(
+            tuple(map(int, _PID.findall(words[5]))),
+            words[3],
+            words[4],
+            int(number["bytes_sent"]),
+            int(number["bytes_received"]),
+            int(number["retransmits"]),
+            number["rtt"] / 1000,
+        )
+
+
+_POWERCAP = Path("/sys/class/powercap")
+_WATTS_PER_UNIT = _JOULES_PER_UNIT = 1e-3  # NVML counts in milliwatts and millijoules
+
+
+class RaplCounters:
+    """The energy of processors and their memory, in joules since the first reading.
+
+    Args:
+        folder: where the kernel shows its power capping zones.
+
+    Attributes:
+        why_none: why there is nothing to read; empty if there is.
+    """
+
+    def __init__(self, folder: Path = _POWERCAP) -> None:
+        zones = sorted(folder.glob("*-rapl:*"))
+        self._zones = {f"{_read(zone / 'name')} {zone.name.partition(':')[2]}": zone for zone in zones}
+        self._before: dict[str, int] = {}
+        self._joules: dict[str, float] = {}
+        self.why_none = "this machine shows no RAPL counters"
+        if self._zones:
+            readable = bool(self.read())
+            self.why_none = "" if readable else "only root may read the RAPL counters"
+
+    def read(self) -> Mapping[str, float]:
+        """Return joules by domain, for example "package-0 0" or "dram 0:1"."""
+        for name, zone in self._zones.items():
+            with suppress(OSError, ValueError):
+                now = int((zone / "energy_uj").read_text("ascii"))
+                difference = now - self._before.get(name, now)
+                if difference < 0:  # the counter has begun again from 0
+                    difference += int((zone / "max_energy_range_uj").read_text("ascii"))
+                self._before[name] = now
+                self._joules[name] = self._joules.get(name, 0.0) + max(0, difference) / 1e6
+        return dict(self._joules)
+
+
+class GpuCounters:
+    """The NVIDIA GPUs of this host, through NVML.
+
+    Attributes:
+        why_none: why there is nothing to read; empty if there is.
+    """
+
+    def __init__(self) -> None:
+        self._handles: list[Any] = []
+        self.why_none = ""
+        try:
+            import pynvml
+
+            pynvml.nvmlInit()
+            self._handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        except ImportError:
+            self.why_none = "nvidia-ml-py is not installed"
+        except pynvml.NVMLError as error:
+            self.why_none = f"NVML: {error}"
+        else:
+            self._nvml = pynvml
+            self.why_none = "" if self._handles else "NVML finds no GPU"
+
+    def read(self) -> dict[str, dict[str, float]]:
+        """Return values by kind and index of the GPU; energy is in joules since the driver was loaded."""
+        values: dict[str, dict[str, float]] = {
+            "utilization": {},
+            "memory_bytes": {},
+            "celsius": {},
+            "watts": {},
+            "joules": {},
+        }
+        for index, handle in enumerate(self._handles):
+            for kind, read in self._readers(handle).items():
+                with suppress(self._nvml.NVMLError):  # not every GPU has every counter
+                    values[kind][str(index)] = read()
+        return values
+
+    def _readers(self, handle: Any) -> dict[str, Callable[[], float]]:
+        nvml = self._nvml
+        return {
+            "utilization": lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100,
+            "memory_bytes": lambda: float(nvml.nvmlDeviceGetMemoryInfo(handle).used),
+            "celsius": lambda: float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)),
+            "watts": lambda: nvml.nvmlDeviceGetPowerUsage(handle) * _WATTS_PER_UNIT,
+            "joules": lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle) * _JOULES_PER_UNIT,
+        }
+
+
+def _read(path: Path) -> str:
+    with suppress(OSError):
+        return path.read_text("utf-8", errors="replace").strip()
+    return "unknown"
+
 
 _CHECK_PARENT_SECONDS = 0.5
 _NICENESS = 10
@@ -338,7 +512,7 @@ def follow(sampler: HostSampler, sink: JsonLinesSink, seconds: float, parent: in
 
 
 def main() -> None:
-    """Run the sampler with the arguments of `paceline.session.system_sampler`."""
+    """Run the sampler with the arguments of `paceline.session.companion_processes`."""
     parser = argparse.ArgumentParser()
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("name", help="of the file in the run folder")

@@ -16,7 +16,7 @@ import pytest
 
 from paceline.cli.alert_command import alerts
 from paceline.errors import DataError
-from paceline.watch.alert_delivery import AlertTarget, command, webhook
+from paceline.watch.alerts import AlertTarget, command, webhook
 from paceline.watch.run_watch import RunWatch
 from tests.unit.watch.records import append, run_record, step_record
 

@@ -14,7 +14,7 @@ import pytest
 
 from paceline.errors import RecipeError
 from paceline.recipe import Recipe
-from paceline.session.metrics_exporter import MetricsExporter
+from paceline.session.companion_processes import MetricsExporter
 from paceline.watch.metric_catalog import METRICS_BY_NAME
 from tests.unit.watch.records import append, rank_records, run_record, step_record
 
@@ -84,7 +84,7 @@ def test_a_scrape_has_the_values_of_the_records(tmp_path: Path) -> None:
 def test_an_exporter_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     script = (
         "import sys, time; from pathlib import Path\n"
-        "from paceline.session.metrics_exporter import MetricsExporter\n"
+        "from paceline.session.companion_processes import MetricsExporter\n"
         "e = MetricsExporter(Path(sys.argv[1]), '127.0.0.1:0'); print(e._process.pid, flush=True)\n"
         "time.sleep(600)"
     )

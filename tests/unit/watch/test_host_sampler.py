@@ -22,13 +22,12 @@ from paceline.observe.metrics_schema import find_schema_errors
 from paceline.observe.process_info import process_start_ticks
 from paceline.recipe import Recipe
 from paceline.recipe.log_recipe import LogRecipe
-from paceline.session import fit, system_sampler
+from paceline.session import companion_processes, fit
+from paceline.session.companion_processes import SystemSampler, plan_sampler
 from paceline.session.sink_setup import build_sinks
-from paceline.session.system_sampler import SystemSampler, plan_sampler
 from paceline.testing.parity import build_test_session
-from paceline.watch.energy_counters import RaplCounters
+from paceline.watch.host_sampler import RaplCounters, parse_connections, why_no_connections
 from paceline.watch.run_watch import RunWatch
-from paceline.watch.socket_links import parse_connections, why_no_connections
 from tests.unit.watch.records import append, run_record
 
 pytest.importorskip("psutil", reason="needs paceline[system]")
@@ -185,7 +184,7 @@ def test_a_sampler_ends_with_the_process_that_started_it(tmp_path: Path) -> None
     script = (
         "import sys, time; from pathlib import Path\n"
         "from paceline.recipe.log_recipe import LogRecipe\n"
-        "from paceline.session.system_sampler import SystemSampler\n"
+        "from paceline.session.companion_processes import SystemSampler\n"
         "s = SystemSampler(Path(sys.argv[1]), 'system.jsonl', [], LogRecipe(sample_seconds=60.0))\n"
         "print(s._process.pid, flush=True)\n"
         "time.sleep(600)"
@@ -205,9 +204,9 @@ def test_a_sampler_ends_with_the_process_that_started_it(tmp_path: Path) -> None
 
 
 def test_without_psutil_the_next_step_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(system_sampler, "find_spec", lambda name: None)
+    monkeypatch.setattr(companion_processes, "find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match="psutil") as caught:
-        system_sampler.check_psutil()
+        companion_processes.check_psutil()
     assert "paceline[system]" in caught.value.next_step
     with pytest.raises(RecipeError, match=r"0 or at least 0\.1"):
         Recipe(task="digits", steps=1, log={"sample_seconds": 0.01})

@@ -1,7 +1,11 @@
-"""The system sampler of a run, a process that one rank of a host starts: `paceline.watch.host_sampler`."""
+"""Processes beside a run: the exporter of rank 0, and the system sampler of each host.
+
+A rank starts them and ends them with its sinks; they end by themselves if that rank is gone.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import socket
 import subprocess
@@ -14,18 +18,84 @@ from typing import Any
 
 from paceline.comm.group_collectives import all_gather_texts
 from paceline.comm.routes.host_links import host_id
-from paceline.errors import MissingExtraError
+from paceline.errors import MissingExtraError, RecipeError
+from paceline.job.addresses import format_address, listen_at
 from paceline.observe.process_info import process_start_ticks
 from paceline.observe.sinks import system_file
 from paceline.observe.step_stats import StepStats
-from paceline.recipe.log_recipe import LogRecipe
+from paceline.recipe.log_recipe import LogRecipe, split_address
 from paceline.session.session import Session, repeat_until_agreed
 
 _END_SECONDS = 5.0
 
 
-class SystemSampler:
-    """A sink that passes nothing on: the process reads the kernel. `close` ends it, after a last sample.
+class _Companion:
+    """A sink that passes nothing on; `close` ends its process. A step never waits for it."""
+
+    _process: subprocess.Popen[bytes]
+
+    def step(self, stats: StepStats) -> None:
+        """Do nothing."""
+
+    def event(self, name: str, record: Mapping[str, Any]) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.terminate()
+        try:
+            self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(_END_SECONDS)
+
+
+class MetricsExporter(_Companion):
+    """The exporter for Prometheus, `paceline.watch.exporter`, which reads the run folder.
+
+    Args:
+        run_dir: the folder of the run.
+        address: "HOST:PORT", see `split_address`.
+    Raises:
+        MissingExtraError: prometheus-client is not installed.
+        RecipeError: it cannot listen there.
+
+    Attributes:
+        address: where it listens.
+    """
+
+    def __init__(self, run_dir: Path, address: str) -> None:
+        if importlib.util.find_spec("prometheus_client") is None:
+            raise MissingExtraError(
+                "log.prometheus needs prometheus-client, which is not installed.",
+                next_step="pip install 'paceline[prometheus]'",
+            )
+        with _listen(*split_address(address)) as listener:
+            self.address = format_address(*listener.getsockname()[:2])
+            descriptor = listener.fileno()
+            words = [str(run_dir), str(descriptor), str(os.getpid())]
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "paceline.watch.exporter", *words],
+                pass_fds=[descriptor],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+            )
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        return listen_at(host, port, backlog=64)
+    except OSError as error:
+        raise RecipeError(
+            f"cannot listen at {format_address(host, port)}: {error.strerror or error}",
+            where="log.prometheus",
+            next_step="choose another port, or port 0 for any that is free",
+        ) from error
+
+
+class SystemSampler(_Companion):
+    """The sampler of a host, `paceline.watch.host_sampler`; it ends with a last sample.
 
     Args:
         run_dir: the folder of the run; it exists.
@@ -41,22 +111,6 @@ class SystemSampler:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
         )
-
-    def step(self, stats: StepStats) -> None:
-        """Do nothing: a step never waits for the sampler."""
-
-    def event(self, name: str, record: Mapping[str, Any]) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """End the process."""
-        self._process.terminate()
-        try:
-            self._process.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(_END_SECONDS)
 
 
 def check_psutil() -> None:

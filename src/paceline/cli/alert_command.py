@@ -16,7 +16,6 @@ import typer
 
 from paceline.cli.console import error_output, print_json, print_plain
 from paceline.errors import DataError
-from paceline.report.run_files import RUNS
 
 if TYPE_CHECKING:
     from paceline.watch.alert_rules import AlertRule
@@ -83,7 +82,7 @@ class _Runs:
 
     def find(self) -> list[RunWatch]:
         """Find the runs, and read all that is new."""
-        from paceline.report.run_files import find_runs
+        from paceline.report.run_files import RUNS, find_runs
         from paceline.watch.run_watch import RunWatch
 
         for path in find_runs(self._folders or ([RUNS] if RUNS.is_dir() else [])):

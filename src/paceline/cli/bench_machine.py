@@ -13,7 +13,6 @@ import typer
 
 from paceline.cli.console import error_output, output, print_json, print_plain
 from paceline.errors import DataError, PacelineError
-from paceline.report.run_files import RUNS
 
 if TYPE_CHECKING:
     from paceline.tuning.machine_benchmark import MachineNumber
@@ -37,6 +36,8 @@ def machine(
     collectives_to: Annotated[Path | None, typer.Option(_WORKER_OPTION, hidden=True)] = None,
 ) -> None:
     """Measure this machine in less than a minute, name slow paths, or compare two machines."""
+    from paceline.report.run_files import RUNS
+
     if collectives_to is not None:
         _run_worker(collectives_to)
     elif reports:

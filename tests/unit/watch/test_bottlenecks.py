@@ -60,6 +60,7 @@ def records(
                     "exposed_seconds": exposed,
                     "sent_bytes": 1e6,
                     "cpu_seconds": sum(own.values()) - exposed - (1 - cpu_of_delay) * delayed,
+                    "proportional_bytes": 9e7,
                     "peak_bytes": 1e8,
                 }
                 rows[rank].append([values[name] for name in RANK_COLUMNS])

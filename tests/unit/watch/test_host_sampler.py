@@ -26,12 +26,19 @@ from paceline.session import companion_processes, fit
 from paceline.session.companion_processes import SystemSampler, plan_sampler
 from paceline.session.sink_setup import build_sinks
 from paceline.testing.parity import build_test_session
-from paceline.watch.host_sampler import RaplCounters, parse_connections, why_no_connections
 from paceline.watch.run_watch import RunWatch
 from tests.unit.watch.records import append, run_record
 
 pytest.importorskip("psutil", reason="needs paceline[system]")
-from paceline.watch.host_sampler import CounterDifferences, HostSampler, RankProcess, read_stalls
+from paceline.watch.host_sampler import (
+    CounterDifferences,
+    HostSampler,
+    RankProcess,
+    RaplCounters,
+    parse_connections,
+    read_stalls,
+    why_no_connections,
+)
 
 SECONDS = 60.0
 TICKS = os.sysconf("SC_CLK_TCK")

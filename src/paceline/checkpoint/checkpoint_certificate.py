@@ -44,7 +44,7 @@ _Text = Annotated[str, Field(max_length=10_000)]
 
 
 class VerificationRecord(StrictModel):
-    """What the certificate of a checkpoint keeps of a verification."""
+    """The part of a verification that the certificate of a checkpoint keeps."""
 
     recipe_sha256: _Digest
     task_sha256: _Digest | None

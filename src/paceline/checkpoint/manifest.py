@@ -381,7 +381,7 @@ def _upgrade_format(record: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class RankPart:
-    """What one rank reports when its files are written.
+    """The report of one rank when its files are written.
 
     Args:
         files: its files.

@@ -56,7 +56,7 @@ def gather(x: Tensor) -> Tensor:
 
 
 class GatherScope(Protocol):
-    """What `gather` does inside of a block of code."""
+    """The action of `gather` inside of a block of code."""
 
     def gather(self, x: Tensor) -> Tensor:
         """Return the rows of all ranks, or refuse."""

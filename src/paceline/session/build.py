@@ -95,8 +95,7 @@ def build_session(
     task, events = prepare_data(task, recipe), EventQueue()
     require_data(task)
     refuse_repeated_momentum_or_clip(recipe, task)
-    about_modes = describe_modes(task.model)
-    if about_modes:
+    if about_modes := describe_modes(task.model):
         warn(about_modes)
     enter_training(task.model)
     warn_large_batch(recipe, task, warn)
@@ -112,9 +111,7 @@ def build_session(
         phases=PhaseTimer(),
         components=components or Components(),
         rule_inputs=RuleInputs(
-            items_per_sample=max(1, task.num_tokens_per_sample),
-            stop_requested=stop_requested,
-            choices=strategy.sync_choices,
+            max(1, task.num_tokens_per_sample), stop_requested, choices=strategy.sync_choices
         ),
         warn=warn,
         note=events.add,

@@ -34,7 +34,7 @@ _DIGITS_LOST = 1e-3
 
 @dataclass(frozen=True)
 class PartitionSite:
-    """What is wrong in a replica that several ranks compute together.
+    """The faults of a replica that several ranks compute together.
 
     Args:
         axes: the axes of the strategy that split the computation, as text: "tensor=2".

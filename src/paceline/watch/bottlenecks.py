@@ -60,7 +60,7 @@ _ADVICE: Mapping[str, str] = {
 
 
 class HostFacts(NamedTuple):
-    """What a reader knows about the host of a run.
+    """The facts that a reader knows about the host of a run.
 
     Args:
         cores: number of cores.

@@ -51,7 +51,7 @@ def settled_bytes() -> int:
 
 
 def counts(cluster: Cluster, doubles: bool = False) -> dict[str, tuple[float, int]]:
-    """By operation: the bytes of the ledger, and those that the kernel has sent."""
+    """Return the bytes of the ledger and those that the kernel has sent, by operation."""
     net, found = Net(30.0), {}
     group = Mesh.build(cluster, {"replica": cluster.world_size}).replica
     x = torch.arange(VALUES, dtype=torch.float32) % 7

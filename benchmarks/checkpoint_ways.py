@@ -165,7 +165,7 @@ def our_saver(job: Job, folder: Path, background: bool, keep: int = 1) -> Iterat
         0, background, True, True, RetentionCounts(keep, 0), 600.0, FullDiskPatience(0.0, print), writer
     )
     saver = CheckpointSaver(
-        job.state, shelf, CheckpointOrigin(run=shelf.run, **_ORIGIN), saving, lambda text: [text]
+        job.state, shelf, CheckpointOrigin(run=shelf.run, **_ORIGIN), saving, lambda make_text: [make_text()]
     )
     hook = job.state.optimizer.register_step_pre_hook(lambda *_: saver.settle())
     try:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import default_collate
 
 from benchmarks.measure import Side
@@ -31,7 +32,7 @@ _PLANNED_STEPS = 5_000
 def paceline_side(name: str, subject: Subject, cluster: Cluster, threads: int) -> Side:
     """Paceline as users run it: a session on the connected cluster, step by step."""
     torch.set_num_threads(threads)
-    session = build_session(subject.recipe, subject.fresh(), cluster, torch.device("cpu"))
+    session = build_session(subject.recipe, subject.fresh(), cluster, subject.device)
     return Side(name, partial(next_loss, session, session.rounds()), partial(torch.set_num_threads, threads))
 
 
@@ -75,22 +76,22 @@ def adamw(model: nn.Module, recipe: Recipe) -> torch.optim.AdamW:
 
 def bare(subject: Subject, name: str = "bare PyTorch") -> Wrapping:
     """No library at all."""
-    model = subject.fresh().model.train()
+    model = subject.fresh().model.train().to(subject.device)
     return Wrapping(
         name,
         model,
         adamw(model, subject.recipe),
         clip=partial(torch.nn.utils.clip_grad_norm_, list(model.parameters())),
-        autocast=autocast_of(subject.recipe),
+        autocast=autocast_of(subject.recipe, subject.device.type),
     )
 
 
-def autocast_of(recipe: Recipe) -> Callable[[], AbstractContextManager[Any]]:
+def autocast_of(recipe: Recipe, device_type: str = "cpu") -> Callable[[], AbstractContextManager[Any]]:
     """What the recipe's precision asks for."""
     compute = recipe.precision.compute
     if compute == "fp32":
         return nullcontext
-    return partial(torch.autocast, "cpu", dtype=_TYPES[compute])
+    return partial(torch.autocast, device_type, dtype=_TYPES[compute])
 
 
 @dataclass
@@ -123,13 +124,16 @@ class HandLoop:
     def step(self) -> float:
         """One update; returns this rank's mean loss."""
         w, data, recipe = self.wrapping, self.subject.task.data, self.subject.recipe
+        device = self.subject.device
         collate = self.subject.task.collate or default_collate
         micro_batches = self.plan[self.taken]
         set_rate(w.optimizer, recipe, self.taken)
         w.optimizer.zero_grad(set_to_none=True)
-        whole = torch.zeros(())
+        whole = torch.zeros((), device=device)
         for i, indices in enumerate(micro_batches):
             batch = collate([data[j] for j in indices])
+            if device.type != "cpu":
+                batch = tree_map_only(Tensor, lambda t: t.to(device), batch)
             with w.quiet() if i < len(micro_batches) - 1 else nullcontext():
                 with w.autocast():
                     loss = self.subject.mean_loss(w.model, batch)

@@ -25,10 +25,12 @@ class Options:
     Args:
         quick: tiny models, few repeats: does it run at all.
         precision: number format of the GPT, "bf16" or "fp32".
+        device: where the models compute, "cpu" or "cuda"; benchmarks that do not read it use the CPU.
     """
 
     quick: bool = False
     precision: str = "bf16"
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)
@@ -128,10 +130,11 @@ def present(
         default="auto",
         help="of the GPT; auto: what is fast here",
     )
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of step_overhead")
     chosen = parser.parse_args(arguments)
     machine = describe_machine()
     precision, machine["number format"] = number_format(chosen.precision)
-    report = measure(Options(chosen.quick, precision))
+    report = measure(Options(chosen.quick, precision, chosen.device))
     if chosen.json:
         print(json.dumps({"question": report.question, "machine": machine, **report.data}, indent=1))
     else:

@@ -8,7 +8,7 @@ its step is all overhead: what Paceline costs a step and a micro-batch, in micro
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -87,14 +87,19 @@ def measure(options: Options) -> Report:
     keep_freed_memory()
     tables: list[Table] = []
     data = {}
-    for case in [*cases(options), *overhead_cases(options.quick)]:
+    for found_case in [*cases(options), *overhead_cases(options.quick)]:
+        runtime = found_case.subject.recipe.runtime.replace(device=options.device)
+        case = replace(found_case, subject=found_case.subject.changed(runtime=runtime))
         threads = case.threads or len(os.sched_getaffinity(0))
         found = run(case, threads)
         size = f"{case.subject.num_parameters / 1e6:.2f} M parameters, {threads} thread(s)"
         title = f"{case.title} ({size}, {blocks(found)})"
         tables.append(comparison_table(title, found, _REFERENCE, case.unit))
         data[case.title] = series_data(found)
-    return Report("One process: Paceline's step against the bare PyTorch loop.", tables, {"cases": data})
+    where = "" if options.device == "cpu" else f" on {torch.cuda.get_device_name()}"
+    return Report(
+        f"One process: Paceline's step against the bare PyTorch loop{where}.", tables, {"cases": data}
+    )
 
 
 if __name__ == "__main__":

@@ -61,6 +61,11 @@ class Subject:
         return self.changed(batch=self.recipe.batch.replace(shards=shards))
 
     @property
+    def device(self) -> torch.device:
+        """Where the recipe computes: a GPU only if it says so."""
+        return torch.device("cuda", 0) if self.recipe.runtime.device == "cuda" else torch.device("cpu")
+
+    @property
     def num_parameters(self) -> int:
         return sum(p.numel() for p in self.task.model.parameters())
 

@@ -62,7 +62,8 @@ def test_a_straggler_that_is_ten_times_as_slow_costs_at_most_a_tenth_with_a_back
 @pytest.fixture(scope="module")
 def sleeping() -> dict[str, Waited]:
     """Pipelines of two stages that sleep, by schedule."""
-    return dict(zip(SCHEDULES, run_sleeping(_STAGES, 0.03, 3)[::2], strict=True))
+    # Where other programs run, messages and wake-ups take a twentieth of a step of stages of 30 ms.
+    return dict(zip(SCHEDULES, run_sleeping(_STAGES, 0.1, 3)[::2], strict=True))
 
 
 @pytest.mark.capability("D7")
@@ -107,8 +108,8 @@ def test_steps_wait_for_data_less_than_a_twentieth_of_their_time() -> None:
 
 @pytest.mark.capability("N4")
 def test_a_save_beside_the_steps_stalls_them_for_a_tenth_of_a_blocking_save(tmp_path: Path) -> None:
-    """A state of 512 MiB."""
-    size = replace(checkpoint.FULL, repeats=3)
+    """A state of 512 MiB; a slow disk has forty steps to write it."""
+    size = replace(checkpoint.FULL, repeats=3, steps=40)
     job = checkpoint_ways.Job(size)
     job.step()
     with ExitStack() as stack:

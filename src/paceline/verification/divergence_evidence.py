@@ -231,7 +231,8 @@ def _local_norms(v: StrategyVerifier, step: int, reference: ReferenceUpdate) -> 
 
 def _flatten(gradients: Mapping[str, Tensor], names: list[str], v: StrategyVerifier) -> Tensor:
     shapes = {slot.name: slot.shape for slot in v.session.runner.sharded_model.slots}
-    zero = {n: torch.zeros(shapes[n]) for n in names if n not in gradients}
+    device = v.session.runner.sharded_model.device
+    zero = {n: torch.zeros(shapes[n], device=device) for n in names if n not in gradients}
     dense = [gradients.get(n, zero.get(n)) for n in names]
     return torch.cat([p.detach().reshape(-1).to(torch.float64) for p in dense if p is not None])
 

@@ -202,7 +202,7 @@ def compare_tensors(
     flat = (
         torch.cat([_reference_values(reference, n, like[n], device) for n in names])
         if names
-        else torch.zeros(0)
+        else torch.zeros(0, device=device)
     )
     flat = net.broadcast(flat, group).wait()
     references = flat.split([as_reals(like[n]).numel() for n in names])
@@ -240,5 +240,7 @@ def _largest_error(mine: Tensor | None, reference: Tensor, present: bool) -> flo
         return float("inf")
     if mine is None or not mine.numel():
         return 0.0
-    difference = (as_reals(mine).reshape(-1).to(torch.float64) - reference).abs().max()
+    # Sums such as the loss are on the CPU, and the reference is on the device of the collectives.
+    own = as_reals(mine).reshape(-1).to(reference.device, torch.float64)
+    difference = (own - reference).abs().max()
     return float("inf") if torch.isnan(difference) else float(difference)

@@ -213,6 +213,7 @@ def test_a_fused_optimizer_goes_on_on_a_gpu() -> None:
         return TrainState(unsharded_model(model), torch.optim.AdamW(model.parameters(), lr=0.1, fused=True))
 
     def step(state: TrainState) -> None:
+        state.optimizer.zero_grad()
         state.model(X.cuda()).square().sum().backward()
         state.optimizer.step()
 

@@ -33,6 +33,7 @@ from tests.recipes import recipe_of
 from tests.zoo.plain import buffers_of, change_of, key, move, put_back
 
 TOLERANCE = 1e-12
+_NOISE_FACTOR = 1e-4
 _LEAST_SCALE = 0.01  # a tensor of smaller values is compared as if its largest were that
 _DEADLINE_SECONDS = 20.0
 _MAX_BROKEN = 4  # groups of ranks that break, after which no other is started
@@ -46,7 +47,8 @@ _RAW_ERRORS = (
     TypeError,
     ValueError,
 )
-_NAME = re.compile(r"'.+'|\w=|\d|^[A-Z]\w+ ")  # quoted, a term of the strategy, a number, or a class
+# Quoted, a term of the strategy, a number, a class, or a function that draws.
+_NAME = re.compile(r"'.+'|\w=|\d|^[A-Z]\w+ |^\w+_?\w* draws ")
 
 
 class End(NamedTuple):
@@ -254,6 +256,8 @@ def describe_difference(expected: End, actual: End) -> str:
     if pointers:
         return f"no tensor {pointers[0]}"
     errors |= {name: _relative_error(expected.tensors[name], t) for name, t in actual.tensors.items()}
+    # The bias of a norm of keys has a gradient of rounding errors only, which adaptive optimizers enlarge.
+    errors = {name: e * (_NOISE_FACTOR if name.endswith("k_norm.bias") else 1) for name, e in errors.items()}
     name, error = max(errors.items(), key=lambda item: item[1])
     return f"{name} is off by {error:.1e} of its largest value" if error > TOLERANCE else ""
 

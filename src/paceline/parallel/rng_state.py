@@ -11,16 +11,17 @@ from __future__ import annotations
 import ctypes
 import random
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.random import mtrand
 from torch import Tensor
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode, resolve_name
 
 from paceline.errors import TaskError
 from paceline.models.dropout import KeyedDropout
@@ -206,3 +207,36 @@ def describe_generator(name: str) -> str:
         if name == "torch"
         else f"the global generator of {name}"
     )
+
+
+class Draw(NamedTuple):
+    """One call that has advanced a generator: its function and the shape of its result."""
+
+    function: str
+    shape: tuple[int, ...]
+
+
+class DrawRecorder(TorchFunctionMode):
+    """Function mode that records every call that advances the generator of the CPU or of a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device, self.draws = device, list[Draw]()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        before = self._state()
+        result = func(*args, **(kwargs or {}))
+        if not all(map(torch.equal, before, self._state())):
+            first = result[0] if isinstance(result, tuple) and result else result
+            shape = tuple(first.shape) if isinstance(first, Tensor) else ()
+            self.draws.append(Draw(resolve_name(func) or str(func), shape))
+        return result
+
+    def _state(self) -> list[Tensor]:
+        # Their methods are no functions of PyTorch, so they are not seen by this mode.
+        states = [torch.default_generator.get_state()]
+        if self._device.type == "cuda":
+            states.append(torch.cuda.default_generators[self._device.index or 0].get_state())
+        return states

@@ -305,7 +305,14 @@ def _split_error(
         if entry.name == name or entry.name.startswith(prefix)
     ]
     apply_tensor_cuts(plan_tensor_cuts(part_entries, group.size), NativeCollective(context.net, group))
-    outputs = float_tensors(part(*call.args, **call.kwargs))
+    try:
+        outputs = float_tensors(part(*call.args, **call.kwargs))
+    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise TaskError(
+            f"partitioned by its tensor plan, {_spell_module(name)} fails: {reason}",
+            next_step=_next_step(name),
+        ) from error
     return max((_max_relative_error(a, b) for a, b in zip(call.outputs, outputs, strict=True)), default=0.0)
 
 
@@ -326,10 +333,16 @@ def _require_close(context: SessionContext, errors: dict[str, float], allowed: f
         raise TaskError(
             f"partitioned by its tensor plan, {_spell_module(name)} computes other values than whole: one is"
             f" off by {error:.1e} of the largest value",
-            next_step="between a column and its row each feature must be computed by itself: no norm or"
-            f" softmax over them, no split into halves; change the plan of {_spell_module(name)}, or set it"
-            " to 'whole'",
+            next_step=_next_step(name),
         )
+
+
+def _next_step(name: str) -> str:
+    return (
+        "between a column and its row each feature must be computed by itself: no norm or softmax over them,"
+        " no split into halves, no parameter with a value for each feature; change the plan of"
+        f" {_spell_module(name)}, or set it to 'whole'"
+    )
 
 
 def _spell_module(name: str) -> str:

@@ -11,7 +11,8 @@ gradients is that of the whole model, the parameter is marked: its gradient is s
 from then on. Every other difference ends the run.
 
 Parameters whose values are all equal (zeros, ones) are moved a little during the check, since a gate that
-starts at zero would hide whatever is behind it.
+starts at zero would hide whatever is behind it. A gradient of zero, as where the samples are masked, does not
+show whether it is partial, so more samples are tried until each parameter has had another one.
 
 Invariant: after the check, parameters, buffers and random generators are as before it.
 """
@@ -20,16 +21,14 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, resolve_name
 
 from paceline.comm.group_collectives import all_gather_texts
 from paceline.data.loader import collate_samples
@@ -41,7 +40,7 @@ from paceline.parallel.data_parallel import ReplicatedRunner
 from paceline.parallel.model_runner import ModelRunner
 from paceline.parallel.pipeline.pipeline_runner import PipelineRunner
 from paceline.parallel.placement import TensorPlacement
-from paceline.parallel.rng_state import seed_micro_batch
+from paceline.parallel.rng_state import Draw, DrawRecorder, seed_micro_batch
 from paceline.parallel.session_context import SessionContext
 from paceline.parallel.state_hash import tensor_sha256
 from paceline.session.task_contract import probe_batch, restore_buffers
@@ -50,6 +49,7 @@ from paceline.state.slot import TensorSlot, trained_parameters
 from paceline.task import Loss, Task
 
 _NUM_TRIALS = 2  # a rounding difference at a kink (ReLU, top-k) can change one of them, but not both
+_MAX_TRIALS = 6  # while a parameter has had no gradient
 _SAMPLES_PER_TRIAL = 2
 _MIN_TOLERANCE = 1e-3  # of the largest value of a gradient
 _MAX_ULPS = 64  # of the coarsest dtype of the parameters, if that is more
@@ -66,20 +66,16 @@ PartitionedRunner = ReplicatedRunner | PipelineRunner
 """A runner of a model that is partitioned by tensor or context: without threads."""
 
 
-class _Draw(NamedTuple):
-    """One call that has advanced a generator: its function and the shape of its result."""
-
-    function: str
-    shape: tuple[int, ...]
-
-
 @dataclass
 class _TrialResult:
-    """One trial: the sums of the loss (if this rank has them), gradients by name, and draws."""
+    """One trial: sums of the loss (if this rank has them), gradients by name, draws, and, of the whole model,
+    the names of gradients that are not zero.
+    """
 
     sums: Tensor | None
     gradients: dict[str, Tensor]
-    draws: list[_Draw]
+    draws: list[Draw]
+    nonzero: set[str] = field(default_factory=set)
 
 
 class TrainingCheck:
@@ -93,8 +89,7 @@ class TrainingCheck:
 
     def __init__(self, context: SessionContext, task: Task, model: nn.Module) -> None:
         self._context, self._task, self._model = context, task, model
-        self._batches = _trial_batches(context, task)
-        self._whole: list[_TrialResult] = []
+        self._batches, self._whole = list[LoadedBatch](), list[_TrialResult]()
         self._constants = _constant_parameters(model)
         self._tolerance = _tolerance([*model.parameters()])
 
@@ -106,13 +101,19 @@ class TrainingCheck:
         """
         slots = {name: placement.computes for name, placement in placements.items()}
         whole = [(slot, p) for slot, p in trained_parameters(self._model).items()]
+        zero = {slot.name for slot, _ in whole}
         with _perturbed(whole, self._constants):
-            for batch in self._batches:
+            while len(self._whole) < _NUM_TRIALS or (zero and len(self._whole) < _MAX_TRIALS):
+                batch = _trial_batch(self._context, self._task, len(self._whole))
+                if len(self._whole) >= _NUM_TRIALS:  # gradients take memory
+                    slots = {name: slot for name, slot in slots.items() if name in zero}
                 result = _run_whole(self._task, self._model, batch, slots, self._context.device)
                 if result is None:
                     # Not a mistake of the layout: the check of the loss or the first step names it.
-                    self._batches = []
+                    self._whole = []
                     return
+                zero -= result.nonzero
+                self._batches.append(batch)
                 self._whole.append(result)
 
     def compare(self, runner: ModelRunner) -> None:
@@ -127,23 +128,51 @@ class TrainingCheck:
             tensor or context axis, and ragged all_gathers of some bytes.
         """
         assert isinstance(runner, PartitionedRunner)
-        sharded_model, finding = runner.sharded_model, _Finding()
-        parts = [*sharded_model.computes.items(), *sharded_model.updates.items()]
-        for batch, whole in zip(self._batches, self._whole, strict=True):
-            with _perturbed(parts, self._constants):
-                # Ranks of a host can share memory: all of them have written before one of them reads.
-                self._agree(_Finding())
-                partitioned = _run_partitioned(runner, batch, self._context.device)
-                finding = self._compare_one(whole, partitioned, runner)
-            self._agree(_Finding())
-            if not finding.mistake:
-                runner.sharded_model = sharded_model.with_sums(finding.summed, "tensor")
-                return
-        if finding.mistake:
+        sharded_model, net, mesh = runner.sharded_model, self._context.net, self._context.mesh
+        # A gradient that is zero on some ranks only could give them different numbers of trials.
+        numbers = range(min(int(text) for text in all_gather_texts(str(len(self._whole)), mesh.world, net)))
+        finding, zero, failed, summed = _Finding(), {*sharded_model.held}, set[str](), set[str]()
+        is_right = False
+        for number in numbers:
+            if not is_right and number >= _NUM_TRIALS:
+                break
+            # All is compared until a trial is right, and then only gradients that were zero so far.
+            shown = self._agree(_Finding(summed=sorted(zero & self._whole[number].nonzero))).summed
+            if is_right and not shown:
+                continue
+            found = self._try(number, runner, shown if is_right else None)
+            if found.mistake:
+                finding = found
+                failed |= {*shown} if is_right else set()
+                continue
+            zero -= {*shown}
+            summed |= {*found.summed}
+            is_right = True
+        if finding.mistake and (not is_right or self._agree(_Finding(summed=sorted(failed & zero))).summed):
             raise TaskError(finding.mistake, next_step=finding.next_step)
+        runner.sharded_model = sharded_model.with_sums(summed, "tensor")
+
+    def _try(self, number: int, runner: PartitionedRunner, names: Collection[str] | None = None) -> _Finding:
+        """Run one trial under the layout and compare it; collective, equal on every rank.
+
+        Args:
+            names: the gradients that are compared; None: all.
+        """
+        sharded_model, finding = runner.sharded_model, _Finding()
+        with _perturbed([*sharded_model.computes.items(), *sharded_model.updates.items()], self._constants):
+            # Ranks of a host can share memory: all of them have written before one of them reads.
+            self._agree(_Finding())
+            partitioned = _run_partitioned(runner, self._batches[number], self._context.device)
+            finding = self._compare_one(self._whole[number], partitioned, runner, names)
+        self._agree(_Finding())
+        return finding
 
     def _compare_one(
-        self, whole: _TrialResult, partitioned: _TrialResult | Exception, runner: PartitionedRunner
+        self,
+        whole: _TrialResult,
+        partitioned: _TrialResult | Exception,
+        runner: PartitionedRunner,
+        names: Collection[str] | None,
     ) -> _Finding:
         """Compare one trial; collective, equal on every rank."""
         local = _Finding()
@@ -154,7 +183,7 @@ class TrainingCheck:
         if failed.mistake:
             return failed
         assert isinstance(partitioned, _TrialResult)
-        comparison = _GradientComparison(self._context, runner, whole.gradients, self._tolerance)
+        comparison = _GradientComparison(self._context, runner, whole.gradients, self._tolerance, names)
         wrong, summed = comparison.compare(partitioned.gradients)
         local.summed = summed
         copies = comparison.different_copy(summed)
@@ -199,20 +228,15 @@ def needs_training_check(context: SessionContext, model: nn.Module) -> bool:
     )
 
 
-def _trial_batches(context: SessionContext, task: Task) -> list[LoadedBatch]:
-    """Return the first samples as micro-batches of training, of at most the size that a step has."""
+def _trial_batch(context: SessionContext, task: Task, number: int) -> LoadedBatch:
+    """Return the next samples as a micro-batch of training, of at most the size that a step has."""
     batch_size = context.recipe.batch.size
     per_micro_batch = max(1, batch_size // max(1, context.shards))
     size = min(_SAMPLES_PER_TRIAL, per_micro_batch)
     if context.mesh.axes["pipeline"].size > 1:
         size = per_micro_batch  # a stage may split a micro-batch into parts
-    batches = []
-    for number in range(_NUM_TRIALS):
-        indices = [i % len(task.data) for i in range(number * size, (number + 1) * size)]
-        batches.append(
-            probe_batch(collate_samples(task, [task.data[i] for i in indices], context.device), indices)
-        )
-    return batches
+    indices = [i % len(task.data) for i in range(number * size, (number + 1) * size)]
+    return probe_batch(collate_samples(task, [task.data[i] for i in indices], context.device), indices)
 
 
 def _constant_parameters(model: nn.Module) -> dict[str, float]:
@@ -250,39 +274,13 @@ def _tolerance(parameters: Sequence[Tensor]) -> float:
     return max([_MIN_TOLERANCE, *(_MAX_ULPS * torch.finfo(dtype).eps for dtype in dtypes)])
 
 
-class _DrawRecorder(TorchFunctionMode):
-    """Function mode that records every call that advances the generator of the CPU or of a device."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self._device, self.draws = device, list[_Draw]()
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        before = self._state()
-        result = func(*args, **(kwargs or {}))
-        if not all(map(torch.equal, before, self._state())):
-            first = result[0] if isinstance(result, tuple) and result else result
-            shape = tuple(first.shape) if isinstance(first, Tensor) else ()
-            self.draws.append(_Draw(resolve_name(func) or str(func), shape))
-        return result
-
-    def _state(self) -> list[Tensor]:
-        # Their methods are no functions of PyTorch, so they are not seen by this mode.
-        states = [torch.default_generator.get_state()]
-        if self._device.type == "cuda":
-            states.append(torch.cuda.default_generators[self._device.index or 0].get_state())
-        return states
-
-
 @contextmanager
-def _trial_surroundings(model: nn.Module, device: torch.device) -> Iterator[_DrawRecorder]:
+def _trial_surroundings(model: nn.Module, device: torch.device) -> Iterator[DrawRecorder]:
     """Run a trial in training mode, in the parameters' dtype; restore generators, modes and buffers."""
     modes = [(module, module.training) for module in model.modules()]
     python_state, numpy_state = random.getstate(), np.random.get_state()
     devices = [device] if device.type == "cuda" else []
-    recorder = _DrawRecorder(device)
+    recorder = DrawRecorder(device)
     try:
         with torch.random.fork_rng(devices), restore_buffers(model), recorder:
             yield recorder
@@ -305,11 +303,12 @@ def _run_whole(
     Returns:
         None if the model or its loss fails, or returns no loss that can be trained.
     """
-    gradients: dict[str, Tensor] = {}
+    gradients, nonzero = dict[str, Tensor](), set[str]()
     hooks = [
-        p.register_post_accumulate_grad_hook(partial(_keep_part, gradients, slots[slot.name]))
+        p.register_post_accumulate_grad_hook(
+            partial(_keep_part, gradients, nonzero, slot, slots.get(slot.name))
+        )
         for slot, p in trained_parameters(model).items()
-        if slot.name in slots
     ]
     before = [p.grad for p in model.parameters()]
     try:
@@ -327,15 +326,20 @@ def _run_whole(
             hook.remove()
         for p, grad in zip(model.parameters(), before, strict=True):
             p.grad = grad
-    return _TrialResult(_loss_values(loss), gradients, recorder.draws)
+    return _TrialResult(_loss_values(loss), gradients, recorder.draws, nonzero)
 
 
-def _keep_part(gradients: dict[str, Tensor], slot: TensorSlot, p: Tensor) -> None:
+def _keep_part(
+    gradients: dict[str, Tensor], nonzero: set[str], slot: TensorSlot, kept: TensorSlot | None, p: Tensor
+) -> None:
     """Add the part of a complete gradient to those that are kept, and free the whole."""
     if p.grad is not None:
         grad = p.grad.to_dense() if p.grad.is_sparse else p.grad
-        part = grad[slot.index].clone()
-        gradients[slot.name] = gradients[slot.name] + part if slot.name in gradients else part
+        if bool(grad.any()):
+            nonzero.add(slot.name)
+        if kept is not None:
+            part = grad[kept.index].clone()
+            gradients[slot.name] = gradients[slot.name] + part if slot.name in gradients else part
         p.grad = None
 
 
@@ -397,6 +401,7 @@ class _GradientComparison:
     Args:
         expected: gradients of what this rank computes with, by name.
         tolerance: relative to the largest value of each gradient.
+        names: the gradients that are compared; None: all.
     """
 
     def __init__(
@@ -405,9 +410,12 @@ class _GradientComparison:
         runner: PartitionedRunner,
         expected: Mapping[str, Tensor],
         tolerance: float,
+        names: Collection[str] | None,
     ) -> None:
         self._context, self._expected, self._tolerance = context, expected, tolerance
-        self._held, self._actual = runner.sharded_model.held, dict[str, Tensor]()
+        held = runner.sharded_model.held
+        self._held = {name: p for name, p in held.items() if names is None or name in names}
+        self._actual = dict[str, Tensor]()
         largest = max(
             (float(g.abs().nan_to_num().max()) for g in expected.values() if g.numel()), default=0.0
         )
@@ -503,7 +511,7 @@ def _is_replicated(held: TensorPlacement) -> bool:
     return "tensor" not in held.computes.axes and "tensor" not in held.sums
 
 
-def _different_draw(whole: Sequence[_Draw], partitioned: Sequence[_Draw]) -> str:
+def _different_draw(whole: Sequence[Draw], partitioned: Sequence[Draw]) -> str:
     """Describe the first draw from a generator that the layout makes otherwise; empty if there is none."""
     for expected, actual in zip(whole, partitioned, strict=False):
         if expected != actual:

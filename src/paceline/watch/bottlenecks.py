@@ -156,7 +156,14 @@ class _RankRounds:
         self.first_step = min(r["step"] - r["rounds"] + 1 for r in windows[0].values())
         self.last_step = max(r["step"] for r in windows[-1].values())
         self.num_windows = len(windows)
-        self.parts = {rank: [_parts_of(window[rank]) for window in windows] for rank in self.ranks}
+        by_window = [{rank: _parts_of(window[rank]) for rank in self.ranks} for window in windows]
+        for parts in map(dict.values, by_window):
+            # Whoever arrives last waits for nobody, so the links took no longer than its collectives.
+            shortest = min(part["exposed"] for part in parts)
+            for part in parts:
+                part["transfer"] = min(part["exposed"] - part["waiting"], shortest)
+                part["waiting"] = part["exposed"] - part["transfer"]
+        self.parts = {rank: [parts[rank] for parts in by_window] for rank in self.ranks}
         self.sent_bytes = median(r["sent_bytes"] / r["rounds"] for w in windows for r in w.values())
         self.round_seconds = median(self.values(self.ranks[0], "round"))
 
@@ -206,7 +213,7 @@ class _RankRounds:
 
 
 def _parts_of(record: Record) -> dict[str, float]:
-    """Return seconds of a round: all local parts, exposed, waiting, transfer, cpu and round."""
+    """Return seconds of a round: all local parts, exposed, waiting, cpu and round."""
     rounds, phases = record["rounds"], record["phases"]
     communication = phases["communication"]
     exposed = float(record.get("exposed_seconds", communication))
@@ -219,7 +226,6 @@ def _parts_of(record: Record) -> dict[str, float]:
     parts["encoding"] = max(0.0, communication - exposed)
     parts["other"] = max(0.0, record["seconds"] - sum(phases[phase] for phase in PHASES))
     parts["exposed"], parts["waiting"] = exposed, min(record["waiting_seconds"], exposed)
-    parts["transfer"] = exposed - parts["waiting"]
     parts["cpu"], parts["round"] = record["cpu_seconds"], record["seconds"]
     return {name: seconds / rounds for name, seconds in parts.items()}
 

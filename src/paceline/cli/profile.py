@@ -29,7 +29,7 @@ _USUAL_STEPS = 20
 _MIN_SAMPLES = 100
 _NUM_OPERATIONS, _NUM_FUNCTIONS = 15, 8
 _MAX_COLUMNS = 8  # of ranks
-_NUMBER_WIDTH = 8
+_NUMBER_WIDTH, _MIN_NAME_WIDTH = 8, 20
 
 
 def profile(
@@ -232,7 +232,7 @@ def _print_profile(profiles: Sequence[RankProfile], path: Path) -> None:
     seconds = sum(one.seconds for one in profiles) / len(profiles)
     ranks = format_count(len(profiles), "rank")
     print_plain(f"{_steps_of(profiles)} of {ranks}, {format_duration(seconds)}")
-    console.print(_operation_table(profiles))
+    console.print(_operation_table(profiles, console.width))
     functions = sum_functions(profiles)
     total = sum(own for _, own in functions)
     print_plain("Python functions, without those that they call:")
@@ -247,8 +247,12 @@ def _print_profile(profiles: Sequence[RankProfile], path: Path) -> None:
     print_plain(f"flame graph: {path}")
 
 
-def _operation_table(profiles: Sequence[RankProfile]) -> Table:
-    """Return the table of the largest operations, summed over ranks and of each rank."""
+def _operation_table(profiles: Sequence[RankProfile], width: int) -> Table:
+    """Return the table of the largest operations, summed over ranks and of each rank.
+
+    Args:
+        width: of the terminal; a narrow one cuts the names of operations, and never the numbers.
+    """
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
@@ -264,9 +268,10 @@ def _operation_table(profiles: Sequence[RankProfile]) -> Table:
     by_rank = [{row.name: row.self_cpu_seconds for row in one.operations} for one in shown]
     heads = ("self CPU", "share", *(("CUDA", "share") if cuda else ()), "calls")
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("operation", overflow="ellipsis", no_wrap=True)
-    for head in (*heads, *(f"rank {one.rank}" for one in shown)):
-        # A narrow terminal cuts the names of operations, and never the numbers.
+    heads = (*heads, *(f"rank {one.rank}" for one in shown))
+    name_width = max(_MIN_NAME_WIDTH, width - (_NUMBER_WIDTH + 2) * len(heads) - 2)
+    table.add_column("operation", overflow="ellipsis", no_wrap=True, max_width=name_width)
+    for head in heads:
         table.add_column(head, justify="right", no_wrap=True, min_width=_NUMBER_WIDTH)
     for row in operations[:_NUM_OPERATIONS]:
         on_gpu = format_duration(row.self_cuda_seconds), format_percent(row.self_cuda_seconds / (cuda or 1.0))

@@ -220,7 +220,7 @@ _COLORS: tuple[tuple[str, str, str], ...] = (
     ("Python", "python/", "#c9c9c9"),
 )
 """Kinds of code: label, beginning of the file in the name of a function, and colour."""
-_OWN_COLOR = "#e8795a"
+_OWN_COLOR, _RANK_COLOR = "#e8795a", "#d9dee3"
 
 _SCRIPT = """
 const svg = document.documentElement, W = %d, frames = [...svg.querySelectorAll('g.f')];
@@ -322,6 +322,7 @@ def _render_frame(
     shown = "" if characters < 3 else name if len(name) <= characters else f"{name[: characters - 1]}…"
     place = name.rpartition(" (")[2]
     color = next((color for _, begins, color in _COLORS if place.startswith(begins)), _OWN_COLOR)
+    color = color if " (" in name else _RANK_COLOR
     tip = (
         f"{name}: {format_duration(frame.seconds)} ({format_percent(frame.seconds / total)}),"
         f" {format_duration(frame.own_seconds)} of it without the functions that it calls"

@@ -158,7 +158,9 @@ def _parse_rank_profile(values: Mapping[str, Any]) -> RankProfile:
     functions = [str(name) for name in values["functions"]]
     return RankProfile(
         str(values["request_id"]),
-        *(int(values[name]) for name in ("rank", "first_step", "end_step")),
+        int(values["rank"]),
+        int(values["first_step"]),
+        int(values["end_step"]),
         float(values["seconds"]),
         int(values["num_samples"]),
         tuple(

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch._C._profiler import _ExperimentalConfig
-from torch.autograd import DeviceType
 
 from paceline.errors import RecipeError
 from paceline.recipe.tables import parse_step_range
@@ -230,7 +229,7 @@ class StepProfile:
 def _operation_times(profiler: torch.profiler.profile) -> Iterator[OperationTime]:
     """Yield the operations; kernels of a GPU are part of those that have launched them."""
     for event in profiler.key_averages():
-        if event.device_type == DeviceType.CPU and not event.key.startswith("["):
+        if event.device_type.name == "CPU" and not event.key.startswith("["):
             yield OperationTime(
                 event.key,
                 event.count,

@@ -102,8 +102,9 @@ def test_every_rank_writes_its_trace(tmp_path: Path) -> None:
 
 
 def matmul_task() -> Task:
+    square = torch.ones(768, 768)  # outside of the loss: on a busy machine filling it can take longer
+
     def loss(model: nn.Module, batch: torch.Tensor) -> Loss:
-        square = torch.ones(768, 768)
         return Loss((model(batch) ** 2).sum() * (square @ square)[0, 0], len(batch))
 
     return Task(nn.Linear(4, 1), list(torch.rand(32, 4)), loss)

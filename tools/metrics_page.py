@@ -29,7 +29,7 @@ A run writes everything into one folder: `run_dir` of the recipe, or a new one i
 | `log.txt` | the same for people: time in UTC, level, event; steps are thinned out to one every ten seconds |
 | `checkpoints/` | saved states |
 | `certificate.json` | result of `paceline verify RUN` |
-| `profile/` | a Chrome trace for each rank, with `runtime.profile` |
+| `profile/` | the newest `paceline profile`; with `runtime.profile` also a Chrome trace of each rank |
 | `report.html` | the run as one page; `paceline report RUN` rewrites it, `paceline report A B` compares |
 
 In the table `[log]` of a recipe, `level` is the lowest level that is written, `rotate_bytes` the size at

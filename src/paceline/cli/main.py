@@ -91,6 +91,11 @@ COMMANDS = (
         "Print alerts about runs and why a run is slow; deliver them to a webhook or a command.",
     ),
     CommandEntry(
+        "profile",
+        "profile:profile",
+        "Profile some steps of a running job: a table of operations, and a flame graph of Python functions.",
+    ),
+    CommandEntry(
         "strategies",
         "recipe_show:strategies",
         "List the supported strategies and what each name stands for.",

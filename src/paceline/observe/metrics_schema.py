@@ -132,7 +132,7 @@ _TIMELINE = {
 _PROFILE = {
     "step": "int: index of the first step that was recorded",
     "end": "int: index of the one after the last",
-    "path": "str: folder of the Chrome traces, rank-N.json for each rank",
+    "path": "str: folder of the profiles of all ranks; with runtime.profile also rank-N.json, Chrome traces",
 }
 
 _PROCESS = {

@@ -405,8 +405,8 @@ class RuntimeRecipe(RecipeTable):
     profile: Annotated[str | None, AfterValidator(_check_step_range), ExpectedText(_STEP_RANGE_EXPECTED)] = (
         Field(
             default=None,
-            description='steps that torch.profiler records, as "10:13", into profile/rank-N.json of the run'
-            " folder: a Chrome trace per rank; left out: none",
+            description='steps that torch.profiler records, as "10:13", for `paceline profile`, and into'
+            " profile/rank-N.json of the run folder, a Chrome trace per rank; left out: none",
         )
     )
     deadline_seconds: float = Field(default=120.0, gt=0, description="seconds that any wait may take")

@@ -7,6 +7,7 @@ log.txt          the same for people
 system.jsonl     samples of processes and of the host, with log.sample_seconds; other hosts: system-N.jsonl
 checkpoints/     saved states
 certificate.json result of `paceline verify RUN`
+profile/         profiles of some steps, see `paceline.report.run_profile`
 lock             the process that writes here, while it does
 report.html      the run as one page
 """

@@ -37,7 +37,7 @@ _MIN_WINDOWS = 4
 _MIN_EFFECT = 0.08  # of a round; less is noise on a busy machine
 _MIN_CONSISTENCY = 0.8  # of all windows in which the rank is the slowest
 _MIN_ARRIVAL = 0.3  # of its excess that others spend waiting; with overlap it is not the whole
-_CPU_FRACTION = 0.5  # of the excess; a rank that computed used the CPU for more than this
+_CPU_FRACTION = 0.2  # of the excess; one that computed used the CPU for more, unless it got no core at all
 _LARGE_SHARE = 0.3
 _SLOW_ROUND_TRIP = 5.0  # times that of the other ranks
 _MIN_ROUND_TRIP_SECONDS = 1e-3
@@ -156,7 +156,14 @@ class _RankRounds:
         self.first_step = min(r["step"] - r["rounds"] + 1 for r in windows[0].values())
         self.last_step = max(r["step"] for r in windows[-1].values())
         self.num_windows = len(windows)
-        self.parts = {rank: [_parts_of(window[rank]) for window in windows] for rank in self.ranks}
+        by_window = [{rank: _parts_of(window[rank]) for rank in self.ranks} for window in windows]
+        for parts in map(dict.values, by_window):
+            # Whoever arrives last waits for nobody, so the links took no longer than its collectives.
+            shortest = min(part["exposed"] for part in parts)
+            for part in parts:
+                part["transfer"] = min(part["exposed"] - part["waiting"], shortest)
+                part["waiting"] = part["exposed"] - part["transfer"]
+        self.parts = {rank: [parts[rank] for parts in by_window] for rank in self.ranks}
         self.sent_bytes = median(r["sent_bytes"] / r["rounds"] for w in windows for r in w.values())
         self.round_seconds = median(self.values(self.ranks[0], "round"))
 
@@ -206,7 +213,7 @@ class _RankRounds:
 
 
 def _parts_of(record: Record) -> dict[str, float]:
-    """Return seconds of a round: all local parts, exposed, waiting, transfer, cpu and round."""
+    """Return seconds of a round: all local parts, exposed, waiting, cpu and round."""
     rounds, phases = record["rounds"], record["phases"]
     communication = phases["communication"]
     exposed = float(record.get("exposed_seconds", communication))
@@ -219,7 +226,6 @@ def _parts_of(record: Record) -> dict[str, float]:
     parts["encoding"] = max(0.0, communication - exposed)
     parts["other"] = max(0.0, record["seconds"] - sum(phases[phase] for phase in PHASES))
     parts["exposed"], parts["waiting"] = exposed, min(record["waiting_seconds"], exposed)
-    parts["transfer"] = exposed - parts["waiting"]
     parts["cpu"], parts["round"] = record["cpu_seconds"], record["seconds"]
     return {name: seconds / rounds for name, seconds in parts.items()}
 

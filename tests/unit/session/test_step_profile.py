@@ -1,4 +1,4 @@
-"""`runtime.profile`: a Chrome trace of the steps that it names, and nothing where it is not set."""
+"""Profiles of the steps that the recipe names or that a file requests, and nothing without either."""
 
 import json
 from pathlib import Path
@@ -6,12 +6,22 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from paceline import Loss, Task
 from paceline.errors import RecipeError
 from paceline.job.cluster import Cluster
 from paceline.observe.metrics_schema import find_schema_errors
+from paceline.observe.step_stats import StepStats
 from paceline.recipe import Recipe
-from paceline.session import fit
+from paceline.report.run_profile import (
+    ProfileRequest,
+    read_rank_profiles,
+    sum_functions,
+    sum_operations,
+    write_request,
+)
+from paceline.session import fit, step_profile
 from paceline.session.sink_setup import build_sinks
 from paceline.testing import run_ranks
 from paceline.testing.parity import build_test_session
@@ -89,3 +99,58 @@ def test_every_rank_writes_its_trace(tmp_path: Path) -> None:
     run_ranks(_train_a_rank, 2, str(tmp_path))
     counts = [names_of(tmp_path / "profile" / f"rank-{rank}.json").count("aten::linear") for rank in (0, 1)]
     assert counts == [2 * LAYERS] * 2  # each rank has one of two shards in each of two steps
+
+
+def matmul_task() -> Task:
+    square = torch.ones(768, 768)  # outside of the loss: on a busy machine filling it can take longer
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> Loss:
+        return Loss((model(batch) ** 2).sum() * (square @ square)[0, 0], len(batch))
+
+    return Task(nn.Linear(4, 1), list(torch.rand(32, 4)), loss)
+
+
+@pytest.mark.capability("P7", clause="a range of steps in the recipe")
+def test_the_table_names_the_operation_that_dominates(tmp_path: Path) -> None:
+    recipe = Recipe(task="given", steps=4, batch={"size": 8}, runtime={"profile": "1:3"})
+    fit(build_test_session(Cluster.single(), recipe, matmul_task), tmp_path)
+    (found,) = read_rank_profiles(tmp_path)
+    assert (found.request_id, found.first_step, found.end_step) == ("", 1, 3)
+    first, second = sum_operations([found])[:2]
+    assert (first.name, first.calls) == ("aten::mm", 4)  # one is that of the gradient
+    assert first.self_cpu_seconds > 2 * second.self_cpu_seconds
+    assert any("matmul_task.<locals>.loss (" in name for name, _ in sum_functions([found]))
+
+
+class Requests:
+    """A sink that writes a request after a step."""
+
+    def __init__(self, folder: Path, after: int) -> None:
+        self.folder, self.after = folder, after
+
+    def step(self, stats: StepStats) -> None:
+        if stats.step == self.after:
+            write_request(self.folder, ProfileRequest("new", 3, 2, (), {}))
+
+    def event(self, name: str, record: object) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_request_of_an_earlier_start_and_one_for_another_rank_are_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The steps of a request are those that it names; its twin, the one that was there before, has none."""
+    monkeypatch.setattr(step_profile, "_LOOK_SECONDS", 0.0)
+    recipe = Recipe(task="given", steps=6, batch={"size": 8})
+    for stale in (ProfileRequest("old", 0, 2, (), {}), ProfileRequest("other", 0, 2, (1,), {})):
+        write_request(tmp_path, stale)
+        fit(build_test_session(Cluster.single(), recipe, matmul_task), tmp_path)
+        assert read_rank_profiles(tmp_path) == []
+    sink = Requests(tmp_path, after=1)
+    fit(build_test_session(Cluster.single(), recipe, matmul_task), tmp_path, [sink])
+    (found,) = read_rank_profiles(tmp_path)
+    assert (found.request_id, found.first_step, found.end_step) == ("new", 3, 5)
+    assert not (tmp_path / "profile" / "rank-0.json").exists()

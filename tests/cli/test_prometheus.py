@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from paceline.observe.metrics_schema import EVENT_SCHEMAS, find_schema_errors
 from paceline.session.companion_processes import MetricsExporter
 from paceline.watch.alert_rules import SHIPPED_RULES
 from paceline.watch.metric_catalog import METRICS, METRICS_BY_NAME
@@ -143,18 +144,21 @@ def running_prometheus(folder: Path, targets: list[str]) -> Iterator[Prometheus]
                 process.kill()
 
 
+TABLE = {"total": 1.0, "available": 1.0, "free": 1.0}
+EXAMPLES = {"int": 1, "float": 1.0, "bool": True, "str": "far", "table": TABLE, "list": []}
+
+
 def write_every_metric(run: Path) -> None:
-    """A run whose records have every field of the catalog, also those of hardware that is not here."""
+    """Write a run whose records have every field of their schema, also those of hardware that is not here."""
     run.mkdir()
     append(run, run_record(), *(step_record(k, f1=0.5) for k in range(3)), *rank_records(2, (1.0, 1.0)))
     for event in dict.fromkeys(metric.event for metric in METRICS):
         if event not in ("run", "step", "ranks"):
-            record: dict[str, Any] = {"event": event, "time": 1003.0, "rank": 1, "host": "far", "step": 2}
-            for metric in METRICS:
-                if metric.event == event and metric.field:
-                    is_table = {*metric.labels} - {"rank", "host"}
-                    keys = ("total", "available", "free")
-                    record[metric.field] = dict.fromkeys(keys, 1.0) if is_table else 1.0
+            fields = {k: text.partition(":")[0] for k, text in EVENT_SCHEMAS[event].fields.items()}
+            values = {name: EXAMPLES[kind.removesuffix("?")] for name, kind in fields.items()}
+            common = {"event": event, "level": "info", "rank": 1, "time": 1003.0}
+            record = common | values
+            assert find_schema_errors(record) == []
             append(run, record)
 
 
@@ -217,7 +221,7 @@ def test_prometheus_answers_every_query_of_the_dashboard_and_of_the_rules(tmp_pa
 def check_series(server: Prometheus) -> None:
     """No rank has more than 200 series, nor has the run as a whole, and the catalog has every name."""
     names = {name for name in server.data("label/__name__/values") if name.startswith("paceline_")}
-    assert names == METRICS_BY_NAME.keys()
+    assert names ^ METRICS_BY_NAME.keys() == set()
     for run in ("run", "every"):
         matched = f'last_over_time({{__name__=~"paceline_.+",run="{run}"}}[5m])'
         found = server.query(f"count by (rank) ({matched})")

@@ -46,7 +46,7 @@ _REFERENCE = "nothing"
 _WATCHED_STEPS = 40
 _MARKS = 20_000
 _NUM_METRICS = 20
-_LOGGED_STEPS = 2000
+_LOGGED_STEPS = 1000
 _REST_SECONDS = 0.002  # between two steps: a logger's thread has time to write, and a scrape falls into them
 _SCRAPE = """
 import sys, time, urllib.request

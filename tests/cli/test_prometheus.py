@@ -168,18 +168,14 @@ def train(folder: Path, address: str, steps: int, server: Prometheus, *words: st
     hold.touch()
     sampled = ("--set", "log.sample_seconds=0.5") if find_spec("psutil") else ()
     more = ("-n", "2", "--set", f"steps={steps}", "--set", f"log.prometheus={address}", *sampled)
-    job = command_jobs.start(folder, "train", *words, *more)
     wanted = f'paceline_rank_rounds_total{{run="run",rank="1"}} > {steps - STEPS}'
-    try:
+    with command_jobs.start(folder, "train", *words, *more) as job:
         until(lambda: bool(server.query(wanted)) or job.poll() is not None, "it was not scraped")
         text = urllib.request.urlopen(f"http://{address}/metrics", timeout=SECONDS).read().decode()
         promtool("check", "metrics", text=text)
         until(lambda: server.value('count_over_time(paceline_step{run="run"}[1m])') >= 3, "no more scrapes")
         hold.unlink()
         out, err = job.communicate()
-    except BaseException:
-        job.kill()
-        raise
     assert job.returncode == 0, out + err
 
 

@@ -29,7 +29,7 @@ from tests.unit.watch.records import append, rank_records, run_record, step_reco
 pytest.importorskip("prometheus_client", reason="needs paceline[prometheus]")
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 120.0
+SECONDS = 180.0
 STEPS = 45
 TASK = """
 import time

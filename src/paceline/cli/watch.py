@@ -46,8 +46,16 @@ def watch(
         str | None,
         typer.Option(help="Token of the link. Default: a new one at each start.", show_default=False),
     ] = None,
+    grafana: Annotated[
+        bool, typer.Option("--grafana", help="Print the dashboard for Grafana as JSON and exit.")
+    ] = False,
 ) -> None:
     """Serve a live page about runs until Ctrl-C: curves, ranks, events and state."""
+    if grafana:
+        from paceline.watch.promql import render_dashboard
+
+        sys.stdout.write(render_dashboard())
+        return
     try:
         from paceline.watch.page_server import PageServer
     except ImportError as error:

@@ -144,7 +144,6 @@ def _is_loopback(address: str) -> bool:
 
 
 _STYLES = {"running": "cyan", "finished": "green", "failed": "red", "lost": "red", "stopped": "yellow"}
-_SILENT_SECONDS = 30.0
 
 
 def render_table(states: Sequence[Mapping[str, Any]]) -> Table:
@@ -173,9 +172,8 @@ def _run_cells(state: Mapping[str, Any]) -> list[str | Text]:
     from paceline.report.number_format import format_duration
 
     status = state["status"]
-    silent_seconds = time.time() - state["updated"] if state["updated"] else 0.0
-    if status == "running" and silent_seconds > max(_SILENT_SECONDS, 20 * (state["step_seconds"] or 0.0)):
-        status = f"silent for {format_duration(silent_seconds)}"
+    if state["is_silent"]:
+        status = f"silent for {format_duration(state['silent_seconds'])}"
     speed, seconds = state["samples_per_second"], state["step_seconds"]
     return [
         escape_controls(state["name"]),

@@ -106,6 +106,7 @@ class RunTail:
 
 
 _END_BYTES = 2**13
+_WHOLE_BYTES, _WHOLE_PART_BYTES = 2**16, 2**19  # up to which a run, or a part of it, is read whole
 _SEARCH_BYTES = 2**14  # in which there is a step, unless something is wrong with the file
 
 
@@ -114,16 +115,20 @@ def preview_records(
 ) -> list[Mapping[str, Any]]:
     """Return records of a run, in the order in which they were written, about `num_samples` of its middle.
 
-    All of up to 64 KiB is read whole; else all records at both ends, and single ones between them. Lines that
-    are no valid records are left out.
+    Little is read whole; of more than 64 KiB, or 512 KiB of a part, all records at both ends and single ones
+    between them. Lines that are no valid records are left out.
 
     Args:
         first, end: only the part of the files that has these steps.
     """
     with _JoinedFiles(folder) as files:
         start = files.find_step(first) if first > 0 else 0
-        stop = files.num_bytes if end is None else files.find_step(end)
-        lines = _sample_lines(files, start, stop, num_samples)
+        # A part is looked at closely, so all of it is read if that takes no longer than some samples do.
+        whole_bytes = _WHOLE_BYTES if first == 0 and end is None else _WHOLE_PART_BYTES
+        stop = files.num_bytes
+        if end is not None:
+            stop = min(stop, files.find_step(end) + 2 * _SEARCH_BYTES)
+        lines = _sample_lines(files, start, stop, num_samples, whole_bytes)
         records = (parse_record(line.decode("utf-8", "replace")) for line in lines)
         return [record for record in records if record is not None]
 
@@ -179,7 +184,7 @@ class _JoinedFiles:
             num_bytes *= 4
 
     def find_step(self, step: int) -> int:
-        """Return a position shortly before the first record of a step, or of a later one.
+        """Return a position at most 16 KiB before the first record of a step, or of a later one.
 
         Steps are taken to ascend; where a run was resumed at an earlier one, the position may be elsewhere.
         """
@@ -202,9 +207,11 @@ class _JoinedFiles:
         return None
 
 
-def _sample_lines(files: _JoinedFiles, start: int, stop: int, num_samples: int) -> Iterator[bytes]:
+def _sample_lines(
+    files: _JoinedFiles, start: int, stop: int, num_samples: int, whole_bytes: int
+) -> Iterator[bytes]:
     """Yield whole lines at evenly spaced positions, each once, and all lines at both ends."""
-    if stop - start <= 8 * _END_BYTES:
+    if stop - start <= whole_bytes:
         # Of a part that begins within a line, that line is no valid record.
         yield from files.read(start, stop - start).split(b"\n")
         return

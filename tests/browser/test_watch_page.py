@@ -94,7 +94,7 @@ def test_a_run_is_drawn_and_followed(browser: Browser, runs: Path) -> None:
         wait_for_change(page, before)
         page.get_by_text("60 of 100").wait_for()
         page.locator("#search").fill("no such")
-        page.wait_for_function("document.querySelectorAll('#events li').length === 0")
+        page.locator("#events li").first.wait_for(state="detached")
 
 
 @pytest.mark.capability("P17", clause="samples, alerts, checkpoints, certificate, links and lost ranks")
@@ -152,7 +152,8 @@ def test_all_that_is_known_about_a_run_is_shown(browser: Browser, runs: Path) ->
         ]
         page.locator("#level").select_option("warning")
         page.locator("#search").fill("killed")
-        page.wait_for_function("document.querySelectorAll('#events li').length === 1")
+        page.locator("#events li").nth(1).wait_for(state="detached")
+        assert "reason killed" in page.locator("#events li").inner_text()
 
 
 def test_a_view_is_changed_by_pointer_and_keys_and_restored_by_its_link(browser: Browser, runs: Path) -> None:

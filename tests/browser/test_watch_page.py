@@ -122,7 +122,7 @@ def test_all_that_is_known_about_a_run_is_shown(browser: Browser, runs: Path) ->
         assert wait_for_change(page, [0, 0], "rank.0.cpu_cores")[0] > 500
         page.locator("#names summary").click()
         for name in ("memory_fraction", "network_bytes_per_second", "disk_bytes_per_second"):
-            page.get_by_label(f"host.node-a.{name}").check()
+            page.locator(f'input[value="host.node-a.{name}"]').check()
             wait_for_change(page, [0, 0], f"host.node-a.{name}")
         cpu = page.locator('figure[data-name="rank.0.cpu_cores"] canvas').get_attribute("aria-label")
         assert cpu == "Curves of rank.0.cpu_cores. Last values: first 2"
@@ -175,7 +175,7 @@ def test_a_view_is_changed_by_pointer_and_keys_and_restored_by_its_link(browser:
             page.keyboard.press("0")
             page.wait_for_function("!location.hash.includes('first=')")
             page.locator("#names summary").click()
-            page.get_by_label("metrics.accuracy").check()
+            page.locator('input[value="metrics.accuracy"]').check()
             page.locator('figure[data-name="metrics.accuracy"]').wait_for()
             page.get_by_label("Log scale").check()
             page.get_by_label("Draw first").uncheck()

@@ -111,6 +111,10 @@ function element(tag, attributes = {}, ...children) {
 
 const number = (value, digits = 4) => (value === null || value === undefined ? "–" : Number(value.toPrecision(digits)).toString());
 
+// Of a tick: it has to fit beside the chart.
+const COMPACT = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 4 });
+const short = (name, value) => (name.includes("bytes") ? size(value) : Math.abs(value) < 1e5 ? number(value, 4) : COMPACT.format(value));
+
 function statusOf(run) {
   if (run.is_silent) return ["silent", `silent for ${duration(run.silent_seconds)}`];
   return [run.status, run.read < 1 ? `${run.status}, read ${Math.floor(100 * run.read)} %` : run.status];
@@ -266,7 +270,7 @@ class Chart {
       paint.strokeStyle = color("--grid");
       paint.beginPath(); paint.moveTo(left, y); paint.lineTo(right, y); paint.stroke();
       paint.fillStyle = color("--soft"); paint.textAlign = "right";
-      paint.fillText(number(isLog ? 10 ** tick : tick, 4), left - 7, y);
+      paint.fillText(short(this.name, isLog ? 10 ** tick : tick), left - 7, y);
     }
     paint.textAlign = "center"; paint.textBaseline = "alphabetic";
     for (const tick of ticks(x0, x1, width < 420 ? 3 : 6)) {
@@ -441,7 +445,7 @@ function renderCheckpoints(run) {
 
 function size(bytes) {
   if (bytes === null || bytes === undefined) return "–";
-  const power = bytes < 1024 ? 0 : Math.min(4, Math.floor(Math.log2(bytes) / 10));
+  const power = bytes < 1024 ? 0 : Math.min(4, Math.floor(Math.log2(bytes) / 10)); // also of a negative tick
   return `${number(bytes / 1024 ** power, 3)} ${["B", "KiB", "MiB", "GiB", "TiB"][power]}`;
 }
 

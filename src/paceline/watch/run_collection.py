@@ -22,7 +22,8 @@ from paceline.watch.run_watch import RunWatch
 _POLL_SECONDS = 0.4
 _FIND_SECONDS = 2.0
 _TURN_BYTES = 2**17  # of one run before another has its turn, or a request: some tens of milliseconds
-_MAKE_WAY_SECONDS = 0.5  # for requests, each time that all runs are read
+_MAKE_WAY_SECONDS = 0.3  # for requests, each time that all runs are read
+_MAKE_WAY_OF_HISTORY_SECONDS = 2.0  # the same while there is much to read, which may take longer
 _MAX_PREVIEWS = 1000
 
 
@@ -39,6 +40,7 @@ class RunCollection:
         self._previews: dict[tuple[str, int, int, int | None, int], RunCurves] = {}
         self._lock = threading.RLock()
         self._requests: set[object] = set()  # those that are answered now
+        self._has_more = True
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="run-collection", daemon=True)
         self._listeners: list[Callable[[], None]] = []
@@ -138,7 +140,8 @@ class RunCollection:
 
     def _update_all(self) -> bool:
         has_more = has_changed = False
-        expires = time.monotonic() + _MAKE_WAY_SECONDS
+        is_history = self._has_more
+        expires = time.monotonic() + (_MAKE_WAY_OF_HISTORY_SECONDS if is_history else _MAKE_WAY_SECONDS)
         for key, run in list(self._runs.items()):
             self._make_way(expires)
             with self._lock:
@@ -151,6 +154,7 @@ class RunCollection:
                 return False
         if has_changed:
             self._notify()
+        self._has_more = has_more
         return has_more
 
     def _make_way(self, expires: float) -> None:

@@ -154,11 +154,14 @@ def render_table(states: Sequence[Mapping[str, Any]]) -> Table:
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("run", overflow="ellipsis", no_wrap=True)
     table.add_column("status", no_wrap=True)
-    for name in ("step", "loss", "speed", "round", "data", "comp", "wait", "peak"):
+    ranks = [state["ranks"] if state["status"] in ("running", "unknown") else () for state in states]
+    # On a narrow terminal, columns that would be empty make the others too narrow to read.
+    of_ranks = ("data", "comp", "wait", "peak") if any(ranks) else ()
+    for name in ("step", "loss", "speed", "round", *of_ranks):
         table.add_column(name, justify="right", no_wrap=True)
-    for state in states:
+    for state, shown in zip(states, ranks, strict=True):
         table.add_row(*_run_cells(state))
-        for rank in state["ranks"] if state["status"] in ("running", "unknown") else ():
+        for rank in shown:
             table.add_row(*_rank_cells(rank), style="dim")
     if not states:
         table.add_row("no runs yet")

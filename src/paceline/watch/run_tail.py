@@ -151,7 +151,7 @@ class _JoinedFiles:
     def __enter__(self) -> _JoinedFiles:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *exception: object) -> None:
         for file, _, _ in self._files:
             file.close()
 

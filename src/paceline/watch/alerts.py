@@ -163,7 +163,7 @@ class AlertEngine:
 
     @property
     def history(self) -> list[Alert]:
-        """What began to fire or was resolved, oldest first, at most the last 200 changes."""
+        """The last 200 changes: what began to fire or was resolved, oldest first."""
         return list(self._history)
 
     @property

@@ -111,7 +111,7 @@ class RunCurves:
 
     @property
     def stride(self) -> int:
-        """How many steps a row has; 1 unless the run is so long that its rows were joined."""
+        """Number of steps of a row; 1 unless the run is so long that its rows were joined."""
         return self._steps.stride
 
     def is_sampled(self, name: str) -> bool:

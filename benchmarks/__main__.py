@@ -19,6 +19,7 @@ NAMES = (
     "step_overhead",
     "small_steps",
     "monitoring",
+    "watch_page",
     "replicas",
     "layouts",
     "pipelines",

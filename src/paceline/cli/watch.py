@@ -152,7 +152,6 @@ def _is_loopback(address: str) -> bool:
 
 
 _STYLES = {"running": "cyan", "finished": "green", "failed": "red", "lost": "red", "stopped": "yellow"}
-_SILENT_SECONDS = 30.0
 
 
 def render_table(states: Sequence[Mapping[str, Any]]) -> Table:
@@ -163,11 +162,14 @@ def render_table(states: Sequence[Mapping[str, Any]]) -> Table:
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("run", overflow="ellipsis", no_wrap=True)
     table.add_column("status", no_wrap=True)
-    for name in ("step", "loss", "speed", "round", "data", "comp", "wait", "peak"):
+    ranks = [state["ranks"] if state["status"] in ("running", "unknown") else () for state in states]
+    # On a narrow terminal, columns that would be empty make the others too narrow to read.
+    of_ranks = ("data", "comp", "wait", "peak") if any(ranks) else ()
+    for name in ("step", "loss", "speed", "round", *of_ranks):
         table.add_column(name, justify="right", no_wrap=True)
-    for state in states:
+    for state, shown in zip(states, ranks, strict=True):
         table.add_row(*_run_cells(state))
-        for rank in state["ranks"] if state["status"] in ("running", "unknown") else ():
+        for rank in shown:
             table.add_row(*_rank_cells(rank), style="dim")
     if not states:
         table.add_row("no runs yet")
@@ -181,9 +183,8 @@ def _run_cells(state: Mapping[str, Any]) -> list[str | Text]:
     from paceline.report.number_format import format_duration
 
     status = state["status"]
-    silent_seconds = time.time() - state["updated"] if state["updated"] else 0.0
-    if status == "running" and silent_seconds > max(_SILENT_SECONDS, 20 * (state["step_seconds"] or 0.0)):
-        status = f"silent for {format_duration(silent_seconds)}"
+    if state["is_silent"]:
+        status = f"silent for {format_duration(state['silent_seconds'])}"
     speed, seconds = state["samples_per_second"], state["step_seconds"]
     return [
         escape_controls(state["name"]),

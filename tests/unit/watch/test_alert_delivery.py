@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
+import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -26,14 +30,21 @@ WRITE = "import sys; open(sys.argv[1], 'a').write(sys.stdin.read())"
 
 
 @contextmanager
-def receiving(*statuses: int) -> Iterator[tuple[str, list[Any]]]:
-    """Yield the address of a server that answers with these statuses, then with 200, and what it received."""
+def receiving(*statuses: int, hang_after: int | None = None) -> Iterator[tuple[str, list[Any]]]:
+    """Yield the address of a server that answers with these statuses, then with 200, and what it received.
+
+    After `hang_after` requests it answers none until the end of the block.
+    """
     received: list[Any] = []
     left = list(statuses)
+    ended = threading.Event()
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             received.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            if hang_after is not None and len(received) > hang_after:
+                ended.wait(SECONDS)
+                return
             self.send_response(left.pop(0) if left else 200)
             self.send_header("Content-Length", "0")
             self.end_headers()
@@ -47,6 +58,7 @@ def receiving(*statuses: int) -> Iterator[tuple[str, list[Any]]]:
         try:
             yield f"http://127.0.0.1:{server.server_address[1]}", received
         finally:
+            ended.set()
             server.shutdown()
             thread.join(SECONDS)
 
@@ -121,3 +133,73 @@ def test_a_page_has_the_alerts_that_fire(tmp_path: Path) -> None:
     assert run.update() and [alert["alert"] for alert in run.state()["alerts"]] == ["loss-spike"]
     append(tmp_path, *(step_record(k) for k in range(1, 60)))
     assert run.update() and run.state()["alerts"] == []
+
+
+@contextmanager
+def following(*words: str) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
+    """Yield `paceline alerts --follow --json` as it runs, and the lines that it has printed so far."""
+    script = "from paceline.cli.main import main; main()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, "alerts", "--follow", "--json", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+    lines: list[str] = []
+    assert process.stdout is not None
+    reader = threading.Thread(target=lines.extend, args=[process.stdout])
+    reader.start()
+    try:
+        yield process, lines
+    finally:
+        process.kill()
+        reader.join(SECONDS)
+        process.stdout.close()
+        if process.stderr is not None:
+            process.stderr.close()
+        process.wait(SECONDS)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    expires = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < expires
+        time.sleep(0.05)
+
+
+def test_a_growing_run_is_followed_to_webhook_and_command_and_a_hanging_webhook_stops_nothing(
+    tmp_path: Path,
+) -> None:
+    run, log = tmp_path / "a", tmp_path / "log"
+    run.mkdir()
+    (run / "recipe.toml").write_text('task = "digits"\n')
+    append(run, run_record(), *(step_record(k) for k in range(60)), step_record(60, loss=50.0))
+    append(run, *(step_record(k) for k in range(61, 70)))
+    script = tmp_path / "write.py"
+    script.write_text(WRITE)
+    command = ["--command", f"{sys.executable} {script} {log}"]
+
+    def delivered() -> list[tuple[str, str, int]]:
+        lines = log.read_text().splitlines() if log.exists() else []
+        return [(alert["alert"], alert["state"], alert["step"]) for alert in map(json.loads, lines)]
+
+    with (
+        receiving(hang_after=2) as (url, received),
+        following(str(run), "--webhook", url, *command) as (process, lines),
+    ):
+        append(run, step_record(70, loss="nan"))  # what fired and was resolved before is no news
+        wait_until(lambda: len(received) >= 1 and len(delivered()) == 1)
+        append(run, *(step_record(k) for k in range(71, 90)))
+        wait_until(lambda: len(received) >= 2 and len(delivered()) == 2)
+        append(run, step_record(90, loss=50.0))  # the webhook hangs from here on
+        wait_until(lambda: len(delivered()) == 3)
+        append(run, *(step_record(k) for k in range(91, 110)))
+        wait_until(lambda: len(delivered()) == 4 and len(lines) == 4)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(SECONDS) in (0, 130)
+    spike, calm = ("loss-spike", "firing"), ("loss-spike", "resolved")
+    assert [alert[:2] for alert in delivered()] == [spike, calm, spike, calm]
+    assert [alert[2] for alert in delivered()] == [70, 75, 90, 95]
+    assert [(alert["state"], alert["step"]) for alert in received[:2]] == [("firing", 70), ("resolved", 75)]
+    assert [json.loads(line)["step"] for line in lines] == [70, 75, 90, 95]

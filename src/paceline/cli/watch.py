@@ -145,6 +145,7 @@ def _is_loopback(address: str) -> bool:
 
 _STYLES = {"running": "cyan", "finished": "green", "failed": "red", "lost": "red", "stopped": "yellow"}
 _SILENT_SECONDS = 30.0
+_OPERATION_SECONDS = 2.0  # an operation that lasts longer is shown with its time
 
 
 def render_table(states: Sequence[Mapping[str, Any]]) -> Table:
@@ -157,10 +158,14 @@ def render_table(states: Sequence[Mapping[str, Any]]) -> Table:
     table.add_column("status", no_wrap=True)
     for name in ("step", "loss", "speed", "round", "data", "comp", "wait", "peak"):
         table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("now")
     for state in states:
         table.add_row(*_run_cells(state))
-        for rank in state["ranks"] if state["status"] in ("running", "unknown") else ():
-            table.add_row(*_rank_cells(rank), style="dim")
+        operations = {operation["rank"]: operation for operation in state["operations"]}
+        times = {rank["rank"]: rank for rank in state["ranks"]}
+        shown = operations if state["status"] == "lost" else operations | times
+        for rank in sorted(shown) if state["status"] in ("running", "unknown", "lost") else ():
+            table.add_row(*_rank_cells(rank, times.get(rank), operations.get(rank)), style="dim")
     if not states:
         table.add_row("no runs yet")
     return table
@@ -187,22 +192,32 @@ def _run_cells(state: Mapping[str, Any]) -> list[str | Text]:
     ]
 
 
-def _rank_cells(rank: Mapping[str, Any]) -> list[str]:
+def _rank_cells(rank: int, times: Mapping[str, Any] | None, operation: Mapping[str, Any] | None) -> list[str]:
+    """Return the cells of a rank; one that hangs in its first steps has no times yet."""
+    from paceline.observe.terminal_text import escape_controls
     from paceline.report.number_format import format_bytes, format_duration
 
-    shares = rank["shares"]
+    now = ""
+    if operation is not None:
+        seconds = time.time() - operation["since"]
+        is_long = operation["alive"] is not False and seconds >= _OPERATION_SECONDS
+        now = escape_controls(operation["text"]) + (f", for {format_duration(seconds)}" if is_long else "")
+    if times is None:
+        return [f"  rank {rank}", *[""] * 9, now]
+    shares = times["shares"]
     compute = shares["forward"] + shares["backward"] + shares["optimizer"]
     return [
-        f"  rank {rank['rank']}",
+        f"  rank {rank}",
         "",
-        str(rank["step"] + 1),
+        str(times["step"] + 1),
         "",
         "",
-        format_duration(rank["round_seconds"]),
+        format_duration(times["round_seconds"]),
         f"{shares['data']:.0%}",
         f"{compute:.0%}",
         f"{shares['waiting']:.0%}",
-        format_bytes(rank["peak_bytes"]),
+        format_bytes(times["peak_bytes"]),
+        now,
     ]
 
 

@@ -7,6 +7,8 @@ log.txt          the same for people
 system.jsonl     samples of processes and of the host, with log.sample_seconds; other hosts: system-N.jsonl
 checkpoints/     saved states
 certificate.json result of `paceline verify RUN`
+activity/        the current operation of each rank, while it runs
+trace/           spans of each rank, and the files that `paceline trace` makes of them
 lock             the process that writes here, while it does
 report.html      the run as one page
 """

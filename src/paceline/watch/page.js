@@ -420,9 +420,10 @@ async function renderFocus() {
 
 function renderRanks(run) {
   find("legend").replaceChildren(...PARTS.map((part) => element("span", {}, element("i", { class: `swatch p-${part}` }), ` ${part}`)));
+  const operations = new Map(run.operations.map((operation) => [operation.rank, operation]));
   const newest = Math.max(...run.ranks.map((rank) => rank.step)), slowest = Math.max(...run.ranks.map((rank) => 1 - rank.shares.waiting));
   const body = find("ranks").tBodies[0];
-  body.replaceChildren(...run.ranks.map((rank) => {
+  const rows = run.ranks.map((rank) => {
     const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
     svg.setAttribute("class", "bar"); svg.setAttribute("viewBox", "0 0 1 1"); svg.setAttribute("preserveAspectRatio", "none");
     svg.setAttribute("role", "img");
@@ -437,9 +438,23 @@ function renderRanks(run) {
     const isLate = rank.step < newest, isSlow = run.ranks.length > 1 && 1 - rank.shares.waiting >= slowest && run.ranks.some((other) => other.shares.waiting > 0.1);
     const words = isLate ? `last heard of at step ${rank.step}` : isSlow ? "others wait for it" : "";
     const cells = [rank.rank, svg, number(1000 * rank.round_seconds), number(1000 * rank.slowest_seconds), rank.cpu_cores.toFixed(2),
-      number(rank.peak_bytes / 2 ** 20), number(rank.sent_bytes / 1024), words];
-    return element("tr", {}, ...cells.map((cell) => element("td", {}, cell instanceof Node ? cell : String(cell))));
-  }));
+      number(rank.peak_bytes / 2 ** 20), number(rank.sent_bytes / 1024), words, operationOf(operations.get(rank.rank))];
+    operations.delete(rank.rank);
+    return [rank.rank, cells];
+  });
+  // A rank that hangs in its first steps has no times yet.
+  for (const [rank, operation] of operations) rows.push([rank, [rank, "", "", "", "", "", "", "", operationOf(operation)]]);
+  body.replaceChildren(...rows.sort((a, b) => a[0] - b[0]).map(([, cells]) =>
+    element("tr", {}, ...cells.map((cell) => element("td", {}, cell instanceof Node ? cell : String(cell))))));
+}
+
+const OPERATION_SECONDS = 2;
+
+function operationOf(operation) {
+  if (!operation) return "";
+  const seconds = Date.now() / 1000 - operation.since;
+  const isLong = operation.alive !== false && seconds >= OPERATION_SECONDS;
+  return element("span", { class: operation.alive === false ? "bad" : "" }, operation.text + (isLong ? `, for ${duration(seconds)}` : ""));
 }
 
 async function renderEvents(run) {
@@ -497,5 +512,6 @@ for (const name of ["level", "search"]) find(name).addEventListener("input", () 
 window.addEventListener("hashchange", () => { readLink(); refresh(); });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", renderCharts);
 setInterval(renderRuns, 5000); // how long a run has been silent
+setInterval(() => { const run = state.runs.find((one) => one.id === state.view.focus); if (run) renderRanks(run); }, 1000); // and a rank in one operation
 listen();
 refresh();

@@ -181,7 +181,7 @@ class RankActivity:
         Args:
             now: of `perf_counter`.
         """
-        if self._enclosing:
+        if self._enclosing or operation == self._operation == BETWEEN_STEPS:
             return
         if self.recorder is not None and self._operation != BETWEEN_STEPS:
             self.recorder.add("steps", self._operation, self._since, now, self._step)

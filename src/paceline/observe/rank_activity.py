@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.observe.file_writing import create_draft
+from paceline.observe.file_writing import create_draft, read_regular_file
 from paceline.observe.process_info import process_start_ticks
 
 FOLDER = "activity"
@@ -141,7 +141,7 @@ class RankActivity:
             OSError: the file cannot be made.
         """
         path = run_dir / FOLDER / f"rank-{rank}"
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(exist_ok=True)
         draft = path.with_name(f"{path.name}.writing")
         pid = os.getpid()
         header = _HEADER.pack(
@@ -332,11 +332,11 @@ def read_operations(run_dir: Path) -> list[RankOperation]:
 
 
 def _read_file(path: Path) -> RankOperation | None:
-    if path.suffix or path.is_symlink():
+    if path.suffix:
         return None
-    with suppress(OSError, ValueError), path.open("rb") as file:
+    with suppress(OSError):
         for _ in range(100):  # until it was read between two writes
-            data, again = (os.pread(file.fileno(), _FILE_BYTES, 0) for _ in range(2))
+            data, again = (read_regular_file(path, _FILE_BYTES) for _ in range(2))
             if len(data) < _FILE_BYTES or not data.startswith(_MAGIC):
                 return None
             number, *_, last_number = _RECORD.unpack_from(data, _RECORD_AT)

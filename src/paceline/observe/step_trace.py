@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import DataError
-from paceline.observe.file_writing import create_draft
+from paceline.observe.file_writing import create_draft, read_regular_file
 from paceline.observe.rank_activity import RankActivity, SpanRecorder, boot_id
 from paceline.observe.step_stats import PHASES
 
@@ -34,6 +34,8 @@ MAX_SPANS = 100_000
 _MAX_SPANS_OF_JOB = 2_000_000
 _REQUEST = "request.json"
 _CHECK_SECONDS = 1.0
+_MAX_REQUEST_BYTES = 2**16
+_MAX_RANK_BYTES = 2**28
 _TRACKS = ("steps", "buckets", "collectives")
 
 _SendEvent = Callable[[str, Mapping[str, Any]], object]
@@ -75,7 +77,7 @@ class TraceRequest:
     def read(run_dir: Path) -> TraceRequest | None:
         """Return the request of a run folder; None if there is none, or it is not one."""
         try:
-            values = json.loads((run_dir / FOLDER / _REQUEST).read_text(encoding="utf-8"))
+            values = json.loads(read_regular_file(run_dir / FOLDER / _REQUEST, _MAX_REQUEST_BYTES))
             limit = max(1, min(int(values["max_spans"]), MAX_SPANS))
             request = TraceRequest(str(values["key"]), int(values["first"]), int(values["end"]), limit)
         except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
@@ -205,7 +207,7 @@ class TraceWindow:
         clock = _read_clock()
         record = {"key": request.key, "rank": self._rank, "ranks": self._num_ranks, **clock, **values}
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(exist_ok=True)
             _publish(path, record)
         except OSError as error:
             self._send_event("warning", {"text": f"the trace cannot be written: {error}"})
@@ -270,8 +272,11 @@ class RankSpans:
 
 def read_spans(run_dir: Path) -> list[RankSpans]:
     """Return what the ranks have written for the newest request, by rank; files that are damaged are not."""
-    files = (path for path in (run_dir / FOLDER).glob("rank-*.json") if not path.is_symlink())
-    dated = [(path.stat().st_mtime_ns, read) for path in files if (read := _read_rank(path)) is not None]
+    dated = []
+    for path in (run_dir / FOLDER).glob("rank-*.json"):
+        with suppress(OSError):
+            if (read := _read_rank(path)) is not None:
+                dated.append((path.stat().st_mtime_ns, read))
     if not dated:
         return []
     newest = max(dated, key=lambda entry: entry[0])[1].key
@@ -280,7 +285,7 @@ def read_spans(run_dir: Path) -> list[RankSpans]:
 
 def _read_rank(path: Path) -> RankSpans | None:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(read_regular_file(path, _MAX_RANK_BYTES))
         clock = values["clock"]
         read = RankSpans(
             key=str(values["key"]),

@@ -5,13 +5,14 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import os
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from paceline.observe.rank_activity import RankActivity, SpanRecorder, TracedCall
+from paceline.observe.rank_activity import RankActivity, SpanRecorder, TracedCall, read_operations
 from paceline.observe.step_trace import (
     FOLDER,
     RankSpans,
@@ -169,6 +170,16 @@ def test_damaged_requests_and_spans_are_left_out(tmp_path: Path, text: str) -> N
     for name in ("request.json", "rank-0.json"):
         (tmp_path / FOLDER / name).write_text(text)
     assert TraceRequest.read(tmp_path) is None and read_spans(tmp_path) == []
+
+
+def test_pipes_and_links_in_the_place_of_files_are_not_waited_for(tmp_path: Path) -> None:
+    for folder, names in ((FOLDER, ("request.json", "rank-0.json")), ("activity", ("rank-0",))):
+        (tmp_path / folder).mkdir()
+        for name in names:
+            os.mkfifo(tmp_path / folder / name)
+    (tmp_path / "activity" / "rank-1").symlink_to("rank-0")
+    assert TraceRequest.read(tmp_path) is None and read_spans(tmp_path) == []
+    assert read_operations(tmp_path) == []
 
 
 def test_the_sum_of_a_bucket_ends_with_the_last_of_its_collectives() -> None:

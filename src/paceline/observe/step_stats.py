@@ -53,13 +53,13 @@ class PhaseTimer:
 
     def take(self) -> tuple[float, dict[str, float]]:
         """Return the seconds since the last `take`, in total and by phase; start again in no phase."""
+        self._activity.enter(BETWEEN_STEPS, time.perf_counter())
         now = time.perf_counter()
         self._spent[self._phase] += now - self._since
         total, self._start, self._since = now - self._start, now, now
         spent: dict[str, float] = {phase: self._spent[phase] for phase in PHASES}
         self._phase = ""
         self._spent = dict.fromkeys(self._spent, 0.0)
-        self._activity.enter(BETWEEN_STEPS, now)
         return total, spent
 
 

@@ -111,6 +111,14 @@ class TracedCall:
             self._recorder.add("collectives", self.label, self.began, self.ended, self._step, values)
 
 
+class _EncodedTexts(dict[str, bytes]):
+    """The bytes of operations, each encoded once."""
+
+    def __missing__(self, operation: str) -> bytes:
+        encoded = self[operation] = operation.encode()[:96]
+        return encoded
+
+
 class RankActivity:
     """What one rank does now, and the spans of what it has done in traced steps.
 
@@ -118,12 +126,13 @@ class RankActivity:
 
     Attributes:
         step: index of the present step.
-        recorder: gets spans while steps are traced.
+        is_active: `enter` has an effect: there is a file, or a recorder.
     """
 
     def __init__(self) -> None:
         self.step = 0
-        self.recorder: SpanRecorder | None = None
+        self.is_active = False
+        self._recorder: SpanRecorder | None = None
         self._bucket: TracedCall | None = None
         self._thread = threading.get_ident()
         self._map: mmap.mmap | None = None
@@ -132,7 +141,7 @@ class RankActivity:
         self._enclosing = ""
         self._operation, self._since, self._step = BETWEEN_STEPS, time.perf_counter(), 0
         self._texts: dict[tuple[str, str], str] = {}
-        self._encoded: dict[str, bytes] = {}
+        self._encoded = _EncodedTexts()
 
     def open(self, run_dir: Path, rank: int, num_ranks: int, num_steps: int) -> None:
         """Write the current operation to a file of the run folder from now on.
@@ -160,7 +169,7 @@ class RankActivity:
             file.write(header.ljust(_FILE_BYTES, b"\0"))
         with draft.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), _FILE_BYTES)
-        self._path = path
+        self._path, self.is_active = path, True
         self._write(self._operation, self._since)
         draft.rename(path)
 
@@ -173,7 +182,16 @@ class RankActivity:
             with suppress(OSError):
                 self._path.unlink(missing_ok=True)
                 self._path.parent.rmdir()  # the last rank of a host removes the folder
-        self._path = None
+        self._path, self.is_active = None, self._recorder is not None
+
+    @property
+    def recorder(self) -> SpanRecorder | None:
+        """Recorder that gets the spans while steps are traced."""
+        return self._recorder
+
+    @recorder.setter
+    def recorder(self, recorder: SpanRecorder | None) -> None:
+        self._recorder, self.is_active = recorder, recorder is not None or self._map is not None
 
     def enter(self, operation: str, now: float) -> None:
         """Begin an operation of the training loop, which ends the one before.
@@ -183,10 +201,13 @@ class RankActivity:
         """
         if self._enclosing or operation == self._operation == BETWEEN_STEPS:
             return
-        if self.recorder is not None and self._operation != BETWEEN_STEPS:
-            self.recorder.add("steps", self._operation, self._since, now, self._step)
+        if self._recorder is not None and self._operation != BETWEEN_STEPS:
+            self._recorder.add("steps", self._operation, self._since, now, self._step)
         self._operation, self._since, self._step = operation, now, self.step
-        self._write(operation, now)
+        if self._map is not None:  # as in `_write`; a call takes as long as the rest
+            self._number = number = self._number + 1
+            text = self._encoded[operation]
+            _RECORD.pack_into(self._map, _RECORD_AT, number, self._step, now, text, number)
 
     @contextmanager
     def during(self, operation: str) -> Iterator[None]:
@@ -216,8 +237,8 @@ class RankActivity:
 
     def end_wait(self, text: str, began: float, now: float) -> None:
         """End a wait: the rank continues with what it did before."""
-        if self.recorder is not None:
-            self.recorder.add("steps", f"wait: {text}", began, now, self.step)
+        if self._recorder is not None:
+            self._recorder.add("steps", f"wait: {text}", began, now, self.step)
         self._write(self._operation, self._since)
 
     def launch(self, op: str, place: str, num_bytes: int, num_ranks: int) -> TracedCall | None:
@@ -233,10 +254,10 @@ class RankActivity:
         if bucket is not None:
             bucket.ended = 0.0
             return bucket
-        if self.recorder is None:
+        if self._recorder is None:
             return None
         values = {"group": place, "ranks": num_ranks}
-        return TracedCall(f"{op}, {place}", num_bytes, self.recorder, self.step, values)
+        return TracedCall(f"{op}, {place}", num_bytes, self._recorder, self.step, values)
 
     @property
     def bucket(self) -> TracedCall | None:
@@ -258,25 +279,23 @@ class RankActivity:
         """Begin the sum of a bucket; its collectives are launched now."""
         self._bucket, self._thread = bucket, threading.get_ident()
         # Zero outside of traces: its end adds no span, even if a trace has begun meanwhile.
-        bucket.began = time.perf_counter() if self.recorder is not None else 0.0
+        bucket.began = time.perf_counter() if self._recorder is not None else 0.0
         bucket.ended = 0.0
 
     def end_bucket(self, bucket: TracedCall) -> None:
         """Record the span of a bucket whose sum was waited for."""
-        if self.recorder is not None and bucket.began:
+        if self._recorder is not None and bucket.began:
             ended = bucket.ended or time.perf_counter()
-            self.recorder.add(
+            self._recorder.add(
                 "buckets", bucket.label, bucket.began, ended, self.step, {"bytes": bucket.num_bytes}
             )
 
     def _write(self, operation: str, since: float) -> None:
         if self._map is None:
             return
-        encoded = self._encoded.get(operation)
-        if encoded is None:
-            encoded = self._encoded[operation] = operation.encode()[:96]
         self._number = number = self._number + 1
-        _RECORD.pack_into(self._map, _RECORD_AT, number, self.step, since, encoded, number)
+        text = self._encoded[operation]
+        _RECORD.pack_into(self._map, _RECORD_AT, number, self.step, since, text, number)
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,8 @@ class PhaseTimer:
         now = time.perf_counter()
         self._spent[self._phase] += now - self._since
         self._phase, self._since = phase, now
-        self._activity.enter(phase, now)
+        if self._activity.is_active:
+            self._activity.enter(phase, now)
         return now
 
     def spent(self, *phases: StepPhase) -> float:
@@ -53,7 +54,8 @@ class PhaseTimer:
 
     def take(self) -> tuple[float, dict[str, float]]:
         """Return the seconds since the last `take`, in total and by phase; start again in no phase."""
-        self._activity.enter(BETWEEN_STEPS, time.perf_counter())
+        if self._activity.is_active:
+            self._activity.enter(BETWEEN_STEPS, time.perf_counter())
         now = time.perf_counter()
         self._spent[self._phase] += now - self._since
         total, self._start, self._since = now - self._start, now, now

@@ -34,6 +34,7 @@ from benchmarks.report import Options, Report, Table, blocks, comparison_table, 
 from benchmarks.subjects import Subject, byte_gpt, mlp
 from paceline.job.cluster import Cluster
 from paceline.observe import PhaseTimer, StepPhase
+from paceline.observe.rank_activity import RankActivity
 from paceline.observe.sinks import Sink
 from paceline.observe.step_stats import PHASES, StepStats
 from paceline.session import Session, build_session
@@ -144,8 +145,8 @@ class Watched:
 class Counted(PhaseTimer):
     """Knows how many phases were begun."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, activity: RankActivity | None = None) -> None:
+        super().__init__(activity)
         self.begun = 0
 
     def begin(self, phase: StepPhase) -> None:

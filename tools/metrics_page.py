@@ -33,6 +33,8 @@ A run writes everything into one folder: `run_dir` of the recipe, or a new one i
 | `checkpoints/` | saved states |
 | `certificate.json` | result of `paceline verify RUN` |
 | `profile/` | the newest `paceline profile`; with `runtime.profile` also a Chrome trace of each rank |
+| `trace/` | spans of each rank, with `log.trace` or after `paceline trace RUN --steps 10:13` |
+| `activity/` | the current operation of each rank, while it runs |
 | `report.html` | the run as one page; `paceline report RUN` rewrites it, `paceline report A B` compares |
 
 In the table `[log]` of a recipe, `level` is the lowest level that is written, `rotate_bytes` the size at

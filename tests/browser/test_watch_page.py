@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from paceline.observe.rank_activity import RankActivity
 from tests.unit.watch.records import append, rank_records, run_record, step_record
 from tests.unit.watch.serving import TOKEN, served
 
@@ -89,6 +90,12 @@ def test_a_run_is_drawn_and_followed(browser: Browser, runs: Path) -> None:
             .get_attribute("aria-label")
             .startswith("data 0 %, forward 0 %, backward 50 %")
         )
+        rank = RankActivity()
+        rank.step = 40
+        rank.open(runs / "first", 1, 2, 100)
+        rank.enter("forward", time.perf_counter() - 30)
+        rows.nth(1).get_by_text("forward of step 40, for 3").wait_for()
+        rank.close()
         assert "warning: rank 0 text <i>x</i>" in page.locator("#events").inner_text()
         append(runs / "first", *(step_record(k, loss=5.0) for k in range(40, 60)))
         wait_for_change(page, before)

@@ -86,6 +86,11 @@ COMMANDS = (
         "top", "watch:top", "Show a live table of runs and their ranks in the terminal, until Ctrl-C."
     ),
     CommandEntry(
+        "trace",
+        "trace:trace",
+        "Write what each rank did in some steps to a file for Perfetto; also of a running job.",
+    ),
+    CommandEntry(
         "alerts",
         "alert_command:alerts",
         "Print alerts about runs and why a run is slow; deliver them to a webhook or a command.",

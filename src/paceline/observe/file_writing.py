@@ -45,6 +45,16 @@ def create_draft(path: Path) -> BinaryIO:
     return os.fdopen(os.open(path, flags, 0o666), "wb")
 
 
+def read_regular_file(path: Path, max_bytes: int) -> bytes:
+    """Return the beginning of a file without waiting: a pipe or a symbolic link in its place is not read.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
+        return file.read(min(max_bytes, os.fstat(file.fileno()).st_size))
+
+
 class LineAppender:
     """A file to which lines are appended.
 

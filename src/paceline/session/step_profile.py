@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch._C._profiler import _ExperimentalConfig
 
-from paceline.errors import RecipeError
-from paceline.recipe.tables import parse_step_range
+from paceline.recipe.tables import parse_step_range, require_steps_of_run
 from paceline.report.run_profile import (
     FOLDER,
     OperationTime,
@@ -247,14 +246,9 @@ def build_step_profile(session: Session, run_dir: Path | None, send_event: _Send
     text = session.recipe.runtime.profile
     if run_dir is None:
         return None
+    if text is not None:
+        require_steps_of_run("runtime.profile", text, session.num_steps)
     first, end = (0, 0) if text is None else parse_step_range(text)
-    if text is not None and first >= session.num_steps:
-        raise RecipeError(
-            f'runtime.profile = "{text}": the run has {session.num_steps} steps, the last is'
-            f" {session.num_steps - 1}",
-            where="runtime.profile",
-            next_step="choose steps that the run takes, counted from 0",
-        )
     is_cuda = session.runner.sharded_model.device.type == "cuda"
     rank = session.cluster.global_rank
     return StepProfile(first, end, run_dir, rank, is_cuda=is_cuda, send_event=send_event)

@@ -477,9 +477,10 @@ function renderHosts(run) {
 
 function renderRanks(run) {
   find("legend").replaceChildren(...PARTS.map((part) => element("span", {}, element("i", { class: `swatch p-${part}` }), ` ${part}`)));
+  const operations = new Map(run.operations.map((operation) => [operation.rank, operation]));
   const newest = Math.max(...run.ranks.map((rank) => rank.step)), slowest = Math.max(...run.ranks.map((rank) => 1 - rank.shares.waiting));
   const body = find("ranks").tBodies[0];
-  body.replaceChildren(...run.ranks.map((rank) => {
+  const rows = run.ranks.map((rank) => {
     const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
     svg.setAttribute("class", "bar"); svg.setAttribute("viewBox", "0 0 1 1"); svg.setAttribute("preserveAspectRatio", "none");
     svg.setAttribute("role", "img");
@@ -495,13 +496,27 @@ function renderRanks(run) {
     const problem = run.rank_problems[rank.rank];
     const words = problem ? element("span", { class: "bad" }, problem) : isLate ? `last heard of at step ${rank.step}` : isSlow ? "others wait for it" : "";
     const cells = [rank.rank, svg, number(1000 * rank.round_seconds), number(1000 * rank.slowest_seconds), rank.cpu_cores.toFixed(2),
-      number(rank.peak_bytes / 2 ** 20), number(rank.sent_bytes / 1024), words];
-    return row(cells);
-  }));
-  // A rank that was lost before its first window of rounds.
-  const known = new Set(run.ranks.map((rank) => String(rank.rank)));
-  body.append(...Object.entries(run.rank_problems).filter(([rank]) => !known.has(rank))
-    .map(([rank, problem]) => row([rank, "", "", "", "", "", "", element("span", { class: "bad" }, problem)])));
+      number(rank.peak_bytes / 2 ** 20), number(rank.sent_bytes / 1024), words, operationOf(operations.get(rank.rank))];
+    operations.delete(rank.rank);
+    return [rank.rank, cells];
+  });
+  // A rank that was lost or hangs before its first window of rounds has no times yet.
+  const known = new Set(rows.map(([rank]) => rank)), problems = Object.keys(run.rank_problems).map(Number);
+  for (const rank of new Set([...problems, ...operations.keys()])) {
+    if (known.has(rank)) continue;
+    const problem = run.rank_problems[rank];
+    rows.push([rank, [rank, "", "", "", "", "", "", problem ? element("span", { class: "bad" }, problem) : "", operationOf(operations.get(rank))]]);
+  }
+  body.replaceChildren(...rows.sort((a, b) => a[0] - b[0]).map(([, cells]) => row(cells)));
+}
+
+const OPERATION_SECONDS = 2;
+
+function operationOf(operation) {
+  if (!operation) return "";
+  const seconds = Date.now() / 1000 - operation.since;
+  const isLong = operation.alive !== false && seconds >= OPERATION_SECONDS;
+  return element("span", { class: operation.alive === false ? "bad" : "" }, operation.text + (isLong ? `, for ${duration(seconds)}` : ""));
 }
 
 async function renderEvents(run) {
@@ -559,5 +574,6 @@ for (const name of ["level", "search"]) find(name).addEventListener("input", () 
 window.addEventListener("hashchange", () => { readLink(); refresh(); });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", renderCharts);
 setInterval(renderRuns, 5000); // how long a run has been silent
+setInterval(() => { const run = state.runs.find((one) => one.id === state.view.focus); if (run) renderRanks(run); }, 1000); // and a rank in one operation
 listen();
 refresh();

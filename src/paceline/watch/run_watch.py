@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from paceline.observe.rank_activity import RankOperation, read_operations
 from paceline.observe.sinks import system_files
 from paceline.report.rank_balance import rank_times_of_records
 from paceline.report.run_files import CERTIFICATE, is_run_folder
@@ -39,6 +40,7 @@ class RunWatch:
         curves, values, alerts: from all records read so far.
         events: the newest records that are no rows, each with a number that only rises.
         ranks: the newest window of each rank.
+        operations: what each rank does now, of a run that goes on.
         processes, hosts: the newest sample of each rank and of each host, if the run has a system sampler.
         version: rises with every change.
     """
@@ -49,6 +51,8 @@ class RunWatch:
         self._reset()
         self._alive: bool | None = None
         self._alive_checked = self._samples_checked = self._host_checked = -_CHECK_HOST_SECONDS
+        self._operations_checked = -_CHECK_SECONDS
+        self.operations: list[RankOperation] = []
         self._heard = time.monotonic()  # when something new was read
 
     def _reset(self) -> None:
@@ -92,6 +96,7 @@ class RunWatch:
         num_firing = len(self.alerts.firing)
         self._check_alerts()
         changed = bool(records or samples) or self.status != before or len(self.alerts.firing) != num_firing
+        changed |= self._check_operations()
         self.version += changed
         return changed
 
@@ -149,6 +154,16 @@ class RunWatch:
         now = time.monotonic()
         if self._start and now - self._alive_checked >= _CHECK_SECONDS:
             self._alive, self._alive_checked = is_run_alive(self._start), now
+
+    def _check_operations(self) -> bool:
+        """Look what the ranks do; return whether they do something else than before."""
+        now = time.monotonic()
+        if now - self._operations_checked < _CHECK_SECONDS:
+            return False
+        self._operations_checked, before = now, self.operations
+        goes_on = self.status in ("running", "unknown", "lost")
+        self.operations = read_operations(self.folder) if goes_on else []
+        return [one.text for one in self.operations] != [one.text for one in before]
 
     def _check_alerts(self) -> None:
         """Judge what no record says: silence, and the host as it is now."""
@@ -219,6 +234,7 @@ class RunWatch:
             "step_seconds": _number(step.get("seconds")),
             "curves": self.curves.names,
             "ranks": [_rank_state(record) for _, record in sorted(self.ranks.items())],
+            "operations": [one.record() for one in self.operations],
             "processes": [self.processes[rank] for rank in sorted(self.processes)],
             "hosts": [self.hosts[host] for host in sorted(self.hosts)],
             "alerts": [alert.record() for alert in self.alerts.firing],

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import DataError
-from paceline.observe.file_writing import create_draft, read_regular_file
+from paceline.observe.file_writing import create_draft, publish_json, read_regular_file
 from paceline.observe.rank_activity import RankActivity, SpanRecorder, boot_id
 from paceline.observe.step_stats import PHASES
 
@@ -64,8 +64,7 @@ class TraceRequest:
         Raises:
             OSError: it cannot be written.
         """
-        (run_dir / FOLDER).mkdir(exist_ok=True)
-        _publish(run_dir / FOLDER / _REQUEST, vars(self))
+        publish_json(run_dir / FOLDER / _REQUEST, vars(self))
 
     @staticmethod
     def withdraw(run_dir: Path) -> None:
@@ -207,8 +206,7 @@ class TraceWindow:
         clock = _read_clock()
         record = {"key": request.key, "rank": self._rank, "ranks": self._num_ranks, **clock, **values}
         try:
-            path.parent.mkdir(exist_ok=True)
-            _publish(path, record)
+            publish_json(path, record)
         except OSError as error:
             self._send_event("warning", {"text": f"the trace cannot be written: {error}"})
             return False
@@ -232,13 +230,6 @@ def _read_clock() -> dict[str, Any]:
     after = time.perf_counter()
     clock = {"monotonic": (before + after) / 2, "wall": wall}
     return {"host": socket.gethostname(), "boot": boot_id(), "pid": os.getpid(), "clock": clock}
-
-
-def _publish(path: Path, record: Mapping[str, Any]) -> None:
-    draft = path.with_name(f"{path.name}.writing")
-    with create_draft(draft) as file:
-        file.write(json.dumps(record, separators=(",", ":")).encode())
-    draft.rename(path)
 
 
 @dataclass

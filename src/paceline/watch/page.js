@@ -574,6 +574,6 @@ for (const name of ["level", "search"]) find(name).addEventListener("input", () 
 window.addEventListener("hashchange", () => { readLink(); refresh(); });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", renderCharts);
 setInterval(renderRuns, 5000); // how long a run has been silent
-setInterval(() => { const run = state.runs.find((one) => one.id === state.view.focus); if (run) renderRanks(run); }, 1000); // and a rank in one operation
+setInterval(() => { if (state.details) renderRanks(state.details); }, 1000); // and how long a rank has been in one operation
 listen();
 refresh();

@@ -107,8 +107,16 @@ def test_a_run_is_drawn_and_followed(browser: Browser, runs: Path) -> None:
 @pytest.mark.capability("P17", clause="samples, alerts, checkpoints, certificate, links and lost ranks")
 def test_all_that_is_known_about_a_run_is_shown(browser: Browser, runs: Path) -> None:
     folder = runs / "first"
-    append(folder, *(step_record(k, loss=1.0) for k in range(40, 60)), step_record(60, loss=50.0))
-    append(folder, *(step_record(k, loss=1.0) for k in range(61, 80)), step_record(80, loss="nan"))
+    append(
+        folder,
+        *(step_record(k, loss=1.0) for k in range(40, 59)),
+        *(step_record(k, loss=50.0) for k in (59, 60)),
+    )
+    append(
+        folder,
+        *(step_record(k, loss=1.0) for k in range(61, 79)),
+        *(step_record(k, loss="nan") for k in (79, 80)),
+    )
     append(folder, {"event": "checkpoint", "time": 1080.0, "step": 80, "path": "checkpoints/step-80"})
     append(folder, {"event": "lost", "level": "warning", "rank": 1, "time": 1080.0, "reason": "killed"})
     append(folder, {"event": "lost", "level": "warning", "rank": 7, "time": 1080.0, "reason": "early"})
@@ -134,7 +142,7 @@ def test_all_that_is_known_about_a_run_is_shown(browser: Browser, runs: Path) ->
         cpu = page.locator('figure[data-name="rank.0.cpu_cores"] canvas').get_attribute("aria-label")
         assert cpu == "Curves of rank.0.cpu_cores. Last values: first 2"
         firing = page.locator("#alerts li").all_inner_texts()
-        assert len(firing) == 1 and firing[0].startswith("loss-spike since step 80")
+        assert len(firing) == 1 and firing[0].startswith("loss-spike since step 79")
         history = page.locator("#alert-list li").all_inner_texts()
         assert [text.partition(" at step ")[0].split()[-2:] for text in history] == [
             [state, "loss-spike"] for state in ("firing", "resolved", "firing")

@@ -130,6 +130,7 @@ SHIPPED_RULES: tuple[AlertRule, ...] = (
         Selector("paceline_loss"),
         10.0,
         floor=0.05,
+        for_steps=2,  # one batch of a model that fits its data can be as far from the others
         severity="critical",
         summary="the loss is far above its last values, or not finite",
         advice="lower optimizer.lr, set optimizer.clip_norm or [health], and look at the samples of the step",

@@ -185,6 +185,10 @@ function renderCharts() {
     }
     charts.get(name).draw();
   }
+  linkCsv();
+}
+
+function linkCsv() {
   const words = [...state.view.runs.map((id) => ["run", id]), ...state.view.curves.map((name) => ["name", name]), ...range()];
   find("csv").href = "api/curve.csv?" + query(words);
 }
@@ -548,7 +552,7 @@ function show(isLive, words) {
   pill.textContent = isLive ? "live" : words;
 }
 
-function changed() { writeLink(); refresh(); }
+function changed() { writeLink(); linkCsv(); refresh(); }
 
 function listen() {
   const source = new EventSource("api/changes");

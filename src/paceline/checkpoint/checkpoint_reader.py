@@ -236,9 +236,7 @@ def map_checkpoint(files: StorageFolder, name: str, prefix: str | tuple[str, ...
             raise unusable_checkpoint_error(files, name, f"{file.name}: {error}") from error
         views = reader.decode(file, mapped.data)
         tensors |= {tensor: views[key] for key, tensor in whole.items()}
-    others = {
-        tensor: () for tensor in stored.shapes if tensor.startswith(prefix) and tensor not in tensors
-    }
+    others = {tensor: () for tensor in stored.shapes if tensor.startswith(prefix) and tensor not in tensors}
     return LoadedCheckpoint(name, stored.manifest, {**tensors, **stored.read(others)} if others else tensors)
 
 

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 from torch import Tensor, nn
 
 from paceline.checkpoint.checkpoint_reader import map_checkpoint
@@ -79,7 +78,6 @@ class ServedModel:
         vocab_size: rows of the output layer.
         name: as `/v1/models` has it.
         source: where the weights were found.
-        weights_hash: of all values, 32 hexadecimal digits.
         chat_template: of the folder; None: there is none.
         marker_texts: texts of the special tokens that a chat template may name, such as `bos_token`.
     """
@@ -90,7 +88,6 @@ class ServedModel:
     vocab_size: int
     name: str
     source: str
-    weights_hash: str
     chat_template: str | None
     marker_texts: Mapping[str, str]
 
@@ -139,10 +136,11 @@ def load_served_model(
     require_same_vocabulary(parts.tokenizer.vocabulary, parts.vocabulary, parts.source)
     parts.tokenizer.require_streamable(parts.source)
     model = parts.model if isinstance(parts.model, GPT) else find_model(parts.model)[1]
-    context, vocab_size = _limits(model)
+    _require_finite(model, parts.source)
+    context, vocab_size = model_limits(model)
     if parts.tokenizer.vocab_size > vocab_size:
         raise DataError(
-            f"the tokenizer has {parts.tokenizer.vocab_size} tokens, but the output layer has {vocab_size} rows",
+            f"the tokenizer has {parts.tokenizer.vocab_size} tokens, and the output layer {vocab_size} rows",
             where=parts.source,
             next_step="use the tokenizer that the model was trained with",
         )
@@ -154,16 +152,20 @@ def load_served_model(
         vocab_size=vocab_size,
         name=path.resolve().name,
         source=parts.source,
-        weights_hash=_hash_finite_values(model, parts.source),
         chat_template=template,
         marker_texts=markers,
     )
 
 
-def _limits(model: Any) -> tuple[int, int]:
-    """Return the context and the rows of the output layer."""
+def model_limits(model: Any) -> tuple[int, int]:
+    """Return the context of a language model and the rows of its output layer.
+
+    Raises:
+        TaskError: it is neither our GPT nor a decoder of transformers.
+    """
     if isinstance(model, GPT):
         return model.config.context, model.config.vocab
+    model = find_model(model)[1]
     output = model.get_output_embeddings()
     context = getattr(model.config, "max_position_embeddings", None)
     if output is None or context is None:
@@ -174,13 +176,12 @@ def _limits(model: Any) -> tuple[int, int]:
     return int(context), int(output.weight.shape[0])
 
 
-def _hash_finite_values(model: nn.Module, source: str) -> str:
-    """Return the hash of all parameters.
+def _require_finite(model: nn.Module, source: str) -> None:
+    """Refuse parameters with values that are not finite.
 
     Raises:
-        CheckpointError: a value is NaN or infinite; names the tensor.
+        CheckpointError: names the first tensor.
     """
-    digest = xxhash.xxh3_128()
     for name, p in model.named_parameters():
         finite = torch.isfinite(p)
         if not bool(finite.all()):
@@ -190,9 +191,6 @@ def _hash_finite_values(model: nn.Module, source: str) -> str:
                 where=source,
                 next_step="use an earlier checkpoint of the run: RUN/checkpoints/NAME",
             )
-        digest.update(name.encode())
-        digest.update(p.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
-    return digest.hexdigest()
 
 
 @torch.no_grad()
@@ -244,7 +242,9 @@ def _load_run(
         if place_of_tokenizer is None:
             inner = None if isinstance(model, GPT) else find_model(model)[1]
             place_of_tokenizer, _ = find_tokenizer(recipe.options, recipe.init_from, inner)
-        own = ServingTokenizer.of_bytes() if place_of_tokenizer is None else read_tokenizer(place_of_tokenizer)
+        own = (
+            ServingTokenizer.of_bytes() if place_of_tokenizer is None else read_tokenizer(place_of_tokenizer)
+        )
         chat = place_of_tokenizer
     _fill(model, model_weights_of(checkpoint, which), source)
     vocabulary = checkpoint.manifest.origin.versions.get(VOCABULARY_KEY, "")
@@ -254,7 +254,7 @@ def _load_run(
 def _build_byte_gpt(
     options: Mapping[str, Any], folder: Path, tokenizer: str | None
 ) -> tuple[nn.Module, ServingTokenizer]:
-    """Build the model of the task `byte-gpt`; a relative path of its tokenizer is looked up in some folders."""
+    """Build the model of the task `byte-gpt`; its tokenizer is relative to the folder or the present one."""
     chosen = read_options(ByteGptOptions, dict(options))
     if tokenizer is not None:
         chosen = chosen.replace(tokenizer=str(Path(tokenizer).resolve()))
@@ -342,7 +342,8 @@ def _load_transformers(path: Path, tokenizer: str | None, warn: Callable[[str], 
     missing = sorted(report["missing_keys"])
     if missing:  # transformers would leave them at random values
         raise CheckpointError(
-            f"the files lack {format_count(len(missing), 'tensor')} of {type(model).__name__}, first {missing[0]}",
+            f"the files lack {format_count(len(missing), 'tensor')} of {type(model).__name__}, first"
+            f" {missing[0]}",
             where=str(path),
             next_step="use the whole folder of a causal language model",
         )
@@ -371,18 +372,26 @@ def _with_end_tokens(
 ) -> ServingTokenizer:
     """Add the tokens with which the model ends a text, by its configuration."""
     configured = [getattr(config, "eos_token_id", None) for config in (model.config, model.generation_config)]
-    ends = {token for value in configured if value is not None for token in ([value] if type(value) is int else value)}
+    ends = {
+        token
+        for value in configured
+        if value is not None
+        for token in ([value] if type(value) is int else value)
+    }
     assert own.library is not None
     unknown = sorted(token for token in ends if own.library.id_to_token(token) is None)
     if unknown:
         raise CheckpointError(
-            f"the tokenizer does not belong to the model: {_CONFIG} ends a text with token {unknown[0]}, and the"
-            f" tokenizer, of {own.vocab_size} tokens, has none with this id",
+            f"the tokenizer does not belong to the model: {_CONFIG} ends a text with token {unknown[0]}, and"
+            f" the tokenizer, of {own.vocab_size} tokens, has none with this id",
             where=source,
             next_step="use the tokenizer.json of the weights",
         )
     if ends and own.end_tokens and not ends & own.end_tokens:
-        warn(f"the tokenizer ends a text with {sorted(own.end_tokens)}, the model with {sorted(ends)}; both count")
+        warn(
+            f"the tokenizer ends a text with {sorted(own.end_tokens)}, the model with {sorted(ends)};"
+            " both count"
+        )
     return own.with_end_tokens(own.end_tokens | ends)
 
 
@@ -409,7 +418,7 @@ def read_tokenizer(place: str) -> ServingTokenizer:
 
 
 def _convert_tokenizer(folder: str) -> str:
-    """Return the tokenizer of a folder without a tokenizer.json (vocab.json and merges.txt, tokenizer.model)."""
+    """Return the tokenizer of a folder that has vocab.json and merges.txt, or tokenizer.model, instead."""
     tokenizer = _import_transformers().AutoTokenizer.from_pretrained(
         folder, local_files_only=True, trust_remote_code=False
     )

@@ -174,8 +174,8 @@ class _ByteDetokenizer:
 class _PieceDetokenizer:
     """The decoder of SentencePiece-style tokens, by the library, over a window of the last ones.
 
-    A run of byte pieces is decoded as a whole: if it is not valid UTF-8, each byte of it becomes U+FFFD, those
-    of complete characters included. So a run is held back until another piece follows.
+    A run of byte pieces is decoded as a whole: if it is not valid UTF-8, each byte of it becomes U+FFFD,
+    those of complete characters included. So a run is held back until another piece follows.
     """
 
     def __init__(self, tokenizer: ServingTokenizer, context: Sequence[int]) -> None:
@@ -208,7 +208,9 @@ class _PieceDetokenizer:
         return self._decode(self._window)[len(self._shown) :]
 
     def _is_closed(self, window: Sequence[int]) -> bool:
-        return not self._tokenizer.is_byte_piece(window[-1]) and not self._decode(window).endswith(_REPLACEMENT)
+        return not self._tokenizer.is_byte_piece(window[-1]) and not self._decode(window).endswith(
+            _REPLACEMENT
+        )
 
     def _decode(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode(tokens) if tokens else ""
@@ -252,6 +254,6 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest end of a text that is a beginning of a stop string, but not all of it."""
+    """Return the length of the longest end of a text with which a stop string begins, but does not end."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

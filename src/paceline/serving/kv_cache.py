@@ -117,7 +117,7 @@ class KVCache(TorchFunctionMode):
         self._num_calls = 0
         self._causal: dict[tuple[int, torch.dtype], Tensor] = {}
         # 0 where a slot has a position, -inf elsewhere: updated where texts grow, never made anew.
-        self._mask_S11L: Tensor | None = None
+        self._mask_S11L = torch.empty(0)
 
     @property
     def num_layers(self) -> int:
@@ -151,7 +151,7 @@ class KVCache(TorchFunctionMode):
     def _set_length(self, slot: int, length: int) -> None:
         self._lengths[slot] = length
         self._lengths_S[slot] = length
-        if self._mask_S11L is not None:
+        if self._layers:
             self._mask_S11L[slot, ..., :length] = 0.0
             self._mask_S11L[slot, ..., length:] = -torch.inf
 
@@ -175,7 +175,7 @@ class KVCache(TorchFunctionMode):
         The other slots compute a token after their text, which their next chunk overwrites.
         """
         self._chunk, self._decodes = None, slots
-        if self._mask_S11L is not None:
+        if self._layers:
             self._mask_S11L[self._rows_S, 0, 0, self._lengths_S] = 0.0
         with self._forward():
             yield
@@ -272,7 +272,7 @@ class KVCache(TorchFunctionMode):
             self._layers.append(
                 _LayerCache(key.new_zeros(*sizes, key.shape[-1]), value.new_zeros(*sizes, value.shape[-1]))
             )
-            if self._mask_S11L is None:
+            if index == 0:
                 self._mask_S11L = key.new_full((rows, 1, 1, length), -torch.inf)
         return self._layers[index]
 
@@ -313,9 +313,7 @@ class KVCache(TorchFunctionMode):
         layer.keys[self._rows_S, :, self._lengths_S] = key[:, :, 0]
         layer.values[self._rows_S, :, self._lengths_S] = value[:, :, 0]
         if self.settings.attention == "masked":
-            return F.scaled_dot_product_attention(
-                query, layer.keys, layer.values, self._mask_S11L, scale=scale
-            )
+            return self._attend_masked(query, layer, scale)
         attended = query.new_zeros(*query.shape[:-1], value.shape[-1])
         for slot in self._decodes:
             stop = self._lengths[slot] + 1
@@ -326,6 +324,18 @@ class KVCache(TorchFunctionMode):
                 scale=scale,
             )[0]
         return attended
+
+    def _attend_masked(self, query: Tensor, layer: _LayerCache, scale: float | None) -> Tensor:
+        """Attend to the whole cache under the mask, as two batched products.
+
+        Not PyTorch's fused kernel: it gives each thread a buffer whose alignment depends on the thread, so the
+        bits of a slot depend on the thread that has it.
+        """
+        num_rows, num_heads, length, width = layer.keys.shape
+        query = (query * (width**-0.5 if scale is None else scale)).view(num_rows * num_heads, -1, width)
+        scores = torch.bmm(query, layer.keys.view(-1, length, width).transpose(1, 2))
+        scores.view(num_rows, num_heads, -1, length).add_(self._mask_S11L)
+        return torch.bmm(scores.softmax(-1), layer.values.view(num_rows * num_heads, length, -1))
 
 
 def _is_causal_mask(mask: Tensor, num_tokens: int) -> bool:

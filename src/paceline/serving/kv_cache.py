@@ -74,7 +74,9 @@ class SlotSettings:
         if wrong or self.attention not in ("masked", "by_slot"):
             raise TaskError(
                 f"settings of generation are {asdict(self)}",
-                next_step=f"give a positive {wrong[0]}" if wrong else 'choose attention "masked" or "by_slot"',
+                next_step=f"give a positive {wrong[0]}"
+                if wrong
+                else 'choose attention "masked" or "by_slot"',
             )
         # A chunk is never longer than the cache.
         object.__setattr__(self, "chunk", min(self.chunk, self.context))
@@ -210,7 +212,7 @@ class KVCache(TorchFunctionMode):
         if self._chunk is not None:
             start = self._chunk[1]
             return slice(start, start + self.settings.chunk)
-        # One position a slot; dimensions of size 1 up to that of positions, so that the table's rows broadcast.
+        # One position a row; size 1 in the dimensions before that of positions, so that table rows broadcast.
         return self._lengths_S.view(-1, *[1] * (dim % x.dim()))
 
     def _attend(
@@ -243,7 +245,7 @@ class KVCache(TorchFunctionMode):
     def _require_causal(
         self, query: Tensor, key: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool
     ) -> None:
-        """Raise NotCacheableError unless this is causal attention of a whole chunk, or of one token a slot."""
+        """Raise NotCacheableError unless this is causal attention of one chunk, or of one token a row."""
         num_tokens = query.shape[-2]
         expected = (self.settings.rows, 1) if self._chunk is None else (1, self.settings.chunk)
         reason = ""
@@ -296,7 +298,7 @@ class KVCache(TorchFunctionMode):
         )
 
     def _causal_mask(self, groups: int, dtype: torch.dtype) -> Tensor:
-        """Return the mask of a chunk at the end of the cache, [G P, L]; earlier chunks use its last columns."""
+        """Return the mask of a chunk at the end of the cache, [G P, L]."""
         known = self._causal.get((groups, dtype))
         if known is None:
             size, length = self.settings.chunk, self.settings.context
@@ -328,11 +330,11 @@ class KVCache(TorchFunctionMode):
     def _attend_masked(self, query: Tensor, layer: _LayerCache, scale: float | None) -> Tensor:
         """Attend to the whole cache under the mask, as two batched products.
 
-        Not PyTorch's fused kernel: it gives each thread a buffer whose alignment depends on the thread, so the
-        bits of a slot depend on the thread that has it.
+        Not PyTorch's fused kernel, in which the alignment of a buffer depends on the thread, and so do the
+        bits of a slot.
         """
         num_rows, num_heads, length, width = layer.keys.shape
-        query = (query * (width**-0.5 if scale is None else scale)).view(num_rows * num_heads, -1, width)
+        query = (query * (width**-0.5 if scale is None else scale)).reshape(num_rows * num_heads, -1, width)
         scores = torch.bmm(query, layer.keys.view(-1, length, width).transpose(1, 2))
         scores.view(num_rows, num_heads, -1, length).add_(self._mask_S11L)
         return torch.bmm(scores.softmax(-1), layer.values.view(num_rows * num_heads, length, -1))
@@ -503,12 +505,14 @@ def build_engine(
     if trial.error:
         log.warning("generation without a cache, one whole forward for each token: %s", trial.error)
     elif not trial.has_equal_rows:
-        log.warning("generation: the bits of a text depend on its slot, as a kernel computes rows differently")
+        log.warning(
+            "generation: the bits of a text depend on its slot, as a kernel computes rows differently"
+        )
     return Engine(whole if trial.error else cached, max_queued=max_queued)
 
 
 def _row_counts(slots: int) -> list[int]:
-    """Return the numbers of rows to try, in this order: the slots, and then up to multiples of 4, 8 and 16."""
+    """Return the numbers of rows to try: as many as slots, then up to multiples of 4, 8 and 16."""
     return list(dict.fromkeys([slots, *(-(-slots // n) * n for n in (4, 8, 16))]))
 
 
@@ -528,7 +532,7 @@ def model_call(model: nn.Module) -> ModelCall:
 
 
 def settings_fingerprint(weights_sha256: str, settings: SlotSettings) -> str:
-    """Return a hash of weights, settings and what else the bits of logits depend on: equal ones, equal texts."""
+    """Return a hash of weights, settings and what else the bits of logits depend on."""
     facts = {
         "weights": weights_sha256,
         **asdict(settings),

@@ -9,7 +9,7 @@ mask ("masked"), or the slot's own positions, slot by slot ("by_slot"); never as
 neighbour has, since the length decides in which order a kernel adds. `build_engine` runs a short text cached
 and uncached, and takes `WholeForward` for a model whose logits differ.
 
-Shapes: S slots, P tokens of a chunk, L positions of the cache, H heads of keys, G queries for each of them,
+Shapes: S rows, of which the first are the slots, P tokens of a chunk, L positions of the cache, H heads of keys, G queries for each of them,
 D width of a head.
 """
 
@@ -20,7 +20,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from inspect import signature
 from typing import Any, Literal, NamedTuple
 
@@ -56,6 +56,9 @@ class SlotSettings:
         chunk: tokens of a prompt that run at a time; at most `context`.
         context: longest text, in tokens.
         attention: over the whole cache under a mask, or slot by slot at its own length.
+        rows: sequences of a forward of one token each, at least `slots` (0: as many). Matrix products may
+            compute the last rows in another order than the first (MKL: those past a multiple of 4), so
+            `build_engine` adds rows without a slot until all slots compute the same bits.
     Raises:
         TaskError: a number is not positive, or the form of attention is unknown.
     """
@@ -64,16 +67,20 @@ class SlotSettings:
     chunk: int = 64
     context: int = 1024
     attention: AttentionForm = "masked"
+    rows: int = 0
 
     def __post_init__(self) -> None:
         wrong = [name for name in ("slots", "chunk", "context") if getattr(self, name) < 1]
         if wrong or self.attention not in ("masked", "by_slot"):
             raise TaskError(
                 f"settings of generation are {asdict(self)}",
-                next_step=f"give a positive {wrong[0]}" if wrong else 'choose attention "masked" or "by_slot"',
+                next_step=f"give a positive {wrong[0]}"
+                if wrong
+                else 'choose attention "masked" or "by_slot"',
             )
         # A chunk is never longer than the cache.
         object.__setattr__(self, "chunk", min(self.chunk, self.context))
+        object.__setattr__(self, "rows", max(self.rows, self.slots))
 
 
 class NotCacheableError(TaskError):
@@ -104,15 +111,15 @@ class KVCache(TorchFunctionMode):
         super().__init__()
         self.settings, self._device = settings, device
         self._layers: list[_LayerCache] = []
-        self._lengths = [0] * settings.slots
-        self._lengths_S = torch.zeros(settings.slots, dtype=torch.int64, device=device)
-        self._rows_S = torch.arange(settings.slots, device=device)
+        self._lengths = [0] * settings.rows
+        self._lengths_S = torch.zeros(settings.rows, dtype=torch.int64, device=device)
+        self._rows_S = torch.arange(settings.rows, device=device)
         self._decodes: Sequence[int] = ()
         self._chunk: tuple[int, int] | None = None  # slot and start
         self._num_calls = 0
         self._causal: dict[tuple[int, torch.dtype], Tensor] = {}
         # 0 where a slot has a position, -inf elsewhere: updated where texts grow, never made anew.
-        self._mask_S11L: Tensor | None = None
+        self._mask_S11L = torch.empty(0)
 
     @property
     def num_layers(self) -> int:
@@ -146,7 +153,7 @@ class KVCache(TorchFunctionMode):
     def _set_length(self, slot: int, length: int) -> None:
         self._lengths[slot] = length
         self._lengths_S[slot] = length
-        if self._mask_S11L is not None:
+        if self._layers:
             self._mask_S11L[slot, ..., :length] = 0.0
             self._mask_S11L[slot, ..., length:] = -torch.inf
 
@@ -170,7 +177,7 @@ class KVCache(TorchFunctionMode):
         The other slots compute a token after their text, which their next chunk overwrites.
         """
         self._chunk, self._decodes = None, slots
-        if self._mask_S11L is not None:
+        if self._layers:
             self._mask_S11L[self._rows_S, 0, 0, self._lengths_S] = 0.0
         with self._forward():
             yield
@@ -205,7 +212,7 @@ class KVCache(TorchFunctionMode):
         if self._chunk is not None:
             start = self._chunk[1]
             return slice(start, start + self.settings.chunk)
-        # One position a slot; dimensions of size 1 up to that of positions, so that the table's rows broadcast.
+        # One position a row; size 1 in the dimensions before that of positions, so that table rows broadcast.
         return self._lengths_S.view(-1, *[1] * (dim % x.dim()))
 
     def _attend(
@@ -238,9 +245,9 @@ class KVCache(TorchFunctionMode):
     def _require_causal(
         self, query: Tensor, key: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool
     ) -> None:
-        """Raise NotCacheableError unless this is causal attention of a whole chunk, or of one token a slot."""
+        """Raise NotCacheableError unless this is causal attention of one chunk, or of one token a row."""
         num_tokens = query.shape[-2]
-        expected = (self.settings.slots, 1) if self._chunk is None else (1, self.settings.chunk)
+        expected = (self.settings.rows, 1) if self._chunk is None else (1, self.settings.chunk)
         reason = ""
         if query.dim() != 4 or (query.shape[0], num_tokens) != expected:
             reason = f"queries have the shape {tuple(query.shape)}"
@@ -262,13 +269,13 @@ class KVCache(TorchFunctionMode):
         index = self._num_calls
         self._num_calls += 1
         if index == len(self._layers):
-            slots, length = self.settings.slots, self.settings.context
-            sizes = (slots, key.shape[1], length)
+            rows, length = self.settings.rows, self.settings.context
+            sizes = (rows, key.shape[1], length)
             self._layers.append(
                 _LayerCache(key.new_zeros(*sizes, key.shape[-1]), value.new_zeros(*sizes, value.shape[-1]))
             )
-            if self._mask_S11L is None:
-                self._mask_S11L = key.new_full((slots, 1, 1, length), -torch.inf)
+            if index == 0:
+                self._mask_S11L = key.new_full((rows, 1, 1, length), -torch.inf)
         return self._layers[index]
 
     def _attend_chunk(
@@ -291,7 +298,7 @@ class KVCache(TorchFunctionMode):
         )
 
     def _causal_mask(self, groups: int, dtype: torch.dtype) -> Tensor:
-        """Return the mask of a chunk at the end of the cache, [G P, L]; earlier chunks use its last columns."""
+        """Return the mask of a chunk at the end of the cache, [G P, L]."""
         known = self._causal.get((groups, dtype))
         if known is None:
             size, length = self.settings.chunk, self.settings.context
@@ -308,9 +315,7 @@ class KVCache(TorchFunctionMode):
         layer.keys[self._rows_S, :, self._lengths_S] = key[:, :, 0]
         layer.values[self._rows_S, :, self._lengths_S] = value[:, :, 0]
         if self.settings.attention == "masked":
-            return F.scaled_dot_product_attention(
-                query, layer.keys, layer.values, self._mask_S11L, scale=scale
-            )
+            return self._attend_masked(query, layer, scale)
         attended = query.new_zeros(*query.shape[:-1], value.shape[-1])
         for slot in self._decodes:
             stop = self._lengths[slot] + 1
@@ -321,6 +326,18 @@ class KVCache(TorchFunctionMode):
                 scale=scale,
             )[0]
         return attended
+
+    def _attend_masked(self, query: Tensor, layer: _LayerCache, scale: float | None) -> Tensor:
+        """Attend to the whole cache under the mask, as two batched products.
+
+        Not PyTorch's fused kernel, in which the alignment of a buffer depends on the thread, and so do the
+        bits of a slot.
+        """
+        num_rows, num_heads, length, width = layer.keys.shape
+        query = (query * (width**-0.5 if scale is None else scale)).reshape(num_rows * num_heads, -1, width)
+        scores = torch.bmm(query, layer.keys.view(-1, length, width).transpose(1, 2))
+        scores.view(num_rows, num_heads, -1, length).add_(self._mask_S11L)
+        return torch.bmm(scores.softmax(-1), layer.values.view(num_rows * num_heads, length, -1))
 
 
 def _is_causal_mask(mask: Tensor, num_tokens: int) -> bool:
@@ -364,7 +381,7 @@ class CachedForward(_ForwardOnOneProcess):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.cache = KVCache(self.settings, self._device)
-        self._tokens_S1 = torch.zeros(self.num_slots, 1, dtype=torch.int64)
+        self._tokens_S1 = torch.zeros(self.settings.rows, 1, dtype=torch.int64)
         self._tokens_1P = torch.zeros(1, self.chunk, dtype=torch.int64)
 
     def clear(self, slot: int) -> None:
@@ -469,11 +486,9 @@ def build_engine(
     """
     model.eval()
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    settings = SlotSettings(slots, chunk, context, attention)
-    call = model_call(model)
-    vocab = _count_logits(call, device)
-    parts = (call, settings, vocab, settings_fingerprint(state_sha256(model.state_dict()), settings), device)
-    whole, cached = WholeForward(*parts), CachedForward(*parts)
+    call, settings = model_call(model), SlotSettings(slots, chunk, context, attention)
+    vocab, weights = _count_logits(call, device), state_sha256(model.state_dict())
+    whole = WholeForward(call, settings, vocab, settings_fingerprint(weights, settings), device)
     text = _trial_text(model, settings, vocab)
     expected = whole.logits(text)
     if expected is None or not bool(torch.isfinite(expected).all()):
@@ -481,10 +496,24 @@ def build_engine(
             f"the model's logits are not finite{_describe_bad_weights(model)}",
             next_step="load the weights of an earlier checkpoint",
         )
-    reason = find_cache_error(cached, text, expected[0])
-    if reason:
-        log.warning("generation without a cache, one whole forward for each token: %s", reason)
-    return Engine(whole if reason else cached, max_queued=max_queued)
+    for num_rows in _row_counts(slots):
+        settings = replace(settings, rows=num_rows)
+        cached = CachedForward(call, settings, vocab, settings_fingerprint(weights, settings), device)
+        trial = try_cache(cached, text, expected[0])
+        if trial.error or trial.has_equal_rows:
+            break
+    if trial.error:
+        log.warning("generation without a cache, one whole forward for each token: %s", trial.error)
+    elif not trial.has_equal_rows:
+        log.warning(
+            "generation: the bits of a text depend on its slot, as a kernel computes rows differently"
+        )
+    return Engine(whole if trial.error else cached, max_queued=max_queued)
+
+
+def _row_counts(slots: int) -> list[int]:
+    """Return the numbers of rows to try: as many as slots, then up to multiples of 4, 8 and 16."""
+    return list(dict.fromkeys([slots, *(-(-slots // n) * n for n in (4, 8, 16))]))
 
 
 def model_call(model: nn.Module) -> ModelCall:
@@ -503,7 +532,7 @@ def model_call(model: nn.Module) -> ModelCall:
 
 
 def settings_fingerprint(weights_sha256: str, settings: SlotSettings) -> str:
-    """Return a hash of weights, settings and what else the bits of logits depend on: equal ones, equal texts."""
+    """Return a hash of weights, settings and what else the bits of logits depend on."""
     facts = {
         "weights": weights_sha256,
         **asdict(settings),
@@ -530,10 +559,20 @@ def _trial_text(model: nn.Module, settings: SlotSettings, vocab: int) -> list[in
     return [(7919 * place + 13) % num_known for place in range(length)]
 
 
-def find_cache_error(cached: CachedForward, text: Sequence[int], expected_TV: Tensor) -> str:
-    """Return why a model cannot run with a cache; empty if it can. All slots are empty afterwards.
+class CacheTrial(NamedTuple):
+    """Result of `try_cache`.
 
-    The text is a prompt but for its last three tokens. Then all slots get it, and must compute the same bits.
+    Args:
+        error: why the model cannot run with a cache; empty if it can.
+        has_equal_rows: equal texts have the same bits in all slots.
+    """
+
+    error: str
+    has_equal_rows: bool = True
+
+
+def try_cache(cached: CachedForward, text: Sequence[int], expected_TV: Tensor) -> CacheTrial:
+    """Run a text in all slots, the last three tokens one by one; all slots are empty afterwards.
 
     Args:
         expected_TV: logits of a forward of the whole text.
@@ -545,10 +584,9 @@ def find_cache_error(cached: CachedForward, text: Sequence[int], expected_TV: Te
         with torch.inference_mode():
             for slot in slots[1:]:
                 cached.cache.copy_slot(0, slot)
-        tokens = ([token] * cached.num_slots for token in text[num_prompt:])
-        steps = [cached.decode(slots, row) for row in tokens]
+        steps = [cached.decode(slots, [token] * len(slots)) for token in text[num_prompt:]]
     except (*FORWARD_ERRORS, NotCacheableError) as error:
-        return f"{type(error).__name__}: {error}"
+        return CacheTrial(f"{type(error).__name__}: {error}")
     finally:
         for slot in slots:
             cached.clear(slot)
@@ -558,13 +596,9 @@ def find_cache_error(cached: CachedForward, text: Sequence[int], expected_TV: Te
     tolerance = _TOLERANCES.get(expected_TV.dtype, _LOW_PRECISION_TOLERANCE)
     difference = float((got - expected).abs().max() / expected.abs().max())
     if not difference <= tolerance:
-        return f"logits with a cache differ by {difference:.1e} of the largest; allowed: {tolerance:.1e}"
-    if any(not (row == step[0]).all() for step in steps if step is not None for row in step):
-        log.warning(
-            "generation: the bits of a text depend on its slot, because a kernel computes rows differently;"
-            " a number of slots that is a multiple of 8 may avoid it"
-        )
-    return ""
+        return CacheTrial(f"logits differ by {difference:.1e} of the largest, more than {tolerance:.1e}")
+    unequal = (not (row == step[0]).all() for step in steps if step is not None for row in step)
+    return CacheTrial("", not any(unequal))
 
 
 def _describe_bad_weights(model: nn.Module) -> str:

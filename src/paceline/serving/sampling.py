@@ -32,7 +32,7 @@ class SamplingOptions:
     """Options of how tokens are chosen.
 
     Args:
-        temperature: divides the logits; 0 always takes the largest logit, and the smallest index of equal ones.
+        temperature: divides the logits; 0 always takes the largest logit, of equal ones the first.
         top_k: keep this many largest logits, and those equal to the last of them; 0 keeps all.
         top_p: keep the likeliest tokens that together have this probability.
         min_p: keep tokens with at least this fraction of the largest probability.
@@ -73,9 +73,7 @@ def _require(options: SamplingOptions, name: str, words: str, allowed: Any) -> N
     value = getattr(options, name)
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not (is_number and math.isfinite(value) and allowed(value)):
-        raise RequestError(
-            f"{name} is {value!r:.40}", parameter=name, next_step=f"give a number {words}"
-        )
+        raise RequestError(f"{name} is {value!r:.40}", parameter=name, next_step=f"give a number {words}")
 
 
 def _require_int(options: SamplingOptions, name: str, least: int, most: int) -> None:

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -246,8 +246,9 @@ def _load_run(
             ServingTokenizer.of_bytes() if place_of_tokenizer is None else read_tokenizer(place_of_tokenizer)
         )
         chat = place_of_tokenizer
-    _fill(model, model_weights_of(checkpoint, which), source)
     vocabulary = checkpoint.manifest.origin.versions.get(VOCABULARY_KEY, "")
+    require_same_vocabulary(own.vocabulary, vocabulary, source)  # its size is that of the model
+    _fill(model, model_weights_of(checkpoint, which), source)
     return _Parts(model, own, vocabulary, source, Path(chat) if isinstance(chat, str) else None)
 
 
@@ -311,6 +312,7 @@ def _load_export(path: Path, task: str | None, tokenizer: str | None) -> _Parts:
         model = load_task(task, options, int(recipe.get("seed", 0)), Path.cwd(), cache_folder()).model
         own = read_tokenizer(tokenizer or str(beside)) if tokenizer or beside.is_file() else None
         own = own or ServingTokenizer.of_bytes()
+    require_same_vocabulary(own.vocabulary, vocabulary, str(path))
     _fill(model, weights, str(path))
     return _Parts(model, own, vocabulary, str(path), path.parent)
 
@@ -325,14 +327,15 @@ def _load_transformers(path: Path, tokenizer: str | None, warn: Callable[[str], 
                 file.verify()
             unverified = [file.name for file in files if not file.checksum_source]
             vocabulary = find_vocabulary(str(path), files)
-        model, report = library.AutoModelForCausalLM.from_pretrained(
-            path,
-            local_files_only=True,
-            use_safetensors=True,
-            trust_remote_code=False,
-            dtype="auto",
-            output_loading_info=True,
-        )
+        with _no_progress_bar(library):
+            model, report = library.AutoModelForCausalLM.from_pretrained(
+                path,
+                local_files_only=True,
+                use_safetensors=True,
+                trust_remote_code=False,
+                dtype="auto",
+                output_loading_info=True,
+            )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise CheckpointError(
             f"cannot read the model: {str(error)[:500]}",
@@ -354,6 +357,19 @@ def _load_transformers(path: Path, tokenizer: str | None, warn: Callable[[str], 
         )
     own = read_tokenizer(tokenizer or str(path))
     return _Parts(model, _with_end_tokens(own, model, str(path), warn), vocabulary, str(path), path)
+
+
+@contextmanager
+def _no_progress_bar(library: Any) -> Iterator[None]:
+    """Keep the terminal for the text."""
+    logging = library.utils.logging
+    enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            logging.enable_progress_bar()
 
 
 def _import_transformers() -> Any:

@@ -21,7 +21,7 @@ class SlotMemory:
     """The bytes of a served model.
 
     Args:
-        weights: parameters and buffers; pages of a mapped file that other processes share, where it is mapped.
+        weights: parameters and buffers; of a mapped file, pages that other processes share.
         cache: keys and values of all slots over the whole context.
         masks: of attention, for all slots and for a chunk.
         logits: of one token of every slot, and of a chunk.

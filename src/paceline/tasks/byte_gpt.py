@@ -157,15 +157,30 @@ def build(*, seed: int, base_dir: Path, cache_dir: Path, **options: Any) -> Task
     )
 
 
+def held_out_windows(*, base_dir: Path, cache_dir: Path, **options: Any) -> TextWindows:
+    """Return the held-out windows of a text, on which weights of other text are evaluated.
+
+    `paceline evaluate RUN --data paceline.tasks.byte_gpt:held_out_windows --option 'text=["notes"]'` needs the
+    `context` and the `tokenizer` of the run; see `ByteGptOptions`.
+    """
+    chosen = read_options(ByteGptOptions, options)
+    tokenizer = _find_tokenizer(chosen, base_dir)
+    corpus = open_corpus(chosen.text, tokenizer, cache_dir, held_out=chosen.held_out, base_dir=base_dir)
+    return TextWindows(_first(corpus.held_out, chosen.held_out_tokens), chosen.context)
+
+
 def build_model(chosen: ByteGptOptions, base_dir: Path) -> tuple[GPT, Tokenizer]:
     """Build the model, without memory for its large parameters, and the tokenizer; no text is read."""
-    place = chosen.tokenizer
-    if place is None:
-        tokenizer: Tokenizer = ByteTokenizer()
-    else:
-        tokenizer = load_tokenizer(place if "://" in place else base_dir / place)
+    tokenizer = _find_tokenizer(chosen, base_dir)
     with without_memory():
         return GPT(_model_config(chosen, tokenizer.vocab_size)), tokenizer
+
+
+def _find_tokenizer(chosen: ByteGptOptions, base_dir: Path) -> Tokenizer:
+    place = chosen.tokenizer
+    if place is None:
+        return ByteTokenizer()
+    return load_tokenizer(place if "://" in place else base_dir / place)
 
 
 TokenPair = tuple[Tensor, Tensor]

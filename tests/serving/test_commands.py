@@ -88,7 +88,8 @@ def test_fine_tuning_improves_the_perplexity_and_the_tuned_model_generates(
     assert commands.run(tmp_path, "export", gpt_run, "--to", "base.safetensors").returncode == 0
     recipe = (gpt_run.parent / "recipe.toml").read_text().replace('run_dir = "run"', "")
     lines = [line for line in recipe.splitlines() if not line.startswith("text =")]
-    text = "\n".join(lines).replace("[options]", 'init_from = "base.safetensors"\n[options]\ntext = "*.txt"')
+    head = f'init_from = "base.safetensors"\n[options]\ntext = "{tmp_path}/*.txt"'
+    text = "\n".join(lines).replace("[options]", head)
     (tmp_path / "tune.toml").write_text(text.replace("steps = 10", "steps = 30"))
     data = ["--data", "paceline.tasks.byte_gpt:held_out_windows", "--option", 'text="*.txt"']
     data += ["--option", "context=128", "--option", "held_out_tokens=2048", "--json"]

@@ -205,7 +205,7 @@ def _show(
     as_json: bool,
 ) -> None:
     """Print the texts that were not streamed, and the speed."""
-    answers = [
+    answers: list[dict[str, Any]] = [
         {
             "prompt": prompt,
             "text": "".join(part.text for part in parts),

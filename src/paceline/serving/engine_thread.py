@@ -36,9 +36,9 @@ class LateAnswerError(RequestError):
 
 
 class StreamEvent(NamedTuple):
-    """A token of one text of a stream; `error` in its place if the text cannot go on."""
+    """A token of one text of a stream, by its place; `error` instead if the text cannot go on."""
 
-    index: int
+    place: int
     event: TokenEvent | None
     error: PacelineError | None = None
 
@@ -202,9 +202,10 @@ class EngineThread:
     def _run(self) -> None:
         try:
             while self._take_over():
-                started = time.monotonic()
-                events = self.engine.step()
-                self._deliver(events, time.monotonic() - started)
+                if not self.engine.is_idle:
+                    started = time.monotonic()
+                    events = self.engine.step()
+                    self._deliver(events, time.monotonic() - started)
         except (PacelineError, *FORWARD_ERRORS) as error:
             failure = (
                 error if isinstance(error, PacelineError) else PacelineError(f"a forward failed: {error}")

@@ -310,8 +310,8 @@ def _load_export(path: Path, task: str | None, tokenizer: str | None) -> _Parts:
         )
     else:
         model = load_task(task, options, int(recipe.get("seed", 0)), Path.cwd(), cache_folder()).model
-        own = read_tokenizer(tokenizer or str(beside)) if tokenizer or beside.is_file() else None
-        own = own or ServingTokenizer.of_bytes()
+        has_tokenizer = tokenizer is not None or beside.is_file()
+        own = read_tokenizer(tokenizer or str(beside)) if has_tokenizer else ServingTokenizer.of_bytes()
     require_same_vocabulary(own.vocabulary, vocabulary, str(path))
     _fill(model, weights, str(path))
     return _Parts(model, own, vocabulary, str(path), path.parent)

@@ -21,7 +21,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 from prometheus_client import CollectorRegistry, generate_latest
@@ -114,7 +114,7 @@ class GenerationServer(uvicorn.Server):
         idle = IdleConnections(self.limits)
         config = uvicorn.Config(
             build_app(served, self.thread, token, self.limits, is_loopback=is_loopback),
-            http=partial(_Connection, idle=idle),
+            http=cast(Any, partial(_Connection, idle=idle)),
             log_level="error",
             access_log=False,
             lifespan="on",

@@ -160,8 +160,8 @@ def build(*, seed: int, base_dir: Path, cache_dir: Path, **options: Any) -> Task
 def held_out_windows(*, base_dir: Path, cache_dir: Path, **options: Any) -> TextWindows:
     """Return the held-out windows of a text, on which weights of other text are evaluated.
 
-    `paceline evaluate RUN --data paceline.tasks.byte_gpt:held_out_windows --option 'text=["notes"]'` needs the
-    `context` and the `tokenizer` of the run; see `ByteGptOptions`.
+    `paceline evaluate RUN --data paceline.tasks.byte_gpt:held_out_windows --option 'text=["notes"]'` needs
+    the `context` and the `tokenizer` of the run; see `ByteGptOptions`.
     """
     chosen = read_options(ByteGptOptions, options)
     tokenizer = _find_tokenizer(chosen, base_dir)

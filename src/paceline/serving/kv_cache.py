@@ -9,8 +9,8 @@ mask ("masked"), or the slot's own positions, slot by slot ("by_slot"); never as
 neighbour has, since the length decides in which order a kernel adds. `build_engine` runs a short text cached
 and uncached, and takes `WholeForward` for a model whose logits differ.
 
-Shapes: S rows, of which the first are the slots, P tokens of a chunk, L positions of the cache, H heads of keys, G queries for each of them,
-D width of a head.
+Shapes: S rows, of which the first are the slots, P tokens of a chunk, L positions of the cache, H heads of
+keys, G queries for each of them, D width of a head.
 """
 
 from __future__ import annotations

@@ -12,8 +12,9 @@ from torch.nn import functional as F
 from paceline.errors import QueueFullError, RequestError
 from paceline.serving import sampling
 from paceline.serving.engine import Engine, GenerationRequest
-from paceline.serving.kv_cache import KVCache, SlotSettings, build_engine, try_cache
+from paceline.serving.kv_cache import KVCache, SlotSettings
 from paceline.serving.sampling import SamplingOptions
+from paceline.serving.slot_forward import build_engine, try_cache
 from tests.request_mixes import VOCAB, RecordingEngine, cached_forward, count_wrong_texts, small_gpt
 
 GREEDY = SamplingOptions(temperature=0.0)

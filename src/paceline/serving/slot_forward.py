@@ -231,7 +231,7 @@ def build_engine(
 def choose_forward(
     whole: WholeForward, text: Sequence[int], expected_TV: Tensor | None, weights: str
 ) -> CachedForward | WholeForward:
-    """Return a forward with a cache if the model allows it, else `whole`; collective over ranks that share it.
+    """Return a forward with a cache if the model allows it, else `whole`; collective over its ranks.
 
     Args:
         text: for a trial.

@@ -14,8 +14,9 @@ from torch import nn
 
 from paceline.models import GPT, GPTConfig
 from paceline.serving.engine import Engine, GenerationRequest, Ticket, TokenEvent
-from paceline.serving.kv_cache import CachedForward, KVCache, SlotSettings, model_call
+from paceline.serving.kv_cache import KVCache, SlotSettings
 from paceline.serving.sampling import LogitRow, SamplingOptions
+from paceline.serving.slot_forward import CachedForward, model_call
 
 VOCAB = 61
 Text = tuple[tuple[int, ...], tuple[int, ...]]

@@ -1,8 +1,9 @@
 """Generation of text: sampling, a cache of keys and values, and an engine for many requests at a time."""
 
 from paceline.serving.engine import Engine, GenerationRequest, SlotForward, Ticket, TokenEvent
-from paceline.serving.kv_cache import build_engine
+from paceline.serving.generation import generate
 from paceline.serving.sampling import SamplingOptions
+from paceline.serving.slot_forward import build_engine
 
 __all__ = [
     "Engine",
@@ -12,4 +13,5 @@ __all__ = [
     "Ticket",
     "TokenEvent",
     "build_engine",
+    "generate",
 ]

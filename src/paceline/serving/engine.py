@@ -113,8 +113,8 @@ class SlotForward(Protocol):
         """Append the tokens of a prompt from `start` on to a slot's text, at most `chunk` of them.
 
         Returns:
-            Logits after the last token of the prompt, float32 [V]. None before the last chunk or on ranks that
-            do not sample.
+            Logits after the last token of the prompt, float32 [V]. None before the last chunk, and on ranks
+            that do not sample.
         """
 
     def decode(self, slots: Sequence[int], tokens: Sequence[int]) -> Sequence[LogitRow] | None:

@@ -9,42 +9,27 @@ mask ("masked"), or the slot's own positions, slot by slot ("by_slot"); never as
 neighbour has, since the length decides in which order a kernel adds. `build_engine` runs a short text cached
 and uncached, and takes `WholeForward` for a model whose logits differ.
 
-Shapes: S rows, of which the first are the slots, P tokens of a chunk, L positions of the cache, H heads of keys, G queries for each of them,
-D width of a head.
+Shapes: S rows, of which the first are the slots, P tokens of a chunk, L positions of the cache, H heads of
+keys, G queries for each of them, D width of a head.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
-from inspect import signature
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from paceline.errors import TaskError
 from paceline.models.positions import positions
 from paceline.parallel.context.context_attention import MULTI_HEAD_BODY
-from paceline.parallel.forward_errors import FORWARD_ERRORS
-from paceline.parallel.state_hash import state_sha256
-from paceline.serving.engine import Engine
-from paceline.serving.sampling import LogitRow, SampledToken
-
-log = logging.getLogger("paceline")
 
 AttentionForm = Literal["masked", "by_slot"]
-
-ModelCall = Callable[[Tensor, Tensor], "Tensor | None"]
-"""Function of tokens and positions, int64 [B, T] both, that returns logits [B, T, V]; None on ranks that do
-not have them.
-"""
 
 
 @dataclass(frozen=True)
@@ -83,17 +68,6 @@ class SlotSettings:
         object.__setattr__(self, "rows", max(self.rows, self.slots))
 
 
-class NotCacheableError(TaskError):
-    """The model cannot run with a cache."""
-
-
-def _refuse(reason: str) -> NotCacheableError:
-    return NotCacheableError(
-        f"the cache of keys and values does not support this attention: {reason}",
-        next_step="use causal attention with is_causal=True and no other mask, or generate without a cache",
-    )
-
-
 class _LayerCache(NamedTuple):
     """Keys and values of one call of attention, [S, H, L, D]."""
 
@@ -117,6 +91,9 @@ class KVCache(TorchFunctionMode):
         self._decodes: Sequence[int] = ()
         self._chunk: tuple[int, int] | None = None  # slot and start
         self._num_calls = 0
+        # During a trial, the first reason why the model cannot use the cache; its forward still completes, so
+        # that no other rank waits for it.
+        self.is_trial, self.refusal = False, ""
         self._causal: dict[tuple[int, torch.dtype], Tensor] = {}
         # 0 where a slot has a position, -inf elsewhere: updated where texts grow, never made anew.
         self._mask_S11L = torch.empty(0)
@@ -191,7 +168,20 @@ class KVCache(TorchFunctionMode):
         with self:
             yield
         if self._num_calls != len(self._layers) or not self._layers:
-            raise _refuse(f"a forward called it {self._num_calls} times, an earlier one {len(self._layers)}")
+            self._refuse(f"a forward called it {self._num_calls} times, an earlier one {len(self._layers)}")
+
+    def _refuse(self, reason: str) -> None:
+        """Note a reason during a trial.
+
+        Raises:
+            TaskError: afterwards, as a model that passed the trial behaves otherwise now.
+        """
+        if not self.is_trial:
+            raise TaskError(
+                f"the cache of keys and values does not support this attention: {reason}",
+                next_step="use causal attention with is_causal=True and no other mask in every forward",
+            )
+        self.refusal = self.refusal or reason
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -230,7 +220,12 @@ class KVCache(TorchFunctionMode):
         if query.dim() == 3:
             x = (part.unsqueeze(1) for part in (query, key, value))
             return self._attend(*x, attn_mask, dropout_p, is_causal, scale, enable_gqa).squeeze(1)
-        self._require_causal(query, key, attn_mask, dropout_p, is_causal)
+        reason = self._find_misfit(query, key, attn_mask, dropout_p, is_causal)
+        if reason:
+            self._refuse(reason)
+            return F.scaled_dot_product_attention(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
         num_sequences, num_heads, num_tokens, width = query.shape
         groups = num_heads // key.shape[1]
         layer = self._next_layer(key, value)
@@ -242,10 +237,10 @@ class KVCache(TorchFunctionMode):
             attended = self._attend_chunk(grouped, key, value, layer, scale)
         return attended.reshape(num_sequences, num_heads, num_tokens, -1)
 
-    def _require_causal(
+    def _find_misfit(
         self, query: Tensor, key: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool
-    ) -> None:
-        """Raise NotCacheableError unless this is causal attention of one chunk, or of one token a row."""
+    ) -> str:
+        """Return why this is not causal attention of one chunk, or of one token a row; empty if it is."""
         num_tokens = query.shape[-2]
         expected = (self.settings.rows, 1) if self._chunk is None else (1, self.settings.chunk)
         reason = ""
@@ -261,8 +256,7 @@ class KVCache(TorchFunctionMode):
             reason = f"a mask of shape {tuple(attn_mask.shape)} is not the causal one"
         elif attn_mask is None and not is_causal and num_tokens > 1:
             reason = "it is not causal"
-        if reason:
-            raise _refuse(reason)
+        return reason
 
     def _next_layer(self, key: Tensor, value: Tensor) -> _LayerCache:
         """Return the cache of the next call of attention; the first chunk allocates it."""
@@ -348,262 +342,3 @@ def _is_causal_mask(mask: Tensor, num_tokens: int) -> bool:
     hides = True if mask.dtype == torch.bool else bool(((mask == 0) | (mask < -1e4)).all())
     causal = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=mask.device).tril()
     return hides and bool((seen == causal).all())
-
-
-class _ForwardOnOneProcess:
-    """Parts of a `SlotForward` that do not depend on the cache.
-
-    Args:
-        call: the model.
-        settings: sizes of the forwards.
-        vocab: number of logits.
-        fingerprint: see `SlotForward`.
-        device: of the model.
-    """
-
-    def __init__(
-        self, call: ModelCall, settings: SlotSettings, vocab: int, fingerprint: str, device: torch.device
-    ) -> None:
-        self._call, self.settings, self.vocab, self.fingerprint = call, settings, vocab, fingerprint
-        self.num_slots, self.chunk, self.context = settings.slots, settings.chunk, settings.context
-        self._device = device
-        self._places_1L = torch.arange(settings.context, device=device)[None]
-
-    def share(self, samples: Sequence[SampledToken] | None, num_samples: int) -> Sequence[SampledToken]:
-        """Return the samples: there is one rank."""
-        assert samples is not None and len(samples) == num_samples
-        return samples
-
-
-class CachedForward(_ForwardOnOneProcess):
-    """Forward of a model with a cache."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.cache = KVCache(self.settings, self._device)
-        self._tokens_S1 = torch.zeros(self.settings.rows, 1, dtype=torch.int64)
-        self._tokens_1P = torch.zeros(1, self.chunk, dtype=torch.int64)
-
-    def clear(self, slot: int) -> None:
-        """Empty a slot."""
-        with torch.inference_mode():
-            self.cache.clear(slot)
-
-    def prefill(self, slot: int, prompt: Sequence[int], start: int) -> LogitRow | None:
-        """Run one chunk of a prompt."""
-        # The last chunk may not pass the end of the context: it then begins earlier.
-        first = min(start, self.context - self.chunk)
-        tokens = prompt[first : first + self.chunk]
-        with torch.inference_mode():
-            self._tokens_1P.zero_()
-            self._tokens_1P[0, : len(tokens)] = torch.tensor(tokens)
-            with self.cache.prefilling(slot, first, len(tokens)):
-                logits_1PV = self._call(
-                    self._tokens_1P.to(self._device), self._places_1L[:, first : first + self.chunk]
-                )
-            is_last = start + self.chunk >= len(prompt)
-            return _row(logits_1PV[0, len(tokens) - 1]) if is_last and logits_1PV is not None else None
-
-    def decode(self, slots: Sequence[int], tokens: Sequence[int]) -> Sequence[LogitRow] | None:
-        """Run one token of every slot."""
-        with torch.inference_mode():
-            self._tokens_S1.zero_()
-            self._tokens_S1[list(slots), 0] = torch.tensor(tokens)
-            places_S1 = self.cache.places
-            with self.cache.decoding(slots):
-                logits_S1V = self._call(self._tokens_S1.to(self._device), places_S1)
-            if logits_S1V is None:
-                return None
-            rows_SV = logits_S1V[:, -1].float().cpu().numpy()
-            return [rows_SV[slot] for slot in slots]
-
-
-class WholeForward(_ForwardOnOneProcess):
-    """Forward of a whole text for every token, for models that cannot have a cache; one text at a time."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._texts: list[list[int]] = [[] for _ in range(self.num_slots)]
-
-    def clear(self, slot: int) -> None:
-        """Forget a text."""
-        self._texts[slot] = []
-
-    def prefill(self, slot: int, prompt: Sequence[int], start: int) -> LogitRow | None:
-        """Run the prompt if this chunk is its last."""
-        self._texts[slot] = list(prompt[: start + self.chunk])
-        return self._run(slot) if start + self.chunk >= len(prompt) else None
-
-    def decode(self, slots: Sequence[int], tokens: Sequence[int]) -> Sequence[LogitRow] | None:
-        """Run each text with its new token."""
-        for slot, token in zip(slots, tokens, strict=True):
-            self._texts[slot].append(token)
-        rows = [self._run(slot) for slot in slots]
-        return None if None in rows else rows
-
-    def _run(self, slot: int) -> LogitRow | None:
-        logits_1TV = self.logits(self._texts[slot])
-        return None if logits_1TV is None else _row(logits_1TV[0, -1])
-
-    def logits(self, text: Sequence[int]) -> Tensor | None:
-        """Return the logits at all positions of a text, [1, T, V]."""
-        tokens_1T = torch.tensor([text], device=self._device)
-        with torch.inference_mode():
-            return self._call(tokens_1T, self._places_1L[:, : len(text)])
-
-
-def _row(logits_V: Tensor) -> LogitRow:
-    return logits_V.float().cpu().numpy()
-
-
-_TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-4}
-_LOW_PRECISION_TOLERANCE = 0.05
-
-
-def build_engine(
-    model: nn.Module,
-    *,
-    context: int,
-    slots: int = 8,
-    chunk: int = 64,
-    attention: AttentionForm = "masked",
-    max_queued: int = 1024,
-) -> Engine:
-    """Return an engine for a causal language model in this process; puts the model into evaluation mode.
-
-    A short text is run with and without the cache. If the logits differ, or the model does not call
-    `scaled_dot_product_attention`, every token is a forward of its whole text; this is logged once. Models of
-    transformers need `attn_implementation="sdpa"`.
-
-    Args:
-        model: maps tokens, int64 [B, T], to logits [B, T, V], or to an object with `logits`. It takes its
-            positions from `paceline.models.positions`, or as the argument `position_ids`.
-        context: longest text that the model takes, in tokens.
-        slots, chunk, attention: see `SlotSettings`.
-        max_queued: most requests that wait for a slot.
-    Raises:
-        TaskError: the logits are not finite, or a setting is wrong.
-    """
-    model.eval()
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    call, settings = model_call(model), SlotSettings(slots, chunk, context, attention)
-    vocab, weights = _count_logits(call, device), state_sha256(model.state_dict())
-    whole = WholeForward(call, settings, vocab, settings_fingerprint(weights, settings), device)
-    text = _trial_text(model, settings, vocab)
-    expected = whole.logits(text)
-    if expected is None or not bool(torch.isfinite(expected).all()):
-        raise TaskError(
-            f"the model's logits are not finite{_describe_bad_weights(model)}",
-            next_step="load the weights of an earlier checkpoint",
-        )
-    for num_rows in _row_counts(slots):
-        settings = replace(settings, rows=num_rows)
-        cached = CachedForward(call, settings, vocab, settings_fingerprint(weights, settings), device)
-        trial = try_cache(cached, text, expected[0])
-        if trial.error or trial.has_equal_rows:
-            break
-    if trial.error:
-        log.warning("generation without a cache, one whole forward for each token: %s", trial.error)
-    elif not trial.has_equal_rows:
-        log.warning(
-            "generation: the bits of a text depend on its slot, as a kernel computes rows differently"
-        )
-    return Engine(whole if trial.error else cached, max_queued=max_queued)
-
-
-def _row_counts(slots: int) -> list[int]:
-    """Return the numbers of rows to try: as many as slots, then up to multiples of 4, 8 and 16."""
-    return list(dict.fromkeys([slots, *(-(-slots // n) * n for n in (4, 8, 16))]))
-
-
-def model_call(model: nn.Module) -> ModelCall:
-    """Return a function that calls a model with tokens, and with positions if it takes them."""
-    names = signature(model.forward).parameters
-    options = {"use_cache": False} if "use_cache" in names else {}
-    takes_positions = "position_ids" in names
-
-    def call(tokens_BT: Tensor, places_BT: Tensor) -> Tensor:
-        named = {**options, "position_ids": places_BT} if takes_positions else options
-        output: Any = model(tokens_BT, **named)
-        logits: Tensor = output if isinstance(output, Tensor) else output.logits
-        return logits
-
-    return call
-
-
-def settings_fingerprint(weights_sha256: str, settings: SlotSettings) -> str:
-    """Return a hash of weights, settings and what else the bits of logits depend on."""
-    facts = {
-        "weights": weights_sha256,
-        **asdict(settings),
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-        "cpu": torch.backends.cpu.get_cpu_capability(),
-    }
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _count_logits(call: ModelCall, device: torch.device) -> int:
-    zero_11 = torch.zeros(1, 1, dtype=torch.int64, device=device)
-    with torch.inference_mode():
-        logits_11V = call(zero_11, zero_11)
-    assert logits_11V is not None
-    return logits_11V.shape[-1]
-
-
-def _trial_text(model: nn.Module, settings: SlotSettings, vocab: int) -> list[int]:
-    """Return tokens of two chunks and three more, if the context has room."""
-    tables = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
-    num_known = min([vocab, *tables])
-    length = min(settings.context, settings.chunk + settings.chunk // 2 + 4)
-    return [(7919 * place + 13) % num_known for place in range(length)]
-
-
-class CacheTrial(NamedTuple):
-    """Result of `try_cache`.
-
-    Args:
-        error: why the model cannot run with a cache; empty if it can.
-        has_equal_rows: equal texts have the same bits in all slots.
-    """
-
-    error: str
-    has_equal_rows: bool = True
-
-
-def try_cache(cached: CachedForward, text: Sequence[int], expected_TV: Tensor) -> CacheTrial:
-    """Run a text in all slots, the last three tokens one by one; all slots are empty afterwards.
-
-    Args:
-        expected_TV: logits of a forward of the whole text.
-    """
-    num_prompt, slots = max(1, len(text) - 3), range(cached.num_slots)
-    try:
-        for start in range(0, num_prompt, cached.chunk):
-            last = cached.prefill(0, text[:num_prompt], start)
-        with torch.inference_mode():
-            for slot in slots[1:]:
-                cached.cache.copy_slot(0, slot)
-        steps = [cached.decode(slots, [token] * len(slots)) for token in text[num_prompt:]]
-    except (*FORWARD_ERRORS, NotCacheableError) as error:
-        return CacheTrial(f"{type(error).__name__}: {error}")
-    finally:
-        for slot in slots:
-            cached.clear(slot)
-    rows = [last, *(step[0] for step in steps if step is not None)]
-    expected = expected_TV[num_prompt - 1 :].float().cpu()
-    got = torch.stack([torch.from_numpy(row) for row in rows if row is not None])
-    tolerance = _TOLERANCES.get(expected_TV.dtype, _LOW_PRECISION_TOLERANCE)
-    difference = float((got - expected).abs().max() / expected.abs().max())
-    if not difference <= tolerance:
-        return CacheTrial(f"logits differ by {difference:.1e} of the largest, more than {tolerance:.1e}")
-    unequal = (not (row == step[0]).all() for step in steps if step is not None for row in step)
-    return CacheTrial("", not any(unequal))
-
-
-def _describe_bad_weights(model: nn.Module) -> str:
-    """Return which weight is not finite."""
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    bad = (name for name, x in tensors if x.is_floating_point() and not bool(torch.isfinite(x).all()))
-    name = next(bad, "")
-    return f": '{name}' has values that are not finite" if name else ""

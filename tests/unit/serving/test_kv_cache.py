@@ -13,16 +13,9 @@ from torch import Tensor, nn
 from paceline.errors import TaskError
 from paceline.models import positions
 from paceline.serving.engine import GenerationRequest
-from paceline.serving.kv_cache import (
-    CachedForward,
-    KVCache,
-    SlotSettings,
-    WholeForward,
-    build_engine,
-    model_call,
-    try_cache,
-)
+from paceline.serving.kv_cache import KVCache, SlotSettings
 from paceline.serving.sampling import SamplingOptions
+from paceline.serving.slot_forward import CachedForward, WholeForward, build_engine, model_call, try_cache
 from tests.request_mixes import VOCAB, cached_forward, small_gpt
 
 CONTEXT, WIDTH = 48, 32

@@ -89,7 +89,7 @@ Window = Callable[[list[int], SamplingOptions], int]
 
 
 def penalty_of_window_is_right(sample_token: Callable[..., Any]) -> bool:
-    """Compare with the definition: tokens of the last n places; logits divided if positive, else multiplied."""
+    """Compare with the definition: tokens of the last n places; positive logits are divided."""
     for length in (1, 3, 4, 9):
         for window in (0, 1, 4, 100):
             text = [(7 * i) % V for i in range(length)]

@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -109,11 +109,10 @@ class ServerProcess(Client):
             except OSError:
                 return False
 
-        try:
+        with ExitStack() as stack:
+            stack.callback(self._command.kill)
             wait_until(is_ready)
-        except BaseException:
-            self._command.kill()
-            raise
+            stack.pop_all()
         return self
 
     def __exit__(self, *error: object) -> None:

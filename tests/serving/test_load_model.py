@@ -18,8 +18,7 @@ from paceline.models.gpt import GPT
 from paceline.serving import GenerationRequest, SamplingOptions, build_engine
 from paceline.serving.answers import Answer, encode_prompt
 from paceline.serving.kv_cache import SlotSettings
-from paceline.serving.load_model import ServedModel, load_served_model
-from paceline.serving.slot_memory import plan_slots
+from paceline.serving.load_model import ServedModel, load_served_model, plan_slots
 from tests import commands
 
 PROMPT = "import a"
@@ -59,8 +58,8 @@ def test_a_run_a_checkpoint_and_an_export_are_the_same_model(gpt_run: Path, tmp_
         assert served.model.head.weight is served.model.embed.weight
         assert all(is_mapped(p) for p in served.model.parameters())
     planned = plan_slots(models[0].model, SlotSettings(3, 16, 100))
-    cache = build_engine(models[1].model, context=100, slots=3, chunk=16).forward.cache  # type: ignore[attr-defined]
-    assert planned.cache == cache.num_bytes
+    forward: Any = build_engine(models[1].model, context=100, slots=3, chunk=16).forward
+    assert planned.cache == forward.cache.num_bytes
 
 
 def damaged(gpt_run: Path, tmp_path: Path, offset_from_end: int) -> Path:

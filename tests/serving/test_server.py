@@ -317,7 +317,7 @@ def test_a_chat_is_the_completion_of_its_rendered_template(chat_client: Client) 
 def test_a_template_cannot_leave_its_sandbox() -> None:
     import jinja2
 
-    from paceline.serving.completion_api import compile_template
+    from paceline.serving.answers import compile_template
 
     for text in ("{{ messages.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ range(10**9) | list }}"):
         with pytest.raises((jinja2.TemplateError, OverflowError)):

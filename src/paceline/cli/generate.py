@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -278,17 +279,10 @@ def serve(
             f"paceline serve needs starlette, uvicorn, jinja2 and prometheus-client: {error}",
             next_step="pip install 'paceline[serve]'",
         ) from error
-    from paceline.job.addresses import format_address, listen_at
+    from paceline.job.addresses import format_address
 
     token = read_token(token_file, insecure=True, nodes=1)
-    try:
-        listener = listen_at(host, port, backlog=2048)
-    except OSError as error:
-        raise DataError(
-            f"cannot listen at {host}, port {port}: {error.strerror or error}",
-            next_step="choose another --port, or --port 0 for any that is free",
-        ) from error
-    with listener:
+    with _listen(host, port) as listener:
         name, number = listener.getsockname()[:2]
         is_loopback = name.startswith("127.") or name == "::1"
         if not is_loopback and not token:
@@ -314,6 +308,23 @@ def serve(
         signal.signal(signal.SIGTERM, lambda number, frame: None)
         signal.signal(signal.SIGINT, lambda number, frame: None)
         server.run(sockets=[listener])
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens.
+
+    Raises:
+        DataError: it cannot listen there.
+    """
+    from paceline.job.addresses import listen_at
+
+    try:
+        return listen_at(host, port, backlog=2048)
+    except OSError as error:
+        raise DataError(
+            f"cannot listen at {host}, port {port}: {error.strerror or error}",
+            next_step="choose another --port, or --port 0 for any that is free",
+        ) from error
 
 
 def chat(

@@ -67,8 +67,7 @@ def memory(
 def _show_slots(model: Any, slots: int, chunk: int, context: int | None, *, as_json: bool) -> None:
     """Print the memory of a served model."""
     from paceline.serving.kv_cache import SlotSettings
-    from paceline.serving.load_model import model_limits
-    from paceline.serving.slot_memory import plan_slots
+    from paceline.serving.load_model import model_limits, plan_slots
 
     settings = SlotSettings(slots, chunk, context or model_limits(model)[0])
     plan = plan_slots(model, settings)

@@ -5,21 +5,24 @@ are compared as in training. Invariant: no hub is contacted, nothing is unpickle
 runs; only a run of a task of your own runs its build function, as `paceline evaluate` does.
 
 Refused: a tokenizer with another vocabulary than that of the weights, one with more tokens than the output
-layer has rows, and weights that are not finite.
+layer has rows, and weights that are not finite. The memory of a served model is known before it is loaded:
+keys and values of slots are allocated once and never grow.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from paceline.checkpoint.checkpoint_reader import map_checkpoint
 from paceline.checkpoint.model_weights import WhichWeights, find_checkpoint, model_weights_of
@@ -51,7 +54,9 @@ from paceline.models.initialize import replace_parameters
 from paceline.observe.process_info import cache_folder
 from paceline.recipe.recipe_loading import load_recipe
 from paceline.recipe.toml_text import parse_toml
+from paceline.report.number_format import format_bytes
 from paceline.report.run_files import RECIPE
+from paceline.serving.kv_cache import SlotSettings, model_call
 from paceline.serving.text_stream import ServingTokenizer
 from paceline.session.arguments import resolve_run
 from paceline.session.checkpointing import checkpoint_files
@@ -459,12 +464,98 @@ def _read_chat_template(folder: Path | None) -> tuple[str | None, Mapping[str, s
         raise DataError(
             f"cannot read the chat template: {error}", where=str(folder), next_step="export the folder again"
         ) from error
-    if isinstance(template, list):  # several by name
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
-    markers = {
-        key: value if isinstance(value, str) else value.get("content", "")
-        for key, value in config.items()
-        if key.endswith("_token") and isinstance(value, str | dict)
-    }
-    return template if isinstance(template, str) else None, markers
+    if type(template) is list:  # several by name
+        named = (entry for entry in template if type(entry) is dict and entry.get("name") == "default")
+        template = next(named, {}).get("template")
+    markers = {}
+    for name, value in config.items():
+        match value:
+            case str(text) | {"content": str(text)} if name.endswith("_token"):
+                markers[name] = text
+    return template if type(template) is str else None, markers
+
+
+@dataclass(frozen=True)
+class SlotMemory:
+    """The bytes of a served model.
+
+    Args:
+        weights: parameters and buffers; of a mapped file, pages that other processes share.
+        cache: keys and values of all slots over the whole context.
+        masks: of attention, for all slots and for a chunk.
+        logits: of one token of every slot, and of a chunk.
+    """
+
+    weights: int
+    cache: int
+    masks: int
+    logits: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return sum(asdict(self).values())
+
+    def lines(self, settings: SlotSettings) -> list[str]:
+        """Return the table for a terminal."""
+        slot = format_bytes(self.cache // settings.slots)
+        what = {
+            "weights": "",
+            "cache": f"  {settings.slots} slots of {slot}: {settings.context} tokens of keys and values",
+            "masks": "",
+            "logits": "",
+            "total": "",
+        }
+        values = {**asdict(self), "total": self.total}
+        return [f"{name:<8}{format_bytes(values[name]):>12}{note}" for name, note in what.items()]
+
+
+class _AttentionShapes(TorchFunctionMode):
+    """The sizes of keys and values of each call of attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes_per_token = 0
+        self.groups = self.itemsize = 1
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is F.scaled_dot_product_attention:
+            query, key, value = args[:3]
+            for part in (key, value):
+                self.bytes_per_token += part.shape[-3] * part.shape[-1] * part.element_size()
+            self.groups, self.itemsize = query.shape[-3] // key.shape[-3], key.element_size()
+        return func(*args, **(kwargs or {}))
+
+
+def plan_slots(model: nn.Module, settings: SlotSettings) -> SlotMemory:
+    """Return the memory of a model and its slots; one chunk runs on tensors without storage.
+
+    Args:
+        model: as for `build_engine`; its tensors are moved to the device `meta`.
+        settings: of the engine.
+    Raises:
+        TaskError: the model does not call `scaled_dot_product_attention`, so it has no cache.
+    """
+    weights = sum(tensor.nbytes for tensor in {id(t): t for t in _tensors(model)}.values())
+    tokens = torch.zeros(1, settings.chunk, dtype=torch.int64, device="meta")
+    shapes = _AttentionShapes()
+    with torch.inference_mode(), shapes:
+        logits = model_call(model.to("meta").eval())(tokens, tokens)
+    if not shapes.bytes_per_token or logits is None:
+        raise TaskError(
+            f"{type(model).__name__} does not call scaled_dot_product_attention, so it has no cache",
+            next_step="its slots need no memory but that of a forward",
+        )
+    slots, context, chunk = settings.slots, settings.context, settings.chunk
+    return SlotMemory(
+        weights=weights,
+        cache=slots * context * shapes.bytes_per_token,
+        masks=(slots + shapes.groups * chunk) * context * shapes.itemsize,
+        logits=(slots + chunk) * logits.shape[-1] * logits.element_size(),
+    )
+
+
+def _tensors(model: nn.Module) -> list[torch.Tensor]:
+    return [*model.parameters(), *model.buffers()]

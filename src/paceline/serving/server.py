@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
+import jinja2  # noqa: F401, so that a missing one is found before the model is loaded
 import uvicorn
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
@@ -36,8 +37,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from paceline.errors import PacelineError, QueueFullError, RequestError
-from paceline.serving.answers import Answer, AnswerPart
-from paceline.serving.completion_api import ChatApi, CompletionApi, PreparedRequest, parse_json
+from paceline.serving.answers import (
+    Answer,
+    AnswerPart,
+    ChatApi,
+    CompletionApi,
+    PreparedRequest,
+    parse_json,
+)
 from paceline.serving.engine import Engine
 from paceline.serving.engine_thread import (
     EngineThread,
@@ -442,15 +449,21 @@ class _BodyError(RequestError):
 
 def _status_of(error: PacelineError) -> tuple[int, str, dict[str, str]]:
     """Return the HTTP status of an error, its code, and headers."""
-    if isinstance(error, _BodyError):
-        return error.status, "body", {"Connection": "close"}
-    if isinstance(error, LateAnswerError):
-        return 504, "timeout", {}
-    if isinstance(error, QueueFullError):
-        return 429, "queue_full", {}
-    if isinstance(error, UnavailableError) or not isinstance(error, RequestError):
-        return 503, "unavailable", {"Retry-After": "5"}
-    return (404, "model_not_found", {}) if error.parameter == "model" else (400, "", {})
+    match error:
+        case _BodyError():
+            return error.status, "body", {"Connection": "close"}
+        case LateAnswerError():
+            return 504, "timeout", {}
+        case QueueFullError():
+            return 429, "queue_full", {}
+        case UnavailableError():
+            return 503, "unavailable", {"Retry-After": "5"}
+        case RequestError(parameter="model"):
+            return 404, "model_not_found", {}
+        case RequestError():
+            return 400, "", {}
+        case _:
+            return 503, "unavailable", {"Retry-After": "5"}
 
 
 def _event(value: Mapping[str, Any]) -> str:

@@ -56,7 +56,8 @@ from paceline.recipe.recipe_loading import load_recipe
 from paceline.recipe.toml_text import parse_toml
 from paceline.report.number_format import format_bytes
 from paceline.report.run_files import RECIPE
-from paceline.serving.kv_cache import SlotSettings, model_call
+from paceline.serving.kv_cache import SlotSettings
+from paceline.serving.slot_forward import model_call
 from paceline.serving.text_stream import ServingTokenizer
 from paceline.session.arguments import resolve_run
 from paceline.session.checkpointing import checkpoint_files
@@ -226,9 +227,11 @@ def _load_run(
 ) -> _Parts:
     if not place.exists():
         raise CheckpointError(f"'{place}' does not exist", next_step="name a run, an export or a folder")
-    path = resolve_run(place)
-    assert path is not None
-    folder = run_folder_of(path)
+    try:
+        path = resolve_run(place) or place
+        folder = run_folder_of(path)
+    except DataError:  # it has no runs in it, either
+        path = folder = place
     if not (folder / RECIPE).is_file():
         raise CheckpointError(
             f"'{place}' has neither {RECIPE} nor {_CONFIG}",
@@ -498,10 +501,11 @@ class SlotMemory:
 
     def lines(self, settings: SlotSettings) -> list[str]:
         """Return the table for a terminal."""
-        slot = format_bytes(self.cache // settings.slots)
+        slot, most = format_bytes(self.cache // settings.rows), -(-settings.slots // 16) * 16
+        more = f"; some processors need up to {most}" if most > settings.rows else ""
         what = {
             "weights": "",
-            "cache": f"  {settings.slots} slots of {slot}: {settings.context} tokens of keys and values",
+            "cache": f"  {settings.rows} slots of {slot}: keys and values of {settings.context} tokens{more}",
             "masks": "",
             "logits": "",
             "total": "",
@@ -548,12 +552,12 @@ def plan_slots(model: nn.Module, settings: SlotSettings) -> SlotMemory:
             f"{type(model).__name__} does not call scaled_dot_product_attention, so it has no cache",
             next_step="its slots need no memory but that of a forward",
         )
-    slots, context, chunk = settings.slots, settings.context, settings.chunk
+    rows, context, chunk = settings.rows, settings.context, settings.chunk
     return SlotMemory(
         weights=weights,
-        cache=slots * context * shapes.bytes_per_token,
-        masks=(slots + shapes.groups * chunk) * context * shapes.itemsize,
-        logits=(slots + chunk) * logits.shape[-1] * logits.element_size(),
+        cache=rows * context * shapes.bytes_per_token,
+        masks=(rows + shapes.groups * chunk) * context * shapes.itemsize,
+        logits=(rows + chunk) * logits.shape[-1] * logits.element_size(),
     )
 
 

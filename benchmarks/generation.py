@@ -92,7 +92,7 @@ def run_transformers(model: nn.Module, texts: Tensor, num_tokens: int) -> float:
 
 def usual_engine(model: nn.Module, slots: int) -> Engine:
     """Return an engine that attends as a usual batch."""
-    settings = SlotSettings(slots, _PROMPT, _CONTEXT)
+    settings = SlotSettings(slots, _PROMPT, _CONTEXT, "masked")
     forward = CachedForward(model_call(model), model, settings, _VOCAB, "", torch.device("cpu"))
     forward.cache = UsualBatch(settings, torch.device("cpu"), model)
     return Engine(forward)
@@ -104,10 +104,10 @@ def sides(size: str, num_texts: int, num_tokens: int) -> list[Side]:
     lists = texts.tolist()
     build: Callable[..., Engine] = partial(build_engine, context=_CONTEXT, slots=num_texts, chunk=_PROMPT)
     engines = {
-        "engine, masked": build(model),
-        "engine, slot by slot": build(model, attention="by_slot"),
+        "engine, masked": build(model, attention="masked"),
+        "engine, slot by slot": build(model),
         "engine, usual batch": usual_engine(model, num_texts),
-        "engine, masked, Paceline's GPT": build(own_gpt(size)),
+        "engine, slot by slot, Paceline's GPT": build(own_gpt(size)),
     }
     return [
         Side("transformers", partial(run_transformers, model, texts, num_tokens)),
@@ -154,7 +154,7 @@ def measure(options: Options) -> Report:
             repeats=1 if options.quick else 5,
             steps=1,
             warmup=1,
-            budget_seconds=90.0,
+            budget_seconds=45.0,
         )
         title = f"{size} parameters, {num_texts} texts of {_PROMPT} + {num_tokens} tokens, context {_CONTEXT}"
         tables.append(rates(title, found, num_texts * num_tokens))

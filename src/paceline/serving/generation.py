@@ -40,7 +40,7 @@ def generate(
     context: int,
     slots: int = 8,
     chunk: int = 64,
-    attention: AttentionForm = "masked",
+    attention: AttentionForm = "by_slot",
 ) -> list[list[int]]:
     """Continue prompts, with averaged weights if there are any, else those of the first replica; collective.
 

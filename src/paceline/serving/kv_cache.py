@@ -51,7 +51,7 @@ class SlotSettings:
     slots: int = 8
     chunk: int = 64
     context: int = 1024
-    attention: AttentionForm = "masked"
+    attention: AttentionForm = "by_slot"
     rows: int = 0
 
     def __post_init__(self) -> None:
@@ -356,16 +356,17 @@ class KVCache(TorchFunctionMode):
         layer.values[self._rows_S, :, self._lengths_S] = value[:, :, 0]
         if self.settings.attention == "masked":
             return self._attend_masked(query, layer, scale)
-        attended = query.new_zeros(*query.shape[:-1], value.shape[-1])
+        # Rows without a text get zeros, which nothing reads.
+        parts = [query.new_zeros(1, *query.shape[1:-1], value.shape[-1])] * len(query)
         for slot in self._decodes:
             stop = self._lengths[slot] + 1
-            attended[slot] = F.scaled_dot_product_attention(
+            parts[slot] = F.scaled_dot_product_attention(
                 query[slot : slot + 1],
                 layer.keys[slot : slot + 1, :, :stop],
                 layer.values[slot : slot + 1, :, :stop],
                 scale=scale,
-            )[0]
-        return attended
+            )
+        return torch.cat(parts)
 
     def _attend_masked(self, query: Tensor, layer: _LayerCache, scale: float | None) -> Tensor:
         """Attend to the whole cache under the mask, as two batched products.

@@ -199,7 +199,7 @@ def build_engine(
     context: int,
     slots: int = 8,
     chunk: int = 64,
-    attention: AttentionForm = "masked",
+    attention: AttentionForm = "by_slot",
     max_queued: int = 1024,
 ) -> Engine:
     """Return an engine for a causal language model in this process; puts the model into evaluation mode.

@@ -29,6 +29,7 @@ NAMES = (
     "heap",
     "checkpoint",
     "loader",
+    "generation",
     "lab",
     "stage_messages",
     "route",

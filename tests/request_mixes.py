@@ -36,8 +36,8 @@ def cached_forward(
     model: nn.Module, settings: SlotSettings, cache: type[KVCache] = KVCache, vocab: int = VOCAB
 ) -> CachedForward:
     """Return the forward of a model with a given class of cache."""
-    forward = CachedForward(model_call(model), settings, vocab, "", torch.device("cpu"))
-    forward.cache = cache(settings, torch.device("cpu"))
+    forward = CachedForward(model_call(model), model, settings, vocab, "", torch.device("cpu"))
+    forward.cache = cache(settings, torch.device("cpu"), model)
     return forward
 
 

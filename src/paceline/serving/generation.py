@@ -40,7 +40,7 @@ def generate(
     context: int,
     slots: int = 8,
     chunk: int = 64,
-    attention: AttentionForm = "masked",
+    attention: AttentionForm = "by_slot",
 ) -> list[list[int]]:
     """Continue prompts, with averaged weights if there are any, else those of the first replica; collective.
 
@@ -90,7 +90,7 @@ def _build_engine(session: Session, team: RankGroup, settings: SlotSettings) -> 
     logits = call(zero_11, zero_11)
     vocab = next(int(text) for text in gather("" if logits is None else str(logits.shape[-1])) if text)
     # Not inference_mode: ZeRO-3 frees and fills the memory of parameters around every block.
-    whole = WholeForward(call, settings, vocab, "", device, gather, torch.no_grad)
+    whole = WholeForward(call, model, settings, vocab, "", device, gather, torch.no_grad)
     text = trial_text(model, settings, vocab)
     expected = whole.logits(text)
     forward = choose_forward(whole, text, None if expected is None else expected[0], "")

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -51,7 +51,7 @@ class SlotSettings:
     slots: int = 8
     chunk: int = 64
     context: int = 1024
-    attention: AttentionForm = "masked"
+    attention: AttentionForm = "by_slot"
     rows: int = 0
 
     def __post_init__(self) -> None:
@@ -79,11 +79,19 @@ class KVCache(TorchFunctionMode):
     """Keys and values of all slots on one rank, and the mode in which a model uses them.
 
     Memory is allocated by the first chunk, for all slots and the whole context, and never again.
+
+    Args:
+        settings: sizes of the forwards.
+        device: of the model.
+        model: a model of transformers with `attn_implementation="sdpa"` calls the cache as its attention
+            function; all others run in the mode, in which every function goes through Python.
     """
 
-    def __init__(self, settings: SlotSettings, device: torch.device) -> None:
+    def __init__(self, settings: SlotSettings, device: torch.device, model: nn.Module | None = None) -> None:
         super().__init__()
         self.settings, self._device = settings, device
+        uses_interface = getattr(getattr(model, "config", None), "_attn_implementation", None) == "sdpa"
+        self._config: Any = model.config if model is not None and uses_interface else None
         self._layers: list[_LayerCache] = []
         self._lengths = [0] * settings.rows
         self._lengths_S = torch.zeros(settings.rows, dtype=torch.int64, device=device)
@@ -165,10 +173,47 @@ class KVCache(TorchFunctionMode):
     @contextmanager
     def _forward(self) -> Iterator[None]:
         self._num_calls = 0
-        with self:
+        with self if self._config is None else self._attention_interface():
             yield
         if self._num_calls != len(self._layers) or not self._layers:
             self._refuse(f"a forward called it {self._num_calls} times, an earlier one {len(self._layers)}")
+
+    @contextmanager
+    def _attention_interface(self) -> Iterator[None]:
+        """Return the context manager in which the model of transformers calls this cache."""
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        name, before = f"paceline_cache_{id(self)}", self._config._attn_implementation
+        ALL_ATTENTION_FUNCTIONS[name] = self._attend_in_transformers
+        self._config._attn_implementation = name
+        try:
+            yield
+        finally:
+            self._config._attn_implementation = before
+            del ALL_ATTENTION_FUNCTIONS[name]
+
+    def _attend_in_transformers(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        is_causal: bool | None = None,
+        sliding_window: int | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, None]:
+        """Attend as an attention function of transformers; returns [B, T, H, D]."""
+        if sliding_window is not None and sliding_window < self.settings.context:
+            self._refuse(f"a sliding window of {sliding_window} positions")
+        biases = [name for name in ("position_bias", "softcap", "s_aux") if options.get(name) is not None]
+        if biases:
+            self._refuse(f"it has the option {biases[0]}")
+        is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        attended = self._attend(query, key, value, attention_mask, dropout, is_causal, scaling)
+        return attended.transpose(1, 2).contiguous(), None
 
     def _refuse(self, reason: str) -> None:
         """Note a reason during a trial.
@@ -223,6 +268,7 @@ class KVCache(TorchFunctionMode):
         reason = self._find_misfit(query, key, attn_mask, dropout_p, is_causal)
         if reason:
             self._refuse(reason)
+            enable_gqa = enable_gqa or query.shape[1] != key.shape[1]
             return F.scaled_dot_product_attention(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
@@ -310,16 +356,17 @@ class KVCache(TorchFunctionMode):
         layer.values[self._rows_S, :, self._lengths_S] = value[:, :, 0]
         if self.settings.attention == "masked":
             return self._attend_masked(query, layer, scale)
-        attended = query.new_zeros(*query.shape[:-1], value.shape[-1])
+        # Rows without a text get zeros, which nothing reads.
+        parts = [query.new_zeros(1, *query.shape[1:-1], value.shape[-1])] * len(query)
         for slot in self._decodes:
             stop = self._lengths[slot] + 1
-            attended[slot] = F.scaled_dot_product_attention(
+            parts[slot] = F.scaled_dot_product_attention(
                 query[slot : slot + 1],
                 layer.keys[slot : slot + 1, :, :stop],
                 layer.values[slot : slot + 1, :, :stop],
                 scale=scale,
-            )[0]
-        return attended
+            )
+        return torch.cat(parts)
 
     def _attend_masked(self, query: Tensor, layer: _LayerCache, scale: float | None) -> Tensor:
         """Attend to the whole cache under the mask, as two batched products.

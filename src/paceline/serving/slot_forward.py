@@ -53,7 +53,8 @@ class _ModelForward:
     """Parts of a `SlotForward` that do not depend on the cache.
 
     Args:
-        call: the model.
+        call: of the model.
+        model: the modules, of which only the configuration is read.
         settings: sizes of the forwards.
         vocab: number of logits.
         fingerprint: see `SlotForward`.
@@ -65,6 +66,7 @@ class _ModelForward:
     def __init__(
         self,
         call: ModelCall,
+        model: nn.Module,
         settings: SlotSettings,
         vocab: int,
         fingerprint: str,
@@ -73,6 +75,7 @@ class _ModelForward:
         without_gradients: Callable[[], AbstractContextManager[Any]] = torch.inference_mode,
     ) -> None:
         self._gather, self.without_gradients = gather, without_gradients
+        self._model = model
         self._call, self.settings, self.vocab, self.fingerprint = call, settings, vocab, fingerprint
         self.num_slots, self.chunk, self.context = settings.slots, settings.chunk, settings.context
         self._device = device
@@ -101,7 +104,7 @@ class CachedForward(_ModelForward):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.cache = KVCache(self.settings, self._device)
+        self.cache = KVCache(self.settings, self._device, self._model)
         self._tokens_S1 = torch.zeros(self.settings.rows, 1, dtype=torch.int64)
         self._tokens_1P = torch.zeros(1, self.chunk, dtype=torch.int64)
 
@@ -151,7 +154,8 @@ class WholeForward(_ModelForward):
         settings = replace(self.settings, rows=num_rows)
         fingerprint = settings_fingerprint(weights, settings)
         return CachedForward(
-            self._call, settings, self.vocab, fingerprint, self._device, self._gather, self.without_gradients
+            *(self._call, self._model, settings, self.vocab, fingerprint),
+            *(self._device, self._gather, self.without_gradients),
         )
 
     def clear(self, slot: int) -> None:
@@ -195,7 +199,7 @@ def build_engine(
     context: int,
     slots: int = 8,
     chunk: int = 64,
-    attention: AttentionForm = "masked",
+    attention: AttentionForm = "by_slot",
     max_queued: int = 1024,
 ) -> Engine:
     """Return an engine for a causal language model in this process; puts the model into evaluation mode.
@@ -217,7 +221,7 @@ def build_engine(
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     call, settings = model_call(model), SlotSettings(slots, chunk, context, attention)
     vocab, weights = _count_logits(call, device), state_sha256(model.state_dict())
-    whole = WholeForward(call, settings, vocab, settings_fingerprint(weights, settings), device)
+    whole = WholeForward(call, model, settings, vocab, settings_fingerprint(weights, settings), device)
     text = trial_text(model, settings, vocab)
     expected = whole.logits(text)
     if expected is None or not bool(torch.isfinite(expected).all()):

@@ -84,13 +84,13 @@ class FusedKernel(KVCache):
 
 @pytest.mark.parametrize("cache", [OldTextVisible, AsLongAsTheLongest])
 def test_twins_of_the_cache_are_found(cache: type[KVCache]) -> None:
-    assert count_wrong_texts(recording_engine(SlotSettings(4, 8, 64), cache), num_mixes=2) > 0
+    assert count_wrong_texts(recording_engine(SlotSettings(4, 8, 64, "masked"), cache), num_mixes=2) > 0
 
 
 def test_draws_from_a_stream_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = random.Random(0)
     monkeypatch.setattr(sampling, "draw_uniform", lambda *key: stream.random())
-    assert count_wrong_texts(recording_engine(SlotSettings(4, 8, 64)), num_mixes=1) > 0
+    assert count_wrong_texts(recording_engine(SlotSettings(4, 8, 64, "masked")), num_mixes=1) > 0
 
 
 @pytest.mark.parametrize("attention", ["masked", "by_slot"])
@@ -169,7 +169,7 @@ def test_the_fingerprint_depends_on_weights_and_settings() -> None:
         build_engine(small_gpt(), context=64, slots=4, chunk=8),
         build_engine(small_gpt(), context=64, slots=4, chunk=8),
         build_engine(small_gpt(), context=64, slots=4, chunk=16),
-        build_engine(small_gpt(), context=64, slots=4, chunk=8, attention="by_slot"),
+        build_engine(small_gpt(), context=64, slots=4, chunk=8, attention="masked"),
     ]
     model = small_gpt()
     model.norm.weight.data[0] += 1e-6

@@ -102,7 +102,7 @@ NAMES = ["gpt-rotary", "gpt-learned", "encoder", "multi-head", "llama", "gpt2"]
 
 def forwards(model: nn.Module, settings: SlotSettings) -> tuple[CachedForward, WholeForward]:
     model.eval()
-    whole = WholeForward(model_call(model), settings, VOCAB, "", torch.device("cpu"))
+    whole = WholeForward(model_call(model), model, settings, VOCAB, "", torch.device("cpu"))
     return cached_forward(model, settings), whole
 
 
@@ -155,7 +155,7 @@ def test_the_trial_finds_a_broken_cache(twin: str) -> None:
     if twin == "off by one":
         cached.cache = OffByOne(settings, torch.device("cpu"))
     elif twin == "left padding":
-        cached = LeftPadded(model_call(model), settings, VOCAB, "", torch.device("cpu"))
+        cached = LeftPadded(model_call(model), model, settings, VOCAB, "", torch.device("cpu"))
     text = [(7 * i) % VOCAB for i in range(17)]
     logits = whole.logits(text)
     assert logits is not None

@@ -30,6 +30,7 @@ NAMES = (
     "checkpoint",
     "loader",
     "generation",
+    "serving",
     "lab",
     "stage_messages",
     "route",

@@ -129,6 +129,11 @@ class ServerProcess(Client):
         self.terminate()
         return self._command.wait(SECONDS)
 
+    def private_bytes(self) -> int:
+        """Return the memory that only this process has."""
+        lines = Path(f"/proc/{self._command.pid}/smaps_rollup").read_text().splitlines()
+        return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Private_Dirty"))
+
     def communicate(self) -> tuple[str, str]:
         """Return what it printed."""
         return self._command.communicate(SECONDS)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +32,7 @@ _GREEDY = SamplingOptions(temperature=0.0)
 class UsualBatch(KVCache):
     """Cache whose slots all attend to as many positions as the longest text has."""
 
-    def _attend_masked(self, query, layer, scale):  # type: ignore[no-untyped-def]
+    def _attend_masked(self, query: Tensor, layer: Any, scale: float | None) -> Tensor:
         stop = max(self._lengths) + 1
         mask = self._mask_S11L[..., :stop]
         return F.scaled_dot_product_attention(
@@ -79,7 +80,7 @@ def run_engine(engine: Engine, texts: Sequence[Sequence[int]], num_tokens: int) 
 def run_transformers(model: nn.Module, texts: Tensor, num_tokens: int) -> float:
     """Continue all texts by transformers' cached generate."""
     with torch.inference_mode():
-        found = model.generate(  # type: ignore[operator]
+        found = model.generate(
             texts,
             attention_mask=torch.ones_like(texts),
             max_new_tokens=num_tokens,

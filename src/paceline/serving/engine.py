@@ -253,11 +253,11 @@ class Engine:
         events: list[TokenEvent] = []
         for ticket in waiting:
             prompt, slot = ticket.request.prompt, ticket.slot
-            while num_left and slot is not None and not ticket.decodes:
+            while num_left and slot is not None and ticket.num_prefilled < len(prompt):
                 logits_V = self.forward.prefill(slot, prompt, ticket.num_prefilled)
                 ticket.num_prefilled = min(ticket.num_prefilled + self.forward.chunk, len(prompt))
                 num_left -= 1
-                if ticket.decodes:
+                if ticket.num_prefilled == len(prompt):
                     events += self._sample([ticket], None if logits_V is None else [logits_V])
         return events
 

@@ -263,8 +263,8 @@ class KVCache(TorchFunctionMode):
     ) -> Tensor:
         """Store keys and values, [B, H, T, D], and attend to those of the slot's whole text."""
         if query.dim() == 3:
-            x = (part.unsqueeze(1) for part in (query, key, value))
-            return self._attend(*x, attn_mask, dropout_p, is_causal, scale, enable_gqa).squeeze(1)
+            q, k, v = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
+            return self._attend(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa).squeeze(1)
         reason = self._find_misfit(query, key, attn_mask, dropout_p, is_causal)
         if reason:
             self._refuse(reason)

@@ -83,20 +83,20 @@ class _ModelForward:
 
     def share(self, samples: Sequence[SampledToken] | None, num_samples: int) -> Sequence[SampledToken]:
         """Return the samples of the rank that has some."""
-        shared = self.agree(samples)
-        assert len(shared) == num_samples
-        return shared if shared is samples else [_sample_from_json(row) for row in shared]
+        texts = self._gather("" if samples is None else json.dumps(samples))
+        if len(texts) == 1 and samples is not None:
+            return samples
+        rows = json.loads(next(filter(None, texts)))
+        assert len(rows) == num_samples
+        return [
+            SampledToken(token, logprob, tuple(map(tuple, likeliest))) for token, logprob, likeliest in rows
+        ]
 
     def agree_all(self, trial: CacheTrial) -> CacheTrial:
         """Return the first error of any rank, and whether rows are equal on all of them."""
         trials = [CacheTrial(*json.loads(text)) for text in self._gather(json.dumps(trial))]
         errors = [trial.error for trial in trials if trial.error]
         return CacheTrial(errors[0] if errors else "", all(trial.has_equal_rows for trial in trials))
-
-    def agree(self, value: Any) -> Any:
-        """Return on all ranks the value of the first rank where it is not None; JSON, for several ranks."""
-        texts = self._gather("" if value is None else json.dumps(value))
-        return value if len(texts) == 1 else json.loads(next(filter(None, texts)))
 
 
 class CachedForward(_ModelForward):
@@ -172,7 +172,8 @@ class WholeForward(_ModelForward):
         for slot, token in zip(slots, tokens, strict=True):
             self._texts[slot].append(token)
         rows = [self._run(slot) for slot in slots]
-        return None if None in rows else rows
+        # All of them, or none on a rank without logits.
+        return [row for row in rows if row is not None] or None
 
     def _run(self, slot: int) -> LogitRow | None:
         logits_1TV = self.logits(self._texts[slot])
@@ -343,11 +344,6 @@ def try_cache(cached: CachedForward, text: Sequence[int], expected_TV: Tensor | 
     if not difference <= tolerance:
         return CacheTrial(f"logits differ by {difference:.1e} of the largest, more than {tolerance:.1e}")
     return CacheTrial("", all((row == step[0]).all() for step in logits for row in step))
-
-
-def _sample_from_json(row: Any) -> SampledToken:
-    token, logprob, likeliest = row
-    return SampledToken(token, logprob, tuple((number, value) for number, value in likeliest))
 
 
 def _describe_bad_weights(model: nn.Module) -> str:

@@ -96,7 +96,7 @@ def test_draws_from_a_stream_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("attention", ["masked", "by_slot"])
 def test_a_freed_slot_has_nothing_of_its_text(attention: Any) -> None:
     engine = recording_engine(SlotSettings(2, 8, 64, attention))
-    cache = engine.forward.cache  # type: ignore[attr-defined]
+    cache = engine.forward.cache
     secret = engine.submit(GenerationRequest(tuple(range(1, 40)), 5, GREEDY))
     engine.step()
     assert secret.slot == 0 and cache._layers[0].keys[0].abs().sum() > 0

@@ -215,7 +215,7 @@ def test_weights_that_are_not_finite_are_named() -> None:
 
 def test_the_memory_of_the_slots_is_allocated_before_the_first_request() -> None:
     engine = build_engine(small_gpt(), context=64, slots=4, chunk=8)
-    cache = engine.forward.cache  # type: ignore[attr-defined]
+    cache = engine.forward.cache
     known = cache.num_bytes
     assert known == 2 * 2 * 4 * 64 * 32 * 4  # keys and values, layers, slots, positions, width, bytes
     pointers = [x.data_ptr() for layer in cache._layers for x in layer]
@@ -228,4 +228,4 @@ def test_the_memory_of_the_slots_is_allocated_before_the_first_request() -> None
 def test_rows_are_added_until_all_slots_have_the_same_bits() -> None:
     engine = build_engine(small_gpt(), context=64, slots=5, chunk=8)
     assert engine.forward.num_slots == 5
-    assert engine.forward.settings.rows % 4 == 0 or engine.forward.settings.rows == 5  # type: ignore[attr-defined]
+    assert engine.forward.settings.rows % 4 == 0 or engine.forward.settings.rows == 5

@@ -49,7 +49,7 @@ def is_mapped(tensor: torch.Tensor) -> bool:
 def test_a_run_a_checkpoint_and_an_export_are_the_same_model(gpt_run: Path, tmp_path: Path) -> None:
     export = tmp_path / "gpt.safetensors"
     assert commands.run(tmp_path, "export", gpt_run, "--to", export).returncode == 0
-    places = (gpt_run, gpt_run / "checkpoints" / "step-00000010", export)
+    places = (gpt_run, *(gpt_run / "checkpoints" / name for name in ("step-00000010", "best")), export)
     models = [load_served_model(place) for place in places]
     texts = {text_of(served) for served in models}
     assert len(texts) == 1 and len(texts.pop()) == 12

@@ -60,10 +60,23 @@ TokenFile = Annotated[
         help="File with the access token of the server; - reads standard input. Or set PACELINE_TOKEN.",
     ),
 ]
+Threads = Annotated[
+    int | None,
+    typer.Option(
+        "--threads",
+        min=1,
+        help="Threads of the processor; part of the fingerprint. Default: 1 for less than 100 million"
+        " parameters, else PyTorch's.",
+        show_default=False,
+    ),
+]
 Context = Annotated[
     int | None,
     typer.Option("--context", min=2, help="Longest text, in tokens. Default: that of the model."),
 ]
+
+
+_MANY_PARAMETERS = 10**8  # from here on a matrix product is long enough for several threads
 
 
 @dataclass(frozen=True)
@@ -79,6 +92,7 @@ class _ModelArgs:
     chunk: int
     attention: Any
     context: int | None
+    threads: int | None
 
     def load(self, max_queued: int) -> tuple[ServedModel, Engine]:
         """Load the model, and build its engine."""
@@ -86,6 +100,8 @@ class _ModelArgs:
 
         # Before transformers is imported: it then asks no hub, whatever a folder names.
         change_environment({"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"})
+        import torch
+
         from paceline.serving import build_engine
         from paceline.serving.load_model import load_served_model
 
@@ -96,6 +112,9 @@ class _ModelArgs:
         served = load_served_model(
             self.source, task=self.task, weights=self.weights, tokenizer=self.tokenizer, warn=_warn
         )
+        is_small = sum(p.numel() for p in served.model.parameters()) < _MANY_PARAMETERS
+        # Not measured, as in a training: equal commands have to give equal fingerprints.
+        torch.set_num_threads(self.threads or (1 if is_small else torch.get_num_threads()))
         if self.context is not None and self.context > served.context:
             raise RequestError(
                 f"--context is {self.context}, and the model's context is {served.context}",
@@ -127,8 +146,9 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends an answer. Repeatable.")] = None,
     slots: Slots = 8,
     chunk: Chunk = 64,
-    attention: Attention = "masked",
+    attention: Attention = "by_slot",
     context: Context = None,
+    threads: Threads = None,
     weights: WeightsOf = None,
     task: TaskOf = None,
     tokenizer: TokenizerOf = None,
@@ -151,7 +171,7 @@ def generate(
         repeat_window=repeat_window,
         seed=seed,
     )
-    args = _ModelArgs(source, task, weights, tokenizer, trust, slots, chunk, attention, context)
+    args = _ModelArgs(source, task, weights, tokenizer, trust, slots, chunk, attention, context, threads)
     served, engine = args.load(max_queued=len(prompts))
     loaded = time.perf_counter()
     streams = len(prompts) == 1 and not as_json
@@ -255,8 +275,9 @@ def serve(
     token_file: TokenFile = "",
     slots: Slots = 8,
     chunk: Chunk = 64,
-    attention: Attention = "masked",
+    attention: Attention = "by_slot",
     context: Context = None,
+    threads: Threads = None,
     max_queued: Annotated[int, typer.Option(min=0, help="Texts that may wait for a slot.")] = 64,
     max_tokens: Annotated[int, typer.Option(min=0, help="Most tokens of a text; 0: the context.")] = 0,
     request_seconds: Annotated[float, typer.Option(min=0.1, help="Longest time of an answer.")] = 600.0,
@@ -290,7 +311,7 @@ def serve(
                 f"other hosts reach {name}, so the server needs an access token",
                 next_step="pass --token-file FILE, for example made with `openssl rand -hex 32`",
             )
-        args = _ModelArgs(source, task, weights, tokenizer, trust, slots, chunk, attention, context)
+        args = _ModelArgs(source, task, weights, tokenizer, trust, slots, chunk, attention, context, threads)
         served, engine = args.load(max_queued=slots + max_queued)
         limits = ServerLimits(
             max_queued=max_queued,

@@ -225,7 +225,7 @@ def _load_run(
     tokenizer: str | None,
     warn: Callable[[str], None],
 ) -> _Parts:
-    if not place.exists():
+    if not place.exists() and not (run_folder_of(place) / RECIPE).is_file():  # "best" is no folder
         raise CheckpointError(f"'{place}' does not exist", next_step="name a run, an export or a folder")
     try:
         path = resolve_run(place) or place

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple,
 from pydantic import Field, ValidationError
 
 from paceline.checkpoint.strict_json import StrictModel
-from paceline.errors import RequestError
+from paceline.errors import NumericError, RequestError
 from paceline.serving.engine import Engine, FinishReason, GenerationRequest, TokenEvent
 from paceline.serving.load_model import ServedModel
 from paceline.serving.sampling import SamplingOptions
@@ -70,7 +70,16 @@ class Answer:
         self.num_tokens = 0
 
     def push(self, event: TokenEvent) -> AnswerPart | None:
-        """Return the part that is final with a token; None: there is no new text yet."""
+        """Return the part that is final with a token; None: there is no new text yet.
+
+        Raises:
+            NumericError: the logits of the model are not finite.
+        """
+        if event.finish_reason == "error":
+            raise NumericError(
+                f"the model's logits after {self.num_tokens} new tokens are not finite",
+                next_step="use an earlier checkpoint",
+            )
         self.num_tokens += 1
         reason = event.finish_reason
         if event.token in self._end_tokens:

@@ -8,6 +8,7 @@ arrived. The engine does not know how a model is run (`SlotForward`), and nothin
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,9 @@ from typing import Literal, NamedTuple, Protocol
 from paceline.errors import QueueFullError, RequestError, format_count
 from paceline.serving.sampling import LogitRow, SampledToken, SamplingOptions, sample
 
-FinishReason = Literal["stop", "length"]
+log = logging.getLogger("paceline")
+
+FinishReason = Literal["stop", "length", "error"]
 
 MAX_CHUNKS_PER_STEP = 4
 """Most chunks of prompts that run between two tokens of the other texts; does not change any bit."""
@@ -46,8 +49,9 @@ class TokenEvent(NamedTuple):
 
     Args:
         request_id: of the ticket.
-        token: the token; a stop token is an event, too.
-        finish_reason: "stop" after a stop token, "length" after the last token; None: the text goes on.
+        token: the token; a stop token is an event, too. -1 after an error.
+        finish_reason: "stop" after a stop token, "length" after the last token, "error" if the logits are not
+            finite; None: the text goes on.
         logprob, top_logprobs: see `SampledToken`.
     """
 
@@ -272,21 +276,21 @@ class Engine:
         """Choose the next token of some texts; on ranks without logits, receive it."""
         samples = None
         if rows is not None:
-            samples = [
-                sample(row, ticket.text, ticket.request.sampling, ticket.request.sample_index)
-                for ticket, row in zip(tickets, rows, strict=True)
-            ]
+            samples = [_sample_or_fail(ticket, row) for ticket, row in zip(tickets, rows, strict=True)]
         shared = self.forward.share(samples, len(tickets))
         return [self._append(ticket, sampled) for ticket, sampled in zip(tickets, shared, strict=True)]
 
     def _append(self, ticket: Ticket, sampled: SampledToken) -> TokenEvent:
-        ticket.text.append(sampled.token)
         request = ticket.request
+        if sampled.token < 0:
+            ticket.finish_reason = "error"
+        else:
+            ticket.text.append(sampled.token)
         num_prompt, limit = len(request.prompt), request.max_tokens
         most = self.context if limit is None else num_prompt + limit
-        if sampled.token in request.stop_tokens:
+        if ticket.finish_reason is None and sampled.token in request.stop_tokens:
             ticket.finish_reason = "stop"
-        elif len(ticket.text) >= most:
+        elif ticket.finish_reason is None and len(ticket.text) >= most:
             ticket.finish_reason = "length"
         reason = ticket.finish_reason
         if reason is not None:
@@ -304,3 +308,12 @@ class Engine:
             self.forward.clear(ticket.slot)
             self._slots[ticket.slot] = None
             ticket.slot = None
+
+
+def _sample_or_fail(ticket: Ticket, row: LogitRow) -> SampledToken:
+    """Choose the next token of a text; -1 if its logits are not finite, so that only this text ends."""
+    try:
+        return sample(row, ticket.text, ticket.request.sampling, ticket.request.sample_index)
+    except RequestError as error:
+        log.warning("request %d ends: %s", ticket.request_id, error.what)
+        return SampledToken(-1)

@@ -61,7 +61,8 @@ class GenerationStream:
 
     def __init__(self, thread: EngineThread, requests: Sequence[GenerationRequest], seconds: float) -> None:
         self._thread, self._seconds = thread, seconds
-        self._expires = asyncio.get_running_loop().time() + seconds
+        # One timer for all tokens: a timeout around each wait would cost more than the token's JSON.
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._expire)
         self._events: asyncio.Queue[StreamEvent] = asyncio.Queue()
         self.texts = [_Text(self, index, request) for index, request in enumerate(requests)]
 
@@ -76,17 +77,15 @@ class GenerationStream:
             LateAnswerError: the answer takes longer than it may.
             PacelineError: the engine cannot go on with a text.
         """
-        try:
-            async with asyncio.timeout_at(self._expires):
-                index, event, error = await self._events.get()
-        except TimeoutError as late:
-            raise LateAnswerError(
-                f"the answer took longer than {self._seconds:g} seconds", next_step="ask for fewer tokens"
-            ) from late
+        index, event, error = await self._events.get()
         if event is None:
             assert error is not None
             raise error
         return index, event
+
+    def _expire(self) -> None:
+        what = f"the answer took longer than {self._seconds:g} seconds"
+        self.put(StreamEvent(0, None, LateAnswerError(what, next_step="ask for fewer tokens")))
 
     def end(self, index: int) -> None:
         """End one text, whose slot is then free."""
@@ -94,6 +93,7 @@ class GenerationStream:
 
     def close(self) -> None:
         """End all texts that have not ended, because nobody waits for them."""
+        self._timer.cancel()
         self._thread.statistics.num_cancelled += sum(text.is_open for text in self.texts)
         self._thread.cancel(self.texts)
 

@@ -143,6 +143,24 @@ def test_a_text_ends_with_a_stop_token_at_max_tokens_or_at_the_context() -> None
     assert ticket.tokens == [event.token for event in events] == free.tokens[: free.tokens.index(stop) + 1]
 
 
+def test_logits_that_are_not_finite_end_one_text_alone() -> None:
+    good = GenerationRequest((1, 2, 3), 6, GREEDY)
+    engine = recording_engine(SlotSettings(2, 8, 64))
+    expected, bad = engine.submit(good), engine.submit(GenerationRequest((9,), 6, GREEDY))
+    engine.step()
+    with torch.inference_mode():
+        engine.forward.cache._layers[1].values[bad.slot] = float("nan")
+    events = engine.step()
+    assert [(event.token, event.finish_reason) for event in events if event.request_id == bad.request_id] == [
+        (-1, "error")
+    ]
+    engine.run()
+    again = engine.submit(good)
+    engine.run()
+    assert bad.finish_reason == "error" and len(bad.tokens) == 2
+    assert again.tokens == expected.tokens and len(again.tokens) == 6 and engine.violations == 0
+
+
 @pytest.mark.parametrize(
     ("request_", "message"),
     [

@@ -30,6 +30,8 @@ NAMES = (
     "heap",
     "checkpoint",
     "loader",
+    "generation",
+    "serving",
     "lab",
     "stage_messages",
     "route",

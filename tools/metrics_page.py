@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from paceline.observe.metrics_schema import COMMON_FIELDS, EVENT_SCHEMAS, SCHEMA_VERSION
-from paceline.watch.metric_catalog import METRICS_BY_NAME, NOT_EXPORTED
+from paceline.watch.metric_catalog import METRICS_BY_NAME, NOT_EXPORTED, SERVER_METRICS, MetricSpec
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "metrics.md"
 EXPORTED_PAGE = PAGE.with_name("exported-metrics.md")
@@ -84,14 +84,17 @@ def _table(fields: Mapping[str, str]) -> str:
 
 def exported_page() -> str:
     """Return the page of the metrics that the exporter serves, and of the fields that it leaves out."""
+    tables: dict[str, list[MetricSpec]] = {}
+    for metric in METRICS_BY_NAME.values():
+        title = f"From records `{metric.event}`" if metric.event else "Of the run as a whole"
+        tables.setdefault(title, []).append(metric)
+    tables["Of `paceline serve`"] = [*SERVER_METRICS]
     parts = [_EXPORTED_HEAD]
-    for event in dict.fromkeys(metric.event for metric in METRICS_BY_NAME.values()):
-        title = f"From records `{event}`" if event else "Of the run as a whole"
+    for title, metrics in tables.items():
         parts += [f"## {title}\n", "| name | kind | unit | labels | meaning |", "|---|---|---|---|---|"]
         parts += [
             f"| `{spec.name}` | {spec.kind} | {spec.unit} | {', '.join(spec.labels)} | {spec.meaning} |"
-            for spec in METRICS_BY_NAME.values()
-            if spec.event == event
+            for spec in metrics
         ]
         parts.append("")
     parts += ["## Fields that are not exported\n", "| record | field | because |", "|---|---|---|"]

@@ -58,6 +58,13 @@ COMMANDS = (
     CommandEntry(
         "predict", "evaluate_predict:predict", "Print the prediction of a run's model for each sample."
     ),
+    CommandEntry("generate", "generate:generate", "Continue prompts with the model of a run or a folder."),
+    CommandEntry("serve", "generate:serve", "Serve completions and chats over HTTP until Ctrl-C or SIGTERM."),
+    CommandEntry(
+        "chat",
+        "generate:chat",
+        "Chat with the model of a server, until the end of the input or Ctrl-C.",
+    ),
     CommandEntry(
         "sweep",
         "sweep:sweep",

@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 
 from paceline.observe.metrics_schema import EVENT_SCHEMAS
-from paceline.watch.metric_catalog import METRICS, METRICS_BY_NAME, NOT_EXPORTED, STATE_METRICS
+from paceline.watch.metric_catalog import (
+    METRICS,
+    METRICS_BY_NAME,
+    NOT_EXPORTED,
+    SERVER_METRICS,
+    STATE_METRICS,
+)
 from paceline.watch.metric_values import MetricValues
 from tests.unit.watch.records import rank_records, run_record, step_record
 
@@ -20,11 +26,13 @@ METRICS_PAGE = ROOT / "docs" / "reference" / "exported-metrics.md"
 @pytest.mark.capability("P3", clause="a catalog has all names")
 def test_names_have_the_form_that_prometheus_expects() -> None:
     assert len(METRICS_BY_NAME) == len(METRICS) + len(STATE_METRICS)
-    for metric in METRICS_BY_NAME.values():
+    for metric in (*METRICS_BY_NAME.values(), *SERVER_METRICS):
         assert re.fullmatch(r"paceline_[a-z_]+", metric.name)
         assert metric.name.endswith("_total") == (metric.kind == "counter"), metric
         assert not metric.unit or metric.name.removesuffix("_total").endswith(metric.unit), metric
-        assert metric.meaning and (metric in STATE_METRICS or metric.event in EVENT_SCHEMAS)
+        assert metric.meaning and (
+            metric in (*STATE_METRICS, *SERVER_METRICS) or metric.event in EVENT_SCHEMAS
+        )
 
 
 def test_every_field_of_a_row_is_a_metric_or_is_left_out_for_a_reason() -> None:
@@ -48,11 +56,12 @@ def test_no_module_spells_a_name_that_is_not_in_the_catalog() -> None:
         if path.suffix in (".py", ".js", ".html", ".json", ".toml", ".yml", ".md"):
             for name in re.findall(r"\bpaceline_[a-z0-9_]+", path.read_text("utf-8")):
                 found.setdefault(name, set()).add(path.name)
-    unknown = {name: where for name, where in found.items() if name not in METRICS_BY_NAME}
+    known = {*METRICS_BY_NAME, *(metric.name for metric in SERVER_METRICS)}
+    unknown = {name: where for name, where in found.items() if name not in known}
     assert {name: where for name, where in unknown.items() if not OTHER_NAMES.fullmatch(name)} == {}
-    assert found.keys() >= METRICS_BY_NAME.keys()
+    assert found.keys() >= known
     table = METRICS_PAGE.read_text("utf-8")
-    for metric in METRICS_BY_NAME.values():
+    for metric in (*METRICS_BY_NAME.values(), *SERVER_METRICS):
         assert f"| `{metric.name}` | {metric.kind} |" in table and not OTHER_NAMES.fullmatch(metric.name)
 
 

@@ -1,9 +1,9 @@
 """The catalog of metrics: the name, unit, kind, labels and meaning of every number that a run exports.
 
 Each metric of a run is computed from the records of `metrics.jsonl` and of the system sampler; those of
-`SERVER_METRICS` are kept by `paceline.serving.server`. The exporter, the dashboard, the alert rules, the live
-page and docs/reference/exported-metrics.md are generated from this table. Invariant: no other module spells a name that begins with `paceline_`; a test searches for one. Imports
-no torch.
+`SERVER_METRICS` are kept by `paceline.serving.server`. The exporter, the dashboard, the alert rules, the
+live page and docs/reference/exported-metrics.md are generated from this table. Invariant: no other module
+spells a name that begins with `paceline_`; a test searches for one. Imports no torch.
 """
 
 from __future__ import annotations

@@ -112,17 +112,16 @@ class SinkFollower(threading.Thread):
 
     def _pass_on(self, record: Mapping[str, Any]) -> bool:
         """Pass a record on; return False if it is of another start of the run, or if the sink has failed."""
-        name = record["event"]
-        if name == "run":
-            if self._has_begun:
-                return False
-            self._has_begun = True
         if self._tail.num_restarts > self._num_restarts:  # a copy of the file is read from its beginning
             self._num_restarts, self._after = self._tail.num_restarts, self._time
         moment = float(record.get("time", self._time))
         if moment <= self._after:
             return True
-        self._time = moment
+        self._time, name = moment, record["event"]
+        if name == "run":
+            if self._has_begun:
+                return False
+            self._has_begun = True
         if name == "step":
             stats = step_of_record(record)
             if stats is not None:

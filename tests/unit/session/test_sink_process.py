@@ -254,9 +254,10 @@ def test_trackio_reads_back_every_number(resumed: ResumedRun) -> None:
 
 # -- what goes wrong ---------------------------------------------------------------------------------------
 
+_INIT = "import time\n\nSettings = dict\n\n\ndef init(**options):\n"
 FAULTY = {
-    "raises": "def init(**options):\n    raise ConnectionError('the tracking server is gone')\n",
-    "hangs": "import time\n\n\ndef init(**options):\n    time.sleep(600)\n",
+    "raises": f"{_INIT}    raise ConnectionError('the tracking server is gone')\n",
+    "hangs": f"{_INIT}    time.sleep(600)\n",
 }
 
 

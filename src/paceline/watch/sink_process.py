@@ -117,11 +117,12 @@ class SinkFollower(threading.Thread):
         moment = float(record.get("time", self._time))
         if moment <= self._after:
             return True
-        self._time, name = moment, record["event"]
+        name = record["event"]
         if name == "run":
             if self._has_begun:
                 return False
             self._has_begun = True
+        self._time = moment
         if name == "step":
             stats = step_of_record(record)
             if stats is not None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import csv
 import logging
 import os
+import re
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -26,6 +27,7 @@ CSV = "metrics.csv"
 _BATCH = 200
 """Numbers that are sent to MLflow together; its limit is 1,000."""
 _MLFLOW_PARAM_LENGTH = 500
+_NOT_IN_MLFLOW_NAMES = re.compile(r"[^\w./ -]")
 _START_SECONDS = 300.0  # of the process of W&B; its own 30 s are not enough on a busy host
 _FLUSH_SECONDS = 2  # of TensorBoard; a process that is killed loses that much
 
@@ -75,7 +77,8 @@ def scalars_of_step(stats: StepStats) -> dict[str, float]:
         **{f"train/{name}": value for name, value in stats.metrics.items()},
         "train/grad_norm": stats.grad_norm,
         "train/lr": stats.lr,
-        **{f"train/lr/{name}": value for name, value in rates.items()},
+        # Not below "train/lr": the file store of MLflow has a file of that name.
+        **{f"train/lr_{name}": value for name, value in rates.items()},
         "train/samples_per_second": stats.samples_per_second,
         "train/seconds": stats.seconds,
         "train/epoch": float(stats.epoch),
@@ -374,7 +377,10 @@ class _MlflowWriter:
         if not self._written.is_new(kind, step):
             return
         time = int(self._now() * 1000)
-        self._pending += [self._metric(name, float(value), time, step) for name, value in scalars.items()]
+        self._pending += [
+            self._metric(_NOT_IN_MLFLOW_NAMES.sub("_", name), float(value), time, step)
+            for name, value in scalars.items()
+        ]
         self._written.add(kind, step)
         if len(self._pending) >= _BATCH:
             self._flush()

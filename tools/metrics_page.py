@@ -37,10 +37,10 @@ A run writes everything into one folder: `run_dir` of the recipe, or a new one i
 | `activity/` | the current operation of each rank, while it runs |
 | `report.html` | the run as one page; `paceline report RUN` rewrites it, `paceline report A B` compares |
 
-In the table `[log]` of a recipe, `level` is the lowest level that is written, `rotate_bytes` the size at
+In the table `[log]` of a recipe, `level` is the lowest level in `log.txt`, `rotate_bytes` the size at
 which a new file begins, and `sinks` the list of destinations ([write your own](../howto/sinks.md)). No part
-of `metrics.jsonl` is ever deleted; `log.txt` keeps three old files. A run with a level above `info` has no
-steps, so its report has no curves.
+of `metrics.jsonl` is ever deleted; `log.txt` keeps three old files. `metrics.jsonl` has everything from
+`info` on at every level, because reports and trackers read it; `level = "debug"` adds the level `debug`.
 
 ## Schema {SCHEMA_VERSION}
 

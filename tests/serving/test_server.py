@@ -83,7 +83,7 @@ BAD: list[tuple[bytes | dict[str, Any], str]] = [
     ({"prompt": "a", "stop": ""}, "a stop string has 0 characters"),
     ({"prompt": "a", "logprobs": 10**6}, "logprobs is 1000000"),
     ({"prompt": "a", "echo": True}, "there is no parameter 'echo'"),
-    ({"prompt": "a", "temprature": 1.0}, "there is no parameter 'temprature'"),
+    ({"prompt": "a", "temperatures": 1.0}, "there is no parameter 'temperatures'"),
     ({"prompt": "a", "temperature": "hot"}, "temperature: Input should be a valid number"),
     (b'{"prompt": "a", "temperature": NaN}', "NaN is no JSON number"),
     (b'{"prompt": "a", "temperature": 1e999}', "temperature is inf"),
@@ -102,7 +102,7 @@ def test_bad_input_is_refused_by_name(server: ServerProcess, body: Any, words: s
     status, _, answer = server.call("/v1/completions", body)
     error = json.loads(answer)["error"]
     assert status == 400 and words in error["message"] and error["type"] == "invalid_request_error"
-    named = {"prompt", "max_tokens", "temperature", "seed", "n", "stop", "logprobs", "echo", "temprature"}
+    named = {"prompt", "max_tokens", "temperature", "seed", "n", "stop", "logprobs", "echo", "temperatures"}
     assert error["param"] in named or isinstance(body, bytes)
 
 

@@ -58,7 +58,7 @@ class LogRecipe(RecipeTable):
     """The log files of a run: `metrics.jsonl` for programs, `log.txt` for people."""
 
     level: Literal["debug", "info", "warning", "error"] = Field(
-        default="info", description="the lowest level that is written"
+        default="info", description='the lowest level in log.txt; "debug" adds records to metrics.jsonl'
     )
     rotate_bytes: int = Field(
         default=64 * 2**20, ge=0, description="size at which a new file begins; 0: one file"

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -23,12 +23,27 @@ from paceline.report.run_reader import parse_record
 _MAX_LINE_BYTES = 2**24
 
 
+def record_files(path: Path) -> Iterator[tuple[Path, tuple[int, int], int]]:
+    """Yield path, device and inode, and size of each file of records, full ones first, oldest first."""
+    for file in (*rotated_files(path), path):
+        with suppress(OSError):
+            status = file.stat()
+            if stat.S_ISREG(status.st_mode):  # a pipe would wait for a writer
+                yield file, (status.st_dev, status.st_ino), status.st_size
+
+
+def records_size(folder: Path) -> int:
+    """Return the number of bytes of all records of a run so far."""
+    return sum(size for _, _, size in record_files(folder / METRICS))
+
+
 class RunTail:
     """A position in the records of a run, which moves forward with every call.
 
     Args:
         folder: the run folder; the file need not be there yet.
         name: of the file.
+        start_bytes: how much of the records, which `records_size` returned, is left out.
 
     Attributes:
         num_damaged: lines that were no valid records.
@@ -36,8 +51,8 @@ class RunTail:
         num_bytes_read, num_bytes: how far reading has come, and how much there is.
     """
 
-    def __init__(self, folder: Path, name: str = METRICS) -> None:
-        self._path = folder / name
+    def __init__(self, folder: Path, name: str = METRICS, start_bytes: int = 0) -> None:
+        self._path, self._start_bytes = folder / name, start_bytes
         self._file: tuple[int, int] | None = None  # device and inode of the file that is being read
         self._offset = 0
         self._bytes_before = 0  # of the files before it
@@ -53,13 +68,15 @@ class RunTail:
 
         A file that was replaced or cut is read again from the start; `num_restarts` rises then.
         """
-        files = list(self._files())
+        files = list(record_files(self._path))
         self.num_bytes = sum(size for _, _, size in files)
         numbers = [number for _, number, _ in files]
         position = numbers.index(self._file) if self._file in numbers else 0
         if self._file is not None and (self._file not in numbers or files[position][2] < self._offset):
             self._file, self._offset, self._bytes_before, position = None, 0, 0, 0
             self.num_restarts += 1
+        elif self._file is None and self._start_bytes:
+            position = self._skip(files)
         records: list[Mapping[str, Any]] = []
         for path, number, size in files[position:]:
             if number != self._file:
@@ -71,13 +88,17 @@ class RunTail:
                 break
         return records
 
-    def _files(self) -> Iterator[tuple[Path, tuple[int, int], int]]:
-        """Yield path, device and inode, and size of each file, oldest first."""
-        for path in (*rotated_files(self._path), self._path):
-            with suppress(OSError):
-                status = path.stat()
-                if stat.S_ISREG(status.st_mode):  # a pipe would wait for a writer
-                    yield path, (status.st_dev, status.st_ino), status.st_size
+    def _skip(self, files: Sequence[tuple[Path, tuple[int, int], int]]) -> int:
+        """Go to the position at which reading starts; return the index of its file."""
+        left, self._start_bytes = self._start_bytes, 0
+        for position, (_, number, size) in enumerate(files):
+            if left <= size:
+                self._file, self._offset = number, left
+                return position
+            left -= size
+            self._bytes_before += size
+        self._bytes_before = 0  # there is less than that, so it is another file
+        return 0
 
     def _read_lines(self, path: Path, number: tuple[int, int], max_bytes: int) -> list[Mapping[str, Any]]:
         try:

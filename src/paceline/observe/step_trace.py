@@ -127,8 +127,8 @@ class TraceWindow:
         Returns:
             Whether something was done whose time does not belong to that step.
         """
-        if self._before >= 0:
-            self._longest_round = max(self._longest_round, step - self._before)
+        if self._before >= 0 and step - self._before > self._longest_round:
+            self._longest_round = step - self._before
         has_gone_back, self._before = step <= self._before, step
         if self._recorder is not None:
             self._add_stages(self._recorder)

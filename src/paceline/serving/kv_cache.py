@@ -183,7 +183,7 @@ class KVCache(TorchFunctionMode):
         """Return the context manager in which the model of transformers calls this cache."""
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-        name, before = f"paceline_cache_{id(self)}", self._config._attn_implementation
+        name, before = f"paceline-cache-{id(self)}", self._config._attn_implementation
         ALL_ATTENTION_FUNCTIONS[name] = self._attend_in_transformers
         self._config._attn_implementation = name
         try:

@@ -167,7 +167,10 @@ class StepProfile:
             self._request = None
             self._start(step, self._range.stop)
             return True
-        self._look_for_request()
+        now = time.monotonic()
+        if now >= self._next_look:
+            self._next_look = now + _LOOK_SECONDS
+            self._look_for_request()
         if self._request is not None and step >= self._request.first_step:
             self._start(step, step + self._request.num_steps)
             return True
@@ -198,11 +201,7 @@ class StepProfile:
         self._send_event("profile", {"step": self._from, "end": self._to, "path": str(folder)})
 
     def _look_for_request(self) -> None:
-        """Look at most once a second, so that it costs a step nothing."""
-        now = time.monotonic()
-        if now < self._next_look:
-            return
-        self._next_look = now + _LOOK_SECONDS
+        """Take a new request, and forget one that was withdrawn."""
         request = read_request(self._run_dir)
         if request is None:
             self._request = None  # whoever has waited for it is gone

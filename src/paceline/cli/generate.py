@@ -306,11 +306,7 @@ def serve(
     with _listen(host, port) as listener:
         name, number = listener.getsockname()[:2]
         is_loopback = name.startswith("127.") or name == "::1"
-        if not is_loopback and not token:
-            raise DataError(
-                f"other hosts reach {name}, so the server needs an access token",
-                next_step="pass --token-file FILE, for example made with `openssl rand -hex 32`",
-            )
+        _require_token(name, token, is_loopback=is_loopback)
         args = _ModelArgs(source, task, weights, tokenizer, trust, slots, chunk, attention, context, threads)
         served, engine = args.load(max_queued=slots + max_queued)
         limits = ServerLimits(
@@ -329,6 +325,15 @@ def serve(
         signal.signal(signal.SIGTERM, lambda number, frame: None)
         signal.signal(signal.SIGINT, lambda number, frame: None)
         server.run(sockets=[listener])
+
+
+def _require_token(address: str, token: str, *, is_loopback: bool) -> None:
+    """Raise a DataError if other hosts reach the server and nothing keeps them out."""
+    if not is_loopback and not token:
+        raise DataError(
+            f"other hosts reach {address}, so the server needs an access token",
+            next_step="pass --token-file FILE, for example made with `openssl rand -hex 32`",
+        )
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -44,23 +44,25 @@ _TOKENS = replace(
     plan=(("1", "heads"),),
     loss="sums",
 )
+_MASKED = replace(
+    _POINTS,
+    number=1244,
+    blocks=("mlp prelu dropout pre-layer", "scale", "scale", "norm rms"),
+    head=("pre-layer", "no-bias", "masked_fill_"),
+    plan=(("1.up", "column"), ("1.down", "row"), ("5.layer", "vocabulary")),
+    loss="sums",
+    size=12,
+    shards=5,
+    num_samples=14,
+)
 FOUND = {
     "gradient penalty, split logits": _POINTS,
     "gradient penalty": replace(_POINTS, plan=_POINTS.plan[:2]),
     "gradient penalty, gathered features": replace(_POINTS, plan=(("1", "gathered"),)),
     "bias of a norm of keys": _TOKENS,
-    # The first samples of the first step have no gradient.
-    "masked samples": replace(
-        _POINTS,
-        number=1244,
-        blocks=("mlp prelu dropout pre-layer", "scale", "scale", "norm rms"),
-        head=("pre-layer", "no-bias", "masked_fill_"),
-        plan=(("1.up", "column"), ("1.down", "row"), ("5.layer", "vocabulary")),
-        loss="sums",
-        size=12,
-        shards=5,
-        num_samples=14,
-    ),
+    # Of the first two samples, and of the first four.
+    "masked samples": _MASKED,
+    "more masked samples": replace(_MASKED, number=16),
 }
 """Programs that once trained something else or were refused, though they can be made right."""
 

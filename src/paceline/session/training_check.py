@@ -54,6 +54,7 @@ _SAMPLES_PER_TRIAL = 2
 _MIN_TOLERANCE = 1e-3  # of the largest value of a gradient
 _MAX_ULPS = 64  # of the coarsest dtype of the parameters, if that is more
 _GLOBAL_TOLERANCE = 1e-5  # of the largest gradient of all, for gradients that are zero up to rounding
+_LEAST_SHOWN, _SHOWN_TOLERANCE = 1e-4, 1e-6  # the same, for gradients that are zero in the first right trial
 _MIN_SUM_TOLERANCE = 1e-4
 # Errors of a model. Those of Paceline have a message of their own and pass, the same on all ranks.
 _MODEL_ERRORS = (
@@ -69,13 +70,13 @@ PartitionedRunner = ReplicatedRunner | PipelineRunner
 @dataclass
 class _TrialResult:
     """One trial: sums of the loss (if this rank has them), gradients by name, draws, and, of the whole model,
-    the names of gradients that are not zero.
+    the largest value of each gradient.
     """
 
     sums: Tensor | None
     gradients: dict[str, Tensor]
     draws: list[Draw]
-    nonzero: set[str] = field(default_factory=set)
+    largest: dict[str, float] = field(default_factory=dict)
 
 
 class TrainingCheck:
@@ -90,6 +91,7 @@ class TrainingCheck:
     def __init__(self, context: SessionContext, task: Task, model: nn.Module) -> None:
         self._context, self._task, self._model = context, task, model
         self._batches, self._whole = list[LoadedBatch](), list[_TrialResult]()
+        self._largest = 0.0  # value of any gradient of the whole model, in any trial
         self._constants = _constant_parameters(model)
         self._tolerance = _tolerance([*model.parameters()])
 
@@ -112,7 +114,8 @@ class TrainingCheck:
                     # Not a mistake of the layout: the check of the loss or the first step names it.
                     self._whole = []
                     return
-                zero -= result.nonzero
+                self._largest = max(self._largest, *result.largest.values(), 0.0)
+                zero -= self._shown(result)
                 self._batches.append(batch)
                 self._whole.append(result)
 
@@ -137,7 +140,7 @@ class TrainingCheck:
             if not is_right and number >= _NUM_TRIALS:
                 break
             # All is compared until a trial is right, and then only gradients that were zero so far.
-            shown = self._agree(_Finding(summed=sorted(zero & self._whole[number].nonzero))).summed
+            shown = self._agree(_Finding(summed=sorted(zero & self._shown(self._whole[number])))).summed
             if is_right and not shown:
                 continue
             found = self._try(number, runner, shown if is_right else None)
@@ -151,6 +154,11 @@ class TrainingCheck:
         if finding.mistake and (not is_right or self._agree(_Finding(summed=sorted(failed & zero))).summed):
             raise TaskError(finding.mistake, next_step=finding.next_step)
         runner.sharded_model = sharded_model.with_sums(summed, "tensor")
+
+    def _shown(self, whole: _TrialResult) -> set[str]:
+        """Return the names of gradients that are far from rounding errors."""
+        least = _LEAST_SHOWN * self._largest
+        return {name for name, largest in whole.largest.items() if largest > least}
 
     def _try(self, number: int, runner: PartitionedRunner, names: Collection[str] | None = None) -> _Finding:
         """Run one trial under the layout and compare it; collective, equal on every rank.
@@ -183,7 +191,12 @@ class TrainingCheck:
         if failed.mistake:
             return failed
         assert isinstance(partitioned, _TrialResult)
-        comparison = _GradientComparison(self._context, runner, whole.gradients, self._tolerance, names)
+        floor = _GLOBAL_TOLERANCE * max(whole.largest.values(), default=0.0)
+        if names is not None:
+            floor = _SHOWN_TOLERANCE * self._largest
+        comparison = _GradientComparison(
+            self._context, runner, whole.gradients, (self._tolerance, floor), names
+        )
         wrong, summed = comparison.compare(partitioned.gradients)
         local.summed = summed
         copies = comparison.different_copy(summed)
@@ -303,11 +316,9 @@ def _run_whole(
     Returns:
         None if the model or its loss fails, or returns no loss that can be trained.
     """
-    gradients, nonzero = dict[str, Tensor](), set[str]()
+    result = _TrialResult(None, {}, [])
     hooks = [
-        p.register_post_accumulate_grad_hook(
-            partial(_keep_part, gradients, nonzero, slot, slots.get(slot.name))
-        )
+        p.register_post_accumulate_grad_hook(partial(_keep_part, result, slot, slots.get(slot.name)))
         for slot, p in trained_parameters(model).items()
     ]
     before = [p.grad for p in model.parameters()]
@@ -326,20 +337,18 @@ def _run_whole(
             hook.remove()
         for p, grad in zip(model.parameters(), before, strict=True):
             p.grad = grad
-    return _TrialResult(_loss_values(loss), gradients, recorder.draws, nonzero)
+    return replace(result, sums=_loss_values(loss), draws=recorder.draws)
 
 
-def _keep_part(
-    gradients: dict[str, Tensor], nonzero: set[str], slot: TensorSlot, kept: TensorSlot | None, p: Tensor
-) -> None:
+def _keep_part(result: _TrialResult, slot: TensorSlot, kept: TensorSlot | None, p: Tensor) -> None:
     """Add the part of a complete gradient to those that are kept, and free the whole."""
     if p.grad is not None:
-        grad = p.grad.to_dense() if p.grad.is_sparse else p.grad
-        if bool(grad.any()):
-            nonzero.add(slot.name)
+        grad, name = p.grad.to_dense() if p.grad.is_sparse else p.grad, slot.name
+        value = float(grad.abs().nan_to_num().max()) if grad.numel() else 0.0
+        result.largest[name] = max(value, result.largest.get(name, 0.0))
         if kept is not None:
             part = grad[kept.index].clone()
-            gradients[slot.name] = gradients[slot.name] + part if slot.name in gradients else part
+            result.gradients[name] = result.gradients[name] + part if name in result.gradients else part
         p.grad = None
 
 
@@ -400,7 +409,7 @@ class _GradientComparison:
 
     Args:
         expected: gradients of what this rank computes with, by name.
-        tolerance: relative to the largest value of each gradient.
+        tolerances: relative to the largest value of each gradient, and absolute.
         names: the gradients that are compared; None: all.
     """
 
@@ -409,17 +418,14 @@ class _GradientComparison:
         context: SessionContext,
         runner: PartitionedRunner,
         expected: Mapping[str, Tensor],
-        tolerance: float,
+        tolerances: tuple[float, float],
         names: Collection[str] | None,
     ) -> None:
-        self._context, self._expected, self._tolerance = context, expected, tolerance
+        self._context, self._expected = context, expected
+        self._tolerance, self._floor = tolerances
         held = runner.sharded_model.held
         self._held = {name: p for name, p in held.items() if names is None or name in names}
         self._actual = dict[str, Tensor]()
-        largest = max(
-            (float(g.abs().nan_to_num().max()) for g in expected.values() if g.numel()), default=0.0
-        )
-        self._floor = _GLOBAL_TOLERANCE * largest
 
     def compare(self, actual: Mapping[str, Tensor]) -> tuple[dict[str, float], list[str]]:
         """Return the relative error of wrong gradients by name, and the names of partial ones; collective."""

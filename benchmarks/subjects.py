@@ -62,7 +62,7 @@ class Subject:
 
     @property
     def device(self) -> torch.device:
-        """Where the recipe computes: a GPU only if it says so."""
+        """Device on which the recipe computes: a GPU only if it says so."""
         return torch.device("cuda", 0) if self.recipe.runtime.device == "cuda" else torch.device("cpu")
 
     @property

@@ -189,7 +189,7 @@ def counters(server: Prometheus) -> dict[str, float]:
 @pytest.mark.capability("P4", clause="every query returns data from a real Prometheus")
 @pytest.mark.capability("Z22", clause="dashboard and rules from the catalog, queried in a real Prometheus")
 def test_prometheus_answers_every_query_of_the_dashboard_and_of_the_rules(tmp_path: Path) -> None:
-    """Of a job on two ranks, which is resumed, and of a run that has every metric."""
+    """The metrics of a job on two ranks, which is resumed, and of a run that has every metric."""
     every = tmp_path / "every"
     write_every_metric(every)
     command_jobs.prepare(tmp_path, TASK)

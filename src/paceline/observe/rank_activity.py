@@ -120,7 +120,7 @@ class _EncodedTexts(dict[str, bytes]):
 
 
 class RankActivity:
-    """What one rank does now, and the spans of what it has done in traced steps.
+    """The current operation of one rank, and the spans that it has recorded in traced steps.
 
     Only the thread of the training loop calls it, except for `launch`, and `TracedCall.complete`.
 

@@ -378,7 +378,7 @@ def _calls_of_all(rank: RankSpans) -> dict[tuple[int, str, int], tuple[float, fl
 
 @dataclass(frozen=True)
 class TraceSummary:
-    """What a merged file has.
+    """Numbers of a merged file.
 
     Args:
         num_spans: in the file.

@@ -274,7 +274,7 @@ class PreparedRequest:
 
 
 class _Api:
-    """What completions and chats share."""
+    """Parameters that completions and chats share."""
 
     prefix: ClassVar[str]
     whole: ClassVar[str]

@@ -100,7 +100,7 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class _Parts:
-    """What each kind of source provides: a filled model, a tokenizer, and the vocabulary of the weights."""
+    """A source of a model: its weights, its tokenizer, and the vocabulary of the weights."""
 
     model: nn.Module
     tokenizer: ServingTokenizer

@@ -207,14 +207,20 @@ class ClientOrder:
             return 0
         return self.settings.local_steps or self.num_passes * self._order(size).steps_per_epoch
 
+    def batch_sizes(self, round_number: int, client: int) -> list[int]:
+        """Return the number of samples of each local step of a client in a round."""
+        num_steps = self.num_local_steps(client)
+        if not num_steps:
+            return []
+        order, first = self._order(len(self.clients.indices[client])), round_number * num_steps
+        return [order.batch_size(step) for step in range(first, first + num_steps)]
+
     def num_samples(self, client: int, round_number: int = 0) -> int:
         """Return the number of samples that a client reads in a round."""
-        size, num_steps = len(self.clients.indices[client]), self.settings.local_steps
-        if not (size and num_steps):
-            return self.num_passes * size
+        if not self.settings.local_steps:
+            return self.num_passes * len(self.clients.indices[client])
         # The last batch of a pass can be smaller, and local steps can end anywhere in a pass.
-        order, first = self._order(size), round_number * num_steps
-        return sum(order.batch_size(step) for step in range(first, first + num_steps))
+        return sum(self.batch_sizes(round_number, client))
 
     def micro_batches(self, round_number: int, member: CohortMember) -> tuple[MicroBatch, ...]:
         """Return the batches of the local steps of a client in a round, one for each step."""

@@ -58,25 +58,26 @@ _HEAD = ("status", "weight", "samples", "steps", "total", "count")
 
 @dataclass(frozen=True)
 class LocalStepWork:
-    """The work of one local step: a single micro-batch, for the training step.
+    """The work of one local step: a single micro-batch, which the stream of the round reads.
 
     Args:
-        micro_batch: with the samples of the step.
+        size: samples of the step.
     """
 
-    micro_batch: MicroBatch
+    size: int
 
     shards = 1
     steps_per_epoch = 0
 
     def num_samples(self, step: int) -> int:
-        return len(self.micro_batch.indices)
+        return self.size
 
     def num_micro_batches(self, step: int) -> int:
         return 1
 
     def micro_batches(self, step: int, version: int | None = None) -> tuple[MicroBatch, ...]:
-        return (self.micro_batch,)
+        """Return none: the caller of the training step opens the stream."""
+        return ()
 
     def part(self, number: int, of: int) -> MicroBatchWork:
         return self
@@ -293,7 +294,9 @@ class FederatedRounds:
         with feed.from_step(state.step) as stream:
             while state.step < feed.num_steps:
                 self._phases.take()
-                tally, update = self._run_round(work, stream, runner, local_step)
+                rate = _set_rate(update_step)
+                tally, norm = self._run_round(work, stream, runner, local_step)
+                update = UpdateResult(math.nan if norm is None else norm, rate, applied=norm is not None)
                 state.step += 1
                 steps = range(state.step - 1, state.step)
                 yield step_stats(steps, work, state, tally, update, self._phases, self._net)
@@ -307,11 +310,11 @@ class FederatedRounds:
 
     def _run_round(
         self, work: CohortWork, stream: BatchStream, runner: ModelRunner, local_step: UpdateStep
-    ) -> tuple[StepTally, UpdateResult]:
+    ) -> tuple[StepTally, float | None]:
+        """Run a round; return its sums, and the norm of the mean update or None if there was none."""
         state, buffers = local_step.state, runner.buffers.values()
         num_updates = state.num_updates
         self._net.step = state.step
-        rate = _set_rate(local_step)
         self.server.begin()
         self.reduction.begin()
         counters = _counters(runner.buffers.names, buffers)
@@ -331,8 +334,7 @@ class FederatedRounds:
         norm = self._apply(table, sums, runner, buffers, counters, state)
         state.num_updates = num_updates + (norm is not None)
         self._report(work, table, state.step)
-        result = UpdateResult(math.nan if norm is None else norm, rate, applied=norm is not None)
-        return table.tally(), result
+        return table.tally(), norm
 
     def _apply(
         self,
@@ -405,24 +407,22 @@ class FederatedRounds:
         counters: Sequence[int],
     ) -> None:
         """Train a client, and add its update to the tree and its numbers to the table."""
-        state = local_step.state
-        batches, num_samples = (
-            work.order.micro_batches(state.step, member),
-            len(work.order.clients.indices[member.client]),
-        )
-        if not batches:
+        state, num_samples = local_step.state, len(work.order.clients.indices[member.client])
+        sizes = work.order.batch_sizes(state.step, member.client)
+        if not sizes:
             table.write(member.position, {"status": NO_SAMPLES}, {}, ())
             return
         buffers, num_updates = runner.buffers.values(), state.num_updates
         self.begin_client(state.optimizer)
-        tallies, self._is_finite = list[StepTally](), True
-        for number, micro_batch in enumerate(batches):
-            state.num_updates = num_updates  # the rate is that of the round in all of its local steps
-            tally, _ = self.inner.step(LocalStepWork(micro_batch), stream, runner, local_step)
+        tallies = list[StepTally]()
+        self._is_finite = True
+        for number, size in enumerate(sizes):
+            state.num_updates = num_updates  # local steps are no updates of the run
+            tally, _ = self.inner.step(LocalStepWork(size), stream, runner, local_step)
             tallies.append(tally)
             if not (self._is_finite and math.isfinite(tally.total)):
                 # The stream holds the other batches of this client before those of the next one.
-                for _ in batches[number + 1 :]:
+                for _ in sizes[number + 1 :]:
                     next(stream)
                 self._is_finite = False
                 break
@@ -446,7 +446,8 @@ class FederatedRounds:
 
         Trouble of one client leaves it out and does not end the run.
         """
-        parts = {name: part for name, part in update_step.parts.items() if name != "watch"}
+        # The rate is that of the round in all of its local steps, and is set before the first of them.
+        parts = {name: part for name, part in update_step.parts.items() if name not in ("watch", "rate")}
         if self.settings.proximal:
             parts = insert_part_before(parts, "norm", "proximal", self._proximal_part())
         parts["finite"] = self._leave_out

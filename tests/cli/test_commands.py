@@ -91,7 +91,7 @@ def test_the_recipe_of_a_run_is_complete(tmp_path: Path) -> None:
 
 @pytest.mark.capability("B1")
 def test_a_strategy_that_cannot_run_is_refused_before_any_process_starts() -> None:
-    refused = paceline("train", DIGITS, "-n", 2, "--strategy", "sync=federated:10")
+    refused = paceline("train", DIGITS, "-n", 2, "--strategy", "route=server")
     assert refused.returncode == 2 and "not built yet" in refused.stderr and "nearest" in refused.stderr
     many = paceline("train", DIGITS, "-n", 9, "--set", "batch.shards=8")
     assert many.returncode == 2 and "batch.shards" in many.stderr

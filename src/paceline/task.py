@@ -84,7 +84,9 @@ PositionSlicer = Callable[[Tensor, int], Tensor]
 
 def missing_loss(model: nn.Module, batch: Any) -> Loss:
     """Raise the error of a task without a loss."""
-    raise TaskError("the task has no loss", next_step="return Task(model=..., data=..., loss=...) from build()")
+    raise TaskError(
+        "the task has no loss", next_step="return Task(model=..., data=..., loss=...) from build()"
+    )
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -54,7 +54,9 @@ def digits(strategy: str = "sync=federated:1", **settings: Any) -> Recipe:
 
 def own(strategy: str = "sync=federated:1", clients: int = 2, **settings: Any) -> Recipe:
     """A recipe of a task with clients of its own, all of which take part."""
-    federated = {"clients": clients, "cohort": clients, "partition": "natural"} | settings.pop("federated", {})
+    federated = {"clients": clients, "cohort": clients, "partition": "natural"} | settings.pop(
+        "federated", {}
+    )
     return recipe_of(strategy, **({"batch": {}, "optimizer": SGD, "federated": federated} | settings))
 
 
@@ -63,7 +65,14 @@ def squared_error(model: nn.Module, batch: Any) -> Loss:
     return Loss(F.mse_loss(model(x), y, reduction="sum"), len(x))
 
 
-def regression(sizes: tuple[int, ...], dtype: torch.dtype, *, norm: bool = False, bad: int | None = None) -> Task:
+def half_squared_error(model: nn.Module, batch: Any) -> Loss:
+    loss = squared_error(model, batch)
+    return Loss(loss.total / 2, loss.count)
+
+
+def regression(
+    sizes: tuple[int, ...], dtype: torch.dtype, *, norm: bool = False, bad: int | None = None
+) -> Task:
     """Clients of these sizes with data of their own; that of client `bad` is not finite."""
     generator = torch.Generator().manual_seed(3)
 
@@ -76,6 +85,12 @@ def regression(sizes: tuple[int, ...], dtype: torch.dtype, *, norm: bool = False
     layers = [nn.Linear(4, 6), *([nn.BatchNorm1d(6)] if norm else []), nn.Tanh(), nn.Linear(6, 1)]
     sources = {f"site-{number}": draw(n, number) for number, n in enumerate(sizes)}
     return Task(nn.Sequential(*layers).to(dtype), loss=squared_error, clients=sources)
+
+
+def keep_only(clients: Mapping[str, TensorDataset], kept: tuple[str, ...], *, norm: bool = False) -> Task:
+    """A task in which all clients but these have no samples."""
+    sources = {n: d if n in kept else TensorDataset(*(x[:0] for x in d.tensors)) for n, d in clients.items()}
+    return replace(regression((1,), torch.float64, norm=norm), data=None, clients=sources)
 
 
 # -- the oracle
@@ -114,7 +129,9 @@ def verified(cluster: Cluster, settings: dict[str, Any], fault: str = "") -> Ver
 
 @pytest.mark.capability("Q2", "Q3")
 @pytest.mark.parametrize("world", [2, 3, pytest.param(5, marks=pytest.mark.soak)])
-def test_every_tensor_of_every_round_has_the_bits_of_the_oracle_on_any_number_of_processes(world: int) -> None:
+def test_every_tensor_of_every_round_has_the_bits_of_the_oracle_on_any_number_of_processes(
+    world: int,
+) -> None:
     cases = [({"reproducible": True, **case},) for case in CASES.values()]
     alone = [verified(Cluster.single(), *case) for case in cases]
     reports = run_ranks(each_case, world, verified, cases, deadline=300)[0]
@@ -167,7 +184,10 @@ def test_one_full_batch_step_of_all_clients_is_every_step() -> None:
 def test_one_client_is_plain_training_for_its_passes(optimizer: dict[str, Any], rounds: int) -> None:
     """Bitwise, since the update is a difference in float64; AdamW for one round, as moments are not kept."""
     federated = digits(
-        "sync=federated:2", steps=rounds, optimizer=optimizer, federated={"clients": 1, "cohort": 1, "batch": 64}
+        "sync=federated:2",
+        steps=rounds,
+        optimizer=optimizer,
+        federated={"clients": 1, "cohort": 1, "batch": 64},
     )
     steps = rounds * 2 * -(-len(make_task(federated).data) // 64)
     plain = digits("replicas=1", steps=steps, optimizer=optimizer, batch={"size": 64})
@@ -201,7 +221,9 @@ def test_fedavgm_without_momentum_is_fedavg_and_with_it_the_formula() -> None:
         session = build_test_session(Cluster.single(), own(steps=2, outer=outer), make)
         values = [torch.cat([p.detach().flatten() for p in session.runner.sharded_model.computes.values()])]
         for _ in session.rounds():
-            values.append(torch.cat([p.detach().flatten() for p in session.runner.sharded_model.computes.values()]))
+            values.append(
+                torch.cat([p.detach().flatten() for p in session.runner.sharded_model.computes.values()])
+            )
         return values
 
     plain, zero, heavy = weights(), weights(momentum=0.0), weights(momentum=0.5, lr=0.5)
@@ -235,14 +257,13 @@ def test_adaptive_servers_follow_algorithm_2_on_two_parameters(name: str) -> Non
 
 
 def test_the_proximal_term_pulls_local_steps_to_the_start_of_the_round() -> None:
-    """Two steps of gradient descent on (w - 1)^2 / 2 from 0, with mu = 0.5: w = 0.1, then 0.1 + 0.1 (0.9 - 0.05)."""
+    """Gradient descent on (w - 1)^2 / 2 from 0 with mu = 0.5: w = 0.1, then 0.1 + 0.1 (0.9 - 0.05)."""
 
     def make() -> Task:
         model = nn.Linear(1, 1, bias=False, dtype=torch.float64)
         nn.init.zeros_(model.weight)
         one = torch.ones(1, 1, dtype=torch.float64)
-        loss = lambda model, batch: Loss((model(batch[0]) - batch[1]).square().sum() / 2, len(batch[0]))  # noqa: E731
-        return Task(model, loss=loss, clients={"only": TensorDataset(one, one)})
+        return Task(model, loss=half_squared_error, clients={"only": TensorDataset(one, one)})
 
     recipe = own(clients=1, federated={"local_steps": 2, "proximal": 0.5})
     after = run_own(Cluster.single(), recipe, make).parameters["weight"].item()
@@ -271,13 +292,10 @@ def test_clients_without_samples_or_with_nan_are_left_out_and_named() -> None:
     }
     assert record["clients"] == ["site-0", "site-1", "site-2", "site-3"] and record["samples"] == 12
     assert math.isfinite(stats.loss) and stats.num_items == 12
-    # The others alone, with the numbers that they have among all four.
-    only = partial(regression, (5, 0, 0, 7), torch.float64)
-    # Both draw the same numbers for site-0, and the data of site-3 follows that of site-2.
     data = make().clients
-    rest = lambda: replace(only(), data=None, clients={n: data[n] if n in ("site-0", "site-3") else d for n, d in only().clients.items()})  # noqa: E731, E501
-    alone = run_own(Cluster.single(), own(clients=4), rest)
-    assert all(torch.equal(p, alone.parameters[n]) for n, p in session.runner.sharded_model.model.state_dict().items())
+    alone = run_own(Cluster.single(), own(clients=4), partial(keep_only, data, ("site-0", "site-3")))
+    state = session.runner.sharded_model.model.state_dict()
+    assert all(torch.equal(p, alone.parameters[n]) for n, p in state.items())
 
 
 @pytest.mark.capability("Q6")
@@ -297,11 +315,10 @@ def test_a_round_without_any_update_ends_the_run_or_is_skipped() -> None:
 def test_statistics_move_by_the_weighted_mean_and_the_counter_by_the_longest_client() -> None:
     make = partial(regression, (10, 30), torch.float64, norm=True)
     both = run_own(Cluster.single(), own(), make).parameters
-    single = []
-    for kept in ("site-0", "site-1"):
-        task = make()
-        alone = {name: data if name == kept else TensorDataset(*(t[:0] for t in data.tensors)) for name, data in task.clients.items()}  # noqa: E501
-        single.append(run_own(Cluster.single(), own(), lambda: replace(make(), data=None, clients=alone)).parameters)  # noqa: B023
+    single = [
+        run_own(Cluster.single(), own(), partial(keep_only, make().clients, (kept,), norm=True)).parameters
+        for kept in ("site-0", "site-1")
+    ]
     for name, value in both.items():
         if name.endswith("num_batches_tracked"):
             assert value.item() == 3 and [s[name].item() for s in single] == [1, 3]
@@ -329,8 +346,9 @@ def test_a_run_that_is_resumed_has_the_same_bits(tmp_path: Path) -> None:
     assert all(record["up_bytes"] == record["down_bytes"] > 0 for record in cohorts)
     (partition,) = [record for record in records if record["event"] == "partition"]
     assert partition["clients"] == 20 and sum(map(sum, partition["table"])) == partition["samples"]
-    with patch("paceline.federated.cohorts.ClientSamples.sha256", lambda self: "another"), pytest.raises(
-        CheckpointError, match="divided among the clients in another way"
+    with (
+        patch("paceline.federated.cohorts.ClientSamples.sha256", lambda self: "another"),
+        pytest.raises(CheckpointError, match="divided among the clients in another way"),
     ):
         train(recipe.replace(run_dir=str(tmp_path / "parts"), steps=8), resume=tmp_path / "parts")
 
@@ -338,7 +356,9 @@ def test_a_run_that_is_resumed_has_the_same_bits(tmp_path: Path) -> None:
 @pytest.mark.capability("Q2")
 def test_ranks_hold_equal_state_and_send_one_sum_per_round() -> None:
     def bytes_and_divergence(cluster: Cluster, cohort: int) -> tuple[float, Any]:
-        recipe = digits(federated={**SKEWED, "cohort": cohort}, steps=2, strategy="sync=federated:1 route=native")
+        recipe = digits(
+            federated={**SKEWED, "cohort": cohort}, steps=2, strategy="sync=federated:1 route=native"
+        )
         session = build_test_session(cluster, recipe)
         list(session.rounds())
         calls = session.net.ledger.rows["all_reduce", "data"].calls  # of each round the sum, and the table
@@ -346,4 +366,3 @@ def test_ranks_hold_equal_state_and_send_one_sum_per_round() -> None:
 
     (few, none), (many, no_other) = run_ranks(each_case, 2, bytes_and_divergence, [(4,), (16,)])[0]
     assert few == many == 4 and none is no_other is None
-

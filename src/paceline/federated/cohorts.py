@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import Subset, TensorDataset
+from torch.utils.data import ConcatDataset, Subset
 
 from paceline.data.sample_order import KeyedOrder, KeyedPermutation, SampleIndices
 from paceline.data.task_data import CollatedSamples
@@ -101,9 +101,7 @@ def build_clients(recipe: Recipe, task: Task) -> ClientSamples:
     needs_labels = settings.partition_rule.word in ("labels", "dirichlet")
     labels = read_labels(task.data, required=needs_labels)
     column = labels if labels is not None else np.zeros(len(task.data), dtype=np.int64)
-    parts = partition(
-        column, settings.partition, settings.clients, recipe.seed, on_redraw=redraws.append
-    )
+    parts = partition(column, settings.partition, settings.clients, recipe.seed, on_redraw=redraws.append)
     names = [f"client-{number}" for number in range(len(parts))]
     return ClientSamples(names, parts, labels, len(redraws))
 
@@ -135,12 +133,17 @@ def read_labels(data: Any, *, required: bool) -> NDArray[Any] | None:
     Raises:
         DataError: labels are required, and samples have none.
     """
-    if isinstance(data, CollatedSamples):
-        return read_labels(data.samples, required=required)
-    if isinstance(data, Subset):
-        labels = read_labels(data.dataset, required=required)
-        return None if labels is None else labels[np.asarray(data.indices)]
-    column = data.tensors[-1] if isinstance(data, TensorDataset) else getattr(data, "targets", None)
+    match data:
+        case CollatedSamples():
+            return read_labels(data.samples, required=required)
+        case Subset():
+            labels = read_labels(data.dataset, required=required)
+            return None if labels is None else labels[np.asarray(data.indices)]
+        case ConcatDataset():
+            parts = [read_labels(part, required=required) for part in data.datasets]
+            known = [part for part in parts if part is not None]
+            return np.concatenate(known) if len(known) == len(parts) else None
+    column = getattr(data, "tensors", (getattr(data, "targets", None),))[-1]
     if column is not None:
         labels = np.asarray(column)
         if labels.ndim == 1 and len(labels) == len(data) and labels.dtype.kind in "iubUS":
@@ -150,7 +153,8 @@ def read_labels(data: Any, *, required: bool) -> NDArray[Any] | None:
     labels = np.array([_label_of(data[index]) for index in range(len(data))])
     if labels.dtype.kind not in "iubUS" or labels.ndim != 1:
         raise DataError(
-            "this partition needs a label for each sample, and the last item of a sample is no integer or text",
+            "this partition needs a label for each sample, and the last item of a sample is no integer or"
+            " text",
             where="federated.partition",
             next_step='give the data set an attribute `targets`, or set federated.partition to "iid"',
         )
@@ -322,5 +326,3 @@ def build_cohort_work(context: SessionContext, task: Task) -> CohortWork:
             " key was used"
         )
     return CohortWork(order, data.rank, data.size)
-
-

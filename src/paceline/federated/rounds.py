@@ -207,10 +207,17 @@ class CohortTable:
         self.rows = torch.zeros(num_positions + 1, width, dtype=torch.float64)
 
     def write(
-        self, position: int, head: Mapping[str, float], metrics: Mapping[str, float], counters: Sequence[float]
+        self,
+        position: int,
+        head: Mapping[str, float],
+        metrics: Mapping[str, float],
+        counters: Sequence[float],
     ) -> None:
         """Write the row of a position; `head` has the numbers of `_HEAD`."""
-        values = [*(head.get(name, 0.0) for name in _HEAD), *(metrics[n] for n in self._metric_names if metrics)]
+        values = [
+            *(head.get(name, 0.0) for name in _HEAD),
+            *(metrics[n] for n in self._metric_names if metrics),
+        ]
         self.rows[position, : len(values)] = torch.tensor(values, dtype=torch.float64)
         if counters:
             self.rows[position, -len(counters) :] = torch.tensor(counters, dtype=torch.float64)
@@ -496,7 +503,7 @@ class FederatedRounds:
 
 
 def _set_rate(step: UpdateStep) -> float:
-    """Set the rates of the round on every rank, also on one without a client; return that of the first group."""
+    """Set the rates of the round, on a rank without a client as well; return that of the first group."""
     record = PendingUpdate(step.state, {}, Gradients({}, (), ()), _EMPTY_TALLY)
     step.parts["rate"](record)
     return record.lr

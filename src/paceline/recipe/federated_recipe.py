@@ -1,4 +1,4 @@
-"""The table `[federated]`: the clients of a federated run, who takes part in a round, and their local training.
+"""The table `[federated]`: the clients of a run, who takes part in a round, and their local training.
 
 The words of a partition and the forms of a cohort are parsed here, for the validation of a recipe and for the
 code that divides data and draws cohorts (`paceline.federated`). Plain values without torch.
@@ -98,7 +98,9 @@ class FederatedRecipe(RecipeTable):
     """The clients of sync=federated:E, and what each of them does in a round."""
 
     clients: Annotated[int, *FEDERATED_NEEDS] = Field(
-        default=100, ge=1, description='clients among which the data is divided; with "natural" those of the task'
+        default=100,
+        ge=1,
+        description='clients among which the data is divided; with "natural" those of the task',
     )
     partition: Annotated[
         str, AfterValidator(_check_partition), ExpectedText(PARTITION_EXPECTED), *FEDERATED_NEEDS
@@ -132,7 +134,8 @@ class FederatedRecipe(RecipeTable):
             next_step="set federated.cohort to at most {t.clients}, or raise federated.clients",
         ),
     ] = Field(
-        default=10, description='clients of a round: a number, a fraction as 0.1, or each by chance: "poisson:0.1"'
+        default=10,
+        description='clients of a round: a number, a fraction as 0.1, or each by chance: "poisson:0.1"',
     )
     batch: Annotated[
         int,

@@ -366,7 +366,7 @@ class SecurityRecipe(RecipeTable):
 
 
 class OuterRecipe(RecipeTable):
-    """The outer optimizer: of replicas that train alone between rounds (DiLoCo), or of a server (federated)."""
+    """The outer optimizer: of replicas that train alone between rounds, or of a federated server."""
 
     name: Annotated[Literal["sgd", "adam", "yogi", "adagrad"], *FEDERATED_NEEDS] = Field(
         default="sgd",
@@ -393,7 +393,8 @@ class OuterRecipe(RecipeTable):
         default=0.9,
         ge=0,
         lt=1,
-        description="momentum of the movements: Nesterov's in diloco, heavy-ball and 0 by default in federated",
+        description="momentum of the movements: Nesterov's in diloco, heavy-ball and by default 0 in"
+        " federated",
     )
     betas: Annotated[
         tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]],
@@ -412,7 +413,9 @@ class OuterRecipe(RecipeTable):
             'found "{t.name}"',
             keys=("name",),
         ),
-    ] = Field(default=1e-3, gt=0, description="the adaptivity tau, which is added to the root of the second moment")
+    ] = Field(
+        default=1e-3, gt=0, description="the adaptivity tau, which is added to the root of the second moment"
+    )
     fragments: Annotated[int, *FRAGMENT_NEEDS] = Field(
         default=1, ge=1, description="parts of the parameters that are averaged in turn"
     )

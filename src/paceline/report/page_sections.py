@@ -379,7 +379,7 @@ _CLIENTS_NOTE = (
 
 
 def render_federated(run: RecordedRun) -> Html:
-    """Return the clients of a federated run, the label table of their partition, and the cohort of each round."""
+    """Return the clients of a federated run, their samples by label, and the cohorts."""
     partitions, cohorts = run.of("partition"), run.of("cohort")
     if not partitions:
         return Html("")
@@ -431,7 +431,13 @@ def describe_cohorts(cohorts: Sequence[MetricsRecord]) -> list[str]:
 def _cohort_row(cohort: MetricsRecord) -> list[str]:
     left_out = "; ".join(f"{name}: {reason}" for name, reason in cohort["left_out"].items())
     sizes = [format_bytes(cohort["down_bytes"]), format_bytes(cohort["up_bytes"])]
-    return [str(cohort["step"]), ", ".join(cohort["clients"]), left_out or "–", f"{cohort['samples']:,}", *sizes]
+    return [
+        str(cohort["step"]),
+        ", ".join(cohort["clients"]),
+        left_out or "–",
+        f"{cohort['samples']:,}",
+        *sizes,
+    ]
 
 
 def _render_label_table(record: MetricsRecord) -> Html:

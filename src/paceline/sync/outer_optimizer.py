@@ -89,7 +89,7 @@ class AdaptiveServer(torch.optim.Optimizer):
         self._next_moment, self._has_first_moment = SECOND_MOMENTS[name], name != "adagrad"
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         """Step every parameter that has a gradient, the mean update with its sign changed."""
         for group in self.param_groups:
             (beta1, beta2), eps = group["betas"], group["eps"]

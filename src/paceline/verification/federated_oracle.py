@@ -1,8 +1,8 @@
-"""The oracle of federated rounds: a loop over the cohort in one process, in plain PyTorch, and its comparison.
+"""The oracle of federated rounds, a plain loop over the cohort in one process, and the comparison with it.
 
 Shared with the run is what defines it: who takes part in a round, the samples and keys of the local steps
-(`ClientOrder`), and what `Oracle` shares. Local training, weights, the tree of additions, the mean, the server
-optimizer and the buffers are implemented here a second time, without hooks or collectives.
+(`ClientOrder`), and what `Oracle` shares. Local training, weights, the tree of additions, the mean, the
+server optimizer and the buffers are implemented here a second time, without hooks or collectives.
 
 Before each round the oracle takes over the state of rank 0, so errors cannot add up over rounds. In a
 reproducible run both sides must have the same bits. In another run a bound follows from the task: the oracle
@@ -72,7 +72,6 @@ class FederatedOracle:
 
     def __init__(self, oracle: Oracle, recipe: Recipe, order: ClientOrder) -> None:
         self._oracle, self._settings, self._outer, self._order = oracle, recipe.federated, recipe.outer, order
-        self.keeps_optimizer = False
 
     def cohort(self, round_number: int) -> tuple[CohortMember, ...]:
         """Return the members of a round."""
@@ -116,8 +115,7 @@ class FederatedOracle:
         self, round_number: int, member: CohortMember, update: int, start: Tensors, buffers: Tensors
     ) -> ClientResult | None:
         oracle, totals, counts = self._oracle, list[float](), list[float]()
-        if not self.keeps_optimizer:
-            oracle.optimizer.state.clear()
+        oracle.optimizer.state.clear()
         for micro_batch in self._order.micro_batches(round_number, member):
             before = oracle.buffers()
             sums = accumulate_shards(oracle.shards((micro_batch,)), before, oracle.task.buffers)
@@ -127,8 +125,8 @@ class FederatedOracle:
             if self._settings.proximal:
                 factor = self._settings.proximal * (sums.count if oracle.reduction == "mean" else 1.0)
                 for name, gradient in sums.gradients.items():
-                    moved = oracle.model.get_parameter(name).detach() - start[name]
-                    sums.gradients[name] = torch.add(gradient, moved, alpha=factor)
+                    pull = oracle.model.get_parameter(name).detach() - start[name]
+                    sums.gradients[name] = torch.add(gradient, pull, alpha=factor)
             if not math.isfinite(oracle.apply(sums.gradients, sums.count, update) + sums.total):
                 return None
         moved = {n: w.to(torch.float64) - start[n].to(torch.float64) for n, w in self._weights().items()}
@@ -197,7 +195,7 @@ class FederatedOracle:
         return {"exp_avg_sq": v, "exp_avg": m}
 
     def _buffer_changes(self, results: Mapping[int, ClientResult], divisor: float) -> Tensors:
-        """Return the change of each buffer in the round: a weighted mean, a sum, or of a counter the largest."""
+        """Return the change of each buffer: a weighted mean, a sum, or of a counter the largest."""
         changes: Tensors = {}
         for name, buffer in self._oracle.buffers().items():
             is_counter = buffer.numel() == 1 and not (buffer.is_floating_point() or buffer.is_complex())
@@ -307,7 +305,8 @@ class FederatedVerifier:
         step: int,
         update: int,
         before: Tensors,
-        change: Callable[[Mapping[int, ClientResult]], tuple[Mapping[int, ClientResult], float]] | None = None,
+        change: Callable[[Mapping[int, ClientResult]], tuple[Mapping[int, ClientResult], float]]
+        | None = None,
     ) -> tuple[Mapping[int, ClientResult], Tensors]:
         """Return the results and the state after a round; `change` replaces the factors and the divisor."""
         self._rounds.start_from(before)
@@ -372,8 +371,8 @@ class FederatedVerifier:
 _EXPLANATIONS = {
     "unweighted mean": "clients with few samples count as much as those with many: weight each update by its"
     " samples",
-    "divided by the cohort": "the sum is divided by all clients that were drawn, and not by those that returned"
-    " an update",
+    "divided by the cohort": "the sum is divided by all clients that were drawn, and not by those that"
+    " returned an update",
     "optimizer kept": "the optimizer has moments after a round: every client must start with a fresh one",
 }
 

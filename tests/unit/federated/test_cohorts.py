@@ -1,4 +1,4 @@
-"""Cohorts: drawn without replacement by key, dealt to ranks in blocks, and trained on a client's own samples."""
+"""Cohorts: drawn without replacement by key, dealt to ranks in blocks, trained on clients' own samples."""
 
 from __future__ import annotations
 
@@ -71,7 +71,10 @@ def test_ranks_have_blocks_of_positions_that_make_up_the_cohort(num_ranks: int, 
 
 def test_local_steps_replace_passes_and_full_takes_all_samples() -> None:
     ten = order_of(clients=6, cohort=6, batch=4)
-    assert ten.batch_sizes(0, 0) == [4, 4, 2] and order_of(60, 2, clients=6, cohort=6, batch=4).num_samples(0) == 20
+    assert (
+        ten.batch_sizes(0, 0) == [4, 4, 2]
+        and order_of(60, 2, clients=6, cohort=6, batch=4).num_samples(0) == 20
+    )
     stepped = order_of(clients=6, cohort=6, batch=4, local_steps=5)
     assert stepped.batch_sizes(0, 0) == [4, 4, 2, 4, 4] and stepped.num_samples(0, 0) == 18
     assert order_of(clients=6, cohort=6, full=True, local_steps=1).batch_sizes(3, 0) == [10]
@@ -86,7 +89,7 @@ def test_clients_of_the_task_are_kept_apart_and_one_may_have_no_samples() -> Non
     assert len(own.data) == 8 and order.clients.names == ["north", "empty", "south"]
     assert [len(indices) for indices in order.clients.indices] == [3, 0, 5]
     assert order.batch_sizes(0, 1) == []
-    with pytest.raises(DataError, match="has 3 clients, and federated.clients = 100") as caught:
+    with pytest.raises(DataError, match=r"has 3 clients, and federated\.clients = 100") as caught:
         build_order_of_clients(own_recipe(partition="natural"), own)
     assert caught.value.next_step == "set federated.clients = 3"
     with pytest.raises(DataError, match="names no clients"):

@@ -31,7 +31,9 @@ def chi_squared(labels: np.ndarray, parts: list[np.ndarray]) -> float:
 @pytest.mark.capability("Q3")
 @settings(max_examples=60, deadline=None)
 @given(
-    st.sampled_from(["iid", "labels:1", "labels:3", "dirichlet:0.5", "dirichlet:100", "quantity:0", "quantity:2"]),
+    st.sampled_from(
+        ["iid", "labels:1", "labels:3", "dirichlet:0.5", "dirichlet:100", "quantity:0", "quantity:2"]
+    ),
     st.integers(1, 12),
     st.integers(40, 300),
     st.integers(0, 5),

@@ -253,7 +253,10 @@ def test_resolve_returns_the_strategy_or_raises_with_reason_and_nearest() -> Non
     with pytest.raises(StrategyError) as caught:
         resolve_strategy(Strategy.parse("zero2 route=server"), processes=4, shards=2)
     assert "route=server is not built yet" in caught.value.what
-    assert caught.value.where == 'strategy "replicas=all shard=2 zero=2 sync=every-step route=server" on 4 processes'
+    assert (
+        caught.value.where
+        == 'strategy "replicas=all shard=2 zero=2 sync=every-step route=server" on 4 processes'
+    )
     assert (
         caught.value.next_step
         == 'the nearest supported strategy is "replicas=1 shard=2 zero=2 tensor=2 sync=every-step"'

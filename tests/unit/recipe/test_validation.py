@@ -223,8 +223,16 @@ CONFLICTS: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("schedule.batch_scaling", {"schedule.batch_scaling": "sqrt"}, "schedule.base_batch: expected with"),
     ("memory.recompute", {"memory.recompute": "segments", "runtime.compile": True}, 'expected "blocks"'),
     ("precision.compute", {**FP16, **FEDERATED}, "would have to find a loss scale of its own"),
-    ("federated.cohort", {**FEDERATED, "federated.cohort": 0.001}, "0.001 of clients = 100, which rounds to 0"),
-    ("federated.cohort", {**FEDERATED, "federated.cohort": 101}, "at most federated.clients = 100, found 101"),
+    (
+        "federated.cohort",
+        {**FEDERATED, "federated.cohort": 0.001},
+        "0.001 of clients = 100, which rounds to 0",
+    ),
+    (
+        "federated.cohort",
+        {**FEDERATED, "federated.cohort": 101},
+        "at most federated.clients = 100, found 101",
+    ),
     (
         "reproducible",
         {"reproducible": True, "batch.accumulation": 2},

@@ -373,8 +373,8 @@ def _ledger_row(name: str, row: MetricsRecord) -> list[str]:
 
 _MAX_COHORTS = 200  # rows; a run may have a million rounds
 _CLIENTS_NOTE = (
-    "Bytes of a round are those of the weights that each client receives and of the updates that come back, by"
-    " their size. Simulated clients send nothing: what ranks sent is under Bytes sent."
+    "Bytes of a round are those of the weights that each client receives and of the updates that come back,"
+    " by their size. Simulated clients send nothing: what ranks sent is under Bytes sent."
 )
 
 

@@ -80,13 +80,7 @@ class SampleSource(Protocol):
 LossFunction = Callable[[nn.Module, Any], Loss]
 PredictFunction = Callable[[nn.Module, Any], Any]
 PositionSlicer = Callable[[Tensor, int], Tensor]
-
-
-def missing_loss(model: nn.Module, batch: Any) -> Loss:
-    """Raise the error of a task without a loss."""
-    raise TaskError(
-        "the task has no loss", next_step="return Task(model=..., data=..., loss=...) from build()"
-    )
+_REQUIRED: Any = None  # of a field that comes after one with a default; the constructor checks it
 
 
 @dataclass(frozen=True)
@@ -138,7 +132,7 @@ class Task:
 
     model: nn.Module
     data: Any = None
-    loss: LossFunction = missing_loss
+    loss: LossFunction = _REQUIRED
     held_out: Any = None
     collate: Callable[[list[Any]], Any] | None = None
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None
@@ -159,8 +153,10 @@ class Task:
     clients: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.loss is missing_loss:
-            missing_loss(self.model, None)
+        if not callable(self.loss):
+            raise TaskError(
+                "the task has no loss", next_step="return Task(model=..., data=..., loss=...) from build()"
+            )
         if self.clients and self.data is None:
             for name, source in self.clients.items():
                 require_samples(f"clients['{name}']", source)

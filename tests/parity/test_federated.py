@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -37,6 +37,15 @@ from tests.recipes import recipe_of
 SGD = {"name": "sgd", "lr": 0.1}
 ADAMW = {"name": "adamw", "lr": 1e-2, "clip_norm": 0.5}
 SKEWED = {"clients": 20, "cohort": 5, "partition": "dirichlet:0.5"}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """The bits of one thread, in this process as well."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def digits(strategy: str = "sync=federated:1", **settings: Any) -> Recipe:

@@ -293,6 +293,7 @@ class FederatedRounds:
         self._group, self._net, self._phases = group, net, phases
         self._note, self._stop_requested = note, stop_requested
         self._is_finite, self._num_skipped = True, 0
+        self._undo: Callable[[], None] | None = None
 
     def rounds(self, feed: TrainingFeed, runner: ModelRunner, update_step: UpdateStep) -> Iterator[StepStats]:
         state, work = update_step.state, cast("CohortWork", feed.work)
@@ -311,7 +312,8 @@ class FederatedRounds:
     def abort(self) -> None:
         self.inner.abort()
         self.reduction.abort()
-        self.server.load_start()
+        if self._undo is not None:
+            self._undo()
 
     # -- one round
 
@@ -324,14 +326,20 @@ class FederatedRounds:
         self._net.step = state.step
         self.server.begin()
         self.reduction.begin()
+
+        def undo() -> None:
+            """Return to the start of the round, from the middle of a client's training."""
+            self.server.load_start()
+            runner.buffers.reset(buffers)
+            state.num_updates = num_updates
+
+        self._undo = undo
         counters = _counters(runner.buffers.names, buffers)
         table = CohortTable(work.shards, runner.metric_names.names or (), len(counters))
         for member in work.members(state.step):
             self._run_client(work, member, stream, runner, local_step, table, counters)
             # The weights of this client must not be those from which the next one starts.
-            self.server.load_start()
-            runner.buffers.reset(buffers)
-            state.num_updates = num_updates
+            undo()
         self.begin_client(state.optimizer)  # no moment of the last client may reach a checkpoint
         self._phases.begin("communication")
         self.reduction.close()
@@ -341,6 +349,7 @@ class FederatedRounds:
         norm = self._apply(table, sums, runner, buffers, counters, state)
         state.num_updates = num_updates + (norm is not None)
         self._report(work, table, state.step)
+        self._undo = None
         return table.tally(), norm
 
     def _apply(

@@ -191,6 +191,7 @@ class ClientOrder:
     seed: int
     shuffle: bool = True
     _orders: dict[int, KeyedOrder] = field(default_factory=dict, init=False, repr=False)
+    _present: dict[int, tuple[int, list[SampleIndices]]] = field(default_factory=dict, init=False, repr=False)
 
     def cohort(self, round_number: int) -> tuple[CohortMember, ...]:
         """Return the members of a round, by position and by client."""
@@ -231,17 +232,26 @@ class ClientOrder:
         indices, num_steps = self.clients.indices[member.client], self.num_local_steps(member.client)
         if not num_steps:
             return ()
-        order, first = self._order(len(indices)), round_number * num_steps
+        first = round_number * num_steps
         return tuple(
             MicroBatch(
                 step,
                 member.position,
-                indices[order.batch(step)],
+                indices[positions],
                 key(self.seed, "unit", step, member.client),
                 seed=self.seed,
             )
-            for step in range(first, first + num_steps)
+            for step, positions in enumerate(self._positions(len(indices), first, num_steps), first)
         )
+
+    def _positions(self, size: int, first: int, num_steps: int) -> list[SampleIndices]:
+        """Return the positions of the samples of some local steps; of a size kept for the round."""
+        start, positions = self._present.get(size, (-1, []))
+        if start != first:
+            order = self._order(size)
+            positions = [order.batch(step) for step in range(first, first + num_steps)]
+            self._present[size] = first, positions
+        return positions
 
     def _order(self, size: int) -> KeyedOrder:
         # Clients of one size share an order of positions, which are other samples for each of them.

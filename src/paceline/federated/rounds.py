@@ -450,10 +450,10 @@ class FederatedRounds:
         weight, clip = self.client_weight(num_samples), self.settings.clip_norm
         torch._foreach_mul_(update, weight * (clip / norm if 0.0 < clip < norm else 1.0))
         self.reduction.micro_batch(range(member.position, member.position + 1), False)
-        change = runner.buffers.weighted_change_since(buffers, weight)
         for slot, value in zip(self.server.wide, update, strict=True):
             self.reduction.ready(slot, value)
-        if change.numel():
+        if buffers:
+            change = runner.buffers.weighted_change_since(buffers, weight)
             self.reduction.ready(_buffer_slot(change), change)
         _write_returned(table, member, tallies, weight, num_samples, _moved(runner, buffers, counters))
 

@@ -153,7 +153,7 @@ class Task:
     clients: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not callable(self.loss):
+        if self.loss is _REQUIRED:
             raise TaskError(
                 "the task has no loss", next_step="return Task(model=..., data=..., loss=...) from build()"
             )

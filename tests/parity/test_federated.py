@@ -320,6 +320,21 @@ def test_a_round_without_any_update_ends_the_run_or_is_skipped() -> None:
     assert all(torch.equal(t, before[n]) for n, t in session.runner.sharded_model.model.state_dict().items())
 
 
+@pytest.mark.capability("Q6")
+def test_a_round_whose_cohort_is_empty_changes_nothing() -> None:
+    rare = {"clients": 20, "cohort": "poisson:0.02"}
+    session = build_test_session(Cluster.single(), digits(steps=8, federated=rare, outer={"name": "adam"}))
+    before, seen = session.snapshot().copied().tensors(), set()
+    for stats in session.rounds():
+        after = session.snapshot().copied().tensors()
+        (record,) = events_of(session)["cohort"]
+        assert stats.applied == bool(record["clients"])
+        is_same = all(torch.equal(t, before[n]) for n, t in after.items() if n in before)
+        assert is_same == (not record["clients"]) and session.state.step == record["step"] + 1
+        before, seen = after, seen | {stats.applied}
+    assert seen == {True, False} and session.state.num_updates < 8
+
+
 @pytest.mark.capability("Q2")
 def test_statistics_move_by_the_weighted_mean_and_the_counter_by_the_longest_client() -> None:
     make = partial(regression, (10, 30), torch.float64, norm=True)

@@ -9,16 +9,27 @@ TESTS ?=
 ARGS ?=
 JOBS ?= 3
 TORCH = 2.13.0
+# Debian packages, each with a program of its name.
+SYSTEM = chromium prometheus
 
 BIN = $(VENV)/bin
 PIP_INSTALL = $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train test soak bench check format docs site constraints clean
+.PHONY: help system venv train test soak bench check format docs site constraints clean
 
 help: ## list the targets
 	@echo "make TARGET [PYTHON=python3] [VENV=.venv]"
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  \1|\2/p' Makefile | awk -F'|' '{ printf "%-14s %s\n", $$1, $$2 }'
+
+system: ## install the Debian packages that some tests need, as root; no service is started
+	@missing="$$(for tool in $(SYSTEM); do command -v $$tool >/dev/null || echo $$tool; done)"; \
+	if test -n "$$missing"; then \
+		test -e /usr/sbin/policy-rc.d || { printf '#!/bin/sh\nexit 101\n' >/usr/sbin/policy-rc.d && chmod +x /usr/sbin/policy-rc.d && remove=1; }; \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing >/dev/null; code=$$?; \
+		test -z "$$remove" || rm /usr/sbin/policy-rc.d; \
+		exit $$code; \
+	fi
 
 venv: $(VENV)/.core ## make .venv with what training needs
 

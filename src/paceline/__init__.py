@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from paceline.recipe import Strategy as Strategy
     from paceline.recipe import load_recipe as load_recipe
     from paceline.recipe import support as support
+    from paceline.serving import generate as generate
     from paceline.session import Callback as Callback
     from paceline.session import Result as Result
     from paceline.session import Session as Session
     from paceline.session import evaluate as evaluate
-    from paceline.session import generate as generate
     from paceline.session import join as join
     from paceline.session import open_run as open_run
     from paceline.session import own_loop as own_loop
@@ -50,7 +50,7 @@ _HOMES = {
     "UserOptimizer": "optim",
     "evaluate": "session",
     "gather": "parallel.batch_gather",
-    "generate": "session",
+    "generate": "serving",
     "join": "session",
     "load_recipe": "recipe",
     "open_run": "session",

@@ -74,6 +74,25 @@ class DeviceError(PacelineError):
     exit_code = 2
 
 
+class RequestError(PacelineError):
+    """A request to generate text is not valid, or the model cannot answer it.
+
+    Args:
+        what, where, next_step: see `PacelineError`.
+        parameter: name of the parameter that is wrong; empty: it is not about one.
+    """
+
+    exit_code = 2
+
+    def __init__(self, what: str, *, where: str = "", next_step: str = "", parameter: str = "") -> None:
+        super().__init__(what, where=where, next_step=next_step)
+        self.parameter = parameter
+
+
+class QueueFullError(RequestError):
+    """More requests wait for a slot than may; it can be sent again later."""
+
+
 class MissingExtraError(PacelineError):
     """An optional dependency is not installed; the next step is the command that installs it."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from paceline.observe.rank_activity import RankActivity
 from tests.unit.watch.records import append, rank_records, run_record, step_record
 from tests.unit.watch.serving import TOKEN, served
 
@@ -88,12 +90,85 @@ def test_a_run_is_drawn_and_followed(browser: Browser, runs: Path) -> None:
             .get_attribute("aria-label")
             .startswith("data 0 %, forward 0 %, backward 50 %")
         )
+        rank = RankActivity()
+        rank.step = 40
+        rank.open(runs / "first", 1, 2, 100)
+        rank.enter("forward", time.perf_counter() - 30)
+        rows.nth(1).get_by_text("forward of step 40, for 3").wait_for()
+        rank.close()
         assert "warning: rank 0 text <i>x</i>" in page.locator("#events").inner_text()
         append(runs / "first", *(step_record(k, loss=5.0) for k in range(40, 60)))
         wait_for_change(page, before)
         page.get_by_text("60 of 100").wait_for()
         page.locator("#search").fill("no such")
-        page.wait_for_function("document.querySelectorAll('#events li').length === 0")
+        page.locator("#events li").first.wait_for(state="detached")
+
+
+@pytest.mark.capability("P17", clause="samples, alerts, checkpoints, certificate, links and lost ranks")
+def test_all_that_is_known_about_a_run_is_shown(browser: Browser, runs: Path) -> None:
+    folder = runs / "first"
+    append(
+        folder,
+        *(step_record(k, loss=1.0) for k in range(40, 59)),
+        *(step_record(k, loss=50.0) for k in (59, 60)),
+    )
+    append(
+        folder,
+        *(step_record(k, loss=1.0) for k in range(61, 79)),
+        *(step_record(k, loss="nan") for k in (79, 80)),
+    )
+    append(folder, {"event": "checkpoint", "time": 1080.0, "step": 80, "path": "checkpoints/step-80"})
+    append(folder, {"event": "lost", "level": "warning", "rank": 1, "time": 1080.0, "reason": "killed"})
+    append(folder, {"event": "lost", "level": "warning", "rank": 7, "time": 1080.0, "reason": "early"})
+    (folder / "certificate.json").write_text('{"conclusion": "equal to the oracle"}')
+    process = {"event": "process", "rank": 0, "seconds": 2.0, "cpu_seconds": {"user": 3.0, "system": 1.0}}
+    process |= {"memory_bytes": {"rss": 2**30}, "link_sent_bytes": {"1": 2**21}, "link_retransmits": {"1": 3}}
+    process |= {"link_received_bytes": {"1": 2**11}, "link_round_trip_seconds": {"1": 0.0125}}
+    host = {"event": "system", "rank": 0, "host": "node-a", "seconds": 2.0, "cores": 2}
+    host |= {"cpu_seconds": {"user": 3.0, "idle": 1.0}, "memory_bytes": {"total": 2**31, "available": 2**30}}
+    host |= {"network_sent_bytes": {"lo": 2**21}, "network_received_bytes": {"lo": 0}}
+    host |= {"disk_read_bytes": {}, "disk_written_bytes": {"vda": 2**11}, "gpu_utilization": {}}
+    host |= {"unavailable": {"energy": "only root may read it", "gpu": "NVML finds no GPU"}}
+    samples = [{**one, "time": 1000.0 + 10 * k} for k in range(9) for one in (process, host)]
+    (folder / "system.jsonl").write_text("".join(json.dumps(one) + "\n" for one in samples))
+    with served(runs) as address, opened(browser, address, "#curves=rank.0.cpu_cores") as page:
+        page.get_by_role("button", name="first").click()
+        page.get_by_text("Alerts: 1 firing, 1 resolved").click()
+        assert wait_for_change(page, [0, 0], "rank.0.cpu_cores")[0] > 500
+        page.locator("#names summary").click()
+        for name in ("memory_fraction", "network_bytes_per_second", "disk_bytes_per_second"):
+            page.locator(f'input[value="host.node-a.{name}"]').check()
+            wait_for_change(page, [0, 0], f"host.node-a.{name}")
+        cpu = page.locator('figure[data-name="rank.0.cpu_cores"] canvas').get_attribute("aria-label")
+        assert cpu == "Curves of rank.0.cpu_cores. Last values: first 2"
+        firing = page.locator("#alerts li").all_inner_texts()
+        assert len(firing) == 1 and firing[0].startswith("loss-spike since step 79")
+        history = page.locator("#alert-list li").all_inner_texts()
+        assert [text.partition(" at step ")[0].split()[-2:] for text in history] == [
+            [state, "loss-spike"] for state in ("firing", "resolved", "firing")
+        ]
+        cells = page.locator("#hosts tbody td").all_inner_texts()
+        assert cells[:5] == ["node-a", "75 %", "50 %", "1 MiB/s", "1 KiB/s"]
+        assert cells[5:] == ["unavailable: NVML finds no GPU", "unavailable: only root may read it"]
+        assert page.locator("#links tbody td").all_inner_texts() == [
+            "0 to 1",
+            "1 MiB/s",
+            "1 KiB/s",
+            "3",
+            "12.5",
+        ]
+        assert "step 80: checkpoints/step-80" in page.locator("#checkpoints").inner_text()
+        facts = page.locator("#facts").inner_text()
+        assert "equal to the oracle" in facts and "step 80" in facts
+        rows = page.locator("#ranks tbody tr")
+        assert [rows.nth(n).locator("td").nth(7).inner_text() for n in (1, 2)] == [
+            "lost: killed",
+            "lost: early",
+        ]
+        page.locator("#level").select_option("warning")
+        page.locator("#search").fill("killed")
+        page.locator("#events li").nth(1).wait_for(state="detached")
+        assert "reason killed" in page.locator("#events li").inner_text()
 
 
 def test_a_view_is_changed_by_pointer_and_keys_and_restored_by_its_link(browser: Browser, runs: Path) -> None:
@@ -115,7 +190,7 @@ def test_a_view_is_changed_by_pointer_and_keys_and_restored_by_its_link(browser:
             page.keyboard.press("0")
             page.wait_for_function("!location.hash.includes('first=')")
             page.locator("#names summary").click()
-            page.get_by_label("metrics.accuracy").check()
+            page.locator('input[value="metrics.accuracy"]').check()
             page.locator('figure[data-name="metrics.accuracy"]').wait_for()
             page.get_by_label("Log scale").check()
             page.get_by_label("Draw first").uncheck()

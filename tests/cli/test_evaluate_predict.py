@@ -301,3 +301,18 @@ def test_the_first_samples_of_a_source_and_a_prediction_that_cannot_travel(run: 
     packed = saved_run._serialize(0, [object()])
     with pytest.raises(TaskError, match="these predictions cannot be sent between ranks"):
         saved_run._deserialize(packed)
+
+
+def test_a_run_on_a_text_beside_its_recipe_is_resumed_and_evaluated_from_anywhere(tmp_path: Path) -> None:
+    folder = tmp_path / "job"
+    folder.mkdir()
+    (folder / "own.txt").write_text("abcdefgh " * 4000)
+    (folder / "r.toml").write_text(
+        'task = "byte-gpt"\nsteps = 2\n[options]\ntext = "own.txt"\ncontext = 32\nlayers = 1\nheads = 1\n'
+        "width = 16\nsample_tokens = 4\n[batch]\nsize = 4\nshards = 1\n"
+    )
+    assert commands.run(tmp_path, "train", "job/r.toml", "--name", "a").returncode == 0
+    (made,) = tmp_path.glob("runs/*-a")
+    for words in (("train", "--resume", made, "--set", "steps=3"), ("evaluate", made)):
+        done = commands.run(folder, *words)
+        assert done.returncode == 0, done.stderr

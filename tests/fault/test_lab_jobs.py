@@ -156,3 +156,32 @@ def test_bench_link_finds_the_latency_and_the_slower_direction(lab, tmp_path) ->
         ]
         kept = [record for record in records if record["event"] == "route"]
         assert [record["choice"] in said for record in kept] == [True]
+
+
+@pytest.mark.capability("P6", clause="one sampler per host; bytes, retransmits and round trips of links")
+def test_each_host_has_one_sampler_for_all_its_ranks_and_links_are_those_of_the_lab(lab, tmp_path) -> None:
+    pytest.importorskip("psutil", reason="needs paceline[system]")
+    made = lab(hosts=2, links=Links(rate="100mbit", latency="5ms", loss="2%"))
+    sampled = ["--set", "steps=60", "--set", "log.sample_seconds=0.2"]
+    found = made.run(train(tmp_path, "-n", "4", *sampled))
+    assert found.exit_code == 0, found.output
+    assert sorted(path.name for path in tmp_path.glob("system*")) == ["system-2.jsonl", "system.jsonl"]
+    trips, sent, retransmits = [], {"h0": 0.0, "h1": 0.0}, 0.0
+    for name, host, ranks in (("system.jsonl", "h0", {0, 1}), ("system-2.jsonl", "h1", {2, 3})):
+        records = [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
+        assert {record["host"] for record in records if record["event"] == "system"} == {host}
+        processes = [record for record in records if record["event"] == "process"]
+        assert {record["rank"] for record in processes} == ranks
+        other = "10.0.0.2" if host == "h0" else "10.0.0.1"
+        for record in processes:
+            sent[host] += record["link_sent_bytes"].get(other, 0.0)
+            retransmits += record["link_retransmits"].get(other, 0.0)
+            trips += (
+                [record["link_round_trip_seconds"][other]]
+                if other in record["link_round_trip_seconds"]
+                else []
+            )
+        # What the ranks have sent to the other host is on its way in frames of the interface.
+        frames = sum(r["network_sent_bytes"].get("eth0", 0.0) for r in records if r["event"] == "system")
+        assert 0 < sent[host] <= frames <= found.traffic[host].up.num_bytes * 1.05
+    assert min(trips) >= 0.010 and retransmits > 0

@@ -1,8 +1,9 @@
-"""On one NVIDIA GPU a run is what the oracle computes there, is resumed to the same bits, and is observed."""
+"""On one NVIDIA GPU a run is what the oracle computes there, is resumed, observed, and generates text."""
 
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,13 @@ import torch
 
 from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe
+from paceline.serving.engine import GenerationRequest
+from paceline.serving.sampling import SamplingOptions
+from paceline.serving.slot_forward import CachedForward, build_engine
 from paceline.testing.parity import make_task
 from paceline.verification import compare_with_oracle
 from tests.commands import run
+from tests.request_mixes import VOCAB, small_gpt
 from tests.texts import SMALL_TEXT
 
 pytestmark = [
@@ -79,8 +84,8 @@ def test_steps_on_a_gpu_are_those_of_the_oracle(changes: dict[str, Any]) -> None
     assert report.ok and report.steps == 6, report.diagnosis
 
 
-def rows_of(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+def rows_of(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
 
 
 @pytest.mark.capability("N1")
@@ -93,9 +98,29 @@ def test_a_run_on_a_gpu_is_resumed_to_the_same_bits(tmp_path: Path) -> None:
     (half,) = tmp_path.glob("runs/*-half")
     assert run(tmp_path, "train", "--resume", half, "--set", "steps=8", anew=True).returncode == 0
     losses = [
-        {row["step"]: row["loss"] for row in rows_of(folder) if "loss" in row and "event" not in row}
+        {row["step"]: row["loss"] for row in rows_of(folder) if row.get("event") == "step"}
         for folder in (whole, half)
     ]
-    assert losses[0] == losses[1] and max(losses[0]) == 8
-    rows = [row for row in rows_of(whole) if row.get("event") == "system"]
+    assert losses[0] == losses[1] and len(losses[0]) == 8
+    rows = [row for row in rows_of(whole, "system.jsonl") if row["event"] == "system"]
     assert rows and all(row["gpu_memory_bytes"]["0"] > 0 for row in rows), rows[:1]
+
+
+@pytest.mark.capability("W4")
+@pytest.mark.parametrize("attention", ["masked", "by_slot"])
+def test_a_text_on_a_gpu_is_the_same_beside_others(attention: Any) -> None:
+    """Of 24 requests through four slots, each has the tokens that it has alone."""
+    build = partial(build_engine, small_gpt().cuda(), context=64, slots=4, chunk=8, attention=attention)
+    requests = [
+        GenerationRequest(tuple((5 * i + k) % VOCAB for k in range(1 + i)), 20, SamplingOptions(seed=i))
+        for i in range(24)
+    ]
+    engine = build()
+    assert isinstance(engine.forward, CachedForward)
+    together = [engine.submit(request) for request in requests]
+    engine.run()
+    for request, beside in zip(requests, together, strict=True):
+        alone = build()
+        ticket = alone.submit(request)
+        alone.run()
+        assert ticket.tokens == beside.tokens

@@ -15,6 +15,7 @@ from paceline import Loss, Task
 from paceline.comm import Handle
 from paceline.job.cluster import Cluster
 from paceline.observe import PhaseTimer, StepPhase, step_stats
+from paceline.observe.rank_activity import RankActivity
 from paceline.recipe import Recipe, Strategy
 from paceline.session import build
 from paceline.testing import run_ranks
@@ -107,8 +108,8 @@ def task_with(clock: Clock) -> Task:
 class Forgetful(PhaseTimer):
     """Misses the beginning of one phase."""
 
-    def __init__(self, forgets: str) -> None:
-        super().__init__()
+    def __init__(self, forgets: str, activity: RankActivity | None = None) -> None:
+        super().__init__(activity)
         self._forgets = forgets
 
     def begin(self, phase: StepPhase) -> None:

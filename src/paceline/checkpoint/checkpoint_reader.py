@@ -13,6 +13,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from mmap import mmap
 from os import PathLike
 from typing import Any
 
@@ -38,7 +39,7 @@ from paceline.checkpoint.catalog import open_manifest, unusable_checkpoint_error
 from paceline.checkpoint.disk.checksum import recompute_checksum
 from paceline.checkpoint.manifest import Manifest, TensorFileRecord
 from paceline.checkpoint.safetensors_file import TensorChunk, chunk_keys, decode_tensors, dtype_of_code
-from paceline.checkpoint.storage import StorageFolder
+from paceline.checkpoint.storage import MappedFile, StorageFolder
 from paceline.errors import CheckpointError
 from paceline.state.slot import SlotIndex, TensorPiece, TensorSlot, span_of_index
 
@@ -157,7 +158,15 @@ class ManifestReader(StorageReader):
             data = bytearray(self.files.read(f"{self.name}/{file.name}"))
         except OSError as error:
             raise unusable_checkpoint_error(self.files, self.name, f"{file.name}: {error}") from error
-        checksum = recompute_checksum(data, file.checksum)
+        return self.decode(file, data)
+
+    def decode(self, file: TensorFileRecord, data: bytearray | mmap) -> Mapping[str, Tensor]:
+        """Return the chunks of a file, as views of its bytes.
+
+        Raises:
+            CheckpointError: it is damaged.
+        """
+        checksum = recompute_checksum(memoryview(data), file.checksum)
         if checksum != file.checksum:
             reason = f"{file.name} is damaged: its checksum is {checksum}, expected {file.checksum}"
             raise unusable_checkpoint_error(self.files, self.name, reason)
@@ -201,6 +210,34 @@ def load_checkpoint(files: StorageFolder, name: str, prefix: str | tuple[str, ..
     stored = open_checkpoint(files, name)
     wanted = {name: () for name in stored.shapes if name.startswith(prefix)}
     return LoadedCheckpoint(name, stored.manifest, stored.read(wanted))
+
+
+def map_checkpoint(files: StorageFolder, name: str, prefix: str | tuple[str, ...] = "") -> LoadedCheckpoint:
+    """Map the tensors of a checkpoint into memory, after the checksums of their files were compared.
+
+    Pages are shared with other processes and are not a copy of the file. Tensors that were saved in several
+    chunks, and those of a remote store, are read into new memory. Arguments and errors are those of
+    `load_checkpoint`.
+    """
+    stored = open_checkpoint(files, name)
+    reader, tensors = ManifestReader(files, name), dict[str, Tensor]()
+    for file in stored.manifest.files:
+        whole = {
+            key: chunk.name
+            for chunk, key in zip(file.chunks, chunk_keys(file.chunks), strict=True)
+            if chunk.name.startswith(prefix) and chunk.sizes == chunk.shape
+        }
+        path = files.local_path(f"{name}/{file.name}")
+        if not whole or path is None:
+            continue
+        try:
+            mapped = MappedFile(path)
+        except (OSError, ValueError) as error:
+            raise unusable_checkpoint_error(files, name, f"{file.name}: {error}") from error
+        views = reader.decode(file, mapped.data)
+        tensors |= {tensor: views[key] for key, tensor in whole.items()}
+    others = {tensor: () for tensor in stored.shapes if tensor.startswith(prefix) and tensor not in tensors}
+    return LoadedCheckpoint(name, stored.manifest, {**tensors, **stored.read(others)} if others else tensors)
 
 
 def open_checkpoint(files: StorageFolder, name: str) -> StoredCheckpoint:

@@ -54,7 +54,10 @@ class ExportedWeights:
 
 
 def find_checkpoint(
-    files: StorageFolder, warn: Callable[[str], None], name: str | None = None
+    files: StorageFolder,
+    warn: Callable[[str], None],
+    name: str | None = None,
+    load: Callable[[StorageFolder, str, tuple[str, ...]], LoadedCheckpoint] = load_checkpoint,
 ) -> LoadedCheckpoint:
     """Load the model's part of a checkpoint.
 
@@ -62,17 +65,18 @@ def find_checkpoint(
         files: the folder of the checkpoints.
         warn: called with the reason for each checkpoint that cannot be used.
         name: the checkpoint; "best": by evaluation; None: the newest valid one.
+        load: reads one; `map_checkpoint` maps its files instead.
     Raises:
         CheckpointError: the named one is damaged, or there is no valid one.
     """
     if name is not None:
-        return load_checkpoint(files, CheckpointCatalog.read(files).resolve_name(name), _MODEL_PREFIXES)
+        return load(files, CheckpointCatalog.read(files).resolve_name(name), _MODEL_PREFIXES)
     catalog = CheckpointCatalog.read(files)
     for error in catalog.broken.values():
         warn(error.what)
     for entry in reversed(catalog.whole):
         try:
-            return load_checkpoint(files, entry.name, _MODEL_PREFIXES)
+            return load(files, entry.name, _MODEL_PREFIXES)
         except CheckpointError as error:
             warn(f"{error.what}; trying the one before it")
     raise CheckpointError(

@@ -325,10 +325,10 @@ def load_weights(model: nn.Module, place: str | os.PathLike[str], *, vocabulary:
     tensors = model.state_dict()
     with ExitStack() as stack:
         try:
-            files = [stack.enter_context(closing(file)) for file in _open_files(os.fspath(place))]
+            files = [stack.enter_context(closing(file)) for file in open_weight_files(os.fspath(place))]
             shapes = {name: [*entry.shape] for file in files for name, entry in file.entries.items()}
-            _require_same_tensors(tensors, shapes, place)
-            require_same_vocabulary(vocabulary, _find_vocabulary(os.fspath(place), files), str(place))
+            require_same_tensors(tensors, shapes, place)
+            require_same_vocabulary(vocabulary, find_vocabulary(os.fspath(place), files), str(place))
             for file in files:
                 file.verify()
             with torch.no_grad():
@@ -341,8 +341,13 @@ def load_weights(model: nn.Module, place: str | os.PathLike[str], *, vocabulary:
         )
 
 
-def _open_files(source: str) -> Sequence[WeightFile]:
-    """Open the files that belong together; ValueError if an index or a checksum is not valid."""
+def open_weight_files(source: str) -> Sequence[WeightFile]:
+    """Open the files of a place, as for `load_weights`; the caller closes them.
+
+    Raises:
+        OSError: one cannot be read.
+        ValueError: one is not a safetensors file, or an index or a checksum is not valid.
+    """
     source, _, pin = source.partition(CHECKSUM_PIN)
     folder, name = _split_source(source)
     files = StorageFolder(folder)
@@ -425,9 +430,14 @@ def _list_weight_files(files: StorageFolder) -> list[str]:
     return sorted(names)
 
 
-def _require_same_tensors(
+def require_same_tensors(
     tensors: Mapping[str, Tensor], shapes: Mapping[str, list[int]], source: str | os.PathLike[str]
 ) -> None:
+    """Compare the names and shapes of a model with those of weights; one name of tied tensors is enough.
+
+    Raises:
+        CheckpointError: they differ; names the first difference.
+    """
     first = first_tied_names(tensors)
     filled = {first[name] for name in shapes if name in tensors}
     differences = [f"{name} is missing" for name in tensors if first[name] not in filled]
@@ -446,7 +456,7 @@ def _require_same_tensors(
         )
 
 
-def _find_vocabulary(source: str, files: Sequence[WeightFile]) -> str:
+def find_vocabulary(source: str, files: Sequence[WeightFile]) -> str:
     """Return the vocabulary hash of a file's header, or of a `tokenizer.json` next to it; empty: unknown."""
     vocabulary = next((file.vocabulary for file in files if file.vocabulary), "")
     folder, name = _split_source(source.partition(CHECKSUM_PIN)[0])

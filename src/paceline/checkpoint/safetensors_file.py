@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from mmap import mmap
 from typing import Annotated, Any
 
 import torch
@@ -112,8 +113,8 @@ def encode_header(chunks: Sequence[TensorChunk]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def decode_tensors(data: bytes | bytearray) -> dict[str, Tensor]:
-    """Return the tensors of a file, as read-only views of its bytes.
+def decode_tensors(data: bytes | bytearray | mmap) -> dict[str, Tensor]:
+    """Return the tensors of a file, as views of its bytes.
 
     Raises:
         ValueError: this is no safetensors file.
@@ -124,7 +125,7 @@ def decode_tensors(data: bytes | bytearray) -> dict[str, Tensor]:
         raise ValueError(f"it is no safetensors file: {type(error).__name__}: {error}") from error
 
 
-def _decode(data: bytes | bytearray) -> dict[str, Tensor]:
+def _decode(data: bytes | bytearray | mmap) -> dict[str, Tensor]:
     length = int.from_bytes(data[:8], "little")
     tensors = {}
     for name, entry in parse_entries(bytes(data[8 : 8 + length]), len(data) - length - 8).items():

@@ -74,6 +74,11 @@ class MappedFile:
             self._map = mmap.mmap(stream.fileno(), 0, mmap.MAP_PRIVATE | _MAP_NORESERVE)
         self.num_bytes = len(self._map)
 
+    @property
+    def data(self) -> mmap.mmap:
+        """All bytes; a tensor that views them keeps the file mapped."""
+        return self._map
+
     def blocks(self, begin: int, end: int) -> Iterator[memoryview]:
         _require_complete(end <= self.num_bytes, end - self.num_bytes)
         for first in range(begin, end, BLOCK_BYTES):

@@ -50,11 +50,13 @@ def alerts(
     ] = False,
 ) -> None:
     """Print alerts about runs and why a run is slow; deliver them to a webhook or a command."""
-    from paceline.watch.alert_rules import SHIPPED_RULES, read_rules, render_prometheus
+    from paceline.watch.alert_rules import SHIPPED_RULES, read_rules
 
     chosen = read_rules(rules) if rules is not None else SHIPPED_RULES
     runs = _Runs(folders, chosen)
     if prometheus:
+        from paceline.watch.promql import render_prometheus
+
         sys.stdout.write(render_prometheus(chosen, _step_seconds(runs.find()) or 1.0))
         return
     targets = _targets(webhook, command)

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
 
@@ -177,10 +177,24 @@ def absolute_paths(recipe: Recipe, base_dir: Path) -> Recipe:
     if recipe.runtime.link_profile is not None:
         profile = str(Path(recipe.runtime.link_profile).resolve())
         recipe = recipe.replace(runtime=recipe.runtime.replace(link_profile=profile))
+    if recipe.task == "byte-gpt":
+        options = dict(recipe.options)
+        for name in {"text", "tokenizer"} & options.keys():
+            values = options[name]
+            is_list = isinstance(values, list | tuple)
+            places = [_absolute_input(value, base_dir) for value in (values if is_list else [values])]
+            options[name] = places if is_list else places[0]
+        recipe = recipe.replace(options=options)
     file, colon, function = recipe.task.partition(":")
     if not file.endswith(".py"):
         return recipe
     return recipe.replace(task=f"{(base_dir / file).resolve()}{colon}{function}")
+
+
+def _absolute_input(value: Any, base_dir: Path) -> Any:
+    """Return the place of a text or a tokenizer; "stdlib" and URLs stay as they are."""
+    is_path = isinstance(value, str) and value != "stdlib" and "://" not in value
+    return str(base_dir.resolve() / value) if is_path else value
 
 
 def read_recipe(path: Path, settings: list[str] | None, strategy: str | None) -> Recipe:

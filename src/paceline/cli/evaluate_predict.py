@@ -7,6 +7,7 @@ weights and of which the first one prints.
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -22,6 +23,8 @@ from paceline.errors import DataError, RecipeError, format_count
 
 if TYPE_CHECKING:
     from paceline.session.saved_run import OpenedRun
+
+_MAX_EXPONENT = 700.0  # the largest whose exponential is a float
 
 Run = Annotated[Path, typer.Argument(help="A run folder, or a checkpoint inside one.", show_default=False)]
 _SOURCE = 'Samples: "file.py:function", which returns them, or the name of a set of the task: held_out, data.'
@@ -89,6 +92,8 @@ def evaluate(
         return
     record = {"checkpoint": opened.checkpoint, "step": result.step, "samples": result.num_samples}
     record |= {"loss": result.loss, **result.metrics}
+    if opened.task.vocabulary:  # the items of the loss are tokens
+        record["perplexity"] = math.exp(min(result.loss, _MAX_EXPONENT))
     if as_json:
         print_json({"run": str(run), "data": data or "held_out", **record})
         return

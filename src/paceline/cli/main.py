@@ -58,6 +58,13 @@ COMMANDS = (
     CommandEntry(
         "predict", "evaluate_predict:predict", "Print the prediction of a run's model for each sample."
     ),
+    CommandEntry("generate", "generate:generate", "Continue prompts with the model of a run or a folder."),
+    CommandEntry("serve", "generate:serve", "Serve completions and chats over HTTP until Ctrl-C or SIGTERM."),
+    CommandEntry(
+        "chat",
+        "generate:chat",
+        "Chat with the model of a server, until the end of the input or Ctrl-C.",
+    ),
     CommandEntry(
         "sweep",
         "sweep:sweep",
@@ -84,6 +91,11 @@ COMMANDS = (
     ),
     CommandEntry(
         "top", "watch:top", "Show a live table of runs and their ranks in the terminal, until Ctrl-C."
+    ),
+    CommandEntry(
+        "trace",
+        "trace:trace",
+        "Write what each rank did in some steps to a file for Perfetto; also of a running job.",
     ),
     CommandEntry(
         "alerts",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -27,6 +28,14 @@ def memory(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print every phase of every rank as JSON, in bytes.")
     ] = False,
+    serves: Annotated[
+        bool, typer.Option("--serve", help="Plan `paceline serve` with the recipe's model instead.")
+    ] = False,
+    slots: Annotated[int, typer.Option(min=1, help="With --serve: texts at a time.")] = 8,
+    chunk: Annotated[int, typer.Option(min=1, help="With --serve: tokens of a prompt at a time.")] = 64,
+    context: Annotated[
+        int | None, typer.Option(min=2, help="With --serve: longest text. Default: that of the model.")
+    ] = None,
 ) -> None:
     """Predict how much memory each rank of a job needs, by kind, and whether it fits.
 
@@ -39,6 +48,10 @@ def memory(
     from paceline.session.start_rank import build_task
 
     resolved = common_options.read_recipe(recipe, settings, strategy)
+    if serves:
+        task = build_task(resolved, None, common_options.task_directory(recipe))
+        _show_slots(task.model, slots, chunk, context, as_json=as_json)
+        return
     world_size = common_options.processes_for(resolved, processes, nodes) * nodes
     task = build_task(resolved, None, common_options.task_directory(recipe))
     verdict = check_budget(resolved, task, world_size, nodes=nodes)
@@ -49,6 +62,20 @@ def memory(
     if verdict.refusal is not None:
         print_error(verdict.refusal)
         sys.exit(verdict.refusal.exit_code)
+
+
+def _show_slots(model: Any, slots: int, chunk: int, context: int | None, *, as_json: bool) -> None:
+    """Print the memory of a served model."""
+    from paceline.serving.kv_cache import SlotSettings
+    from paceline.serving.load_model import model_limits, plan_slots
+
+    settings = SlotSettings(slots, chunk, context or model_limits(model)[0])
+    plan = plan_slots(model, settings)
+    if as_json:
+        print_json({**asdict(settings), **asdict(plan), "total": plan.total})
+        return
+    for line in plan.lines(settings):
+        print_plain(line)
 
 
 def _show(verdict: BudgetVerdict, *, layers: bool) -> None:

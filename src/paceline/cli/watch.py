@@ -46,8 +46,16 @@ def watch(
         str | None,
         typer.Option(help="Token of the link. Default: a new one at each start.", show_default=False),
     ] = None,
+    grafana: Annotated[
+        bool, typer.Option("--grafana", help="Print the dashboard for Grafana as JSON and exit.")
+    ] = False,
 ) -> None:
     """Serve a live page about runs until Ctrl-C: curves, ranks, events and state."""
+    if grafana:
+        from paceline.watch.promql import render_dashboard
+
+        sys.stdout.write(render_dashboard())
+        return
     try:
         from paceline.watch.page_server import PageServer
     except ImportError as error:
@@ -144,7 +152,7 @@ def _is_loopback(address: str) -> bool:
 
 
 _STYLES = {"running": "cyan", "finished": "green", "failed": "red", "lost": "red", "stopped": "yellow"}
-_SILENT_SECONDS = 30.0
+_OPERATION_SECONDS = 2.0  # an operation that lasts longer is shown with its time
 
 
 def render_table(states: Sequence[Mapping[str, Any]]) -> Table:
@@ -155,12 +163,17 @@ def render_table(states: Sequence[Mapping[str, Any]]) -> Table:
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("run", overflow="ellipsis", no_wrap=True)
     table.add_column("status", no_wrap=True)
-    for name in ("step", "loss", "speed", "round", "data", "comp", "wait", "peak"):
+    ranks = [_rank_rows(state) for state in states]
+    # On a narrow terminal, columns that would be empty make the others too narrow to read.
+    of_ranks = ("data", "comp", "wait", "peak") if any(ranks) else ()
+    for name in ("step", "loss", "speed", "round", *of_ranks):
         table.add_column(name, justify="right", no_wrap=True)
-    for state in states:
+    if of_ranks:
+        table.add_column("now")
+    for state, rows in zip(states, ranks, strict=True):
         table.add_row(*_run_cells(state))
-        for rank in state["ranks"] if state["status"] in ("running", "unknown") else ():
-            table.add_row(*_rank_cells(rank), style="dim")
+        for cells in rows:
+            table.add_row(*cells, style="dim")
     if not states:
         table.add_row("no runs yet")
     return table
@@ -173,9 +186,8 @@ def _run_cells(state: Mapping[str, Any]) -> list[str | Text]:
     from paceline.report.number_format import format_duration
 
     status = state["status"]
-    silent_seconds = time.time() - state["updated"] if state["updated"] else 0.0
-    if status == "running" and silent_seconds > max(_SILENT_SECONDS, 20 * (state["step_seconds"] or 0.0)):
-        status = f"silent for {format_duration(silent_seconds)}"
+    if state["is_silent"]:
+        status = f"silent for {format_duration(state['silent_seconds'])}"
     speed, seconds = state["samples_per_second"], state["step_seconds"]
     return [
         escape_controls(state["name"]),
@@ -187,22 +199,42 @@ def _run_cells(state: Mapping[str, Any]) -> list[str | Text]:
     ]
 
 
-def _rank_cells(rank: Mapping[str, Any]) -> list[str]:
+def _rank_rows(state: Mapping[str, Any]) -> list[list[str]]:
+    """Return the rows of the ranks of a run that has not ended; of a lost run, what its ranks did last."""
+    if state["status"] not in ("running", "unknown", "lost"):
+        return []
+    operations = {operation["rank"]: operation for operation in state["operations"]}
+    times = {rank["rank"]: rank for rank in state["ranks"]}
+    shown = operations if state["status"] == "lost" else operations | times
+    return [_rank_cells(rank, times.get(rank), operations.get(rank)) for rank in sorted(shown)]
+
+
+def _rank_cells(rank: int, times: Mapping[str, Any] | None, operation: Mapping[str, Any] | None) -> list[str]:
+    """Return the cells of a rank; one that hangs in its first steps has no times yet."""
+    from paceline.observe.terminal_text import escape_controls
     from paceline.report.number_format import format_bytes, format_duration
 
-    shares = rank["shares"]
+    now = ""
+    if operation is not None:
+        seconds = time.time() - operation["since"]
+        is_long = operation["alive"] is not False and seconds >= _OPERATION_SECONDS
+        now = escape_controls(operation["text"]) + (f", for {format_duration(seconds)}" if is_long else "")
+    if times is None:
+        return [f"  rank {rank}", *[""] * 9, now]
+    shares = times["shares"]
     compute = shares["forward"] + shares["backward"] + shares["optimizer"]
     return [
-        f"  rank {rank['rank']}",
+        f"  rank {rank}",
         "",
-        str(rank["step"] + 1),
+        str(times["step"] + 1),
         "",
         "",
-        format_duration(rank["round_seconds"]),
+        format_duration(times["round_seconds"]),
         f"{shares['data']:.0%}",
         f"{compute:.0%}",
         f"{shares['waiting']:.0%}",
-        format_bytes(rank["peak_bytes"]),
+        format_bytes(times["peak_bytes"]),
+        now,
     ]
 
 

@@ -21,6 +21,7 @@ from typing import Any
 
 from paceline.comm.handle import Handle
 from paceline.errors import CommunicationError
+from paceline.observe.rank_activity import RankActivity
 
 # Two buffers in flight hide the encoding of one behind the transfer of the other; more would only take
 # memory.
@@ -63,9 +64,13 @@ class CommThread:
     Args:
         name: name of the thread.
         count_seconds: called with the operation and the seconds that a caller waited.
+        activity: shows what the caller waits for, and records the sums of buckets; None: it is not shown.
     """
 
-    def __init__(self, name: str, count_seconds: Callable[[str, float], None]) -> None:
+    def __init__(
+        self, name: str, count_seconds: Callable[[str, float], None], activity: RankActivity | None = None
+    ) -> None:
+        self._name, self._activity = name, activity or RankActivity()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
         self._count_seconds = count_seconds
         self._broken: CommunicationError | None = None
@@ -110,15 +115,21 @@ class CommThread:
 
     def _enqueue(self, op: str, task: _BufferTask) -> Handle:
         self._num_submitted += 1
+        bucket, place = self._activity.bucket, self._activity.place_of(self._name)
+        if bucket is not None:
+            task.result.add_done_callback(lambda _: bucket.complete())
         self._pool.submit(self._begin_task, task)
 
         def resolve(deadline_seconds: float | None, exposed: bool) -> Any:
             began = time.perf_counter()
+            waited_for = self._activity.begin_wait(op, place) if exposed else ""
             try:
                 return task.result.result()
             finally:
                 if exposed:
-                    self._count_seconds(op, time.perf_counter() - began)
+                    now = time.perf_counter()
+                    self._activity.end_wait(waited_for, began, now)
+                    self._count_seconds(op, now - began)
 
         return Handle(resolve, task.result.done)
 

@@ -25,6 +25,8 @@ class LedgerEntry:
         sent_bytes: bytes that this rank sent, by the closed form.
         busy_seconds: time during which at least one call was in flight.
         exposed_seconds: time during which the caller waited.
+    Attributes:
+        latest_bytes: payload of the latest call.
     """
 
     calls: int = 0
@@ -38,6 +40,7 @@ class LedgerEntry:
         self._lock = threading.Lock()
         self._num_in_flight = 0
         self._busy_since = 0.0
+        self.latest_bytes = 0
         self._enclosing: LedgerEntry | None = None
 
     def nested_in(self, enclosing: LedgerEntry) -> LedgerEntry:
@@ -110,6 +113,7 @@ class ByteLedger:
             entry = self._entries[op, group_name] = LedgerEntry().nested_in(self._any_call)
         entry.calls += 1
         entry.payload_bytes += num_bytes
+        entry.latest_bytes = num_bytes
         entry.sent_bytes += native_cost(op, num_bytes, world).sent_bytes
         return entry
 

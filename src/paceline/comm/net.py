@@ -26,6 +26,7 @@ from paceline.comm.handle import Handle
 from paceline.comm.ledger import ByteLedger, LedgerEntry
 from paceline.errors import CommunicationError, DeadlineError
 from paceline.job.mesh import RankGroup
+from paceline.observe.rank_activity import RankActivity, TracedCall
 
 LOCAL_REDUCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "sum": lambda x: x.sum(0, dtype=x.dtype),
@@ -150,13 +151,24 @@ class Net:
     Args:
         deadline_seconds: the longest that any wait may take.
         times_calls: measure the busy time of every call (CPU backends only; NCCL completes on a stream).
+    Attributes:
+        activity: shows what this rank waits for, and records calls of steps that are traced.
     """
 
     def __init__(self, deadline_seconds: float = 120.0, *, times_calls: bool = True) -> None:
         self.ledger = ByteLedger()
         self.deadline_seconds = deadline_seconds
         self.times_calls = times_calls
-        self.step = 0
+        self.activity = RankActivity()
+
+    @property
+    def step(self) -> int:
+        """Index of the present step, which errors of collectives name."""
+        return self.activity.step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self.activity.step = step
 
     # -- every rank ends with something -----------------------------------------------------------------
 
@@ -412,14 +424,17 @@ def handle_of_work(
         entry: the ledger's row that gets the seconds; None: they are not counted.
         finish: makes the result once the call is complete.
     """
+    activity, place = net.activity, net.activity.place_of(group.name)
     if entry is not None and net.times_calls:
         entry.begin_call()
+        call = activity.launch(op, group.name, entry.latest_bytes, group.size)
         # The call ends when its bytes have arrived, which may be long before it is waited for.
-        work.get_future().add_done_callback(_ledger_callback(entry))
+        work.get_future().add_done_callback(_ledger_callback(entry, call))
 
     def resolve(deadline_seconds: float | None, exposed: bool) -> Any:
         limit = net.deadline_seconds if deadline_seconds is None else deadline_seconds
         began = time.perf_counter()
+        waited_for = activity.begin_wait(op, place) if exposed else ""
         try:
             work.wait(timedelta(seconds=limit))
         except RuntimeError as error:
@@ -427,8 +442,11 @@ def handle_of_work(
             late = time.perf_counter() - began >= limit
             raise collective_error(op, group, net, error, limit, late=late) from error
         finally:
-            if entry is not None and exposed:
-                entry.exposed_seconds += time.perf_counter() - began
+            if exposed:
+                now = time.perf_counter()
+                activity.end_wait(waited_for, began, now)
+                if entry is not None:
+                    entry.exposed_seconds += now - began
         return finish()
 
     return Handle(resolve, lambda: bool(work.is_completed()))
@@ -456,12 +474,14 @@ def collective_error(
     )
 
 
-def _ledger_callback(entry: LedgerEntry) -> Callable[[Any], None]:
-    """Return a callback that ends a call in the ledger."""
+def _ledger_callback(entry: LedgerEntry, call: TracedCall | None) -> Callable[[Any], None]:
+    """Return a callback that ends a call in the ledger, and in the trace if there is one."""
 
     # The callback runs on a thread of the backend and must not hold the process group: the last reference
     # dropped there would make the group wait for its own thread, which aborts the process.
     def completed(_future: Any) -> None:
         entry.end_call()
+        if call is not None:
+            call.complete()
 
     return completed

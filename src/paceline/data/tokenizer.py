@@ -16,6 +16,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -198,12 +199,15 @@ class BpeTokenizer:
         tokenizer: of the library.
         where: its place, for messages.
         end: the token at the end of a file; None: one of the usual ones.
+
+    Attributes:
+        library: the tokenizer of the library.
     Raises:
         DataError: it does not restore text exactly, or has no separator.
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, where: str, end: str | None = None) -> None:
-        self._tokenizer = tokenizer
+        self.library = tokenizer
         self.vocab_size = 1 + max(tokenizer.get_vocab().values())  # ids may have holes
         text = tokenizer.to_str()
         self.fingerprint = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
@@ -218,11 +222,11 @@ class BpeTokenizer:
 
     def encode(self, text: str) -> NDArray[np.uint32]:
         """Return token ids, uint32 [N], without the markers that a post-processor adds."""
-        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
+        return np.array(self.library.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Return text with special tokens."""
-        return str(self._tokenizer.decode(list(map(int, tokens)), skip_special_tokens=False))
+        return str(self.library.decode(list(map(int, tokens)), skip_special_tokens=False))
 
     def encode_chunks(self, chunks: Iterable[bytes]) -> Iterator[NDArray[np.uint32]]:
         """Yield the ids of a UTF-8 file that is read in chunks, encoded in pieces that end at a line break.
@@ -244,7 +248,7 @@ class BpeTokenizer:
 
     def _find_separator(self, where: str, names: Sequence[str]) -> int:
         for name in names:
-            token = self._tokenizer.token_to_id(name)
+            token = self.library.token_to_id(name)
             if token is not None:
                 return int(token)
         zero = self.encode("\0")
@@ -267,7 +271,7 @@ def load_tokenizer(path: str | Path) -> BpeTokenizer:
         DataError: the file is missing or invalid, or the tokenizer does not restore text exactly.
         MissingExtraError: `tokenizers` is not installed.
     """
-    library = _import_tokenizers()
+    library = import_tokenizers()
     try:
         source, config = tokenizer_paths(str(path))
         text, end = read_tokenizer_json(source), read_end_of_text(config)
@@ -275,8 +279,15 @@ def load_tokenizer(path: str | Path) -> BpeTokenizer:
         raise DataError(f"cannot read the tokenizer: {error}", next_step="check the path") from error
     except ValueError as error:
         raise _not_a_tokenizer(error, path) from error
-    try:
+    with tokenizer_errors(path):
         return BpeTokenizer(library.Tokenizer.from_str(text), str(path), end)
+
+
+@contextmanager
+def tokenizer_errors(path: str | Path) -> Iterator[None]:
+    """Turn what the library raises for an invalid file into a DataError."""
+    try:
+        yield
     except DataError:
         raise
     except BaseException as error:  # the library raises plain Exception and PanicException
@@ -307,7 +318,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: str | Path) -> BpeTok
             f"a vocabulary of {vocab_size} is too small: 256 bytes and {END_OF_TEXT} need 257",
             next_step="ask for 257 tokens or more, or use the byte tokenizer",
         )
-    library = _import_tokenizers()
+    library = import_tokenizers()
     tokenizer = library.Tokenizer(library.models.BPE())
     tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = library.decoders.ByteLevel()
@@ -326,7 +337,12 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: str | Path) -> BpeTok
     return BpeTokenizer(tokenizer, str(path))
 
 
-def _import_tokenizers() -> Any:
+def import_tokenizers() -> Any:
+    """Return the library `tokenizers`.
+
+    Raises:
+        MissingExtraError: it is not installed.
+    """
     try:
         import tokenizers
     except ImportError as error:

@@ -1,7 +1,8 @@
 """The positions of a sequence that a model gets: all of them, or under `context=N` those of one rank.
 
-A model calls `positions` where it needs them. Under `context=N` its inputs are tensors of a subclass that
-overrides the function (`paceline.parallel.context`), so there is no state to set and to reset.
+A model calls `positions` where it needs them. Under `context=N`, and in generation with a cache, a function
+mode around the forward overrides it (`paceline.parallel.context`, `paceline.serving`), so there is no state
+to set and to reset.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ def positions(x: Tensor, dim: int) -> Tensor | slice:
         x: any tensor of the forward.
         dim: its dimension of positions.
     Returns:
-        The first `x.size(dim)`; on a rank that runs a part of the sequence an int64 [x.size(dim)].
+        The first `x.size(dim)`; on a rank that runs a part of the sequence an int64 [x.size(dim)]; in
+        generation also an int64 [B, 1, ..., 1] with a dimension for each of `x` up to `dim`, where each
+        sequence of the batch is at its own position. Rows of a table at this index broadcast with `x`.
     """
     if has_torch_function_unary(x):
         local: Tensor | slice = handle_torch_function(positions, (x,), x, dim)

@@ -1,4 +1,6 @@
-"""A sink that writes in a thread of its own, so that a slow library never makes a step longer.
+"""A sink of your own that writes in a thread of the job, so that a slow library never makes a step longer.
+
+The sinks of this package that need a library write in a process of their own, `paceline.watch.sink_process`.
 
 Invariant: `step` and `event` put a record into a queue and return; they never wait, never raise and call no
 code of the writer. The queue is bounded: when it is full, steps are left out and counted. `close` waits for
@@ -98,7 +100,7 @@ class BackgroundSink:
             self._queue.put(work)
 
 
-class _UnopenedWriter:
+class UnopenedWriter:
     """A writer that is opened by its first call, so that an error while opening is one of the writer."""
 
     def __init__(self, open_writer: Callable[[], Sink]) -> None:
@@ -107,12 +109,15 @@ class _UnopenedWriter:
     _writer: Sink | None
 
     def step(self, stats: StepStats) -> None:
+        """Pass on one step."""
         self._opened().step(stats)
 
     def event(self, name: str, record: Mapping[str, Any]) -> None:
+        """Pass on one event."""
         self._opened().event(name, record)
 
     def close(self) -> None:
+        """Close the writer, if it was opened."""
         if self._writer is not None:
             self._writer.close()
 
@@ -126,28 +131,7 @@ def _write_all(
     queue: SimpleQueue[_Work | None], word: str, open_writer: Callable[[], Sink], warn: WarnFunction
 ) -> None:
     """Pass everything in the queue on to a writer, until None is in it."""
-    writer = GuardedSink(word, _UnopenedWriter(open_writer), warn)
+    writer = GuardedSink(word, UnopenedWriter(open_writer), warn)
     while (work := queue.get()) is not None:
         work(writer)
     writer.close()
-
-
-def scalars_of_step(stats: StepStats) -> dict[str, float]:
-    """Return the numbers of a step that trackers show, by name; rates of groups if there are several."""
-    rates = stats.rates if len(stats.rates) > 1 else {}
-    return {
-        "train/loss": stats.loss,
-        **{f"train/{name}": value for name, value in stats.metrics.items()},
-        "train/grad_norm": stats.grad_norm,
-        "train/lr": stats.lr,
-        **{f"train/lr/{name}": value for name, value in rates.items()},
-        "train/samples_per_second": stats.samples_per_second,
-        "train/seconds": stats.seconds,
-        "train/epoch": float(stats.epoch),
-    }
-
-
-def scalars_of_evaluation(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of an evaluation, by name."""
-    metrics = record.get("metrics", {})
-    return {"eval/loss": record["loss"], **{f"eval/{name}": value for name, value in metrics.items()}}

@@ -10,13 +10,14 @@ step.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from paceline.errors import RunFolderError, format_count
 
@@ -43,6 +44,33 @@ def create_draft(path: Path) -> BinaryIO:
     path.unlink(missing_ok=True)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.fdopen(os.open(path, flags, 0o666), "wb")
+
+
+def read_regular_file(path: Path, max_bytes: int) -> bytes:
+    """Return the beginning of a file without waiting: a pipe or a symbolic link in its place is not read.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
+        return file.read(min(max_bytes, os.fstat(file.fileno()).st_size))
+
+
+def publish_json(path: Path, value: Any) -> None:
+    """Write a value as JSON in place of a file, so that readers see the old or the new one; makes its folder.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with create_draft(draft) as file:
+            file.write(json.dumps(value, separators=(",", ":")).encode())
+        draft.replace(path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
 
 
 class LineAppender:

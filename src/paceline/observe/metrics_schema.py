@@ -134,6 +134,13 @@ _PROFILE = {
     "end": "int: index of the one after the last",
     "path": "str: folder of the profiles of all ranks; with runtime.profile also rank-N.json, Chrome traces",
 }
+_TRACE = {
+    "step": "int: index of the first step that was recorded",
+    "end": "int: index of the one after the last",
+    "spans": "int: spans of rank 0",
+    "dropped": "int: spans of rank 0 that were not kept",
+    "path": "str: folder of the spans, rank-N.json for each rank, which `paceline trace` merges",
+}
 
 _PROCESS = {
     "seconds": "float: time since the sample before, to which counters refer",
@@ -392,6 +399,7 @@ EVENT_SCHEMAS: Mapping[str, EventSchema] = MappingProxyType(
         "arrivals": EventSchema("debug", False, _ARRIVALS),
         "exporter": EventSchema("info", True, {"address": "str: where Prometheus scrapes"}),
         "profile": EventSchema("info", True, _PROFILE),
+        "trace": EventSchema("info", True, _TRACE),
         "process": EventSchema("info", False, _PROCESS),
         "system": EventSchema("info", False, _SYSTEM),
         "warning": EventSchema("warning", True, {"text": "str: the warning"}),

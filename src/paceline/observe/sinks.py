@@ -63,13 +63,15 @@ class SinkSite:
 
     Args:
         run_dir: the folder of the run; it exists.
-        level: the lowest level that is written, one of `LEVELS` (`log.level`).
+        level: the lowest level in `log.txt`, one of `LEVELS` (`log.level`).
         rotate_bytes: the size at which a new file begins; 0 for a single file (`log.rotate_bytes`).
         console: the terminal of rank 0; None if the run prints nothing.
         first_step, last_step: the steps of this run: `first_step` is the index of the first, from 0, and
             `last_step` is the number of steps at the end.
         tokens_per_sample: 0 if the task has no tokens.
         steps_per_epoch: 0 if it is not known.
+        now: returns seconds since the epoch; in the process of the sinks, when the record was written that is
+            being passed on.
         warn: prints a warning for the user.
         recipe: the values of the recipe by dotted key, without those that are left out.
     """
@@ -82,6 +84,7 @@ class SinkSite:
     last_step: int = 0
     tokens_per_sample: int = 0
     steps_per_epoch: int = 0
+    now: Callable[[], float] = time.time
     warn: WarnFunction = warn_on_stderr
     recipe: Mapping[str, Any] = field(default_factory=dict)
 
@@ -182,10 +185,9 @@ class JsonLinesSink:
 
 
 def build_json_lines(site: SinkSite, argument: object) -> JsonLinesSink:
-    """Build the sink of `metrics.jsonl`."""
-    return JsonLinesSink(
-        site.run_dir / METRICS, level=site.level, rotate_bytes=site.rotate_bytes, warn=site.warn
-    )
+    """Build the sink of `metrics.jsonl`, which has steps at every level: other processes read them there."""
+    level = min(site.level, "info", key=LEVELS.index)
+    return JsonLinesSink(site.run_dir / METRICS, level=level, rotate_bytes=site.rotate_bytes, warn=site.warn)
 
 
 def rotated_name(path: Path, number: int) -> Path:

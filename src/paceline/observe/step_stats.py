@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from paceline.observe.rank_activity import BETWEEN_STEPS, RankActivity
+
 StepPhase = Literal["data", "forward", "backward", "communication", "optimizer"]
 PHASES: tuple[StepPhase, ...] = get_args(StepPhase)
 LOCAL_PHASES: tuple[StepPhase, ...] = ("data", "forward", "backward")
@@ -22,9 +24,14 @@ LOCAL_PHASES: tuple[StepPhase, ...] = ("data", "forward", "backward")
 
 
 class PhaseTimer:
-    """A timer of seconds by phase since the last `take`; time before the first phase belongs to none."""
+    """A timer of seconds by phase since the last `take`; time before the first phase belongs to none.
 
-    def __init__(self) -> None:
+    Args:
+        activity: shows each phase as the current operation of the rank; None: it is not shown.
+    """
+
+    def __init__(self, activity: RankActivity | None = None) -> None:
+        self._activity = activity or RankActivity()
         self._start = self._since = time.perf_counter()
         self._phase = ""
         self._spent = dict.fromkeys(("", *PHASES), 0.0)
@@ -34,6 +41,8 @@ class PhaseTimer:
         now = time.perf_counter()
         self._spent[self._phase] += now - self._since
         self._phase, self._since = phase, now
+        if self._activity.is_active:
+            self._activity.enter(phase, now)
         return now
 
     def spent(self, *phases: StepPhase) -> float:
@@ -45,6 +54,8 @@ class PhaseTimer:
 
     def take(self) -> tuple[float, dict[str, float]]:
         """Return the seconds since the last `take`, in total and by phase; start again in no phase."""
+        if self._activity.is_active:
+            self._activity.enter(BETWEEN_STEPS, time.perf_counter())
         now = time.perf_counter()
         self._spent[self._phase] += now - self._since
         total, self._start, self._since = now - self._start, now, now

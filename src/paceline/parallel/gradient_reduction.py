@@ -119,7 +119,13 @@ def _build_one(
     inner: GradientReduction
     if sums is not None:
         inner = context.components.reducer(
-            tensors, parts_by_slot, sums, context.bucket_bytes, counts=counts_in_norm, name=name
+            tensors,
+            parts_by_slot,
+            sums,
+            context.bucket_bytes,
+            counts=counts_in_norm,
+            name=name,
+            activity=context.net.activity,
         )
     else:
         inner = _build_local_reduction(context, tensors, counts_in_norm)
@@ -359,7 +365,13 @@ def build_delta_reduction(
         if path is not None:
             parts_by_slot = {slot: (slot,) for slot in slots}
             reduction = BucketReducer(
-                local_tensors, parts_by_slot, path, context.bucket_bytes, counts=counts, name=prefix
+                local_tensors,
+                parts_by_slot,
+                path,
+                context.bucket_bytes,
+                counts=counts,
+                name=prefix,
+                activity=context.net.activity,
             )
         built.append(reduction)
         by_slot |= dict.fromkeys(slots, reduction)

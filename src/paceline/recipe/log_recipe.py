@@ -10,8 +10,9 @@ from pydantic import AfterValidator, Field
 from paceline.recipe.registry import SinkSpec, known_specs
 from paceline.recipe.registry.sink_specs import check_sinks, complete_sinks
 from paceline.recipe.strategy_text import check_word
+from paceline.recipe.tables import STEP_RANGE_EXPECTED, check_step_range
 from paceline.recipe.toml_text import toml_value
-from paceline.recipe.validation import RecipeTable, WordChoice, value_error
+from paceline.recipe.validation import ExpectedText, RecipeTable, WordChoice, value_error
 
 _MIN_SAMPLE_SECONDS = 0.1
 
@@ -57,7 +58,7 @@ class LogRecipe(RecipeTable):
     """The log files of a run: `metrics.jsonl` for programs, `log.txt` for people."""
 
     level: Literal["debug", "info", "warning", "error"] = Field(
-        default="info", description="the lowest level that is written"
+        default="info", description='the lowest level in log.txt; "debug" adds records to metrics.jsonl'
     )
     rotate_bytes: int = Field(
         default=64 * 2**20, ge=0, description="size at which a new file begins; 0: one file"
@@ -78,4 +79,9 @@ class LogRecipe(RecipeTable):
         default=0.0,
         ge=0,
         description="time between two samples of CPU, memory, network, disk and GPU; 0: no sampler",
+    )
+    trace: Annotated[str | None, AfterValidator(check_step_range), ExpectedText(STEP_RANGE_EXPECTED)] = Field(
+        default=None,
+        description='steps whose spans every rank records for `paceline trace`, as "10:13"; left out: those'
+        " that it asks for",
     )

@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from paceline.errors import RecipeError
 from paceline.recipe.constraints import (
     BEST_VALUE_NEEDS,
     BUCKET_BYTES_NEEDS,
@@ -446,18 +447,34 @@ class OuterRecipe(RecipeTable):
         return filled
 
 
-_STEP_RANGE_EXPECTED = 'the first step and the one after the last, counted from 0, as "10:13"'
+STEP_RANGE_EXPECTED = 'the first step and the one after the last, counted from 0, as "10:13"'
 
 
 def parse_step_range(text: str) -> tuple[int, int]:
     """Return the first step of a range and the one after the last; ValueError if it is none."""
     first, colon, end = text.partition(":")
     if not (colon and first.isdecimal() and end.isdecimal() and int(first) < int(end)):
-        raise value_error(expected_message(_STEP_RANGE_EXPECTED, text, ()))
+        raise value_error(expected_message(STEP_RANGE_EXPECTED, text, ()))
     return int(first), int(end)
 
 
-def _check_step_range(text: str | None) -> str | None:
+def require_steps_of_run(key: str, text: str, num_steps: int) -> None:
+    """Require that the run takes the first step of a range.
+
+    Args:
+        key: of the recipe, which names the range.
+    Raises:
+        RecipeError: the run ends before it.
+    """
+    if parse_step_range(text)[0] >= num_steps:
+        raise RecipeError(
+            f'{key} = "{text}": the run has {num_steps} steps, the last is {num_steps - 1}',
+            where=key,
+            next_step="choose steps that the run takes, counted from 0",
+        )
+
+
+def check_step_range(text: str | None) -> str | None:
     if text is not None:  # a recipe that is built from the values of another one states it
         parse_step_range(text)
     return text
@@ -471,7 +488,7 @@ class RuntimeRecipe(RecipeTable):
         default=0, ge=0, description="intra-op threads per process; 0: the cores shared among local processes"
     )
     compile: bool = Field(default=False, description="compile the model with torch.compile")
-    profile: Annotated[str | None, AfterValidator(_check_step_range), ExpectedText(_STEP_RANGE_EXPECTED)] = (
+    profile: Annotated[str | None, AfterValidator(check_step_range), ExpectedText(STEP_RANGE_EXPECTED)] = (
         Field(
             default=None,
             description='steps that torch.profiler records, as "10:13", for `paceline profile`, and into'

@@ -8,6 +8,8 @@ system.jsonl     samples of processes and of the host, with log.sample_seconds; 
 checkpoints/     saved states
 certificate.json result of `paceline verify RUN`
 profile/         profiles of some steps, see `paceline.report.run_profile`
+activity/        the current operation of each rank, while it runs
+trace/           spans of each rank, and the files that `paceline trace` makes of them
 lock             the process that writes here, while it does
 report.html      the run as one page
 """

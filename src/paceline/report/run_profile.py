@@ -11,7 +11,6 @@ Imports no torch.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from paceline.observe.file_writing import create_draft, explain_os_errors
+from paceline.observe.file_writing import explain_os_errors, publish_json, read_regular_file
 from paceline.report.number_format import format_duration, format_percent
 
 FOLDER = "profile"
@@ -99,14 +98,13 @@ def write_request(run_dir: Path, request: ProfileRequest) -> None:
         RunFolderError: the folder cannot be written.
     """
     with explain_os_errors(run_dir):
-        _publish(run_dir / FOLDER / _REQUEST, request._asdict())
+        publish_json(run_dir / FOLDER / _REQUEST, request._asdict())
 
 
 def read_request(run_dir: Path) -> ProfileRequest | None:
     """Return the request in a run folder; None if there is no valid one."""
     try:
-        with (run_dir / FOLDER / _REQUEST).open("rb") as file:
-            values = json.loads(file.read(_MAX_REQUEST_BYTES))
+        values = json.loads(read_regular_file(run_dir / FOLDER / _REQUEST, _MAX_REQUEST_BYTES))
         request = ProfileRequest(
             str(values["id"]),
             int(values["first_step"]),
@@ -137,7 +135,7 @@ def write_rank_profile(run_dir: Path, profile: RankProfile) -> None:
     stacks = [
         [[names[name] for name in stack], round(seconds, 6)] for stack, seconds in profile.stacks.items()
     ]
-    _publish(
+    publish_json(
         run_dir / FOLDER / f"rank-{profile.rank}.operations.json",
         {**profile._asdict(), "functions": list(names), "stacks": stacks},
     )
@@ -169,18 +167,6 @@ def _parse_rank_profile(values: Mapping[str, Any]) -> RankProfile:
         ),
         {tuple(functions[i] for i in stack): float(seconds) for stack, seconds in values["stacks"]},
     )
-
-
-def _publish(path: Path, value: Any) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with create_draft(draft) as file:
-            file.write(json.dumps(value).encode())
-        draft.replace(path)
-    except OSError:
-        draft.unlink(missing_ok=True)
-        raise
 
 
 # Tables

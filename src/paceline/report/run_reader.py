@@ -39,10 +39,11 @@ def is_valid_record(record: Mapping[str, Any]) -> bool:
         return False
     if not (_is_absent_or(record, "time", _is_timestamp) and _is_absent_or(record, "rank", _is_count)):
         return False
-    if not all(check(record.get(name)) for name, check in _REQUIRED_FIELDS.get(event, {}).items()):
-        return False
-    fields = EVENT_SCHEMAS[event].fields if event in EVENT_SCHEMAS else {}
-    return all(_matches_schema(record[name], text) for name, text in fields.items() if name in record)
+    for name, check in _REQUIRED_FIELDS.get(event, {}).items():
+        if not check(record.get(name)):
+            return False
+    checks = _SCHEMA_CHECKS.get(event, {})
+    return all(checks[name](value) for name, value in record.items() if name in checks)
 
 
 def is_valid_certificate(certificate: Mapping[str, Any]) -> bool:
@@ -51,29 +52,22 @@ def is_valid_certificate(certificate: Mapping[str, Any]) -> bool:
     return type(conclusion) is str and bool(conclusion.strip()) and _is_bounded(dict(certificate))
 
 
-def _matches_schema(value: Any, field_text: str) -> bool:
-    checks = {
-        "int": _is_count,
-        "float": _is_float,
-        "str": _is_text,
-        "bool": _is_bool,
-        "table": _is_table,
-        "list": _is_list,
-    }
-    return checks[field_text.partition(":")[0]](value)
-
-
 def _is_bounded(value: Any, depth: int = 6) -> bool:
     """Return whether a value has no huge integer, no huge text and no deep nesting."""
     if depth == 0:
         return False
-    if type(value) is dict:
-        return all(_is_bounded(inside, depth - 1) for inside in value.values())
-    if type(value) is list:
-        return all(_is_bounded(inside, depth - 1) for inside in value)
-    if type(value) is str:
+    kind = type(value)
+    if kind is float:
+        return True
+    if kind is str:
         return len(value) <= _MAX_TEXT_LENGTH
-    return type(value) is not int or abs(value) < _MAX_COUNT
+    if kind is int:
+        return abs(value) < _MAX_COUNT
+    if kind is dict or kind is list:
+        for inside in value.values() if kind is dict else value:
+            if not _is_bounded(inside, depth - 1):
+                return False
+    return True
 
 
 def _is_absent_or(record: Mapping[str, Any], name: str, check: FieldCheck) -> bool:
@@ -188,6 +182,23 @@ _REQUIRED_FIELDS: Mapping[str, Mapping[str, FieldCheck]] = {
         "left_out": lambda value: _is_table(value) and all(map(_is_text, value.values())),
     },
     "end": {"step": _is_count},
+}
+
+_TYPE_CHECKS: Mapping[str, FieldCheck] = {
+    "int": _is_count,
+    "float": _is_float,
+    "str": _is_text,
+    "bool": _is_bool,
+    "table": _is_table,
+    "list": _is_list,
+}
+_SCHEMA_CHECKS: Mapping[str, Mapping[str, FieldCheck]] = {
+    event: {
+        name: _TYPE_CHECKS[text.partition(":")[0]]
+        for name, text in schema.fields.items()
+        if name not in _REQUIRED_FIELDS.get(event, {})
+    }
+    for event, schema in EVENT_SCHEMAS.items()
 }
 
 MetricsRecord = Mapping[str, Any]

@@ -5,7 +5,6 @@ from paceline.session.build import build_session
 from paceline.session.callback import Callback
 from paceline.session.evaluation import Evaluation, evaluate
 from paceline.session.fit_loop import Result, fit
-from paceline.session.generation import generate
 from paceline.session.own_loop_steps import OwnLoop
 from paceline.session.saved_run import OpenedRun, open_run
 from paceline.session.session import Session
@@ -23,7 +22,6 @@ __all__ = [
     "build_session",
     "evaluate",
     "fit",
-    "generate",
     "join",
     "open_run",
     "own_loop",

@@ -108,7 +108,7 @@ def build_session(
         mesh=Mesh.build(cluster, strategy.degrees),
         net=net,
         device=device,
-        phases=PhaseTimer(),
+        phases=PhaseTimer(net.activity),
         components=components or Components(),
         rule_inputs=RuleInputs(
             max(1, task.num_tokens_per_sample), stop_requested, choices=strategy.sync_choices

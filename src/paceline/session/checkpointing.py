@@ -499,7 +499,8 @@ class CheckpointSchedule:
         saver.finish()
         self._report_complete()
         self._rolled_back_to = None
-        self._name, self.saved_at = saver.save(), self._session.state.step
+        with self._session.net.activity.during("checkpoint"):
+            self._name, self.saved_at = saver.save(), self._session.state.step
         self._unreported = (self._session.state.step, self._name)
         self._clock.restart()
 

@@ -1,15 +1,17 @@
-"""Processes beside a run: the exporter of rank 0, and the system sampler of each host.
+"""Processes beside a run: the exporter and the sinks of rank 0, and the system sampler of each host.
 
 A rank starts them and ends them with its sinks; they end by themselves if that rank is gone.
 """
 
 from __future__ import annotations
 
-import importlib.util
+import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
@@ -21,18 +23,22 @@ from paceline.comm.routes.host_links import host_id
 from paceline.errors import MissingExtraError, RecipeError
 from paceline.job.addresses import format_address, listen_at
 from paceline.observe.process_info import process_start_ticks
-from paceline.observe.sinks import system_file
+from paceline.observe.sinks import SinkSite, system_file
 from paceline.observe.step_stats import StepStats
 from paceline.recipe.log_recipe import LogRecipe, split_address
+from paceline.recipe.registry.sink_specs import SinkSpec
 from paceline.session.session import Session, repeat_until_agreed
 
 _END_SECONDS = 5.0
+SINK_SECONDS = 30.0
+"""The longest time that the end of a run waits for the libraries of its sinks."""
 
 
 class _Companion:
     """A sink that passes nothing on; `close` ends its process. A step never waits for it."""
 
     _process: subprocess.Popen[bytes]
+    _end_seconds = _END_SECONDS
 
     def step(self, stats: StepStats) -> None:
         """Do nothing."""
@@ -44,7 +50,7 @@ class _Companion:
         """End the process."""
         self._process.terminate()
         try:
-            self._process.wait(_END_SECONDS)
+            self._process.wait(self._end_seconds)
         except subprocess.TimeoutExpired:
             self._process.kill()
             with suppress(subprocess.TimeoutExpired):
@@ -66,7 +72,7 @@ class MetricsExporter(_Companion):
     """
 
     def __init__(self, run_dir: Path, address: str) -> None:
-        if importlib.util.find_spec("prometheus_client") is None:
+        if find_spec("prometheus_client") is None:
             raise MissingExtraError(
                 "log.prometheus needs prometheus-client, which is not installed.",
                 next_step="pip install 'paceline[prometheus]'",
@@ -92,6 +98,83 @@ def _listen(host: str, port: int) -> socket.socket:
             where="log.prometheus",
             next_step="choose another port, or port 0 for any that is free",
         ) from error
+
+
+class SinkProcess(_Companion):
+    """The process of the sinks that are readers, `paceline.watch.sink_process`.
+
+    It is in a session of its own: signals of the terminal do not reach it, and after a crash of rank 0 it
+    still writes the last records.
+
+    Args:
+        words: the sinks, as in `log.sinks`.
+        site: the run.
+        start_bytes: size of the records that earlier starts of the run have written.
+    """
+
+    def __init__(self, words: Sequence[str], site: SinkSite, start_bytes: int) -> None:
+        self._names, self._site = ", ".join(word.partition(":")[0] for word in words), site
+        self._end_seconds = SINK_SECONDS + _END_SECONDS  # first it may say itself what it has not written
+        self._is_closed = self._has_warned = False
+        values = {name: value for name, value in vars(site).items() if name not in ("console", "now", "warn")}
+        job = {
+            "words": list(words),
+            "start_bytes": start_bytes,
+            "parent": os.getpid(),
+            "end_seconds": SINK_SECONDS,
+            "site": {**values, "run_dir": str(site.run_dir), "recipe": dict(site.recipe)},
+        }
+        with tempfile.TemporaryFile() as file:  # a pipe could be full
+            file.write(json.dumps(job).encode())
+            file.seek(0)
+            # The process inherits the mask: until it can handle SIGTERM, that must not kill it.
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "paceline.watch.sink_process"],
+                    stdin=file,
+                    stdout=subprocess.DEVNULL,
+                    start_new_session=True,
+                )
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    def event(self, name: str, record: Mapping[str, Any]) -> None:
+        """Warn once if the process has died; training goes on without it."""
+        if not self._has_warned and self._process.poll():
+            self._warn_of_end()
+
+    def close(self) -> None:
+        """Wait until everything is written, up to the deadline, and end the process."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        super().close()
+        if self._process.returncode and not self._has_warned:
+            self._warn_of_end()
+
+    def _warn_of_end(self) -> None:
+        self._has_warned, code = True, self._process.returncode
+        cause = f"was killed by signal {-code}" if code < 0 else f"has ended with code {code}"
+        self._site.warn(
+            f"the process of the sinks ({self._names}) {cause}, and they have not written everything;"
+            " metrics.jsonl has all records, and the run goes on without them"
+        )
+
+
+def check_library(spec: SinkSpec) -> None:
+    """Look for the library of a sink, without importing it.
+
+    Raises:
+        MissingExtraError: it is not installed.
+    """
+    # A folder `wandb/` in the working directory is found too, but it has no origin.
+    found = find_spec(spec.library) if spec.library else None
+    if spec.library and (found is None or found.origin is None):
+        raise MissingExtraError(
+            f'log.sinks has "{spec.word}", which needs {spec.library}, which is not installed.',
+            next_step=f"pip install 'paceline[{spec.library}]'",
+        )
 
 
 class SystemSampler(_Companion):

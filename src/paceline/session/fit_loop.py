@@ -21,7 +21,10 @@ from torch import nn
 from paceline.errors import DivergenceError, format_count
 from paceline.observe.sinks import Sink
 from paceline.observe.step_stats import StepStats
+from paceline.observe.step_trace import TraceWindow
 from paceline.parallel.state_hash import find_divergence, whole_sha256
+from paceline.pipeline_schedule.schedule_table import TimelineRow
+from paceline.recipe.tables import parse_step_range, require_steps_of_run
 from paceline.session.checkpointing import CheckpointSchedule, interval_passed, open_checkpoint_schedule
 from paceline.session.early_stopping import value_of_metric
 from paceline.session.evaluation import Evaluation, evaluate
@@ -160,7 +163,8 @@ class RunSchedule:
         evaluation, session = self._evaluation, self._session
         if evaluation is not None and evaluation.step == session.state.step:
             return evaluation
-        self._evaluation = evaluation = evaluate(session)
+        with session.net.activity.during("evaluation"):
+            self._evaluation = evaluation = evaluate(session)
         if evaluation is not None:
             self._checkpoints.score(self._checkpoints.best.add(evaluation))
             self.send_event("evaluation", asdict(evaluation))
@@ -283,12 +287,15 @@ class FitInProgress:
         self._ranks = RankRecords(session, sinks, written=run_dir is not None)
         self._before, self._last = session.state.step, cast("StepStats | None", None)
         self._profile = build_step_profile(session, run_dir, self.schedule.send_event)
+        self._trace = _open_trace(session, run_dir, self.schedule)
         self._freed_memory = FreedMemory(session.recipe, session.mesh)
         self._freed_memory.return_to_system()  # the whole model that was partitioned, and trial steps
         session.run_callbacks(lambda callback: callback.on_begin(session))
         self.schedule.make_missed_evaluation()
         if self._profile is not None:
             self._profile.before_step(session.state.step)
+        if self._trace is not None:
+            self._trace.before_step(session.state.step)
 
     def after_round(self, stats: StepStats) -> None:
         """Report a round, and do what is due after it; collective."""
@@ -299,15 +306,19 @@ class FitInProgress:
             self._freed_memory.after_round(is_after_other_work=self.schedule.has_evaluated_or_saved)
         if self._profile is not None:
             is_interrupted |= self._profile.before_step(self._session.state.step)
+        if self._trace is not None:
+            is_interrupted |= self._trace.before_step(self._session.state.step)
         if is_interrupted:
             # The time of evaluations and saves belongs to no round.
             self._ranks.begin()
         self._before = self._session.state.step
 
     def close(self) -> None:
-        """Write the profile of a run that ends, also by an error, inside of its range."""
+        """Write the profile and the trace of a run that ends, also by an error, inside of their ranges."""
         if self._profile is not None:
             self._profile.close()
+        if self._trace is not None:
+            self._trace.close()
 
     def finish(self) -> Result:
         """Save, evaluate and return the result of the run; collective."""
@@ -346,6 +357,7 @@ def fitting(session: Session, run_dir: Path | None, sinks: Sequence[Sink]) -> It
             stack.callback(sink.close)
         checkpoints = stack.enter_context(open_checkpoint_schedule(session, run_dir, sinks))
         fit_in_progress = FitInProgress(session, run_dir, sinks, checkpoints)
+        stack.callback(session.net.activity.close)
         stack.callback(fit_in_progress.close)
         yield fit_in_progress
 
@@ -364,6 +376,37 @@ def fit(session: Session, run_dir: Path | None = None, sinks: Sequence[Sink] = (
         for stats in fit_in_progress.schedule.rounds():
             fit_in_progress.after_round(stats)
         return fit_in_progress.finish()
+
+
+def _open_trace(session: Session, run_dir: Path | None, schedule: RunSchedule) -> TraceWindow | None:
+    """Show the current operation of this rank in the run folder, and return its window of traced steps.
+
+    Raises:
+        RecipeError: the run ends before the first step of `log.trace`.
+    """
+    if run_dir is None:
+        return None
+    cluster, activity, trace = session.cluster, session.net.activity, session.recipe.log.trace
+    if trace is not None:
+        require_steps_of_run("log.trace", trace, session.num_steps)
+    try:
+        activity.open(run_dir, cluster.global_rank, cluster.world_size, session.num_steps)
+    except OSError as error:
+        schedule.send_event("warning", {"text": f"the current operation cannot be shown: {error}"})
+
+    def stage_rows() -> Sequence[TimelineRow]:
+        measured = session.runner.schedule
+        return () if measured is None else measured.measured
+
+    return TraceWindow(
+        run_dir,
+        cluster.global_rank,
+        cluster.world_size,
+        activity=activity,
+        recipe_steps=None if trace is None else parse_step_range(trace),
+        stage_rows=stage_rows,
+        send_event=schedule.send_event,
+    )
 
 
 def _log_communication(session: Session, schedule: RunSchedule) -> None:

@@ -72,10 +72,10 @@ def export_hugging_face(
         )
     _require_transformers()
     with open_run(run, task, weights=weights, warn=warn) as opened:
-        name, model = _find_model(opened.task.model)
+        name, model = find_model(opened.task.model)
         prefix = f"{name}." if name else ""
         left_out = tuple(key for key in opened.task.model.state_dict() if not key.startswith(prefix))
-        source, tokenizer = _find_tokenizer(opened.session.recipe.options, _run_source(run), model)
+        source, tokenizer = find_tokenizer(opened.session.recipe.options, _run_source(run), model)
         if TOKENIZER_FILE in tokenizer:
             vocabulary = vocabulary_of(tokenizer[TOKENIZER_FILE].decode())
             require_same_vocabulary(opened.task.vocabulary or "", vocabulary, str(source))
@@ -96,7 +96,7 @@ def _require_transformers() -> None:
         ) from error
 
 
-def _find_model(model: nn.Module) -> tuple[str, Any]:
+def find_model(model: nn.Module) -> tuple[str, Any]:
     """Return the name and the module of the one model of transformers in a task's model, itself included."""
     from transformers import PreTrainedModel
 
@@ -125,7 +125,7 @@ def _run_source(run: Path) -> str | None:
     return load_recipe(run_folder_of(run) / RECIPE).init_from
 
 
-def _find_tokenizer(
+def find_tokenizer(
     options: dict[str, Any], init_from: str | None, model: Any
 ) -> tuple[str | None, dict[str, bytes]]:
     """Return the first place with tokenizer files, and the files: the task's own tokenizer before that of the

@@ -159,7 +159,7 @@ class OwnLoopSteps:
         with session.feed.from_step(session.state.step) as stream:
             while session.state.step < session.num_steps and not self._is_over():
                 self._rule.phases.take()
-                step = session.state.step
+                session.net.step = step = session.state.step
                 count = session.work.num_micro_batches(step)
                 for i in range(count):
                     self._rule.phases.begin("data")
@@ -306,7 +306,7 @@ class OwnLoopSteps:
         runner.gradients.open(rule.reduction)
         runner.gradients.close()
         rule.reduction.close()
-        session.net.step = step = session.state.step
+        step = session.state.step
         shards = [micro_batch.shard for micro_batch in session.work.micro_batches(step)]
         tally, update = rule.agree(sums, runner, session.update_step, scale, shards, session.work.shards)
         require_same_part(part, tally)

@@ -12,9 +12,15 @@ from paceline.errors import RecipeError
 from paceline.observe.sinks import GuardedSink, Sink, SinkSite
 from paceline.recipe.registry import parse_word
 from paceline.recipe.registry.sink_specs import SinkSpec
-from paceline.session.companion_processes import MetricsExporter, start_system_sampler
+from paceline.session.companion_processes import (
+    MetricsExporter,
+    SinkProcess,
+    check_library,
+    start_system_sampler,
+)
 from paceline.session.run_records import run_record
 from paceline.session.session import Session
+from paceline.watch.run_tail import records_size
 
 
 def build_sinks(
@@ -22,6 +28,7 @@ def build_sinks(
 ) -> list[Sink]:
     """Build the sinks of the recipe on rank 0, and send them the events "run" and "resume".
 
+    Those that are readers share one process, which follows `metrics.jsonl` from its present end.
     With `log.sample_seconds` this is collective, and a rank of each host starts a sampler.
 
     Args:
@@ -29,7 +36,7 @@ def build_sinks(
         console: the terminal of rank 0; None if the run prints nothing.
         resumed_from: the checkpoint with which the run goes on; None for a new run.
     Returns:
-        The sinks in the order of `log.sinks`; on other ranks none but perhaps a sampler.
+        The sinks in the order of `log.sinks`, then processes; on other ranks none but perhaps a sampler.
     Raises:
         RecipeError: the module of a sink cannot be imported, or the exporter cannot listen.
         MissingExtraError: the library of a sink, of the exporter or of the sampler is not installed.
@@ -49,21 +56,29 @@ def build_sinks(
         steps_per_epoch=session.work.steps_per_epoch,
         recipe=dict(_flatten(session.recipe.model_dump())),
     )
-    built = [_build_sink(text, site) for text in session.recipe.log.sinks]
+    parsed = {text: parse_word(SinkSpec, text) for text in session.recipe.log.sinks}
+    readers = [text for text, word in parsed.items() if word.spec.is_reader]
+    for text in readers:
+        check_library(parsed[text].spec)
+    start_bytes = records_size(run_dir)  # before a sink of the job appends to them
+    built = [_build_sink(*word, site) for word in parsed.values() if not word.spec.is_reader]
     sinks = [sink for sink in built if sink is not None]
     address = session.recipe.log.prometheus
     exporter = MetricsExporter(run_dir, address) if address is not None else None
+    if exporter is not None:
+        processes.append(exporter)
+    if readers:
+        processes.append(SinkProcess(readers, site, start_bytes))
     for sink in sinks:
         sink.event("run", run_record(session))
         if exporter is not None:
             sink.event("exporter", {"address": exporter.address})
         if resumed_from is not None:
             sink.event("resume", {"step": session.state.step, "checkpoint": resumed_from})
-    return [*sinks, *processes] if exporter is None else [*sinks, *processes, exporter]
+    return [*sinks, *processes]
 
 
-def _build_sink(text: str, site: SinkSite) -> Sink | None:
-    spec, argument = parse_word(SinkSpec, text)
+def _build_sink(spec: SinkSpec, argument: object, site: SinkSite) -> Sink | None:
     try:
         build: Any = spec.load()
     except (ImportError, AttributeError) as error:

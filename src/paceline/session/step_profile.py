@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch._C._profiler import _ExperimentalConfig
 
-from paceline.errors import RecipeError
-from paceline.recipe.tables import parse_step_range
+from paceline.recipe.tables import parse_step_range, require_steps_of_run
 from paceline.report.run_profile import (
     FOLDER,
     OperationTime,
@@ -168,7 +167,10 @@ class StepProfile:
             self._request = None
             self._start(step, self._range.stop)
             return True
-        self._look_for_request()
+        now = time.monotonic()
+        if now >= self._next_look:
+            self._next_look = now + _LOOK_SECONDS
+            self._look_for_request()
         if self._request is not None and step >= self._request.first_step:
             self._start(step, step + self._request.num_steps)
             return True
@@ -199,11 +201,7 @@ class StepProfile:
         self._send_event("profile", {"step": self._from, "end": self._to, "path": str(folder)})
 
     def _look_for_request(self) -> None:
-        """Look at most once a second, so that it costs a step nothing."""
-        now = time.monotonic()
-        if now < self._next_look:
-            return
-        self._next_look = now + _LOOK_SECONDS
+        """Take a new request, and forget one that was withdrawn."""
         request = read_request(self._run_dir)
         if request is None:
             self._request = None  # whoever has waited for it is gone
@@ -247,14 +245,9 @@ def build_step_profile(session: Session, run_dir: Path | None, send_event: _Send
     text = session.recipe.runtime.profile
     if run_dir is None:
         return None
+    if text is not None:
+        require_steps_of_run("runtime.profile", text, session.num_steps)
     first, end = (0, 0) if text is None else parse_step_range(text)
-    if text is not None and first >= session.num_steps:
-        raise RecipeError(
-            f'runtime.profile = "{text}": the run has {session.num_steps} steps, the last is'
-            f" {session.num_steps - 1}",
-            where="runtime.profile",
-            next_step="choose steps that the run takes, counted from 0",
-        )
     is_cuda = session.runner.sharded_model.device.type == "cuda"
     rank = session.cluster.global_rank
     return StepProfile(first, end, run_dir, rank, is_cuda=is_cuda, send_event=send_event)

@@ -107,9 +107,9 @@ class EveryStep:
         Returns:
             The sums over all ranks, and what the update did.
         """
-        self.phases.begin("data")
         # Errors of collectives name the step in which they happened.
         self._net.step = update_step.state.step
+        self.phases.begin("data")
         num_micro_batches = work.num_micro_batches(update_step.state.step)
         # The factor is known before the reduction begins, because a codec rescales its errors by it.
         scale = self.begin_scale(work, update_step.state)

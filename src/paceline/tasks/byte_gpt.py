@@ -137,14 +137,10 @@ class ByteGptOptions(RecipeTable):
 def build(*, seed: int, base_dir: Path, cache_dir: Path, **options: Any) -> Task:
     """Build the task; see `ByteGptOptions`. The held-out files are the same for every seed."""
     chosen = read_options(ByteGptOptions, options)
-    tokenizer = (
-        load_tokenizer(_tokenizer_path(chosen.tokenizer, base_dir)) if chosen.tokenizer else ByteTokenizer()
-    )
+    model, tokenizer = build_model(chosen, base_dir)
     corpus = open_corpus(chosen.text, tokenizer, cache_dir, held_out=chosen.held_out, base_dir=base_dir)
     train = TextWindows(_first(corpus.train, chosen.train_tokens), chosen.context)
     held_out = TextWindows(_first(corpus.held_out, chosen.held_out_tokens), chosen.context)
-    with without_memory():
-        model = GPT(_model_config(chosen, tokenizer.vocab_size))
     return Task(
         model=model,
         data=train,
@@ -161,8 +157,30 @@ def build(*, seed: int, base_dir: Path, cache_dir: Path, **options: Any) -> Task
     )
 
 
-def _tokenizer_path(tokenizer: str, base_dir: Path) -> str:
-    return tokenizer if "://" in tokenizer else str(base_dir / tokenizer)
+def held_out_windows(*, base_dir: Path, cache_dir: Path, **options: Any) -> TextWindows:
+    """Return the held-out windows of a text, on which weights of other text are evaluated.
+
+    `paceline evaluate RUN --data paceline.tasks.byte_gpt:held_out_windows --option 'text=["notes"]'` needs
+    the `context` and the `tokenizer` of the run; see `ByteGptOptions`.
+    """
+    chosen = read_options(ByteGptOptions, options)
+    tokenizer = _find_tokenizer(chosen, base_dir)
+    corpus = open_corpus(chosen.text, tokenizer, cache_dir, held_out=chosen.held_out, base_dir=base_dir)
+    return TextWindows(_first(corpus.held_out, chosen.held_out_tokens), chosen.context)
+
+
+def build_model(chosen: ByteGptOptions, base_dir: Path) -> tuple[GPT, Tokenizer]:
+    """Build the model, without memory for its large parameters, and the tokenizer; no text is read."""
+    tokenizer = _find_tokenizer(chosen, base_dir)
+    with without_memory():
+        return GPT(_model_config(chosen, tokenizer.vocab_size)), tokenizer
+
+
+def _find_tokenizer(chosen: ByteGptOptions, base_dir: Path) -> Tokenizer:
+    place = chosen.tokenizer
+    if place is None:
+        return ByteTokenizer()
+    return load_tokenizer(place if "://" in place else base_dir / place)
 
 
 TokenPair = tuple[Tensor, Tensor]

@@ -1,7 +1,7 @@
 """The rules of alerts: what is compared with what, for how long, and what a user can do then.
 
 Each rule names a metric of the catalog. The engine (`paceline.watch.alerts`) judges records by these rules,
-and `render_prometheus` writes the same table as alert rules of Prometheus. Invariant: a rule that can be
+and `paceline.watch.promql` writes the same table as alert rules of Prometheus. Invariant: a rule that can be
 built can be judged and rendered. Imports no torch.
 """
 
@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, get_args
 
 from paceline.errors import DataError
-from paceline.watch.metric_catalog import METRICS_BY_NAME, STATUS, UPDATED, MetricSpec
+from paceline.watch.metric_catalog import METRICS_BY_NAME, UPDATED, MetricSpec
 
 RuleKind = Literal["threshold", "rate", "z-score", "absence", "plateau"]
 Direction = Literal["above", "below"]
@@ -24,8 +24,6 @@ Severity = Literal["warning", "critical"]
 
 NORMAL_IQR = 1.349
 """The interquartile range of a normal distribution in standard deviations."""
-_SCRAPE_SECONDS = 15.0
-_MIN_SCRAPES = 20  # in a window of Prometheus: a median of fewer says little
 _KEYS = ("metric", "kind", "labels", "per", "per_labels", "above", "below", "window", "floor", "for_steps")
 _MORE_KEYS = ("for_seconds", "severity", "summary", "advice", "off")
 
@@ -132,6 +130,7 @@ SHIPPED_RULES: tuple[AlertRule, ...] = (
         Selector("paceline_loss"),
         10.0,
         floor=0.05,
+        for_steps=2,  # one batch of a model that fits its data can be as far from the others
         severity="critical",
         summary="the loss is far above its last values, or not finite",
         advice="lower optimizer.lr, set optimizer.clip_norm or [health], and look at the samples of the step",
@@ -286,57 +285,3 @@ def _rule_from_table(name: str, table: Mapping[str, Any], base: AlertRule | None
     if "per" in table:
         changes["per"] = Selector(str(table["per"]), dict(table.get("per_labels", {})))
     return AlertRule(name=name, **changes) if base is None else replace(base, **changes)
-
-
-def render_prometheus(rules: Sequence[AlertRule] = SHIPPED_RULES, step_seconds: float = 1.0) -> str:
-    """Return the rules as a file for `rule_files` of Prometheus.
-
-    Args:
-        step_seconds: seconds of a step: Prometheus knows no steps, so windows and durations are in seconds.
-    """
-    lines = ["groups:", "- name: paceline", "  rules:"]
-    for rule in rules:
-        held = max(rule.for_seconds, (rule.for_steps - 1) * step_seconds)
-        title = "Paceline" + "".join(word.capitalize() for word in rule.name.split("-"))
-        lines += [
-            f"  - alert: {title}",
-            f"    expr: {json.dumps(render_expression(rule, step_seconds))}",
-            f"    for: {round(held)}s",
-            f"    labels: {{severity: {rule.severity}}}",
-            "    annotations:",
-            f"      summary: {json.dumps(rule.summary or rule.name)}",
-            f"      description: {json.dumps(rule.advice)}",
-        ]
-    return "\n".join(lines) + "\n"
-
-
-def render_expression(rule: AlertRule, step_seconds: float) -> str:
-    """Return the condition of a rule in PromQL; series differ by `run` and the labels of the metric."""
-    signal, sign = str(rule.signal), ">" if rule.direction == "above" else "<"
-    compared = f"{sign} {rule.limit:g}"
-    steps = max(1, rule.window // 8) if rule.kind == "plateau" else rule.window
-    seconds = round(max(_MIN_SCRAPES * _SCRAPE_SECONDS, steps * step_seconds))
-    match rule.kind:
-        case "threshold":
-            names = ", ".join(sorted({*rule.signal.where, *(rule.per.where if rule.per else ())}))
-            return (
-                f"{signal} / ignoring({names}) {rule.per} {compared}" if rule.per else f"{signal} {compared}"
-            )
-        case "rate":
-            change = "rate({0}[{1}s])" if rule.signal.spec.kind == "counter" else "delta({0}[{1}s]) / {1}"
-            return f"{change.format(signal, seconds)} {compared}"
-        case "z-score":
-            low, middle, high = (f"quantile_over_time({q}, {signal}[{seconds}s])" for q in (0.25, 0.5, 0.75))
-            spread = f"(({high} - {low}) / {NORMAL_IQR} + {rule.floor:g} * abs({middle}))"
-            # NaN is neither above nor below anything.
-            return f"({signal} - {middle}) / {spread} {compared} or {signal} != {signal}"
-        case "plateau":
-            offset = round(max(seconds, rule.window * step_seconds - seconds))
-            recent = f"quantile_over_time(0.5, {signal}[{seconds}s])"
-            before = f"quantile_over_time(0.5, {signal}[{seconds}s] offset {offset}s)"
-            return f"({before} - {recent}) / abs({before}) {compared}"
-        case "absence":
-            if rule.signal.metric != UPDATED.name:
-                return f"absent_over_time({signal}[{round(rule.limit)}s])"
-            running = f'{STATUS.name}{{status="running"}} == 1'
-            return f"time() - {signal} {compared} and on (run) {running}"

@@ -37,7 +37,7 @@ from paceline.watch.metric_values import values_in
 AlertState = Literal["pending", "firing", "resolved"]
 _RESOLVE_RECORDS = 5  # in a row: one that is barely beyond the limit would fire again and again
 _MAX_SERIES = 2000  # a task with thousands of metrics would fill the memory
-_MAX_CHANGES = 1000
+_MAX_CHANGES, _MAX_HISTORY = 1000, 200
 _SAMPLES = ("process", "system")  # records that the job itself does not write
 
 
@@ -114,6 +114,7 @@ class AlertEngine:
         self._series: dict[tuple[str, tuple[Any, ...]], _Series] = {}
         self._seen: dict[str, float] = {}  # time of the newest record by event; "" of any
         self._changes: deque[Alert] = deque(maxlen=_MAX_CHANGES)
+        self._history: deque[Alert] = deque(maxlen=_MAX_HISTORY)
         self._step, self._time = -1, 0.0
         self._rates: list[tuple[_Series, _Rate]] = []
         self._step_times: deque[float] = deque(
@@ -159,6 +160,11 @@ class AlertEngine:
         changes = list(self._changes)
         self._changes.clear()
         return changes
+
+    @property
+    def history(self) -> list[Alert]:
+        """The last 200 changes: what began to fire or was resolved, oldest first."""
+        return list(self._history)
 
     @property
     def firing(self) -> list[Alert]:
@@ -214,6 +220,7 @@ class AlertEngine:
     def _note(self, alert: Alert | None) -> None:
         if alert is not None:
             self._changes.append(alert)
+            self._history.append(alert)
 
     def _end_all(self) -> None:
         for series in self._series.values():

@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
 from socketserver import ThreadingMixIn
@@ -49,17 +49,26 @@ class RunCollector(Collector):
             while self._run.update(_READ_BYTES) and not self._run.is_complete:
                 pass
             samples, state = list(self._run.values.samples()), self._run.state()
-        name = state["name"]
         samples += [MetricSample(STATUS, (word,), float(word == state["status"])) for word in _STATUSES]
         samples.append(MetricSample(DAMAGED_LINES, (), state["damaged_lines"]))
         if state["updated"] is not None:
             samples.append(MetricSample(UPDATED, (), state["updated"]))
-        for metric, group in groupby(samples, key=lambda sample: sample.metric):
-            kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
-            family = kind(metric.name.removesuffix("_total"), metric.meaning, labels=("run", *metric.labels))
-            for sample in group:
-                family.add_metric((name, *sample.labels), sample.value)
-            yield family
+        yield from metric_families(samples, {"run": state["name"]})
+
+
+def metric_families(samples: Iterable[MetricSample], labels: Mapping[str, str]) -> Iterator[Metric]:
+    """Yield samples as the client library expects them.
+
+    Args:
+        samples: those of one metric follow each other.
+        labels: of all of them, in front of their own.
+    """
+    for metric, group in groupby(samples, key=lambda sample: sample.metric):
+        kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+        family = kind(metric.name.removesuffix("_total"), metric.meaning, labels=(*labels, *metric.labels))
+        for sample in group:
+            family.add_metric((*labels.values(), *sample.labels), sample.value)
+        yield family
 
 
 class _Server(ThreadingMixIn, WSGIServer):

@@ -1,9 +1,9 @@
 """The catalog of metrics: the name, unit, kind, labels and meaning of every number that a run exports.
 
-Each metric is computed from the records of `metrics.jsonl` and of the system sampler. The exporter, the
-dashboard, the alert rules, the live page and docs/reference/exported-metrics.md are generated from this
-table. Invariant: no other module spells a name that begins with `paceline_`; a test searches for one. Imports
-no torch.
+Each metric of a run is computed from the records of `metrics.jsonl` and of the system sampler; those of
+`SERVER_METRICS` are kept by `paceline.serving.server`. The exporter, the dashboard, the alert rules, the
+live page and docs/reference/exported-metrics.md are generated from this table. Invariant: no other module
+spells a name that begins with `paceline_`; a test searches for one. Imports no torch.
 """
 
 from __future__ import annotations
@@ -448,6 +448,51 @@ UPDATED = MetricSpec(
 )
 STATE_METRICS = (STATUS, DAMAGED_LINES, UPDATED)
 """Metrics of the run as a whole, which no record has."""
+
+_S = "seconds"
+SERVER_REQUESTS = MetricSpec(
+    "paceline_server_requests_total", "counter", "", ("status",), "answers by HTTP status", ""
+)
+SERVER_TOKENS = MetricSpec(
+    "paceline_server_tokens_total", "counter", "", ("kind",), "tokens of prompts and generated ones", ""
+)
+SERVER_STEPS = MetricSpec("paceline_server_steps_total", "counter", "", (), "steps of the engine", "")
+SERVER_STEP_SECONDS = MetricSpec(
+    "paceline_server_step_seconds_total", "counter", _S, (), "time in steps of the engine", ""
+)
+SERVER_CANCELLED = MetricSpec(
+    "paceline_server_cancelled_total", "counter", "", (), "texts that ended because their client left", ""
+)
+SERVER_SLOTS = MetricSpec("paceline_server_slots", "gauge", "", ("state",), "slots that are used or free", "")
+SERVER_QUEUED = MetricSpec("paceline_server_queued", "gauge", "", (), "texts that wait for a slot", "")
+SERVER_FIRST_TOKEN = MetricSpec(
+    "paceline_server_first_token_seconds",
+    "gauge",
+    _S,
+    ("quantile",),
+    "time from a request to its first token, of the last 1,000 texts",
+    "",
+)
+SERVER_BETWEEN_TOKENS = MetricSpec(
+    "paceline_server_between_tokens_seconds",
+    "gauge",
+    _S,
+    ("quantile",),
+    "time between two tokens of a text, the last 1,000 of them",
+    "",
+)
+SERVER_METRICS = (
+    SERVER_REQUESTS,
+    SERVER_TOKENS,
+    SERVER_STEPS,
+    SERVER_STEP_SECONDS,
+    SERVER_CANCELLED,
+    SERVER_SLOTS,
+    SERVER_QUEUED,
+    SERVER_FIRST_TOKEN,
+    SERVER_BETWEEN_TOKENS,
+)
+"""Metrics of `paceline serve`, which belong to no run."""
 
 METRICS_BY_NAME: Mapping[str, MetricSpec] = {metric.name: metric for metric in (*METRICS, *STATE_METRICS)}
 

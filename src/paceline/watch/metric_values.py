@@ -45,12 +45,13 @@ class MetricValues:
         """Take records into account, in the order in which they were written."""
         for record in records:
             for metric in _BY_EVENT.get(record["event"], ()):
-                for labels, value in values_in(metric, record):
-                    values = self._values[metric.name]
-                    if metric.kind == "gauge":
-                        values[labels] = value
-                    else:
-                        values[labels] = values.get(labels, 0.0) + value
+                values = self._values[metric.name]
+                value = record.get(metric.field) if metric.field else 1.0
+                if type(value) is float and not metric.labels:  # most of the millions of a long run
+                    values[()] = value if metric.kind == "gauge" else values.get((), 0.0) + value
+                    continue
+                for labels, number in values_in(metric, record) if value is not None else ():
+                    values[labels] = number if metric.kind == "gauge" else values.get(labels, 0.0) + number
 
     def samples(self) -> Iterator[MetricSample]:
         """Yield all values, in the order of the catalog."""

@@ -2,7 +2,6 @@
 // The page of `paceline watch`. Everything that is shown comes from /api; the view is kept in the link.
 
 const NUM_COLORS = 12;
-const SILENT_SECONDS = 30;
 const PARTS = ["data", "forward", "backward", "transfer", "waiting", "optimizer", "other"];
 const LEVELS = ["debug", "info", "warning", "error"];
 const find = (id) => document.getElementById(id);
@@ -10,7 +9,7 @@ const find = (id) => document.getElementById(id);
 const state = {
   runs: [], version: -1, events: [], eventsOf: "", colors: new Map(),
   view: { runs: [], curves: ["loss"], focus: "", axis: "step", smooth: 0, log: false, first: null, end: null },
-  isChosen: false, curves: new Map(), live: false,
+  isChosen: false, curves: new Map(), details: null,
 };
 
 // --- the link ---------------------------------------------------------------------------------------------
@@ -62,6 +61,8 @@ async function refresh() {
     renderRuns();
     await readCurves();
     renderCharts();
+    const focus = state.view.focus;
+    state.details = state.runs.some((run) => run.id === focus) ? await read(`api/runs/${focus}`) : null;
     await renderFocus();
   } catch (error) {
     show(false, String(error.message || error));
@@ -89,7 +90,7 @@ function range() {
 async function readCurves() {
   const runs = shownRuns(), names = state.view.curves;
   if (!runs.length || !names.length) { state.curves = new Map(); return; }
-  const points = Math.round(Math.min(800, Math.max(80, 60000 / runs.length)));
+  const points = Math.round(Math.min(800, Math.max(80, 30000 / runs.length)));
   const words = [...runs.map((run) => ["run", run.id]), ...names.map((name) => ["name", name]), ["points", points], ...range()];
   const curves = await read("api/curves?" + query(words));
   state.curves = new Map(curves.map((curve) => [`${curve.run} ${curve.name}`, curve]));
@@ -110,10 +111,12 @@ function element(tag, attributes = {}, ...children) {
 
 const number = (value, digits = 4) => (value === null || value === undefined ? "–" : Number(value.toPrecision(digits)).toString());
 
+// Of a tick: it has to fit beside the chart.
+const COMPACT = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 4 });
+const short = (name, value) => (name.includes("bytes") ? size(value) : Math.abs(value) < 1e5 ? number(value, 4) : COMPACT.format(value));
+
 function statusOf(run) {
-  const silent = run.updated === null ? 0 : Date.now() / 1000 - run.updated;
-  const patience = Math.max(SILENT_SECONDS, 20 * (run.step_seconds ?? 0));
-  if ((run.status === "running" || run.status === "unknown") && silent > patience) return ["silent", `silent for ${duration(silent)}`];
+  if (run.is_silent) return ["silent", `silent for ${duration(run.silent_seconds)}`];
   return [run.status, run.read < 1 ? `${run.status}, read ${Math.floor(100 * run.read)} %` : run.status];
 }
 
@@ -182,6 +185,10 @@ function renderCharts() {
     }
     charts.get(name).draw();
   }
+  linkCsv();
+}
+
+function linkCsv() {
   const words = [...state.view.runs.map((id) => ["run", id]), ...state.view.curves.map((name) => ["name", name]), ...range()];
   find("csv").href = "api/curve.csv?" + query(words);
 }
@@ -222,7 +229,8 @@ class Chart {
       if (!curve || !curve.steps.length) return [];
       const times = curve.times, start = run.started ?? times[0];
       const xs = axis === "step" ? curve.steps : axis === "time" ? times : times.map((t) => (t === null ? null : (t - start) / 3600));
-      return [{ run, xs, low: curve.low, high: curve.high, ys: smoothed(curve.last, state.view.smooth) }];
+      const { last, low = last, high = last } = curve; // each interval is one step
+      return [{ run, xs, low, high, ys: smoothed(last, state.view.smooth) }];
     });
   }
 
@@ -266,7 +274,7 @@ class Chart {
       paint.strokeStyle = color("--grid");
       paint.beginPath(); paint.moveTo(left, y); paint.lineTo(right, y); paint.stroke();
       paint.fillStyle = color("--soft"); paint.textAlign = "right";
-      paint.fillText(number(isLog ? 10 ** tick : tick, 4), left - 7, y);
+      paint.fillText(short(this.name, isLog ? 10 ** tick : tick), left - 7, y);
     }
     paint.textAlign = "center"; paint.textBaseline = "alphabetic";
     for (const tick of ticks(x0, x1, width < 420 ? 3 : 6)) {
@@ -392,7 +400,7 @@ function resetZoom() { state.view.first = state.view.end = null; changed(); }
 // --- one run ----------------------------------------------------------------------------------------------
 
 async function renderFocus() {
-  const run = state.runs.find((one) => one.id === state.view.focus);
+  const run = state.details;
   find("run").hidden = !run;
   if (!run) return;
   const [kind, words] = statusOf(run);
@@ -402,6 +410,7 @@ async function renderFocus() {
   find("run-error").hidden = !run.error;
   find("run-error").textContent = run.error ? `rank ${run.error.rank}: ${run.error.text}` : "";
   find("alerts").hidden = !run.alerts.length;
+  renderAlertHistory(run);
   find("alerts").replaceChildren(...run.alerts.map((alert) => element("li", { class: alert.severity, title: alert.advice },
     element("strong", {}, alert.alert), ` since step ${alert.step}: ${alert.text}. ${alert.advice}`)));
   const left = run.status === "running" && run.step_seconds ? duration((run.num_steps - run.steps_done) * run.step_seconds) : "–";
@@ -409,20 +418,73 @@ async function renderFocus() {
     step: `${run.steps_done} of ${run.num_steps}`, loss: number(run.loss), "samples per second": number(run.samples_per_second),
     "time left": left, strategy: run.strategy || "–", ranks: run.num_ranks, precision: run.precision || "–", host: run.host || "–",
     started: run.started ? new Date(1000 * run.started).toLocaleString() : "–",
+    checkpoint: run.checkpoints.length ? `step ${run.checkpoints.at(-1).step}` : "none",
     certificate: run.certificate ? run.certificate.conclusion : "none",
     "damaged lines": run.damaged_lines,
   };
   find("facts").replaceChildren(...Object.entries(facts).map(([name, value]) =>
     element("div", {}, element("dt", {}, name), element("dd", {}, String(value)))));
   renderRanks(run);
+  renderHosts(run);
+  renderCheckpoints(run);
   await renderEvents(run);
+}
+
+const clock = (time) => (time ? new Date(1000 * time).toLocaleTimeString() : "");
+const row = (cells) => element("tr", {}, ...cells.map((cell) => element("td", {}, cell instanceof Node ? cell : String(cell))));
+
+function renderAlertHistory(run) {
+  find("alert-history").hidden = !run.alert_history.length;
+  find("alert-count").textContent = `Alerts: ${run.alerts.length} firing, ${run.alert_history.filter((one) => one.state === "resolved").length} resolved`;
+  find("alert-list").replaceChildren(...run.alert_history.toReversed().map((alert) =>
+    element("li", { class: alert.state === "resolved" ? "info" : "warning" },
+      element("time", {}, clock(alert.time), " "), `${alert.state} ${alert.alert} at step ${alert.step}: ${alert.text}`)));
+}
+
+function renderCheckpoints(run) {
+  find("checkpoint-part").hidden = !run.checkpoints.length;
+  find("checkpoints").replaceChildren(...run.checkpoints.toReversed().map((one) =>
+    element("li", {}, element("time", {}, clock(one.time), " "), `step ${one.step}: ${one.path}`)));
+}
+
+function size(bytes) {
+  if (bytes === null || bytes === undefined) return "–";
+  const power = bytes < 1024 ? 0 : Math.min(4, Math.floor(Math.log2(bytes) / 10)); // also of a negative tick
+  return `${number(bytes / 1024 ** power, 3)} ${["B", "KiB", "MiB", "GiB", "TiB"][power]}`;
+}
+
+const total = (table = {}) => Object.values(table).reduce((sum, value) => sum + value, 0);
+const percent = (part, whole) => (whole > 0 ? `${Math.round((100 * part) / whole)} %` : "–");
+const rate = (bytes, seconds) => (seconds > 0 ? `${size(bytes / seconds)}/s` : "–");
+
+function renderHosts(run) {
+  find("host-part").hidden = !run.hosts.length;
+  find("hosts").tBodies[0].replaceChildren(...run.hosts.map((host) => {
+    const { idle = 0, iowait = 0 } = host.cpu_seconds ?? {}, cpu = total(host.cpu_seconds), memory = host.memory_bytes ?? {};
+    const missing = host.unavailable ?? {}, gpus = Object.values(host.gpu_utilization ?? {});
+    const joules = total(host.energy_joules) + total(host.gpu_energy_joules);
+    return row([host.host, percent(cpu - idle - iowait, cpu), percent(memory.total - memory.available, memory.total),
+      rate(total(host.network_sent_bytes) + total(host.network_received_bytes), host.seconds),
+      rate(total(host.disk_read_bytes) + total(host.disk_written_bytes), host.seconds),
+      gpus.length ? gpus.map((part) => percent(part, 1)).join(", ") : `unavailable: ${missing.gpu ?? "no samples"}`,
+      joules > 0 && host.seconds > 0 ? `${number(joules / host.seconds, 3)} W` : `unavailable: ${missing.energy ?? "no samples"}`]);
+  }));
+  const links = run.processes.flatMap((process) => Object.keys(process.link_sent_bytes ?? {}).map((peer) => [process, peer]));
+  find("link-part").hidden = !links.length;
+  find("links").tBodies[0].replaceChildren(...links.map(([process, peer]) => {
+    const trip = process.link_round_trip_seconds?.[peer];
+    return row([`${process.rank} to ${peer}`, rate(process.link_sent_bytes[peer], process.seconds),
+      rate(process.link_received_bytes?.[peer] ?? 0, process.seconds), process.link_retransmits?.[peer] ?? 0,
+      trip === undefined ? "–" : number(1000 * trip, 3)]);
+  }));
 }
 
 function renderRanks(run) {
   find("legend").replaceChildren(...PARTS.map((part) => element("span", {}, element("i", { class: `swatch p-${part}` }), ` ${part}`)));
+  const operations = new Map(run.operations.map((operation) => [operation.rank, operation]));
   const newest = Math.max(...run.ranks.map((rank) => rank.step)), slowest = Math.max(...run.ranks.map((rank) => 1 - rank.shares.waiting));
   const body = find("ranks").tBodies[0];
-  body.replaceChildren(...run.ranks.map((rank) => {
+  const rows = run.ranks.map((rank) => {
     const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
     svg.setAttribute("class", "bar"); svg.setAttribute("viewBox", "0 0 1 1"); svg.setAttribute("preserveAspectRatio", "none");
     svg.setAttribute("role", "img");
@@ -435,11 +497,30 @@ function renderRanks(run) {
       at += rank.shares[part];
     }
     const isLate = rank.step < newest, isSlow = run.ranks.length > 1 && 1 - rank.shares.waiting >= slowest && run.ranks.some((other) => other.shares.waiting > 0.1);
-    const words = isLate ? `last heard of at step ${rank.step}` : isSlow ? "others wait for it" : "";
+    const problem = run.rank_problems[rank.rank];
+    const words = problem ? element("span", { class: "bad" }, problem) : isLate ? `last heard of at step ${rank.step}` : isSlow ? "others wait for it" : "";
     const cells = [rank.rank, svg, number(1000 * rank.round_seconds), number(1000 * rank.slowest_seconds), rank.cpu_cores.toFixed(2),
-      number(rank.peak_bytes / 2 ** 20), number(rank.sent_bytes / 1024), words];
-    return element("tr", {}, ...cells.map((cell) => element("td", {}, cell instanceof Node ? cell : String(cell))));
-  }));
+      number(rank.peak_bytes / 2 ** 20), number(rank.sent_bytes / 1024), words, operationOf(operations.get(rank.rank))];
+    operations.delete(rank.rank);
+    return [rank.rank, cells];
+  });
+  // A rank that was lost or hangs before its first window of rounds has no times yet.
+  const known = new Set(rows.map(([rank]) => rank)), problems = Object.keys(run.rank_problems).map(Number);
+  for (const rank of new Set([...problems, ...operations.keys()])) {
+    if (known.has(rank)) continue;
+    const problem = run.rank_problems[rank];
+    rows.push([rank, [rank, "", "", "", "", "", "", problem ? element("span", { class: "bad" }, problem) : "", operationOf(operations.get(rank))]]);
+  }
+  body.replaceChildren(...rows.sort((a, b) => a[0] - b[0]).map(([, cells]) => row(cells)));
+}
+
+const OPERATION_SECONDS = 2;
+
+function operationOf(operation) {
+  if (!operation) return "";
+  const seconds = Date.now() / 1000 - operation.since;
+  const isLong = operation.alive !== false && seconds >= OPERATION_SECONDS;
+  return element("span", { class: operation.alive === false ? "bad" : "" }, operation.text + (isLong ? `, for ${duration(seconds)}` : ""));
 }
 
 async function renderEvents(run) {
@@ -471,7 +552,7 @@ function show(isLive, words) {
   pill.textContent = isLive ? "live" : words;
 }
 
-function changed() { writeLink(); refresh(); }
+function changed() { writeLink(); linkCsv(); refresh(); }
 
 function listen() {
   const source = new EventSource("api/changes");
@@ -497,5 +578,6 @@ for (const name of ["level", "search"]) find(name).addEventListener("input", () 
 window.addEventListener("hashchange", () => { readLink(); refresh(); });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", renderCharts);
 setInterval(renderRuns, 5000); // how long a run has been silent
+setInterval(() => { if (state.details) renderRanks(state.details); }, 1000); // and how long a rank has been in one operation
 listen();
 refresh();

@@ -25,9 +25,11 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from paceline.watch.curves import CurvePoints
 from paceline.watch.run_collection import RunCollection
 
 MAX_POINTS = 4000
+_MAX_RUNS, _MAX_NAMES = 500, 20  # of one request
 _HEARTBEAT_SECONDS = 10.0
 _MIN_SECONDS_BETWEEN_CHANGES = 0.5
 _HEADERS = {
@@ -198,34 +200,29 @@ class _Views:
 
     async def curves(self, request: Request) -> Response:
         """Return curves of several runs: `run` and `name` may be there many times."""
-        keys, names = request.query_params.getlist("run"), request.query_params.getlist("name")
-        first, end = _int(request, "first", 0), _int(request, "end", -1)
+        keys, names, first, end = _chosen_curves(request)
         points = max(2, min(MAX_POINTS, _int(request, "points", 600)))
 
         def read() -> list[Mapping[str, Any]]:
-            return [self._curve(key, name, first, end, points) for key in keys[:500] for name in names[:20]]
+            found = self._runs.points(keys[:_MAX_RUNS], names[:_MAX_NAMES], first, end, points)
+            return [
+                {"run": key, "name": name, "steps": part.steps, **_finite_columns(part)}
+                for key, name, part in found
+            ]
 
-        return _json(await asyncio.to_thread(read))
-
-    def _curve(self, key: str, name: str, first: int, end: int, points: int) -> Mapping[str, Any]:
-        found = self._runs.points(key, name, first, None if end < 0 else end, points)
-        times = self._runs.times(key, name, found.steps)
-        return {"run": key, "name": name, **found._asdict(), "times": times}
+        return JSONResponse(await asyncio.to_thread(read))
 
     async def curve_csv(self, request: Request) -> Response:
-        keys, names = request.query_params.getlist("run"), request.query_params.getlist("name")
-        first, end = _int(request, "first", 0), _int(request, "end", -1)
+        keys, names, first, end = _chosen_curves(request)
 
         def render() -> str:
             text = io.StringIO()
             writer = csv.writer(text)
             writer.writerow(["run", "name", "step", "time", "value"])
-            for key in keys[:500]:
-                for name in names[:20]:
-                    curve = self._curve(key, name, first, end, 10**6)
-                    rows = zip(curve["steps"], curve["times"], curve["last"], strict=True)
-                    state = self._runs.state(key) or {"name": key}
-                    writer.writerows([state["name"], name, *row] for row in rows)
+            run_names = {state["id"]: state["name"] for state in self._runs.summaries()}
+            for key, name, part in self._runs.points(keys[:_MAX_RUNS], names[:_MAX_NAMES], first, end, 10**6):
+                rows = zip(part.steps, part.times, part.last, strict=True)
+                writer.writerows([run_names.get(key, key), name, *row] for row in rows)
             return text.getvalue()
 
         headers = {"Content-Disposition": 'attachment; filename="curves.csv"'}
@@ -254,6 +251,23 @@ def _int(request: Request, name: str, default: int) -> int:
         return int(request.query_params.get(name, default))
     except ValueError:
         return default
+
+
+def _chosen_curves(request: Request) -> tuple[list[str], list[str], int, int | None]:
+    end = _int(request, "end", -1)
+    keys, names = request.query_params.getlist("run"), request.query_params.getlist("name")
+    return keys, names, _int(request, "first", 0), None if end < 0 else end
+
+
+def _finite_columns(part: CurvePoints) -> dict[str, list[float | None]]:
+    """Return the columns for strict JSON; low and high are left out where they are the values."""
+    columns = {"last": part.last, "times": part.times}
+    if part.low is not part.last:
+        columns |= {"low": part.low, "high": part.high}
+    is_finite = math.isfinite
+    return {
+        name: [value if is_finite(value) else None for value in values] for name, values in columns.items()
+    }
 
 
 def _json(value: Any) -> Response:

@@ -66,7 +66,7 @@ HOPS: dict[str, MessageRoute] = {
 class Inline:
     """In place of `Line`: hops run on the thread that counts."""
 
-    def __init__(self, name: str, count_seconds: Callable[[str, float], None]) -> None: ...
+    def __init__(self, name: str, count_seconds: Callable[[str, float], None], activity: Any) -> None: ...
 
     def submit(self, op: str, hops: Callable[[], Any]) -> Handle:
         return Handle.ready(hops())

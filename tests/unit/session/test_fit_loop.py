@@ -103,8 +103,11 @@ def test_a_step_makes_few_calls_more_than_a_loop_by_hand(shards: int, more: int)
 
 
 def test_telling_of_a_step_makes_few_calls(watched: Callable[[], object]) -> None:
-    """It was 76: counters were read again where nothing had been done since the round."""
-    assert calls_a_step(watched) - calls_a_step(ours()) < 66
+    """It was 76: counters were read again where nothing had been done since the round.
+
+    Of these, 24 show the current operation and look for a request to trace: two calls a phase.
+    """
+    assert calls_a_step(watched) - calls_a_step(ours()) < 90
 
 
 @pytest.mark.capability("P10")

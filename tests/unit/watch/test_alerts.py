@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from paceline.errors import DataError
-from paceline.watch.alert_rules import SHIPPED_RULES, AlertRule, Selector, read_rules, render_prometheus
+from paceline.watch.alert_rules import SHIPPED_RULES, AlertRule, Selector, read_rules
 from paceline.watch.alerts import AlertEngine
 from paceline.watch.metric_catalog import METRICS_BY_NAME
+from paceline.watch.promql import render_prometheus
 from tests.unit.watch.records import rank_records, run_record, step_record
 
 CLEAN_STEPS, FAULT_STEP, FAULT_STEPS, SEEDS = 1000, 600, 20, range(4)

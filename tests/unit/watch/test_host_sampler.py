@@ -11,7 +11,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -58,6 +58,16 @@ sys.stdin.readline()
 """
 
 
+BURN = """
+import sys, time
+sys.stdin.readline()
+while time.process_time() < 1.0:
+    pass
+print(1, flush=True)
+time.sleep(600)
+"""
+
+
 def cpu_seconds(pid: int) -> float:
     """From /proc, those of children that have ended included."""
     fields = Path(f"/proc/{pid}/stat").read_text("ascii").rpartition(")")[2].split()
@@ -72,6 +82,46 @@ def io_bytes(pid: int, name: str) -> int:
 def pages(pid: int, name: str) -> int:
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text("ascii").splitlines()
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+
+
+def meminfo(name: str) -> int:
+    lines = Path("/proc/meminfo").read_text("ascii").splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+
+
+def interface_bytes(name: str) -> int:
+    """Return the bytes that an interface has sent."""
+    lines = Path("/proc/net/dev").read_text("ascii").splitlines()
+    return next(int(line.split()[9]) for line in lines if line.strip().startswith(f"{name}:"))
+
+
+@contextmanager
+def cpu_group() -> Iterator[Path]:
+    """Yield a new cgroup that counts CPU time, of version 1 or 2."""
+    for parent in (Path("/sys/fs/cgroup/cpuacct"), Path("/sys/fs/cgroup")):
+        group = parent / f"paceline-test-{os.getpid()}"
+        with suppress(OSError):
+            group.mkdir()
+            if (group / "cgroup.procs").exists():
+                break
+            group.rmdir()
+    else:
+        pytest.skip("this user may make no cgroup")
+    try:
+        yield group
+    finally:
+        expires = time.monotonic() + SECONDS
+        while time.monotonic() < expires:  # an ended process is in it for a moment
+            with suppress(OSError):
+                group.rmdir()
+                break
+            time.sleep(0.05)
+
+
+def group_cpu_seconds(group: Path) -> float:
+    if (group / "cpuacct.usage").exists():
+        return int((group / "cpuacct.usage").read_text("ascii")) / 1e9
+    return int((group / "cpu.stat").read_text("ascii").split()[1]) / 1e6
 
 
 @contextmanager
@@ -91,7 +141,7 @@ def test_a_sample_is_within_five_percent_of_the_kernels_counters(tmp_path: Path)
     with loaded_process(tmp_path) as (process, listener):
         pid = process.pid
         sampler = HostSampler([RankProcess(3, pid, process_start_ticks(pid))], tmp_path)
-        cpu, written = cpu_seconds(pid), io_bytes(pid, "write_bytes")
+        cpu, written, sent = cpu_seconds(pid), io_bytes(pid, "write_bytes"), interface_bytes("lo")
         assert process.stdin is not None and process.stdout is not None
         process.stdin.write("go\n")
         process.stdin.flush()
@@ -119,12 +169,41 @@ def test_a_sample_is_within_five_percent_of_the_kernels_counters(tmp_path: Path)
             assert sum(host["cpu_seconds"].values()) == pytest.approx(
                 host["cores"] * host["seconds"], rel=0.1, abs=0.5
             )
-            assert host["network_sent_bytes"]["lo"] >= 3_000_000
+            assert host["memory_bytes"]["total"] == meminfo("MemTotal")
+            assert host["memory_bytes"]["available"] == pytest.approx(meminfo("MemAvailable"), rel=0.05)
+            sent = interface_bytes("lo") - sent
+            assert 3_000_000 <= host["network_sent_bytes"]["lo"] == pytest.approx(sent, rel=0.05)
             assert host["folder_bytes"]["free"] > 0 and host["memory_bytes"]["available"] > 0
             assert host["energy_joules"] or "energy" in host["unavailable"]
             assert host["gpu_utilization"] or "gpu" in host["unavailable"]
         again = dict(sampler.sample())["process"]
         assert sum(again["cpu_seconds"].values()) < 0.2 and again["disk_bytes"]["written"] == 0
+
+
+@pytest.mark.capability("P6", clause="CPU of a cgroup")
+def test_the_cpu_time_of_several_ranks_is_that_of_their_cgroup(tmp_path: Path) -> None:
+    with cpu_group() as group, ExitStack() as stack:
+        ranks = []
+        for _ in range(2):
+            process = subprocess.Popen(
+                [sys.executable, "-c", BURN], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
+            stack.callback(process.communicate)
+            stack.callback(process.kill)
+            (group / "cgroup.procs").write_text(str(process.pid), "ascii")
+            ranks.append(process)
+        places = [RankProcess(n, one.pid, process_start_ticks(one.pid)) for n, one in enumerate(ranks)]
+        sampler, before = HostSampler(places, tmp_path), group_cpu_seconds(group)
+        for process in ranks:
+            assert process.stdin is not None and process.stdout is not None
+            process.stdin.write("go\n")
+            process.stdin.flush()
+        for process in ranks:
+            assert process.stdout is not None and process.stdout.readline() == "1\n"
+        samples = [record for name, record in sampler.sample() if name == "process"]
+        total = sum(sum(sample["cpu_seconds"].values()) for sample in samples)
+        assert [sample["rank"] for sample in samples] == [0, 1] and total > 1.5
+        assert total == pytest.approx(group_cpu_seconds(group) - before, rel=0.05)
 
 
 COMMON = {"level": "info", "time": 1.0, "rank": 0}

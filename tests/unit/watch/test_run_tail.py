@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from paceline.observe.sinks import JsonLinesSink
-from paceline.watch.run_tail import RunTail
+from paceline.watch.run_tail import RunTail, records_size
 from tests.unit.watch.records import append, step_record
 
 
@@ -41,6 +41,20 @@ def test_it_follows_files_that_are_full(tmp_path: Path) -> None:
     while more := steps(tail, max_bytes=400):
         found += more
     assert found == list(range(60)) and tail.num_restarts == 0
+
+
+def test_it_begins_where_it_is_told_to(tmp_path: Path) -> None:
+    """Whether that is in a full file, in the last one, or at the end of all."""
+    sink = JsonLinesSink(tmp_path / "metrics.jsonl", rotate_bytes=1500)
+    tails = [RunTail(tmp_path, start_bytes=records_size(tmp_path))]
+    for step in range(20):
+        sink.event("step", {**step_record(step), "event": "step"})
+        tails.append(RunTail(tmp_path, start_bytes=records_size(tmp_path)))
+    sink.close()
+    for first, tail in enumerate(tails):
+        assert steps(tail) == list(range(first, 20)) and tail.num_bytes_read == tail.num_bytes
+    append(tmp_path, step_record(20))
+    assert [steps(tail) for tail in tails] == [[20]] * 21
 
 
 def test_it_begins_again_where_a_file_was_replaced_or_cut(tmp_path: Path) -> None:

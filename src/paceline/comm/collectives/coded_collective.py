@@ -99,7 +99,7 @@ class CodedCollective:
     ) -> None:
         self._inner, self.codec, self._seed, self._momentum = inner, codec, seed, momentum
         self._thread = CommThread(
-            f"{inner.group.name}-coded", wait_counter(inner.net.ledger, inner.group.name)
+            f"{inner.group.name}-coded", wait_counter(inner.net.ledger, inner.group.name), inner.net.activity
         )
         self._feedback = ErrorFeedbackBuffers(inner.group)
         # One for each buffer in flight; only the thread uses them.

@@ -61,7 +61,9 @@ class PowerSGDCollective:
     def __init__(self, inner: AllToAllCollective, rank: int, *, seed: int = 0) -> None:
         self._inner, self._rank, self._seed = inner, rank, seed
         self._thread = CommThread(
-            f"{inner.group.name}-low-rank", wait_counter(inner.net.ledger, inner.group.name)
+            f"{inner.group.name}-low-rank",
+            wait_counter(inner.net.ledger, inner.group.name),
+            inner.net.activity,
         )
         self._matrices: dict[str, Sequence[MatrixSpan]] = {}
         self._committed: dict[str, _LowRankState] = {}

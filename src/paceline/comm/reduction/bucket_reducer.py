@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from paceline.comm.reduction.gradients import Gradients, LocalReducer
 from paceline.comm.reduction.scatter_schedule import ScatterWindow
 from paceline.comm.reduction.summation_tree import TreeAccumulator
 from paceline.errors import CommunicationError
+from paceline.observe.rank_activity import RankActivity, TracedCall
 from paceline.state.slot import TensorSlot
 
 _ROW_PREFIX = "replica-"
@@ -115,8 +116,9 @@ class UnorderedSum:
 class _ReduceBucket:
     """A bucket of some slots, with a buffer for each node of this rank; one where sums have any order."""
 
-    def __init__(self, buffers: Sequence[PartBuffer], keys: Sequence[str]) -> None:
+    def __init__(self, buffers: Sequence[PartBuffer], keys: Sequence[str], label: str) -> None:
         self.buffers, self.keys = buffers, keys
+        self.call = TracedCall(label, sum(buffer.rows.nbytes for buffer in buffers))
         self.missing = set(buffers[0].slots)
         self.handle: Handle | None = None
 
@@ -136,6 +138,7 @@ class BucketReducer:
         counts: whether this rank counts its sums in the norm of the whole; another rank of its replica may
             hold the same.
         name: prefix of the keys of its buffers, where several reducers share the sums.
+        activity: shows which bucket this rank waits for, and records their sums; None: it is not shown.
     Exactness: that of `sums`; equal bits on every rank that gets a part.
     """
 
@@ -148,8 +151,10 @@ class BucketReducer:
         *,
         counts: bool = True,
         name: str = "",
+        activity: RankActivity | None = None,
     ) -> None:
         self._tensors, self._sums, self._counts = tensors, sums, counts
+        self._activity = activity or RankActivity()
         self.by_micro_batch = sums.nodes is not None
         self._accumulators = (
             {slot: TreeAccumulator(sums.nodes) for slot in tensors} if sums.nodes is not None else {}
@@ -162,7 +167,7 @@ class BucketReducer:
             buffers = [
                 PartBuffer(slots, tensors, parts, partial(sums.zeros, key=key), sums.multiple) for key in keys
             ]
-            self._buckets.append(_ReduceBucket(buffers, keys))
+            self._buckets.append(_ReduceBucket(buffers, keys, f"bucket {name}{number}"))
         self._bucket_of = {slot: bucket for bucket in self._buckets for slot in bucket.missing}
         self._next = 0
         for bucket in self._buckets:
@@ -206,7 +211,9 @@ class BucketReducer:
         # Buckets are launched in order, so a full one may have to wait for those before it.
         while self._next < len(self._buckets) and not self._buckets[self._next].missing:
             bucket = self._buckets[self._next]
+            self._activity.begin_bucket(bucket.call)
             bucket.handle = self._sums.launch([buffer.rows for buffer in bucket.buffers], bucket.keys)
+            self._activity.bucket = None
             self._next += 1
 
     def close(self) -> None:
@@ -225,12 +232,15 @@ class BucketReducer:
     def finish(self) -> Gradients:
         """Wait for the sums of this rank's parts, in order; norms are computed while others are in flight."""
         # First wait for all scatters: each wait launches the sum over the replicas, and these overlap.
-        arriving = [bucket.handle.wait() for bucket in self._buckets if bucket.handle is not None]
+        arriving = [
+            self._wait(bucket, bucket.handle) for bucket in self._buckets if bucket.handle is not None
+        ]
         tensors: dict[TensorSlot, Tensor | None] = {}
         flats: list[Tensor] = []
         norms: list[Tensor] = []
         for bucket, handle in zip(self._buckets, arriving, strict=True):
-            flat = handle.wait().view(-1)
+            flat = self._wait(bucket, handle).view(-1)
+            self._activity.end_bucket(bucket.call)
             bucket.handle = None
             if self.by_micro_batch:
                 clear_negative_zeros([flat])
@@ -242,6 +252,14 @@ class BucketReducer:
             tensors.update(bucket.buffers[0].own(flat, self._sums.row))
         coded = [*zip(norms, flats, strict=False)] if self._sums.feedback else []
         return Gradients(tensors, flats, norms, coded=coded)
+
+    def _wait(self, bucket: _ReduceBucket, handle: Handle) -> Any:
+        """Wait for a handle of a bucket; what it launches belongs to the bucket, too."""
+        self._activity.bucket = bucket.call
+        try:
+            return handle.wait()
+        finally:
+            self._activity.bucket = None
 
     def commit(self, used: Collection[str] | None = None) -> None:
         """Keep the quantisation errors of this step."""

@@ -35,6 +35,7 @@ from paceline.comm.reduction.bucket_buffers import (
 from paceline.comm.reduction.gradients import Gradients
 from paceline.comm.reduction.scatter_schedule import ScatterPaths, max_unconfirmed_buckets
 from paceline.errors import CommunicationError
+from paceline.observe.rank_activity import TracedCall
 from paceline.state.slot import TensorSlot
 
 
@@ -82,6 +83,7 @@ class BucketScatter:
     on_complete: Callable[[BucketScatter, Tensor], None]
     arriving: ReceiveBuffer = None
     handle: Handle | None = None
+    call: TracedCall | None = None
 
 
 class ScatterQueue:
@@ -145,7 +147,11 @@ class ScatterQueue:
         )
 
     def _launch(self, scatter: BucketScatter) -> None:
+        activity = self._paths.net.activity
+        scatter.call = TracedCall(f"bucket {scatter.key}", scatter.rows.nbytes)
+        activity.begin_bucket(scatter.call)
         scatter.handle = self._paths.shard.reduce_scatter(scatter.rows, scatter.key, scatter.arriving)
+        activity.bucket = None
         self._in_flight.append(scatter)
         if self._progress is not None:
             self._progress.launched_here = scatter.number + 1
@@ -189,8 +195,10 @@ class ScatterQueue:
 
     def _finish_first(self) -> None:
         first = self._in_flight.popleft()
-        assert first.handle is not None
-        first.on_complete(first, first.handle.wait())
+        assert first.handle is not None and first.call is not None
+        row = first.handle.wait()
+        self._paths.net.activity.end_bucket(first.call)
+        first.on_complete(first, row)
 
 
 class ScatterOrder:

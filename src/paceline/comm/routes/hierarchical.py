@@ -58,7 +58,7 @@ class HierarchicalCollective:
         natives = NativeCollective(net, levels.scatter), NativeCollective(net, levels.gather)
         self._scatter, self._gather = inside or natives
         self._thread = CommThread(
-            f"{group.name}-between-nodes", wait_counter(net.ledger, levels.between.name)
+            f"{group.name}-between-nodes", wait_counter(net.ledger, levels.between.name), net.activity
         )
         inner = between.feedback
         self.feedback: SliceErrorFeedback | None = (

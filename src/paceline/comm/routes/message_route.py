@@ -143,7 +143,9 @@ class MessageCollective:
 
     def __init__(self, net: Net, group: RankGroup, route: MessageRoute) -> None:
         self.net, self.group, self._route = net, group, route
-        self._thread = CommThread(f"{group.name}-messages", wait_counter(net.ledger, group.name, "send"))
+        self._thread = CommThread(
+            f"{group.name}-messages", wait_counter(net.ledger, group.name, "send"), net.activity
+        )
         # The number of the call is the tag of its messages: ranks call collectives in the same order.
         self._calls = itertools.count(1)
         # Only the thread uses it.

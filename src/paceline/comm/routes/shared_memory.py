@@ -171,6 +171,9 @@ class SharedMemoryCollective:
     ) -> Handle:
         ledger = self.net.ledger
         entries = [ledger.count_call(op, group.name, num_bytes, group.size) for op, group, num_bytes in calls]
+        activity, (op, group, num_bytes) = self.net.activity, calls[0]
+        place = activity.place_of(group.name)
+        call = activity.launch(op, group.name, num_bytes, group.size)
         label = f"buffer '{key}' of {calls[0][2]} bytes"
         filled, summed = (HostSignal(phase, self._num_sums, label) for phase in (_FILLED, _SUMMED))
         self._num_sums += 1
@@ -192,18 +195,27 @@ class SharedMemoryCollective:
             """Add this rank's share if all buffers are filled; return whether all ranks have added theirs."""
             if not has_added and self._links.poll_all(filled):
                 add_once()
-            return has_added and self._links.poll_all(summed)
+            is_complete = has_added and self._links.poll_all(summed)
+            if is_complete and call is not None and not call.ended:
+                call.complete()
+            return is_complete
 
         def finish(deadline_seconds: float | None, exposed: bool) -> Tensor:
             began = time.perf_counter()
+            waited_for = activity.begin_wait(op, place) if exposed else ""
             try:
                 add_once()
                 # No rank may touch its buffer before all have written their slices into it.
                 self._links.wait_for_all(summed)
             finally:
+                now = time.perf_counter()
+                if exposed:
+                    activity.end_wait(waited_for, began, now)
                 for entry in entries:
                     entry.end_call()
-                entries[0].exposed_seconds += time.perf_counter() - began
+                entries[0].exposed_seconds += now - began
+            if call is not None and not call.ended:
+                call.complete()
             return result()
 
         return Handle(finish, poll)

@@ -282,13 +282,13 @@ class ContextParallelMode(TorchFunctionMode):
             )
         # Active again, since PyTorch suspends a mode while its own function runs.
         with self:
-            return _MULTI_HEAD_BODY(*args, **kwargs)
+            return MULTI_HEAD_BODY(*args, **kwargs)
 
 
 _GUARD = {"has_torch_function": lambda tensors: False}
 # PyTorch hands the whole function to a mode, which then does not see the attention inside it. A copy whose
 # global has_torch_function is always False runs the body instead.
-_MULTI_HEAD_BODY = FunctionType(
+MULTI_HEAD_BODY = FunctionType(
     F.multi_head_attention_forward.__code__,
     {**vars(F), **_GUARD},
     argdefs=F.multi_head_attention_forward.__defaults__,

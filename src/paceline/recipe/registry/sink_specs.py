@@ -1,7 +1,8 @@
 """The words of `log.sinks`: the destinations of the steps and events of a run, one line of registration each.
 
+Sinks that write by a library are readers: they run in a process beside rank 0, which follows `metrics.jsonl`.
 Other packages add a sink as an entry point of the group `paceline.sink`. A spec holds names of modules and
-imports none of them: a run loads a sink when it builds it.
+imports none of them: the process that writes a sink loads it.
 """
 
 from __future__ import annotations
@@ -18,10 +19,15 @@ class SinkSpec(WordSpec):
 
     Args:
         handles_errors: its methods never raise, so the run calls it without a guard.
+        is_reader: it is built and called in a process of its own, `paceline.watch.sink_process`, and never in
+            the job; it receives the records of this start of the run.
+        library: what it needs, and the extra that installs it; looked for before the first step.
     """
 
     choice = "sink"
     handles_errors: bool = False
+    is_reader: bool = False
+    library: str = ""
 
 
 SINK_SPECS = (
@@ -46,30 +52,42 @@ SINK_SPECS = (
     SinkSpec(
         word="csv",
         summary="metrics.csv, one row per step and evaluation",
-        build="paceline.observe.csv_sink:build_csv",
-        handles_errors=True,
+        build="paceline.watch.tracker_writers:open_csv",
+        is_reader=True,
     ),
     SinkSpec(
         word="tensorboard",
         summary="event files of TensorBoard, in tensorboard/",
-        build="paceline.session.tracker_sinks:build_tensorboard",
-        handles_errors=True,
+        build="paceline.watch.tracker_writers:open_tensorboard",
+        is_reader=True,
+        library="tensorboard",
     ),
     SinkSpec(
         word="wandb",
         summary="a run of Weights & Biases, in wandb/, offline unless WANDB_MODE is set",
         argument=WordArgument("my-project", "the name of a project", str),
         argument_may_be_missing=True,
-        build="paceline.session.tracker_sinks:build_wandb",
-        handles_errors=True,
+        build="paceline.watch.tracker_writers:open_wandb",
+        is_reader=True,
+        library="wandb",
+    ),
+    SinkSpec(
+        word="trackio",
+        summary="a run of Trackio, in trackio/, local unless TRACKIO_SPACE_ID or TRACKIO_SERVER_URL is set",
+        argument=WordArgument("my-project", "the name of a project", str),
+        argument_may_be_missing=True,
+        build="paceline.watch.tracker_writers:open_trackio",
+        is_reader=True,
+        library="trackio",
     ),
     SinkSpec(
         word="mlflow",
         summary="a run of MLflow, in mlflow/ or at MLFLOW_TRACKING_URI",
         argument=WordArgument("my-experiment", "the name of an experiment", str),
         argument_may_be_missing=True,
-        build="paceline.session.tracker_sinks:build_mlflow",
-        handles_errors=True,
+        build="paceline.watch.tracker_writers:open_mlflow",
+        is_reader=True,
+        library="mlflow",
     ),
 )
 

@@ -1,0 +1,122 @@
+"""Generate text from a model as it is placed on the ranks of a session; no rank needs the whole model.
+
+Replicas with equal weights share out the requests. The ranks of one replica run the same engine in lockstep:
+tensor ranks with the keys and values of their heads, stages with those of their layers, and ZeRO-3 gathers
+weights block by block in every forward. One rank samples and sends the tokens to the others. Invariant: the
+texts are those of one process, the bits of their logits too unless a layout adds otherwise (tensor).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from paceline.comm.group_collectives import all_gather_texts
+from paceline.data.work import LoadedBatch, MicroBatch
+from paceline.errors import StrategyError
+from paceline.job.mesh import RankGroup
+from paceline.serving.engine import Engine, GenerationRequest
+from paceline.serving.kv_cache import AttentionForm, SlotSettings
+from paceline.serving.slot_forward import (
+    ModelCall,
+    WholeForward,
+    choose_forward,
+    forward_options,
+    trial_text,
+    whole_logits,
+)
+from paceline.session.session import Session
+
+
+def generate(
+    session: Session,
+    requests: Sequence[GenerationRequest],
+    *,
+    context: int,
+    slots: int = 8,
+    chunk: int = 64,
+    attention: AttentionForm = "by_slot",
+) -> list[list[int]]:
+    """Continue prompts, with averaged weights if there are any, else those of the first replica; collective.
+
+    Args:
+        requests: equal on all ranks.
+        context: longest text that the model takes, in tokens.
+        slots, chunk, attention: see `SlotSettings`; slots are those of each replica.
+    Returns:
+        New tokens of each request; equal on all ranks.
+    Raises:
+        StrategyError: the strategy splits sequences over ranks (context).
+        RequestError: a request does not fit; see `Engine.check`.
+    Wire: one ragged all_gather of about 40 bytes for each token, in addition to the forwards of the layout.
+    """
+    strategy = session.strategy
+    if strategy.context > 1:
+        raise StrategyError(
+            "generate does not support context, in which every rank has some positions of a sequence",
+            next_step="generate from the exported model, or use a strategy without context",
+        )
+    # Replicas that differ between two rounds, and servers, run every forward together.
+    shares_out = strategy.has_steps_of_one_process and not strategy.servers
+    team = session.mesh.inside if shares_out else session.mesh.world
+    num_teams, index = (session.mesh.replica.size, session.mesh.replica.rank) if shares_out else (1, 0)
+    with session.averaged():
+        engine = _build_engine(session, team, SlotSettings(slots, chunk, context, attention))
+        for request in requests:
+            engine.check(request)
+        tickets = {i: engine.submit(requests[i]) for i in range(index, len(requests), num_teams)}
+        engine.run()
+    texts = json.dumps({i: ticket.tokens for i, ticket in tickets.items()})
+    tokens: dict[str, list[int]] = {}
+    for text in all_gather_texts(texts, session.mesh.world, session.net):
+        tokens |= json.loads(text)
+    return [tokens[str(i)] for i in range(len(requests))]
+
+
+def _build_engine(session: Session, team: RankGroup, settings: SlotSettings) -> Engine:
+    """Return the engine of the ranks that run every forward together; collective over these."""
+    model, device = session.runner.sharded_model.model, session.runner.sharded_model.device
+    call = _placed_call(session, samples=_is_sampler(session, team))
+
+    def gather(text: str) -> list[str]:
+        return all_gather_texts(text, team, session.net) if team.size > 1 else [text]
+
+    zero_11 = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    logits = call(zero_11, zero_11)
+    vocab = next(int(text) for text in gather("" if logits is None else str(logits.shape[-1])) if text)
+    # Not inference_mode: ZeRO-3 frees and fills the memory of parameters around every block.
+    whole = WholeForward(call, model, settings, vocab, "", device, gather, torch.no_grad)
+    text = trial_text(model, settings, vocab)
+    expected = whole.logits(text)
+    forward = choose_forward(whole, text, None if expected is None else expected[0], "")
+    return Engine(forward, max_queued=2**31)
+
+
+def _is_sampler(session: Session, team: RankGroup) -> bool:
+    """Return whether this rank is the one of its team that samples, if it has logits."""
+    mesh = session.mesh
+    if team is mesh.world:
+        return mesh.data.rank == session.strategy.storage_ranks and mesh.coordinate("tensor") == 0
+    return mesh.coordinate("shard") == 0 and mesh.coordinate("tensor") == 0
+
+
+def _placed_call(session: Session, *, samples: bool) -> ModelCall:
+    """Return the forward of the session's model, in the order of its layout."""
+    options = forward_options(session.runner.sharded_model.model)
+
+    def call(tokens_BT: Tensor, places_BT: Tensor) -> Tensor | None:
+        logits: list[Tensor] = []
+
+        def forward(model: nn.Module, batch: Any) -> None:
+            logits.append(whole_logits(model(batch, **options(places_BT))))
+
+        micro_batch = MicroBatch(step=session.state.step, shard=0, indices=np.arange(len(tokens_BT)), key=0)
+        session.runner.forward_only([LoadedBatch(micro_batch, tokens_BT)], forward)
+        return logits[0] if logits and samples else None
+
+    return call

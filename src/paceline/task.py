@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset
+from torch.utils.data import ConcatDataset, IterableDataset
 
 from paceline.errors import TaskError
 
@@ -80,6 +80,7 @@ class SampleSource(Protocol):
 LossFunction = Callable[[nn.Module, Any], Loss]
 PredictFunction = Callable[[nn.Module, Any], Any]
 PositionSlicer = Callable[[Tensor, int], Tensor]
+_REQUIRED: Any = None  # of a field that comes after one with a default; the constructor checks it
 
 
 @dataclass(frozen=True)
@@ -122,14 +123,16 @@ class Task:
             names: "mean" (the default), "sum" (a counter of samples), "first" (the first micro-batch's),
             "ema:0.99" (a moving average, with this decay, of a statistic that is summed over samples), or
             `function(module) -> Tensor`: the buffer's value from the other buffers of its module.
+        clients: map-style data of each client of sync=federated, by name, in place of `data`, which is then
+            all of it; `federated.partition = "natural"` keeps it apart.
         vocabulary: hash of the vocabulary of the data, as
             `paceline.data.tokenizer.vocabulary_of(text)` returns it for a tokenizer.json; weights with
             another one are refused. Empty: nothing is compared.
     """
 
     model: nn.Module
-    data: Any
-    loss: LossFunction
+    data: Any = None
+    loss: LossFunction = _REQUIRED
     held_out: Any = None
     collate: Callable[[list[Any]], Any] | None = None
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None
@@ -147,8 +150,18 @@ class Task:
     order: Any = None
     buffers: Mapping[str, BufferRule] = field(default_factory=dict)
     vocabulary: str = ""
+    clients: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if self.loss is _REQUIRED:
+            raise TaskError(
+                "the task has no loss", next_step="return Task(model=..., data=..., loss=...) from build()"
+            )
+        if self.clients and self.data is None:
+            for name, source in self.clients.items():
+                require_samples(f"clients['{name}']", source)
+            # A frozen dataclass can set a field only like this.
+            object.__setattr__(self, "data", ConcatDataset([*self.clients.values()]))
         if not isinstance(self.model, nn.Module):
             raise TaskError(
                 f"the task's model is {type(self.model).__name__}, not a torch.nn.Module",

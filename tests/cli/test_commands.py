@@ -91,13 +91,29 @@ def test_the_recipe_of_a_run_is_complete(tmp_path: Path) -> None:
 
 @pytest.mark.capability("B1")
 def test_a_strategy_that_cannot_run_is_refused_before_any_process_starts() -> None:
-    refused = paceline("train", DIGITS, "-n", 2, "--strategy", "sync=federated:10")
+    refused = paceline("train", DIGITS, "-n", 2, "--strategy", "route=server")
     assert refused.returncode == 2 and "not built yet" in refused.stderr and "nearest" in refused.stderr
     many = paceline("train", DIGITS, "-n", 9, "--set", "batch.shards=8")
     assert many.returncode == 2 and "batch.shards" in many.stderr
     listed = json.loads(paceline("strategies", "--json").stdout)
     assert {row["name"] for row in listed} >= {"ddp", "fsdp", "diloco", "gpipe", "hogwild"}
     assert {row["name"]: row["supported"] for row in listed}["ddp"] is True
+
+
+@pytest.mark.capability("Q2")
+def test_federated_rounds_are_a_run_like_any_other(tmp_path: Path) -> None:
+    """Keys of the file about a global batch are taken out by the strategy that is typed."""
+    run = tmp_path / "run"
+    trained = paceline(
+        *("train", "recipes/digits.toml", "-n", 2, "--strategy", "sync=federated:1"),
+        *("--set", "epochs=0.5", "--set", f"run_dir={run}"),
+    )
+    assert trained.returncode == 0 and "step 5/5" in trained.stdout, trained.stderr
+    recipe = tomllib.loads((run / "recipe.toml").read_text())
+    assert (
+        recipe["batch"]["size"] == 32 and recipe["outer"]["lr"] == 1.0 and recipe["federated"]["cohort"] == 10
+    )
+    assert "100 clients" in (run / "report.html").read_text()
 
 
 def test_errors_name_the_key_and_the_line(tmp_path: Path) -> None:

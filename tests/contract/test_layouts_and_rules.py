@@ -51,6 +51,11 @@ class TestCodedDiLoCo(RuleContract):
     strategy, num_ranks = "replicas=2 sync=diloco:4 codec=int8", 2
 
 
+@pytest.mark.capability("Q2", "Z1")
+class TestFederated(RuleContract):
+    strategy, num_ranks, batch = "replicas=2 sync=federated:1", 2, {}
+
+
 @pytest.mark.capability("B3", "Z1")
 class TestAsynchronousServer(RuleContract):
     strategy, num_ranks, deterministic = "servers=1 sync=server-async", 3, False

@@ -131,7 +131,7 @@ def test_rules_that_cannot_follow_each_other_are_refused_before_the_start() -> N
         "replicas=2 sync=every-step@6,hogwild": "every-step, local and diloco",
         "replicas=2 shard=2 zero=1 sync=every-step@6,gossip:2": "must be whole",
         "replicas=2 tensor=2 sync=every-step@straggler,local:2": "in place of @straggler",
-        "replicas=2 sync=every-step@6,federated:10": "not built",
+        "replicas=2 sync=every-step@6,federated:10": "name federated alone",
     }.items():
         answer = support(Strategy.parse(text), processes=2, shards=4)
         assert not answer.ok and reason in answer.reason, (text, answer.reason)

@@ -254,6 +254,15 @@ def _verify_rank(cluster: Cluster, recipe: Recipe, path: Path, args: VerifyArgs)
             raise RecipeError(
                 f"there is no planted fault '{plant}'", next_step=f"one of: {', '.join(PLANTED_FAULTS)}"
             )
+        if (
+            plant is not None
+            and PLANTED_FAULTS[plant].of_clients
+            and not recipe.strategy.sync_spec.trains_clients
+        ):
+            raise RecipeError(
+                f"'{plant}' is a fault of sync=federated, and the strategy is {recipe.strategy}",
+                next_step='add --strategy "sync=federated:1"',
+            )
         from paceline.checkpoint.checkpoint_certificate import code_identity, task_file_sha256
         from paceline.recipe.recipe import to_toml
 

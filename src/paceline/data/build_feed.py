@@ -13,8 +13,9 @@ import torch
 
 from paceline.data.loader import SampleLoader
 from paceline.data.task_data import CollatedSamples, build_order, collate_of
-from paceline.data.work import TrainingFeed
+from paceline.data.work import MicroBatchWork, TrainingFeed
 from paceline.recipe.recipe import Recipe
+from paceline.recipe.registry import import_object
 from paceline.task import SampleSource, Task
 
 if TYPE_CHECKING:
@@ -23,12 +24,19 @@ if TYPE_CHECKING:
 
 def build_feed(context: SessionContext, task: Task, device: torch.device) -> TrainingFeed:
     """Build the micro-batches of this rank's replica, and their loader."""
-    recipe, data, servers = context.recipe, context.mesh.data, context.recipe.strategy.servers
-    order = build_order(recipe, task)
-    position = max(0, data.rank - servers), data.size - servers  # servers come first, and do not train
-    work = context.components.work(order, context.shards, recipe.seed, *position)
+    recipe, work = context.recipe, build_work(context, task)
     loader = build_loader(recipe, task, task.data, device)
-    return TrainingFeed(work, loader, run_length(recipe, order.steps_per_epoch), state_intervals(recipe))
+    return TrainingFeed(work, loader, run_length(recipe, work.steps_per_epoch), state_intervals(recipe))
+
+
+def build_work(context: SessionContext, task: Task) -> MicroBatchWork:
+    """Build the micro-batches of this rank: its share of every global batch, or what the sync rule deals."""
+    recipe, data, servers = context.recipe, context.mesh.data, context.recipe.strategy.servers
+    if path := recipe.strategy.sync_spec.work:
+        work: MicroBatchWork = import_object(path)(context, task)
+        return work
+    position = max(0, data.rank - servers), data.size - servers  # servers come first, and do not train
+    return context.components.work(build_order(recipe, task), context.shards, recipe.seed, *position)
 
 
 def state_intervals(recipe: Recipe) -> tuple[int, ...]:

@@ -286,6 +286,26 @@ _LOST = {
     "reason": "str: how the rank was lost",
     "workers_left": "int: workers that go on",
 }
+_PARTITION = {
+    "how": "str: federated.partition",
+    "clients": "int: number of clients",
+    "samples": "int: samples of all clients",
+    "smallest": "int: samples of the client with fewest",
+    "largest": "int: samples of the client with most",
+    "redraws": "int: Dirichlet draws that left a client without samples",
+    "names": "list: of the first 50 clients",
+    "sizes": "list: samples of the same clients",
+    "labels": "list: the first 50 labels; empty if the data shows none",
+    "table": "list: of the same clients, a list with the samples of each label",
+}
+_COHORT = {
+    "step": "int: index of the round",
+    "clients": "list: names of the clients of the round, by position",
+    "left_out": "table: why, by the name of each client that returned no update",
+    "samples": "int: samples that the other clients hold",
+    "down_bytes": "int: bytes of the weights that the cohort receives",
+    "up_bytes": "int: bytes of the updates that it returns",
+}
 _ERROR = {
     "text": "str: what happened, one line",
     "kind": "str: error, signal, connection, stopped or left (before the first step)",
@@ -373,6 +393,8 @@ EVENT_SCHEMAS: Mapping[str, EventSchema] = MappingProxyType(
         "gain": EventSchema("info", True, _GAIN),
         "straggler": EventSchema("warning", True, _STRAGGLER),
         "recovered": EventSchema("info", True, _RECOVERED),
+        "partition": EventSchema("info", False, _PARTITION),
+        "cohort": EventSchema("info", False, _COHORT),
         "work": EventSchema("info", False, _WORK),
         "arrivals": EventSchema("debug", False, _ARRIVALS),
         "exporter": EventSchema("info", True, {"address": "str: where Prometheus scrapes"}),

@@ -215,8 +215,18 @@ def _build_sums(
         # Ranks gather parameters meanwhile, each as often as it has micro-batches: the sums need their own
         # group.
         data = replace(duplicate_group(data, "tree"), name=data.name)
+    return _build_tree_sum(context, data)
+
+
+def _build_tree_sum(context: SessionContext, data: RankGroup) -> BucketSum:
+    """Return the sum in the tree over shards; collective.
+
+    Args:
+        context: of an ordered run.
+        data: the ranks that share the shards, each a contiguous block.
+    """
     blocks = [split_evenly(context.shards, data.size, rank) for rank in range(data.size)]
-    owners = TreeNodeOwners([covering_nodes(block) for block in blocks], data, mesh.replica)
+    owners = TreeNodeOwners([covering_nodes(block) for block in blocks], data, context.mesh.replica)
     path = context.collective(data)
     return (
         TreeSumInMemory(owners, path)
@@ -313,6 +323,24 @@ def build_gradient_norm(context: SessionContext, sharded_model: ShardedModel) ->
 def _whole_tree(shards: int) -> range:
     """Return the root of the summation tree over `shards` shards."""
     return range(1 << (shards - 1).bit_length())
+
+
+def build_client_reduction(
+    context: SessionContext, tensors: Mapping[TensorSlot, Tensor]
+) -> GradientReduction:
+    """Return the reduction of the updates of clients, each of which is a leaf of the tree; collective.
+
+    Args:
+        tensors: by slot, equal on all ranks, in the dtype of the sums.
+    Wire: that of the tree; it does not grow with the number of clients.
+    Exactness: bitwise on any number of ranks, also in a run that is not reproducible otherwise.
+    """
+    data = context.mesh.data
+    if data.size == 1:
+        return TreeReducer(tensors, [_whole_tree(context.shards)])
+    ordered = replace(context, recipe=context.recipe.model_copy(update={"reproducible": True}))
+    sums = _build_tree_sum(ordered, data)
+    return BucketReducer(tensors, {slot: (slot,) for slot in tensors}, sums, context.bucket_bytes)
 
 
 def build_delta_reduction(

@@ -41,6 +41,7 @@ from paceline.state.slot import TensorSlot
 from paceline.task import Task
 
 if TYPE_CHECKING:
+    from paceline.federated.rounds import FederatedRounds
     from paceline.sync.every_step import EveryStep
     from paceline.sync.straggler_recovery import AwaitedRank
     from paceline.sync.sync_rule import SurvivingRule
@@ -66,6 +67,7 @@ class Components:
         update: changes the parts of the update step.
         rule: class in place of `EveryStep`; the other rules have no constructor here.
         schedule: builds the learning-rate schedule.
+        federated: class in place of `FederatedRounds`.
     """
 
     work: Callable[..., LockstepWork] = LockstepWork
@@ -79,6 +81,7 @@ class Components:
     update: Callable[[dict[str, UpdatePart]], dict[str, UpdatePart]] = _identity
     rule: Callable[..., EveryStep] | None = None
     schedule: Callable[..., Any] = build_schedule
+    federated: Callable[..., FederatedRounds] | None = None
 
 
 @dataclass(frozen=True)

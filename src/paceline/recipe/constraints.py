@@ -109,7 +109,7 @@ HELD_OUT_NEEDS = (
 GLOBAL_VIEW_NEEDS = (
     FieldNeed(
         lambda recipe: recipe.strategy.sync_spec.agrees != "nobody",
-        "with sync=every-step, local or diloco",
+        "with sync=every-step, local, diloco or federated",
         "found sync={t.strategy.sync}, with which no rank sees all of a step",
         keys=("strategy.sync",),
         scope="recipe",
@@ -124,13 +124,53 @@ STRAGGLER_NEEDS = (
         scope="recipe",
     ),
 )
+_FOUND_SYNC = "found sync={t.strategy.sync}"
+
+
+def _sync_need(met: Any, only: str) -> FieldNeed:
+    return FieldNeed(met, only, _FOUND_SYNC, keys=("strategy.sync",), scope="recipe")
+
+
 OUTER_NEEDS = (
+    _sync_need(
+        lambda recipe: recipe.strategy.sync_spec.has_outer_optimizer, "with sync=diloco:H or federated:E"
+    ),
+)
+STREAMING_NEEDS = (_sync_need(lambda recipe: recipe.strategy.sync_spec.can_stream, "with sync=diloco:H"),)
+FEDERATED_NEEDS = (
+    _sync_need(lambda recipe: recipe.strategy.sync_spec.trains_clients, "with sync=federated:E"),
+)
+GLOBAL_BATCH_NEEDS = (
+    _sync_need(
+        lambda recipe: not recipe.strategy.sync_spec.trains_clients,
+        "without sync=federated:E, whose clients have federated.batch",
+    ),
+)
+BATCH_SCALING_NEEDS = (
     FieldNeed(
-        lambda recipe: recipe.strategy.sync_spec.has_outer_optimizer,
-        "with sync=diloco:H",
-        "found sync={t.strategy.sync}",
+        lambda recipe: not recipe.strategy.sync_spec.trains_clients,
         keys=("strategy.sync",),
         scope="recipe",
+        reason='expected "none" with sync={t.strategy.sync}, which has no global batch',
+        is_conflict=True,
+    ),
+)
+SPIKE_NEEDS = (
+    *GLOBAL_VIEW_NEEDS,
+    _sync_need(
+        lambda recipe: not recipe.strategy.sync_spec.trains_clients,
+        "without sync=federated:E, whose rounds have other clients",
+    ),
+)
+FORMAT_NEEDS = (
+    FieldNeed(
+        lambda recipe: not recipe.strategy.sync_spec.trains_clients,
+        keys=("strategy.sync",),
+        scope="recipe",
+        when=lambda compute: compute == "fp16",
+        reason='expected "fp32" or "bf16" with sync={t.strategy.sync}: every client would have to find a loss'
+        " scale of its own",
+        is_conflict=True,
     ),
 )
 
@@ -138,7 +178,7 @@ OUTER_NEEDS = (
 def _shortest_round(recipe: Recipe) -> int:
     """Return the smallest H of all `diloco:H` of a run; 0 if there is none."""
     words = recipe.strategy.sync_words
-    return min((word.argument for word in words if word.spec.has_outer_optimizer), default=0)
+    return min((word.argument for word in words if word.spec.can_stream), default=0)
 
 
 FRAGMENT_NEEDS = (

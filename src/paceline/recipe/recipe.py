@@ -16,6 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 from pydantic import Field, ValidationInfo, field_validator
 
 from paceline.recipe.constraints import RATE_LOWERING_NEEDS, RATE_SCHEDULE_NEEDS, REPRODUCIBLE_NEEDS
+from paceline.recipe.federated_recipe import FederatedRecipe
 from paceline.recipe.log_recipe import LogRecipe
 from paceline.recipe.optimizer_recipe import OptimizerRecipe
 from paceline.recipe.schedule_recipe import ScheduleRecipe
@@ -179,7 +180,12 @@ class Recipe(RecipeTable):
         default_factory=dict,
         description="how tensor=N splits layers, by a pattern of module names; adds to the task's plan",
     )
-    outer: OuterRecipe = Field(default_factory=OuterRecipe, description="the outer optimizer of diloco")
+    federated: FederatedRecipe = Field(
+        default_factory=FederatedRecipe, description="the clients of federated, and their local training"
+    )
+    outer: OuterRecipe = Field(
+        default_factory=OuterRecipe, description="the outer optimizer of diloco and federated"
+    )
     security: SecurityRecipe = Field(default_factory=SecurityRecipe, description="encryption")
     runtime: RuntimeRecipe = Field(default_factory=RuntimeRecipe, description="devices and processes")
     debug: DebugRecipe = Field(default_factory=DebugRecipe, description="checks that cost time")
@@ -206,6 +212,10 @@ class Recipe(RecipeTable):
                 "remove one of them",
             )
         return epochs
+
+    def _fill_defaults(self) -> None:
+        of_clients = self.strategy.sync_spec.trains_clients
+        self.__dict__["outer"] = self.outer.for_rounds(of_clients=of_clients)
 
     def with_strategy(self, strategy: Strategy) -> Recipe:
         """Return this recipe for one phase of its run, without a check: keys of other phases stay."""
@@ -253,6 +263,8 @@ def num_micro_batches(recipe: Recipe, processes: int) -> int:
         processes: of the job.
     """
     batch, strategy = recipe.batch, fill_replicas(recipe.strategy, processes)
+    if strategy.sync_spec.trains_clients:
+        return recipe.federated.num_positions
     if batch.shards is not None:
         return batch.shards
     if recipe.reproducible:
@@ -268,6 +280,8 @@ def num_micro_batches(recipe: Recipe, processes: int) -> int:
 def max_sharers(recipe: Recipe) -> SharerLimit:
     """Return how many ranks and lanes have work in every batch."""
     batch = recipe.batch
+    if recipe.strategy.sync_spec.trains_clients:
+        return SharerLimit(recipe.federated.num_positions, "federated.cohort")
     if batch.shards is not None:
         return SharerLimit(batch.shards, "batch.shards")
     if recipe.reproducible:

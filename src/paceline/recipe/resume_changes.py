@@ -24,6 +24,12 @@ _REFUSED: Mapping[KeyPath, str] = {
     ("batch", "drop_last"): "a step would mean other samples",
     ("optimizer", "name"): "the moments are those of the other one",
     ("checkpoint", "folder"): "that is where the checkpoints are",
+    ("federated", "clients"): "the data would be divided anew",
+    ("federated", "partition"): "the data would be divided anew",
+    ("federated", "batch"): "a step would mean other samples",
+    ("federated", "local_steps"): "a step would mean other samples",
+    ("federated", "full"): "a step would mean other samples",
+    ("outer", "name"): "the moments are those of the other one",
     ("init_from",): "the weights are those of the checkpoint",
 }
 _HARMLESS = (

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from paceline.recipe.constraints import BATCH_SCALING_NEEDS
 from paceline.recipe.validation import FieldNeed, RecipeTable
 
 
@@ -117,6 +118,7 @@ class ScheduleRecipe(RecipeTable):
     )
     batch_scaling: Annotated[
         Literal["none", "linear", "sqrt"],
+        *BATCH_SCALING_NEEDS,
         FieldNeed(
             lambda table: table.base_batch is not None,
             reason='expected with batch_scaling = "{t.batch_scaling}", and it is not set',

@@ -19,7 +19,10 @@ from paceline.recipe.constraints import (
     BUCKET_LATENCY_NEEDS,
     CERTIFICATE_NEEDS,
     DELAY_NEEDS,
+    FEDERATED_NEEDS,
+    FORMAT_NEEDS,
     FRAGMENT_NEEDS,
+    GLOBAL_BATCH_NEEDS,
     GLOBAL_VIEW_NEEDS,
     HELD_OUT_NEEDS,
     KEEP_BEST_NEEDS,
@@ -27,7 +30,9 @@ from paceline.recipe.constraints import (
     OUTER_NEEDS,
     RECOMPUTE_NEEDS,
     REPLAY_NEEDS,
+    SPIKE_NEEDS,
     STRAGGLER_NEEDS,
+    STREAMING_NEEDS,
     SYNC_BATCHNORM_NEEDS,
     TLS_NEEDS,
 )
@@ -47,9 +52,12 @@ from paceline.recipe.validation import (
 class BatchRecipe(RecipeTable):
     """The global batch: the samples of one update, independent of the number of processes."""
 
-    size: int = Field(default=32, ge=1, description="samples per update, over all replicas")
+    size: Annotated[int, *GLOBAL_BATCH_NEEDS] = Field(
+        default=32, ge=1, description="samples per update, over all replicas"
+    )
     shards: Annotated[
         int | None,
+        *GLOBAL_BATCH_NEEDS,
         FieldNeed(
             lambda table: (table.shards or 0) <= table.size,
             keys=("size",),
@@ -64,6 +72,7 @@ class BatchRecipe(RecipeTable):
     )
     accumulation: Annotated[
         int | None,
+        *GLOBAL_BATCH_NEEDS,
         FieldNeed(
             lambda table: (table.accumulation or 0) <= table.size,
             keys=("size",),
@@ -81,7 +90,9 @@ class BatchRecipe(RecipeTable):
     reduction: Literal["mean", "sum"] = Field(
         default="mean", description="gradients of the mean over all counted items, or of their sum"
     )
-    drop_last: bool = Field(default=False, description="leave out the smaller last batch of an epoch")
+    drop_last: Annotated[bool, *GLOBAL_BATCH_NEEDS] = Field(
+        default=False, description="leave out the smaller last batch of an epoch"
+    )
     sync_batchnorm: Annotated[bool, *SYNC_BATCHNORM_NEEDS] = Field(
         default=False, description="statistics of BatchNorm over all ranks of a step; one micro-batch a rank"
     )
@@ -98,7 +109,7 @@ _NEEDS_FP16 = FieldNeed(
 class PrecisionRecipe(RecipeTable):
     """The number format of forward and backward; parameters and the update stay fp32."""
 
-    compute: Literal["auto", "fp32", "bf16", "fp16"] = Field(
+    compute: Annotated[Literal["auto", "fp32", "bf16", "fp16"], *FORMAT_NEEDS] = Field(
         default="auto", description="format of the activations; auto: bf16 if it is faster on every rank"
     )
     init_scale: Annotated[float, _NEEDS_FP16] = Field(
@@ -220,7 +231,7 @@ class HealthRecipe(RecipeTable):
         description="at a loss or gradient that is not finite: end, skip the step, go back to the last"
         " checkpoint, or skip the step and lower all rates",
     )
-    spike_factor: Annotated[float | None, *GLOBAL_VIEW_NEEDS] = Field(
+    spike_factor: Annotated[float | None, *SPIKE_NEEDS] = Field(
         default=None,
         gt=1,
         description="a loss this many times the median of the last ones is a spike; left out: no loss is",
@@ -356,13 +367,55 @@ class SecurityRecipe(RecipeTable):
 
 
 class OuterRecipe(RecipeTable):
-    """The outer optimizer of replicas that train independently between rounds (DiLoCo)."""
+    """The outer optimizer: of replicas that train alone between rounds, or of a federated server."""
 
-    lr: Annotated[float, *OUTER_NEEDS] = Field(
-        default=0.7, gt=0, description="share of the mean movement that is applied"
+    name: Annotated[Literal["sgd", "adam", "yogi", "adagrad"], *FEDERATED_NEEDS] = Field(
+        default="sgd",
+        description="the update rule of a server: sgd is FedAvg, or FedAvgM with momentum; the others are"
+        " FedAdam, FedYogi and FedAdagrad",
     )
-    momentum: Annotated[float, *OUTER_NEEDS] = Field(
-        default=0.9, ge=0, lt=1, description="Nesterov momentum of the movements"
+    lr: Annotated[float, *OUTER_NEEDS] = Field(
+        default=0.7,
+        gt=0,
+        description="share of the mean movement that is applied; federated: 1 by default, adam, yogi and"
+        " adagrad 0.01",
+    )
+    momentum: Annotated[
+        float,
+        *OUTER_NEEDS,
+        FieldNeed(
+            lambda table: table.name == "sgd",
+            'with name = "sgd"',
+            'found "{t.name}", which has betas',
+            keys=("name",),
+            when=lambda momentum: momentum > 0,
+        ),
+    ] = Field(
+        default=0.9,
+        ge=0,
+        lt=1,
+        description="momentum of the movements: Nesterov's in diloco, heavy-ball and by default 0 in"
+        " federated",
+    )
+    betas: Annotated[
+        tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]],
+        FieldNeed(
+            lambda table: table.name in ("adam", "yogi"),
+            'with name = "adam" or "yogi"',
+            'found "{t.name}"',
+            keys=("name",),
+        ),
+    ] = Field(default=(0.9, 0.99), strict=False, description="decay of the first and the second moment")
+    eps: Annotated[
+        float,
+        FieldNeed(
+            lambda table: table.name != "sgd",
+            'with name = "adam", "yogi" or "adagrad"',
+            'found "{t.name}"',
+            keys=("name",),
+        ),
+    ] = Field(
+        default=1e-3, gt=0, description="the adaptivity tau, which is added to the root of the second moment"
     )
     fragments: Annotated[int, *FRAGMENT_NEEDS] = Field(
         default=1, ge=1, description="parts of the parameters that are averaged in turn"
@@ -370,12 +423,28 @@ class OuterRecipe(RecipeTable):
     delay_steps: Annotated[int, *DELAY_NEEDS] = Field(
         default=0, ge=0, description="steps that run while a part is averaged"
     )
-    mixing: Annotated[float, *OUTER_NEEDS] = Field(
+    mixing: Annotated[float, *STREAMING_NEEDS] = Field(
         default=0.0,
         ge=0,
         lt=1,
         description="share of a replica's own value that stays when an average arrives",
     )
+
+    def _fill_defaults(self) -> None:
+        # An adaptive optimizer has its own moments, so a momentum that was left out means none.
+        if self.name != "sgd" and "momentum" not in self.model_fields_set:
+            self.__dict__["momentum"] = 0.0
+
+    def for_rounds(self, *, of_clients: bool) -> OuterRecipe:
+        """Return the table with the defaults of a rule in place of keys that are left out."""
+        rate = (1.0 if self.name == "sgd" else 0.01) if of_clients else 0.7
+        momentum = 0.0 if of_clients or self.name != "sgd" else 0.9
+        filled = self.model_copy()
+        for key, value in (("lr", rate), ("momentum", momentum)):
+            # Not through the fields that are set, so that another rule takes its own defaults.
+            if key not in self.model_fields_set:
+                filled.__dict__[key] = value
+        return filled
 
 
 STEP_RANGE_EXPECTED = 'the first step and the one after the last, counted from 0, as "10:13"'

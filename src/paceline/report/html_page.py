@@ -23,6 +23,7 @@ from paceline.report.page_sections import (
     CURVE_COLORS,
     progress_table,
     render_charts,
+    render_federated,
     render_hyperparameters,
     render_rank_times,
     render_status,
@@ -38,7 +39,7 @@ from paceline.report.run_reader import MetricsRecord, RecordedRun, read_run, to_
 from paceline.report.svg_chart import ChartCurve, ChartPoint, render_chart
 
 _MAX_EVENTS = 60
-_ROUTINE_EVENTS = ("step", "ranks", "communication", "cache", "timeline")
+_ROUTINE_EVENTS = ("step", "ranks", "communication", "cache", "timeline", "partition", "cohort")
 
 
 def write_report(folder: Path) -> Path:
@@ -106,6 +107,7 @@ def _render_one(run: RecordedRun, at: Path | None) -> list[Html]:
         render_hyperparameters(run),
         tag("h2", "Curves"),
         render_charts([run]),
+        render_federated(run),
         render_rank_times([run]),
         render_pipeline(run),
         render_traffic([run]),

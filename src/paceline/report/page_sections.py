@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from paceline.errors import format_count
 from paceline.report.html import Html, join, table, tag
 from paceline.report.number_format import format_bytes, format_duration, format_number, format_percent
 from paceline.report.rank_balance import (
@@ -366,3 +367,86 @@ def _render_ledger(run: RecordedRun) -> Html:
 def _ledger_row(name: str, row: MetricsRecord) -> list[str]:
     sizes = [format_bytes(row["payload_bytes"]), format_bytes(row["sent_bytes"])]
     return [name, f"{row['calls']:,}", *sizes, format_percent(row["hidden_fraction"])]
+
+
+# -- clients -----------------------------------------------------------------------------------------------
+
+_MAX_COHORTS = 200  # rows; a run may have a million rounds
+_CLIENTS_NOTE = (
+    "Bytes of a round are those of the weights that each client receives and of the updates that come back,"
+    " by their size. Simulated clients send nothing: what ranks sent is under Bytes sent."
+)
+
+
+def render_federated(run: RecordedRun) -> Html:
+    """Return the clients of a federated run, their samples by label, and the cohorts."""
+    partitions, cohorts = run.of("partition"), run.of("cohort")
+    if not partitions:
+        return Html("")
+    weights = run.recipe.get("federated", {}).get("weights", "samples")
+    counted = "its samples" if weights == "samples" else "1, whatever its samples"
+    lines = [
+        describe_partition(partitions[-1]),
+        f"The weight of a client in the mean is {counted}.",
+        *describe_cohorts(cohorts),
+    ]
+    parts = [tag("h2", "Clients"), tag("div", [tag("p", line) for line in lines], class_="card words")]
+    if cohorts:
+        rows = [_cohort_row(cohort) for cohort in cohorts[-_MAX_COHORTS:]]
+        listed = table(["round", "clients", "left out", "samples", "down", "up"], rows)
+        parts += [tag("details", tag("summary", f"Cohorts of {len(rows)} rounds"), listed)]
+        parts.append(tag("p", _CLIENTS_NOTE, class_="note"))
+    return join([*parts, _render_label_table(partitions[-1])])
+
+
+def describe_partition(record: MetricsRecord) -> str:
+    """Return how the data was divided, as a sentence."""
+    redraws = record["redraws"]
+    repeated = f" {format_count(redraws, 'draw')} left a client empty and was repeated." if redraws else ""
+    return (
+        f"{record['samples']:,} samples were divided among {format_count(record['clients'], 'client')}"
+        f' ("{record["how"]}"), who have {record["smallest"]:,} to {record["largest"]:,} samples.{repeated}'
+    )
+
+
+def describe_cohorts(cohorts: Sequence[MetricsRecord]) -> list[str]:
+    """Return the clients of a round, what they would send, and who was left out, in sentences."""
+    if not cohorts:
+        return []
+    sizes = [len(cohort["clients"]) for cohort in cohorts]
+    down, up = (sum(cohort[name] for cohort in cohorts) for name in ("down_bytes", "up_bytes"))
+    size = f"{min(sizes)}" if min(sizes) == max(sizes) else f"{min(sizes)} to {max(sizes)}"
+    reasons: dict[str, int] = {}
+    for cohort in cohorts:
+        for name, reason in cohort["left_out"].items():
+            reasons[f"{name} ({reason})"] = reasons.get(f"{name} ({reason})", 0) + 1
+    named = ", ".join(f"{text} {format_count(times, 'time')}" for text, times in [*reasons.items()][:10])
+    left_out = f"Left out: {named}." if reasons else "No client was left out."
+    return [
+        f"A round had {size} of them; in {format_count(len(cohorts), 'round')} {format_bytes(down)} went to"
+        f" clients and {format_bytes(up)} came back. {left_out}"
+    ]
+
+
+def _cohort_row(cohort: MetricsRecord) -> list[str]:
+    left_out = "; ".join(f"{name}: {reason}" for name, reason in cohort["left_out"].items())
+    sizes = [format_bytes(cohort["down_bytes"]), format_bytes(cohort["up_bytes"])]
+    return [
+        str(cohort["step"]),
+        ", ".join(cohort["clients"]),
+        left_out or "–",
+        f"{cohort['samples']:,}",
+        *sizes,
+    ]
+
+
+def _render_label_table(record: MetricsRecord) -> Html:
+    if not record["table"]:
+        return Html("")
+    rows = [
+        [name, f"{size:,}", *(str(count) if count else "" for count in counts)]
+        for name, size, counts in zip(record["names"], record["sizes"], record["table"], strict=False)
+    ]
+    more = f" of the first {len(rows)}" if record["clients"] > len(rows) else ""
+    listed = table(["client", "samples", *record["labels"]], rows)
+    return tag("details", tag("summary", f"Samples by client and label{more}"), listed)

@@ -13,7 +13,7 @@ import math
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -110,6 +110,10 @@ def _is_list(value: Any) -> bool:
     return type(value) is list
 
 
+def _is_list_of(check: FieldCheck, value: Any) -> bool:
+    return _is_list(value) and all(map(check, value))
+
+
 def _is_means(value: Any) -> bool:
     return _is_table(value) and all(map(_is_float, value.values()))
 
@@ -165,6 +169,18 @@ _REQUIRED_FIELDS: Mapping[str, Mapping[str, FieldCheck]] = {
     },
     "evaluation": {"step": _is_count, "loss": _is_float, "metrics": _is_means},
     "communication": {"rows": _is_ledger},
+    "partition": {
+        **dict.fromkeys(("clients", "samples", "smallest", "largest", "redraws"), _is_count),
+        **dict.fromkeys(("names", "labels"), partial(_is_list_of, _is_text)),
+        "how": _is_text,
+        "sizes": partial(_is_list_of, _is_count),
+        "table": partial(_is_list_of, partial(_is_list_of, _is_count)),
+    },
+    "cohort": {
+        **dict.fromkeys(("step", "samples", "down_bytes", "up_bytes"), _is_count),
+        "clients": partial(_is_list_of, _is_text),
+        "left_out": lambda value: _is_table(value) and all(map(_is_text, value.values())),
+    },
     "end": {"step": _is_count},
 }
 

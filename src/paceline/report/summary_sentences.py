@@ -71,7 +71,8 @@ def _describe_losses(run: RecordedRun, facts: RunFacts) -> Iterator[str]:
     num_skipped = sum(not step["applied"] for step in run.steps)
     if num_skipped:
         updates = "update was" if num_skipped == 1 else "updates were"
-        yield f"{num_skipped} {updates} skipped because a gradient overflowed."
+        why = "no client returned one" if run.of("cohort") else "a gradient overflowed"
+        yield f"{num_skipped} {updates} skipped because {why}."
     if facts.held_out is None:
         yield "There is no evaluation on held-out data."
         return

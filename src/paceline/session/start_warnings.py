@@ -87,6 +87,8 @@ def warn_before_start(context: SessionContext, task: Task) -> None:
 def micro_batch_warnings(context: SessionContext, task: Task) -> Iterator[str]:
     """Yield a warning for each effect of the number of micro-batches that a user may not expect."""
     shards, strategy, batch = context.shards, context.recipe.strategy, context.recipe.batch
+    if strategy.sync_spec.trains_clients:
+        return  # its micro-batches are whole local steps
     limit_key = max_sharers(context.recipe).limit_key
     yield from uneven_shares_warning(shards, num_sharers(strategy), limit_key)
     norms = {type(module).__name__ for module in batch_norms_of(task.model) if module.training}

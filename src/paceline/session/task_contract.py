@@ -401,7 +401,7 @@ def refuse_repeated_momentum_or_clip(recipe: Recipe, task: Task) -> None:
 def warn_large_batch(recipe: Recipe, task: Task, warn: Callable[[str], None]) -> None:
     """Warn if a batch is larger than the data, which is rarely intended."""
     size, num_samples = recipe.batch.size, len(task.data)
-    if size > num_samples:
+    if size > num_samples and not recipe.strategy.sync_spec.trains_clients:
         warn(
             f"warning: batch.size = {size} is larger than the data set of"
             f" {format_count(num_samples, 'sample')}, so"

@@ -3,13 +3,18 @@
 A delta is the difference between the parameters at the start of a round, the anchors, and those of a replica
 at its end. The outer optimizer takes the mean delta as its gradient and steps from the anchors.
 
-Source: Douillard et al. 2023, DiLoCo, arXiv:2311.08105, Algorithm 1.
+The server of federated rounds takes the mean update of its clients in the same way, by SGD with heavy-ball
+momentum or by an adaptive rule.
+
+Source: Douillard et al. 2023, DiLoCo, arXiv:2311.08105, Algorithm 1; Reddi et al. 2021, Adaptive Federated
+Optimization, arXiv:2003.00295, Algorithm 2.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +57,54 @@ class OuterOptimizer:
             nesterov=self.momentum > 0,
             foreach=True,
         )
+
+
+SECOND_MOMENTS: Mapping[str, Callable[[Tensor, Tensor, float], Tensor]] = {
+    "adagrad": lambda v, square, beta: v + square,
+    "yogi": lambda v, square, beta: v - (1.0 - beta) * square * torch.sign(v - square),
+    "adam": lambda v, square, beta: beta * v + (1.0 - beta) * square,
+}
+"""The next second moment of each adaptive rule, from the present one and the square of the update."""
+
+
+class AdaptiveServer(torch.optim.Optimizer):
+    """FedAdagrad, FedYogi or FedAdam: an adaptive step on the mean update of clients.
+
+    m = b1 m + (1 - b1) g, then v by `SECOND_MOMENTS`, then w = w - lr m / (sqrt(v) + eps), without a bias
+    correction; v starts at eps ** 2. FedAdagrad has m = g.
+
+    Args:
+        params: parameters, or groups of them.
+        name: "adagrad", "yogi" or "adam".
+        lr: rate of the server.
+        betas: decay of the first and the second moment.
+        eps: the adaptivity, tau in the paper.
+    Source: Reddi et al. 2021, arXiv:2003.00295, Algorithm 2.
+    """
+
+    def __init__(
+        self, params: Any, name: str, lr: float, betas: tuple[float, float] = (0.9, 0.99), eps: float = 1e-3
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps})
+        self._next_moment, self._has_first_moment = SECOND_MOMENTS[name], name != "adagrad"
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Step every parameter that has a gradient, the mean update with its sign changed."""
+        for group in self.param_groups:
+            (beta1, beta2), eps = group["betas"], group["eps"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if "exp_avg_sq" not in state:
+                    state["exp_avg_sq"] = torch.full_like(p, eps**2)
+                    state["exp_avg"] = torch.zeros_like(p)
+                first = p.grad
+                if self._has_first_moment:
+                    first = state["exp_avg"] = beta1 * state["exp_avg"] + (1.0 - beta1) * p.grad
+                state["exp_avg_sq"] = self._next_moment(state["exp_avg_sq"], p.grad * p.grad, beta2)
+                p.sub_(group["lr"] * first / (state["exp_avg_sq"].sqrt() + eps))
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from paceline.comm.routes.native import NativeCollective
 from paceline.comm.routes.shared_memory import SharedMemoryCollective
 from paceline.comm.tally import StepTally
 from paceline.data.work import LoadedBatch, LockstepWork, MicroBatch, MicroBatchWork
+from paceline.federated.rounds import RETURNED, CohortTable, FederatedRounds
 from paceline.optim.lr_schedule import LearningRateSchedule, build_schedule
 from paceline.parallel.data_parallel import ReplicatedRunner
 from paceline.parallel.model_buffers import MicroBatchBuffers
@@ -379,6 +380,31 @@ def schedule_off_by_one(*args: Any) -> Any:
     return _EarlySchedule(build_schedule(*args))
 
 
+class UnweightedRounds(FederatedRounds):
+    """Federated rounds that count every client once, however many samples it has."""
+
+    def client_weight(self, num_samples: int) -> float:
+        """Return 1."""
+        return 1.0
+
+
+class KeptOptimizerRounds(FederatedRounds):
+    """Federated rounds that pass the moments of one client on to the next."""
+
+    def begin_client(self, optimizer: Any) -> None:
+        """Keep the moments."""
+
+
+class CohortDivisorRounds(FederatedRounds):
+    """Federated rounds that divide by the whole cohort, also if a client returned no update."""
+
+    def divisor(self, table: CohortTable) -> float:
+        """Return the sum of the weights as if every member of the cohort had returned an update."""
+        returned = super().divisor(table)
+        num_returned = sum(status == RETURNED for status in table.column("status"))
+        return returned * sum(status > 0 for status in table.column("status")) / max(1, num_returned)
+
+
 @dataclass(frozen=True)
 class PlantedFault:
     """A known mistake.
@@ -386,10 +412,12 @@ class PlantedFault:
     Args:
         components: builds the faulty components for a number of replicas.
         causes: the diagnoses that name it correctly.
+        of_clients: it is a mistake of sync=federated, and no other rule can have it.
     """
 
     components: Callable[[int], Components]
     causes: tuple[str, ...]
+    of_clients: bool = False
 
 
 PLANTED_FAULTS: Mapping[str, PlantedFault] = {
@@ -432,4 +460,13 @@ PLANTED_FAULTS: Mapping[str, PlantedFault] = {
         lambda p: Components(update=decay_everything), ("wrong optimizer options",)
     ),
     "ranks-drift": PlantedFault(lambda p: Components(update=drift_per_rank), ("ranks drifted apart",)),
+    "unweighted-clients": PlantedFault(
+        lambda p: Components(federated=UnweightedRounds), ("unweighted mean",), of_clients=True
+    ),
+    "client-optimizer-kept": PlantedFault(
+        lambda p: Components(federated=KeptOptimizerRounds), ("optimizer kept",), of_clients=True
+    ),
+    "divided-by-cohort": PlantedFault(
+        lambda p: Components(federated=CohortDivisorRounds), ("divided by the cohort",), of_clients=True
+    ),
 }

@@ -32,6 +32,7 @@ from paceline.session.model_setup import prepare_model
 from paceline.session.start_rank import build_task_on_all_ranks, connected
 from paceline.task import Task
 from paceline.tuning.hardware_defaults import choose_hardware_defaults
+from paceline.verification.federated_oracle import FederatedVerifier
 from paceline.verification.loop_verification import LoopPair, use_loop_loss
 from paceline.verification.model_copy import copy_model
 from paceline.verification.oracle import Oracle
@@ -106,6 +107,8 @@ def compare_with_oracle(
             str(recipe.strategy), cluster.world_size, failure=fault[0], diagnosis=fault[1]
         )
     session = build_session(recipe, task, cluster, device, components=components)
+    if recipe.strategy.sync_spec.trains_clients:
+        return FederatedVerifier(session, oracle).run(steps, observe)
     if loop is None:
         return StrategyVerifier(session, oracle).run(steps, observe)
     with closing(LoopPair(session, oracle, loop, evaluate)) as loop_pair:
@@ -141,7 +144,8 @@ def _require_comparable(recipe: Recipe, *, has_loop: bool) -> None:
             where="schedule.decay",
             next_step='verify it with decay = "constant", or let the loop step a scheduler of its own',
         )
-    if not recipe.strategy.has_steps_of_one_process:
+    is_compared_by_rounds = recipe.strategy.sync_spec.trains_clients and not has_loop
+    if not (is_compared_by_rounds or recipe.strategy.has_steps_of_one_process):
         raise StrategyError(
             f"'{recipe.strategy}' is an approximation, so there is no single-process step to compare it with",
             next_step="verify the same recipe with sync=every-step codec=fp32, and compare losses over seeds",

@@ -246,7 +246,7 @@ def test_no_file_names_a_machine_path_or_a_registry() -> None:
 # What the command line may load
 
 
-@pytest.mark.parametrize("room", ["errors", "state.keys", "recipe", "job.cluster", "launch"])
+@pytest.mark.parametrize("room", ["errors", "state.keys", "recipe", "job.cluster", "launch", "federated"])
 def test_a_room_of_the_command_line_does_not_load_torch(room: str) -> None:
     code = f"import sys, paceline.{room}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=240).returncode == 0

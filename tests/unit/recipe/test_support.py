@@ -20,7 +20,7 @@ from paceline.recipe.registry.route_specs import ChannelSpec
 from paceline.recipe.support import SupportResult, list_layouts, num_ranks
 from tests.unit.recipe.test_strategy import draw
 
-NOT_BUILT: dict[str, Any] = {"sync": "federated:10", "route": "server"}
+NOT_BUILT: dict[str, Any] = {"route": "server"}
 
 
 def each(words: str, before: str = "") -> set[str]:
@@ -30,7 +30,7 @@ def each(words: str, before: str = "") -> set[str]:
 WORKS = (
     each("ddp fsdp hsdp zero1 zero2 zero3 mirrored multi-worker-mirrored local-sgd diloco pipedream gpipe")
     | each("1f1b 3d parameter-server central-storage hogwild tensor=2 context=2 lanes=2")
-    | each("every-step local:8 diloco:50 hogwild gossip:2 auto:every-step,diloco:8", "sync=")
+    | each("every-step local:8 diloco:50 federated:1 hogwild gossip:2 auto:every-step,diloco:8", "sync=")
     | each("server-async server bounded:2 backup:1", "servers=1 sync=")
     | each("socket grpc", "servers=1 sync=server channel=")
     | each("gpipe 1f1b interleaved zero-bubble file:schedule.csv", "pipeline=2 schedule=")
@@ -53,6 +53,13 @@ COMBINATIONS = {  # what runs on as many processes, or the reason why not
     "replicas=1 shard=3 zero=1 codec=int8": (3, ""),
     "sync=diloco:4 codec=int8": (2, ""),
     "sync=local:2": (3, ""),
+    "sync=federated:1": (3, ""),
+    "shard=2 zero=1 sync=federated:1": (4, "trains the whole model on one rank"),
+    "replicas=1 pipeline=2 sync=federated:1": (2, "no layout may split a replica"),
+    "sync=federated:1 codec=int8": (2, "leave out codec"),
+    "sync=federated:1 lanes=2": (2, "lanes need an exact sync"),
+    "servers=1 sync=federated:1": (3, "leave out servers"),
+    "sync=every-step@4,federated:1": (2, "name federated alone"),
     "shard=2": (2, "shard without zero shares nothing"),
     "zero=1": (2, "add shard=2"),
     "shard=2 zero=1 sync=diloco:4": (4, ""),
@@ -244,9 +251,12 @@ def test_the_nearest_gives_up_what_does_not_go(text: str, processes: int, neares
 def test_resolve_returns_the_strategy_or_raises_with_reason_and_nearest() -> None:
     assert resolve_strategy(Strategy.parse("ddp"), processes=2, shards=8) == Strategy(replicas=2)
     with pytest.raises(StrategyError) as caught:
-        resolve_strategy(Strategy.parse("zero2 sync=federated:10"), processes=4, shards=2)
-    assert "sync=federated:10 is not built yet" in caught.value.what
-    assert caught.value.where == 'strategy "replicas=all shard=2 zero=2 sync=federated:10" on 4 processes'
+        resolve_strategy(Strategy.parse("zero2 route=server"), processes=4, shards=2)
+    assert "route=server is not built yet" in caught.value.what
+    assert (
+        caught.value.where
+        == 'strategy "replicas=all shard=2 zero=2 sync=every-step route=server" on 4 processes'
+    )
     assert (
         caught.value.next_step
         == 'the nearest supported strategy is "replicas=1 shard=2 zero=2 tensor=2 sync=every-step"'

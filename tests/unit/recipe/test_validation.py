@@ -42,6 +42,8 @@ FP16 = {"precision.compute": "fp16"}
 SKIPS = {"health.non_finite": "skip"}
 SPIKES = {"health.spike_factor": 3.0}
 DILOCO = {"strategy.sync": "diloco:2"}
+FEDERATED = {"strategy.sync": "federated:2"}
+FED_ADAM = {**FEDERATED, "outer.name": "adam"}
 SERVED = {"strategy.sync": "server-async", "strategy.servers": 1}
 EVALUATES = {"evaluate.every_steps": 2, "evaluate.patience": 2}
 ONE_CYCLE = {"schedule.decay": "one_cycle"}
@@ -101,6 +103,22 @@ CASES = {
     "health.max_lowerings": Case(2, {"health.non_finite": "lower-rate"}, SKIPS),
     "health.max_roll_backs": Case(2, {"health.non_finite": "roll-back"}, SKIPS),
     "health.straggler_factor": Case(2.0, {}, SERVED),
+    "batch.size": Case(64, {}, FEDERATED),
+    "batch.shards": Case(2, {}, FEDERATED),
+    "batch.accumulation": Case(2, {}, FEDERATED),
+    "batch.drop_last": Case(True, {}, FEDERATED),
+    "federated.clients": Case(50, FEDERATED),
+    "federated.partition": Case("dirichlet:0.3", FEDERATED),
+    "federated.cohort": Case(0.2, FEDERATED),
+    "federated.batch": Case(5, FEDERATED),
+    "federated.local_steps": Case(20, FEDERATED),
+    "federated.full": Case(True, FEDERATED),
+    "federated.weights": Case("equal", FEDERATED),
+    "federated.proximal": Case(0.1, FEDERATED),
+    "federated.clip_norm": Case(1.0, FEDERATED),
+    "outer.name": Case("yogi", FEDERATED),
+    "outer.betas": Case((0.8, 0.9), FED_ADAM),
+    "outer.eps": Case(0.1, FED_ADAM),
     "outer.lr": Case(0.5, DILOCO, {"strategy.sync": "local:2"}),
     "outer.momentum": Case(0.5, DILOCO),
     "outer.fragments": Case(2, DILOCO, {"strategy.sync": "local:2"}),
@@ -204,6 +222,17 @@ CONFLICTS: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("schedule.decay", {"schedule.decay": "exponential"}, "schedule.rate: expected above 0"),
     ("schedule.batch_scaling", {"schedule.batch_scaling": "sqrt"}, "schedule.base_batch: expected with"),
     ("memory.recompute", {"memory.recompute": "segments", "runtime.compile": True}, 'expected "blocks"'),
+    ("precision.compute", {**FP16, **FEDERATED}, "would have to find a loss scale of its own"),
+    (
+        "federated.cohort",
+        {**FEDERATED, "federated.cohort": 0.001},
+        "0.001 of clients = 100, which rounds to 0",
+    ),
+    (
+        "federated.cohort",
+        {**FEDERATED, "federated.cohort": 101},
+        "at most federated.clients = 100, found 101",
+    ),
     (
         "reproducible",
         {"reproducible": True, "batch.accumulation": 2},
@@ -242,6 +271,40 @@ CONFLICTS: tuple[tuple[str, dict[str, Any], str], ...] = (
         "loader.workers: expected 0 with a switch to a server",
     ),
 )
+
+
+@pytest.mark.capability("Q6")
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("cohort", 0, "expected a number of clients >= 1, a fraction of them as 0.1"),
+        ("cohort", True, "expected a number of clients >= 1"),
+        ("cohort", "poisson:1.5", "expected a number of clients >= 1"),
+        ("partition", "dirichlet:0", 'expected "iid", "labels:L"'),
+        ("partition", "labels:1.5", 'found "labels:1.5"'),
+        ("partition", "dirchlet:0.3", 'expected "iid"'),
+        ("partition", "iid:3", 'expected "iid"'),
+        ("deadline_seconds", 3.0, "unknown key"),
+    ],
+)
+def test_what_is_no_cohort_or_partition_is_an_error_that_says_what_is(
+    key: str, value: Any, message: str
+) -> None:
+    with pytest.raises(RecipeError) as raised:
+        recipe(**FEDERATED, **{f"federated.{key}": value})
+    assert message in str(raised.value) and raised.value.next_step
+
+
+def test_the_outer_optimizer_has_the_defaults_of_its_rule() -> None:
+    def rate_and_momentum(**keys: Any) -> tuple[float, float]:
+        outer = recipe(**keys).outer
+        return outer.lr, outer.momentum
+
+    assert rate_and_momentum(**DILOCO) == (0.7, 0.9) and rate_and_momentum(**FEDERATED) == (1.0, 0.0)
+    assert rate_and_momentum(**FED_ADAM) == (0.01, 0.0)
+    assert rate_and_momentum(**FEDERATED, **{"outer.momentum": 0.9}) == (1.0, 0.9)
+    again = recipe(**FEDERATED, **{"outer.momentum": 0.9}).replace(strategy=Strategy.parse("sync=diloco:2"))
+    assert (again.outer.lr, again.outer.momentum) == (0.7, 0.9)
 
 
 @pytest.mark.parametrize(("key", "keys", "message"), CONFLICTS)

@@ -105,3 +105,40 @@ def test_evaluations_are_marked_in_the_chart_of_the_loss(tmp_path: Path) -> None
         [8, "evaluation at step 8: held-out loss 0.25, the best"],
     ]
     assert not any(frame["marks"] for frame in frames[2:])
+
+
+@pytest.mark.capability("Q3", "Q6")
+def test_clients_are_shown_with_their_labels_and_who_was_left_out(tmp_path: Path) -> None:
+    """A record of another shape is left out, like that of any event."""
+    partition = {
+        "how": "dirichlet:0.3",
+        "clients": 2,
+        "samples": 9,
+        "smallest": 3,
+        "largest": 6,
+        "redraws": 1,
+        "names": ["north", "south"],
+        "sizes": [3, 6],
+        "labels": ["cat", "dog"],
+        "table": [[3, 0], [2, 4]],
+    }
+    cohort = {"step": 0, "clients": ["north", "south"], "left_out": {"north": "it has no samples"}}
+    sizes = {"samples": 6, "down_bytes": 2000, "up_bytes": 1000}
+    bad = ("cohort", {**cohort, **sizes, "clients": [1, 2]})
+    run = write(
+        tmp_path,
+        *(("run", start()), ("partition", partition), ("cohort", cohort | sizes), bad, END),
+        recipe='[federated]\nweights = "equal"\n',
+    )
+    page = render_page([run])
+    assert '9 samples were divided among 2 clients ("dirichlet:0.3"), who have 3 to 6 samples.' in unescape(
+        page
+    )
+    assert "1 draw left a client empty" in page
+    assert "The weight of a client in the mean is 1, whatever its samples." in page
+    assert (
+        "Left out: north (it has no samples) 1 time." in page
+        and "1.95 KiB went to clients and 1000 B came" in page
+    )
+    assert "<td>3</td><td>3</td><td></td>" in page and "<td>6</td><td>2</td><td>4</td>" in page
+    assert page.count("north: it has no samples") == 1

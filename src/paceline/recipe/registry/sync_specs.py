@@ -30,13 +30,16 @@ class SyncSpec(WordSpec):
         needs_whole_replicas: each replica must be whole on one rank, and trains independently of others.
         sums: it sums over replicas with collectives, which have a route and a codec.
         sends: ranks send each other messages over a channel; with servers they always do.
-        recipe_tables: tables of the recipe that no other rule reads.
+        recipe_tables: tables of the recipe that only some rules read.
         finds_stragglers: it compares the step times of ranks, so a slow one can be named.
         updates_per_step: updates of one global batch, given a strategy with its replicas filled in.
         can_balance: whether the shards of a batch can be assigned by speed.
         has_reproducible_sums: whether its sums can follow the tree of a reproducible run.
         extra_tally_bytes: bytes by which its tally is longer than that of every-step; None: unknown.
         memory: `module:name` of the function that plans its memory; empty: not planned.
+        can_stream: its outer step can be divided into fragments, which leave in turn.
+        work: `module:name` of `work(context, task) -> MicroBatchWork`, for a rule whose micro-batches are no
+            parts of one global batch.
     """
 
     choice = "sync"
@@ -56,6 +59,13 @@ class SyncSpec(WordSpec):
     can_balance: Callable[[Strategy], bool] = lambda strategy: False
     extra_tally_bytes: int | None = None
     memory: str = ""
+    can_stream: bool = False
+    work: str = ""
+
+    @property
+    def trains_clients(self) -> bool:
+        """Return whether a step is a round of clients with data of their own."""
+        return "federated" in self.recipe_tables
 
     @property
     def has_outer_optimizer(self) -> bool:
@@ -214,6 +224,7 @@ SYNC_SPECS = (
         agrees="replica",
         steady=True,
         recipe_tables=("outer",),
+        can_stream=True,
         extra_tally_bytes=8,
         refusals=(_NEEDS_NAMED_CODEC,),
     ),
@@ -246,12 +257,36 @@ SYNC_SPECS = (
         build="paceline.sync.every_step:build_every_step_rule",
         chooses=True,
     ),
-    # Reserved: a word without `build` is refused as not implemented.
-    SyncSpec(word="federated", argument=integer_argument(1, "10")),
+    SyncSpec(
+        word="federated",
+        summary="a cohort of clients trains for E passes over its own data, then their mean is applied",
+        argument=integer_argument(1, "1"),
+        build="paceline.federated.rounds:build_federated_rounds",
+        work="paceline.federated.cohorts:build_cohort_work",
+        agrees="replica",
+        shares_state=True,
+        recipe_tables=("federated", "outer"),
+        has_reproducible_sums=lambda s: True,
+        refusals=(
+            StrategyRefusal(
+                "a client trains the whole model on one rank, so no layout may split a replica: leave out"
+                " shard, tensor, pipeline, context and cut",
+                lambda s: s.ranks_per_replica > 1 or bool(s.cut),
+            ),
+            StrategyRefusal(
+                "federated adds the updates of simulated clients in one tree, as they are: leave out codec",
+                lambda s: s.is_coded,
+            ),
+        ),
+    ),
 )
 
 
 _SWITCH_REFUSALS = (
+    StrategyRefusal(
+        "a step of federated is a round of clients, and one of another rule a batch: name federated alone",
+        lambda s: any(spec.trains_clients for spec in s.sync_specs),
+    ),
     StrategyRefusal(
         "a run can switch between rules that sum over replicas (every-step, local and diloco), and at last to"
         " one with a server, or to gossip",

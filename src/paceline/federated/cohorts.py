@@ -1,0 +1,338 @@
+"""The clients of a run, the cohort of each round, and the local steps of a client, as work of a rank.
+
+A round is one step of the run. Its cohort has positions, and position c is leaf c of the tree of additions;
+a rank has a contiguous block of them. Under "poisson" there is a position for each client, of which most stay
+empty. Clients keep no state: client k in round r takes the steps r S, ..., (r + 1) S - 1 of an order of its
+own samples, where S is the number of its local steps, whether or not it took part in the rounds before. With
+one client that is the order of plain training.
+
+Invariant: who takes part, and what each client trains on, are functions of (seed, data, recipe, round).
+Source: McMahan et al. 2017, arXiv:1602.05629, Algorithm 1.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import ConcatDataset, Subset
+
+from paceline.data.sample_order import KeyedOrder, KeyedPermutation, SampleIndices
+from paceline.data.task_data import CollatedSamples
+from paceline.data.work import MicroBatch, split_evenly
+from paceline.errors import DataError, TaskError, format_count
+from paceline.federated.data_partition import partition
+from paceline.recipe.federated_recipe import FederatedRecipe
+from paceline.recipe.recipe import Recipe
+from paceline.state.keys import key
+from paceline.task import Task
+
+if TYPE_CHECKING:
+    from paceline.parallel.session_context import SessionContext
+
+_MAX_TABLE_ROWS = 50
+
+
+@dataclass(frozen=True, eq=False)
+class ClientSamples:
+    """The clients of a run with their samples.
+
+    Args:
+        names: of the clients.
+        indices: of the samples of each, int64.
+        labels: of all samples; None if the data does not show them.
+        num_redraws: how often the draw of the partition was repeated.
+    """
+
+    names: Sequence[str]
+    indices: Sequence[SampleIndices]
+    labels: NDArray[Any] | None = None
+    num_redraws: int = 0
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def sha256(self) -> str:
+        """Return a hash of names and indices: a resumed run must divide the data in the same way."""
+        digest = hashlib.sha256("\n".join(self.names).encode())
+        for indices in self.indices:
+            digest.update(len(indices).to_bytes(8, "little") + indices.tobytes())
+        return digest.hexdigest()
+
+    def record(self, how: str) -> dict[str, Any]:
+        """Return the event `partition`: sizes, and of the first clients the samples of each label."""
+        sizes = [len(indices) for indices in self.indices]
+        values: list[str] = []
+        table: list[list[int]] = []
+        if self.labels is not None:
+            labels, numbers = np.unique(self.labels, return_inverse=True)
+            values = [str(label) for label in labels[:_MAX_TABLE_ROWS]]
+            for indices in self.indices[:_MAX_TABLE_ROWS]:
+                counts = np.bincount(numbers[indices], minlength=len(labels))
+                table.append([int(count) for count in counts[:_MAX_TABLE_ROWS]])
+        return {
+            "how": how,
+            "clients": len(self),
+            "samples": sum(sizes),
+            "smallest": min(sizes),
+            "largest": max(sizes),
+            "redraws": self.num_redraws,
+            "names": list(self.names[:_MAX_TABLE_ROWS]),
+            "sizes": sizes[:_MAX_TABLE_ROWS],
+            "labels": values,
+            "table": table,
+        }
+
+
+def build_clients(recipe: Recipe, task: Task) -> ClientSamples:
+    """Divide the data of a task among clients, as the recipe says.
+
+    Raises:
+        DataError: the data cannot be divided so; the error says what can.
+    """
+    settings, redraws = recipe.federated, list[int]()
+    if settings.partition_rule.word == "natural":
+        return _natural_clients(task, settings.clients)
+    needs_labels = settings.partition_rule.word in ("labels", "dirichlet")
+    labels = read_labels(task.data, required=needs_labels)
+    column = labels if labels is not None else np.zeros(len(task.data), dtype=np.int64)
+    parts = partition(column, settings.partition, settings.clients, recipe.seed, on_redraw=redraws.append)
+    names = [f"client-{number}" for number in range(len(parts))]
+    return ClientSamples(names, parts, labels, len(redraws))
+
+
+def _natural_clients(task: Task, expected: int) -> ClientSamples:
+    if not task.clients:
+        raise DataError(
+            'federated.partition is "natural", and the task names no clients',
+            where="federated.partition",
+            next_step="return Task(clients={name: data, ...}) from the task, or choose another partition",
+        )
+    if len(task.clients) != expected:
+        raise DataError(
+            f"the task has {format_count(len(task.clients), 'client')}, and federated.clients = {expected}",
+            where="federated.clients",
+            next_step=f"set federated.clients = {len(task.clients)}",
+        )
+    ends = np.cumsum([len(source) for source in task.clients.values()])
+    indices = np.split(np.arange(ends[-1], dtype=np.int64), ends[:-1])
+    return ClientSamples(list(task.clients), indices, read_labels(task.data, required=False))
+
+
+def read_labels(data: Any, *, required: bool) -> NDArray[Any] | None:
+    """Return the label of each sample: the last column of a data set, its `targets`, or a sample's last item.
+
+    Args:
+        data: map-style.
+        required: read the samples one by one if nothing else has the labels.
+    Raises:
+        DataError: labels are required, and samples have none.
+    """
+    match data:
+        case CollatedSamples():
+            return read_labels(data.samples, required=required)
+        case Subset():
+            labels = read_labels(data.dataset, required=required)
+            return None if labels is None else labels[np.asarray(data.indices)]
+        case ConcatDataset():
+            parts = [read_labels(part, required=required) for part in data.datasets]
+            known = [part for part in parts if part is not None]
+            return np.concatenate(known) if len(known) == len(parts) else None
+    column = getattr(data, "tensors", (getattr(data, "targets", None),))[-1]
+    if column is not None:
+        labels = np.asarray(column)
+        if labels.ndim == 1 and len(labels) == len(data) and labels.dtype.kind in "iubUS":
+            return labels
+    if not required:
+        return None
+    labels = np.array([_label_of(data[index]) for index in range(len(data))])
+    if labels.dtype.kind not in "iubUS" or labels.ndim != 1:
+        raise DataError(
+            "this partition needs a label for each sample, and the last item of a sample is no integer or"
+            " text",
+            where="federated.partition",
+            next_step='give the data set an attribute `targets`, or set federated.partition to "iid"',
+        )
+    return labels
+
+
+def _label_of(sample: Any) -> Any:
+    last = sample[-1] if isinstance(sample, tuple | list) else None
+    return last.item() if isinstance(last, Tensor) and last.numel() == 1 else last
+
+
+class CohortMember(NamedTuple):
+    """A client at its position of a cohort."""
+
+    position: int
+    client: int
+
+
+@dataclass(frozen=True, eq=False)
+class ClientOrder:
+    """Who takes part in a round, and on which samples each client trains.
+
+    Args:
+        clients: all clients.
+        settings: the table `[federated]`.
+        num_passes: E, the passes of a client over its samples in a round.
+        seed: of the run.
+        shuffle: each pass of a client has a new keyed order.
+    """
+
+    clients: ClientSamples
+    settings: FederatedRecipe
+    num_passes: int
+    seed: int
+    shuffle: bool = True
+    _orders: dict[int, KeyedOrder] = field(default_factory=dict, init=False, repr=False)
+    _present: dict[int, tuple[int, list[SampleIndices]]] = field(default_factory=dict, init=False, repr=False)
+
+    def cohort(self, round_number: int) -> tuple[CohortMember, ...]:
+        """Return the members of a round, by position and by client."""
+        size, num_clients = self.settings.cohort_size, len(self.clients)
+        if size.rate:
+            draws = np.random.Generator(np.random.Philox(key=key(self.seed, "poisson", round_number)))
+            chosen = np.flatnonzero(draws.random(num_clients) < size.rate)
+            return tuple(CohortMember(int(client), int(client)) for client in chosen)
+        permutation = KeyedPermutation(num_clients, key(self.seed, "cohort", round_number))
+        # Sorted, so that the order in which clients are drawn has no influence on any bit.
+        drawn = np.sort(permutation[np.arange(size.number, dtype=np.int64)])
+        return tuple(CohortMember(position, int(client)) for position, client in enumerate(drawn))
+
+    def num_local_steps(self, client: int) -> int:
+        """Return the number of steps of a client in a round; 0 if it has no samples."""
+        size = len(self.clients.indices[client])
+        if not size:
+            return 0
+        return self.settings.local_steps or self.num_passes * self._order(size).steps_per_epoch
+
+    def batch_sizes(self, round_number: int, client: int) -> list[int]:
+        """Return the number of samples of each local step of a client in a round."""
+        num_steps = self.num_local_steps(client)
+        if not num_steps:
+            return []
+        order, first = self._order(len(self.clients.indices[client])), round_number * num_steps
+        return [order.batch_size(step) for step in range(first, first + num_steps)]
+
+    def num_samples(self, client: int, round_number: int = 0) -> int:
+        """Return the number of samples that a client reads in a round."""
+        if not self.settings.local_steps:
+            return self.num_passes * len(self.clients.indices[client])
+        # The last batch of a pass can be smaller, and local steps can end anywhere in a pass.
+        return sum(self.batch_sizes(round_number, client))
+
+    def micro_batches(self, round_number: int, member: CohortMember) -> tuple[MicroBatch, ...]:
+        """Return the batches of the local steps of a client in a round, one for each step."""
+        indices, num_steps = self.clients.indices[member.client], self.num_local_steps(member.client)
+        if not num_steps:
+            return ()
+        first = round_number * num_steps
+        return tuple(
+            MicroBatch(
+                step,
+                member.position,
+                indices[positions],
+                key(self.seed, "unit", step, member.client),
+                seed=self.seed,
+            )
+            for step, positions in enumerate(self._positions(len(indices), first, num_steps), first)
+        )
+
+    def _positions(self, size: int, first: int, num_steps: int) -> list[SampleIndices]:
+        """Return the positions of the samples of some local steps; of a size kept for the round."""
+        start, positions = self._present.get(size, (-1, []))
+        if start != first:
+            order = self._order(size)
+            positions = [order.batch(step) for step in range(first, first + num_steps)]
+            self._present[size] = first, positions
+        return positions
+
+    def _order(self, size: int) -> KeyedOrder:
+        # Clients of one size share an order of positions, which are other samples for each of them.
+        if size not in self._orders:
+            batch = size if self.settings.full else min(size, self.settings.batch)
+            self._orders[size] = KeyedOrder(size, batch, self.seed, shuffle=self.shuffle)
+        return self._orders[size]
+
+
+@dataclass(frozen=True, eq=False)
+class CohortWork:
+    """The work of one rank: the local steps of the clients at its positions, one client after another.
+
+    Args:
+        order: of all clients.
+        rank, num_ranks: this rank, and how many share the positions of a round.
+    """
+
+    order: ClientOrder
+    rank: int = 0
+    num_ranks: int = 1
+
+    @property
+    def shards(self) -> int:
+        return self.order.settings.num_positions
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Return the rounds in which clients read as many samples as there are."""
+        size, sizes = self.order.settings.cohort_size, [len(i) for i in self.order.clients.indices]
+        share = size.rate or size.number / len(sizes)
+        expected = share * sum(map(self.order.num_samples, range(len(sizes))))
+        return max(1, round(sum(sizes) / expected))
+
+    def num_samples(self, step: int) -> int:
+        return max(1, sum(self.order.num_samples(m.client, step) for m in self.order.cohort(step)))
+
+    def members(self, step: int) -> list[CohortMember]:
+        """Return the members of a round at this rank's positions."""
+        block = split_evenly(self.shards, self.num_ranks, self.rank)
+        return [member for member in self.order.cohort(step) if member.position in block]
+
+    def num_micro_batches(self, step: int) -> int:
+        return sum(self.order.num_local_steps(member.client) for member in self.members(step))
+
+    def micro_batches(self, step: int, version: int | None = None) -> tuple[MicroBatch, ...]:
+        return tuple(
+            batch for member in self.members(step) for batch in self.order.micro_batches(step, member)
+        )
+
+    def part(self, number: int, of: int) -> CohortWork:
+        return replace(self, rank=number, num_ranks=of)
+
+
+def build_order_of_clients(recipe: Recipe, task: Task) -> ClientOrder:
+    """Return the order of a recipe; equal on every rank.
+
+    Raises:
+        DataError: the data cannot be divided among the clients.
+        TaskError: the task orders its samples itself.
+    """
+    if task.order is not None:
+        raise TaskError(
+            "the task orders its samples itself (a sampler or a stream), and federated clients have orders of"
+            " their own",
+            next_step="give the task map-style data without a sampler",
+        )
+    num_passes = recipe.strategy.sync_word.argument
+    return ClientOrder(
+        build_clients(recipe, task), recipe.federated, num_passes, recipe.seed, recipe.batch.shuffle
+    )
+
+
+def build_cohort_work(context: SessionContext, task: Task) -> CohortWork:
+    """Build the work of this rank, and note how the data was divided; for `SyncSpec.work`."""
+    order, data = build_order_of_clients(context.recipe, task), context.mesh.data
+    context.note("partition", order.clients.record(context.recipe.federated.partition))
+    if order.clients.num_redraws:
+        context.warn(
+            f"partition {context.recipe.federated.partition}:"
+            f" {format_count(order.clients.num_redraws, 'draw')} left a client without samples, so the next"
+            " key was used"
+        )
+    return CohortWork(order, data.rank, data.size)

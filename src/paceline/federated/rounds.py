@@ -1,0 +1,596 @@
+"""Federated rounds: the sync rule in which a client is a virtual shard of a round.
+
+A rank runs the clients at its positions one after another on its one model: it loads the weights from the
+start of the round, takes the local steps with a fresh optimizer through the training step, and adds
+`n_k (w_k - w)` to the tree of additions, at the leaf of the position. After one sum per round all ranks have
+the sum of the cohort; it is divided by the weights of the clients that returned an update, and the server
+optimizer applies it. With SGD of rate 1 that is FedAvg.
+
+Updates are differenced, weighted and added in float64, so one client alone gives exactly its own weights.
+Floating-point buffers move by the weighted mean of their changes (ADR 2); a counter, an integer buffer of one
+value such as `num_batches_tracked`, by its largest change.
+
+Invariant: after a round all ranks hold the same bits, whatever their number; no rank keeps anything of a
+client. A client without samples, or whose loss or update is not finite, is left out and named.
+
+Sources: McMahan et al. 2017, arXiv:1602.05629, Algorithm 1 (FedAvg); Hsu et al. 2019, arXiv:1909.06335
+(FedAvgM); Reddi et al. 2021, arXiv:2003.00295 (FedAdam, FedYogi, FedAdagrad); Li et al. 2020,
+arXiv:1812.06127 (FedProx).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from paceline.comm.net import Net
+from paceline.comm.reduction.gradients import GradientReduction, Gradients, LocalReducer
+from paceline.comm.tally import StepTally
+from paceline.data.work import BatchStream, MicroBatch, MicroBatchWork, TrainingFeed
+from paceline.errors import CheckpointError, NumericError
+from paceline.federated.cohorts import CohortMember, CohortWork
+from paceline.job.mesh import RankGroup
+from paceline.observe.sinks import EventCallback
+from paceline.observe.step_stats import PhaseTimer, StepStats
+from paceline.parallel.gradient_reduction import build_client_reduction
+from paceline.parallel.model_layout import ModelLayout
+from paceline.parallel.model_runner import ModelRunner
+from paceline.parallel.session_context import SessionContext
+from paceline.recipe.recipe import Recipe
+from paceline.state.slot import ExtraState, SlotIndex, TensorPiece, TensorSlot
+from paceline.state.train_state import TrainState
+from paceline.sync.every_step import EveryStep
+from paceline.sync.outer_optimizer import AdaptiveServer
+from paceline.sync.sync_rule import SyncRule, step_stats
+from paceline.sync.update import PendingUpdate, UpdatePart, UpdateResult, UpdateStep, insert_part_before
+
+_BUFFER_SLOT_NAME = "#buffers"
+_PARTITION_KEY = "federated.partition"
+RETURNED, NOT_FINITE, NO_SAMPLES = 1.0, 2.0, 3.0
+_REASONS = {NOT_FINITE: "its loss or update is not finite", NO_SAMPLES: "it has no samples"}
+_HEAD = ("status", "weight", "samples", "steps", "total", "count")
+
+
+@dataclass(frozen=True)
+class LocalStepWork:
+    """The work of one local step: a single micro-batch, which the stream of the round reads.
+
+    Args:
+        size: samples of the step.
+    """
+
+    size: int
+
+    shards = 1
+    steps_per_epoch = 0
+
+    def num_samples(self, step: int) -> int:
+        return self.size
+
+    def num_micro_batches(self, step: int) -> int:
+        return 1
+
+    def micro_batches(self, step: int, version: int | None = None) -> tuple[MicroBatch, ...]:
+        """Return none: the caller of the training step opens the stream."""
+        return ()
+
+    def part(self, number: int, of: int) -> MicroBatchWork:
+        return self
+
+
+class PartitionHash:
+    """The hash of the partition, as state of the run: a resumed run must divide the data in the same way."""
+
+    def __init__(self, sha256: str) -> None:
+        self._sha256 = sha256
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return the hash."""
+        return {"sha256": self._sha256}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Compare the hash with that of the saved run.
+
+        Raises:
+            CheckpointError: the clients have other samples now.
+        """
+        if state_dict.get("sha256", self._sha256) != self._sha256:
+            raise CheckpointError(
+                "the data is divided among the clients in another way than when the checkpoint was saved",
+                next_step="resume with the data, the seed and the NumPy of the run, or start a new one",
+            )
+
+
+class ServerStep(ExtraState):
+    """The server optimizer and the weights at the start of a round.
+
+    Args:
+        parameters: of this rank, by slot; whole tensors.
+        build: makes the optimizer of float64 copies of them.
+    Attributes:
+        start: the weights at the start of the round, in the dtype of the parameters.
+        wide: the same in float64, which the optimizer steps.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[TensorSlot, nn.Parameter],
+        build: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+    ) -> None:
+        self.parameters: list[Tensor] = [*parameters.values()]
+        self.start = [p.detach().clone() for p in self.parameters]
+        self.wide = {slot: nn.Parameter(_widened(p)) for slot, p in parameters.items()}
+        self.optimizer = build([{"params": [*self.wide.values()]}])
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Copy the weights at the start of a round."""
+        torch._foreach_copy_(self.start, self.parameters)
+        torch._foreach_copy_([*self.wide.values()], self.start)
+
+    @torch.no_grad()
+    def load_start(self) -> None:
+        """Load the weights from the start of the round into the model, for the next client."""
+        torch._foreach_copy_(self.parameters, self.start)
+
+    @torch.no_grad()
+    def client_update(self) -> list[Tensor]:
+        """Return the difference of the present weights and those at the start, in float64."""
+        return [_widened(p).sub_(w) for p, w in zip(self.parameters, self.wide.values(), strict=True)]
+
+    @torch.no_grad()
+    def apply(self, sums: Mapping[TensorSlot, Tensor | None], divisor: float) -> float:
+        """Apply the mean update, and write the new weights to the model.
+
+        Args:
+            sums: of the weighted updates.
+            divisor: the sum of the weights.
+        Returns:
+            The norm of the mean update.
+        """
+        squares = 0.0
+        for slot, p in self.wide.items():
+            total = sums[slot]
+            # The optimizer descends, so the mean update is a gradient with its sign changed.
+            p.grad = torch.zeros_like(p) if total is None else total / -divisor
+            squares += float(torch.linalg.vector_norm(p.grad)) ** 2
+        self.optimizer.step()
+        torch._foreach_copy_(self.parameters, [*self.wide.values()])
+        return math.sqrt(squares)
+
+    def pieces(self) -> list[TensorPiece]:
+        """Return the moments of the optimizer, `MOMENT/NAME`."""
+        return [
+            TensorPiece(replace(slot, name=f"{name}/{slot.name}"), value)
+            for slot, p in self.wide.items()
+            for name, value in self.optimizer.state.get(p, {}).items()
+            if isinstance(value, Tensor)
+        ]
+
+    def wanted(self, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, SlotIndex]:
+        return dict.fromkeys(shapes, ())
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Load what `pieces` returned; a state without moments was saved before the first round."""
+        self.optimizer.state.clear()
+        by_name = {slot.name: p for slot, p in self.wide.items()}
+        for name, value in tensors.items():
+            moment, _, parameter = name.partition("/")
+            if parameter in by_name:
+                self.optimizer.state[by_name[parameter]][moment] = value.detach().clone()
+
+
+def _widened(p: Tensor) -> Tensor:
+    return p.detach().to(torch.complex128 if p.is_complex() else torch.float64, copy=True)
+
+
+class CohortTable:
+    """What the ranks agree on in a round: one row of numbers for each position, float64.
+
+    Each rank fills in the rows of its own positions and the others stay zero, so the sum over ranks rounds
+    nothing, and everything that is added up afterwards is added in the order of the positions.
+
+    Args:
+        num_positions: rows.
+        metric_names: of the loss.
+        num_counters: integer buffers of one value.
+    """
+
+    def __init__(self, num_positions: int, metric_names: Sequence[str], num_counters: int) -> None:
+        self._metric_names = metric_names
+        width = len(_HEAD) + len(metric_names) + num_counters
+        self.rows = torch.zeros(num_positions + 1, width, dtype=torch.float64)
+
+    def write(
+        self,
+        position: int,
+        head: Mapping[str, float],
+        metrics: Mapping[str, float],
+        counters: Sequence[float],
+    ) -> None:
+        """Write the row of a position; `head` has the numbers of `_HEAD`."""
+        values = [
+            *(head.get(name, 0.0) for name in _HEAD),
+            *(metrics[n] for n in self._metric_names if metrics),
+        ]
+        self.rows[position, : len(values)] = torch.tensor(values, dtype=torch.float64)
+        if counters:
+            self.rows[position, -len(counters) :] = torch.tensor(counters, dtype=torch.float64)
+
+    def agree(self, net: Net, group: RankGroup, device: torch.device, *, stops: bool) -> None:
+        """Sum the rows over the ranks; collective."""
+        self.rows[-1, 0] = float(stops)
+        if group.size > 1:
+            self.rows = net.all_reduce(self.rows.to(device), group).wait().cpu()
+
+    @property
+    def stops(self) -> float:
+        """Return the number of ranks that were asked to stop."""
+        return float(self.rows[-1, 0])
+
+    def column(self, name: str) -> list[float]:
+        """Return a number of `_HEAD` by position."""
+        values: list[float] = self.rows[:-1, _HEAD.index(name)].tolist()
+        return values
+
+    def returned(self) -> Tensor:
+        """Return the rows of the clients that returned an update."""
+        return self.rows[:-1][self.rows[:-1, 0] == RETURNED]
+
+    def tally(self) -> StepTally:
+        """Return loss, count and metrics of the clients that returned an update, added by position."""
+        sums = [math.fsum(column) for column in self.returned().T.tolist()] or [0.0] * self.rows.shape[1]
+        first = len(_HEAD)
+        metrics = dict(zip(self._metric_names, sums[first : first + len(self._metric_names)], strict=True))
+        total, count = sums[_HEAD.index("total")], sums[_HEAD.index("count")]
+        return StepTally(
+            micro_batches=sums[_HEAD.index("steps")],
+            total=total,
+            count=count,
+            metrics=metrics,
+            stops=self.stops,
+            used=(),
+            buffers=torch.zeros(0, dtype=torch.float64),
+        )
+
+
+class FederatedRounds:
+    """The rule of federated rounds.
+
+    Args:
+        step: the training step of this rank alone.
+        server: the server optimizer.
+        reduction: sums updates over positions, and the changes of buffers under a slot of their own.
+        recipe: of the run.
+        group: the ranks that share the positions.
+        net, phases: as in `EveryStep`.
+        note: receives the event `cohort` of each round.
+        stop_requested: returns whether this rank was asked to stop.
+    Wire: one sum of the parameters in float64 (`TreeNodeOwners.calls`) and one all_reduce of the cohort table
+        per round, whatever the number of clients.
+    """
+
+    def __init__(
+        self,
+        step: EveryStep,
+        server: ServerStep,
+        reduction: GradientReduction,
+        recipe: Recipe,
+        *,
+        group: RankGroup,
+        net: Net,
+        phases: PhaseTimer,
+        note: EventCallback,
+        stop_requested: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.inner, self.server, self.reduction = step, server, reduction
+        self.settings, self._health = recipe.federated, recipe.health
+        self._group, self._net, self._phases = group, net, phases
+        self._note, self._stop_requested = note, stop_requested
+        self._is_finite, self._num_skipped = True, 0
+        self._undo: Callable[[], None] | None = None
+
+    def rounds(self, feed: TrainingFeed, runner: ModelRunner, update_step: UpdateStep) -> Iterator[StepStats]:
+        state, work = update_step.state, cast("CohortWork", feed.work)
+        state.keep(_PARTITION_KEY, PartitionHash(work.order.clients.sha256()))
+        local_step = self._local_update_step(update_step)
+        with feed.from_step(state.step) as stream:
+            while state.step < feed.num_steps:
+                self._phases.take()
+                rate = _set_rate(update_step)
+                tally, norm = self._run_round(work, stream, runner, local_step)
+                update = UpdateResult(math.nan if norm is None else norm, rate, applied=norm is not None)
+                state.step += 1
+                steps = range(state.step - 1, state.step)
+                yield step_stats(steps, work, state, tally, update, self._phases, self._net)
+
+    def abort(self) -> None:
+        self.inner.abort()
+        self.reduction.abort()
+        if self._undo is not None:
+            self._undo()
+
+    # -- one round
+
+    def _run_round(
+        self, work: CohortWork, stream: BatchStream, runner: ModelRunner, local_step: UpdateStep
+    ) -> tuple[StepTally, float | None]:
+        """Run a round; return its sums, and the norm of the mean update or None if there was none."""
+        state, buffers = local_step.state, runner.buffers.values()
+        num_updates = state.num_updates
+        self._net.step = state.step
+        self.server.begin()
+        self.reduction.begin()
+
+        def undo() -> None:
+            """Return to the start of the round, from the middle of a client's training."""
+            self.server.load_start()
+            runner.buffers.reset(buffers)
+            state.num_updates = num_updates
+
+        self._undo = undo
+        counters = _counters(runner.buffers.names, buffers)
+        table = CohortTable(work.shards, runner.metric_names.names or (), len(counters))
+        for member in work.members(state.step):
+            self._run_client(work, member, stream, runner, local_step, table, counters)
+            # The weights of this client must not be those from which the next one starts.
+            undo()
+        self.begin_client(state.optimizer)  # no moment of the last client may reach a checkpoint
+        self._phases.begin("communication")
+        self.reduction.close()
+        table.agree(self._net, self._group, runner.sharded_model.device, stops=self._stop_requested())
+        sums = self.reduction.finish().tensors
+        self._phases.begin("optimizer")
+        norm = self._apply(table, sums, runner, buffers, counters, state)
+        state.num_updates = num_updates + (norm is not None)
+        self._report(work, table, state.step)
+        self._undo = None
+        return table.tally(), norm
+
+    def _apply(
+        self,
+        table: CohortTable,
+        sums: Mapping[TensorSlot, Tensor | None],
+        runner: ModelRunner,
+        buffers: list[Tensor],
+        counters: Sequence[int],
+        state: TrainState,
+    ) -> float | None:
+        """Apply the mean update; return its norm, or None if no client returned one."""
+        divisor = self.divisor(table)
+        if not divisor:
+            if NOT_FINITE in table.column("status"):
+                self._handle_no_update(state.step)
+            return None
+        self._num_skipped = 0
+        norm = self.server.apply(sums, divisor)
+        changes = {slot.name: total for slot, total in sums.items()}.get(_BUFFER_SLOT_NAME)
+        if changes is not None:
+            runner.buffers.end_step(changes, divisor, of_rounds=True)
+            self._advance_counters(table, runner, buffers, counters)
+        return norm
+
+    def divisor(self, table: CohortTable) -> float:
+        """Return the sum of the weights of the clients that returned an update; 0: none did."""
+        return math.fsum(table.returned()[:, _HEAD.index("weight")].tolist())
+
+    def client_weight(self, num_samples: int) -> float:
+        """Return the weight of a client in the mean."""
+        return {"samples": float(num_samples), "equal": 1.0}[self.settings.weights]
+
+    def begin_client(self, optimizer: torch.optim.Optimizer) -> None:
+        """Make the optimizer fresh."""
+        optimizer.state.clear()
+
+    def _advance_counters(
+        self, table: CohortTable, runner: ModelRunner, buffers: list[Tensor], counters: Sequence[int]
+    ) -> None:
+        """Advance counters by the largest change of a client; a mean would count batches that no one ran."""
+        module_buffers = dict(runner.sharded_model.model.named_buffers())
+        for column, index in enumerate(counters):
+            changes = table.returned()[:, column - len(counters)]
+            largest = float(changes[changes.abs().argmax()])
+            with torch.no_grad():
+                module_buffers[runner.buffers.names[index]].copy_(buffers[index] + int(largest))
+
+    def _handle_no_update(self, step: int) -> None:
+        """React to a round in which no update is finite, as `health.non_finite` says."""
+        error = NumericError(
+            f"no client of round {step} returned an update: the losses or updates of all are not finite",
+            where="sync=federated",
+            next_step="lower optimizer.lr or outer.lr, or set optimizer.clip_norm or federated.clip_norm",
+        )
+        if self._health.non_finite == "stop" or self._num_skipped >= self._health.max_skips:
+            raise error
+        self._num_skipped += 1
+        self._note("skip", {"step": step, "reason": error.what})
+
+    # -- one client
+
+    def _run_client(
+        self,
+        work: CohortWork,
+        member: CohortMember,
+        stream: BatchStream,
+        runner: ModelRunner,
+        local_step: UpdateStep,
+        table: CohortTable,
+        counters: Sequence[int],
+    ) -> None:
+        """Train a client, and add its update to the tree and its numbers to the table."""
+        state, num_samples = local_step.state, len(work.order.clients.indices[member.client])
+        sizes = work.order.batch_sizes(state.step, member.client)
+        if not sizes:
+            table.write(member.position, {"status": NO_SAMPLES}, {}, ())
+            return
+        buffers, num_updates = runner.buffers.values(), state.num_updates
+        self.begin_client(state.optimizer)
+        tallies = list[StepTally]()
+        self._is_finite = True
+        for number, size in enumerate(sizes):
+            state.num_updates = num_updates  # local steps are no updates of the run
+            tally, _ = self.inner.step(LocalStepWork(size), stream, runner, local_step)
+            tallies.append(tally)
+            if not (self._is_finite and math.isfinite(tally.total)):
+                # The stream holds the other batches of this client before those of the next one.
+                for _ in sizes[number + 1 :]:
+                    next(stream)
+                self._is_finite = False
+                break
+        update = self.server.client_update()
+        norm = math.hypot(*(float(n) for n in torch._foreach_norm(update)), 0.0)
+        if not (self._is_finite and math.isfinite(norm)):
+            table.write(member.position, {"status": NOT_FINITE, "samples": num_samples}, {}, ())
+            return
+        weight, clip = self.client_weight(num_samples), self.settings.clip_norm
+        torch._foreach_mul_(update, weight * (clip / norm if 0.0 < clip < norm else 1.0))
+        self.reduction.micro_batch(range(member.position, member.position + 1), False)
+        for slot, value in zip(self.server.wide, update, strict=True):
+            self.reduction.ready(slot, value)
+        if buffers:
+            change = runner.buffers.weighted_change_since(buffers, weight)
+            self.reduction.ready(_buffer_slot(change), change)
+        _write_returned(table, member, tallies, weight, num_samples, _moved(runner, buffers, counters))
+
+    def _local_update_step(self, update_step: UpdateStep) -> UpdateStep:
+        """Return the update step of a client: with the proximal term, and without the guard of a global step.
+
+        Trouble of one client leaves it out and does not end the run.
+        """
+        # The rate is that of the round in all of its local steps, and is set before the first of them.
+        parts = {name: part for name, part in update_step.parts.items() if name not in ("watch", "rate")}
+        if self.settings.proximal:
+            parts = insert_part_before(parts, "norm", "proximal", self._proximal_part())
+        parts["finite"] = self._leave_out
+        return UpdateStep(update_step.state, update_step.updates, parts)
+
+    def _leave_out(self, record: PendingUpdate) -> None:
+        """End a step whose gradient is not finite: a part of the update step."""
+        if not math.isfinite(record.norm):
+            self._is_finite = False
+            record.update = UpdateResult(record.norm, record.lr, applied=False)
+
+    def _proximal_part(self) -> UpdatePart:
+        """Return the part that adds mu (w - w_start) to the gradient, for FedProx."""
+        start = dict(zip(self.server.wide, self.server.start, strict=True))
+
+        def part(record: PendingUpdate) -> None:
+            for slot, p in record.updates.items():
+                grad = record.grads.tensors.get(slot)
+                if grad is not None:
+                    # The update step divides later, so the term is multiplied by the divisor first.
+                    grad.add_(p.detach() - start[slot], alpha=self.settings.proximal * record.divisor)
+            norms = torch._foreach_norm([*record.grads.flats]) if record.grads.norms else ()
+            record.grads = replace(record.grads, norms=norms)
+
+        return part
+
+    def _report(self, work: CohortWork, table: CohortTable, step: int) -> None:
+        """Note the cohort of a round, who was left out and why, and the bytes that clients would send."""
+        cohort, names = work.order.cohort(step), work.order.clients.names
+        statuses = table.column("status")
+        left_out = {
+            names[m.client]: _REASONS[statuses[m.position]]
+            for m in cohort
+            if statuses[m.position] != RETURNED
+        }
+        client_bytes = sum(p.numel() * p.element_size() for p in self.server.parameters)
+        record = {
+            "step": step,
+            "clients": [names[m.client] for m in cohort],
+            "left_out": left_out,
+            "samples": int(math.fsum(table.returned()[:, _HEAD.index("samples")].tolist())),
+            "down_bytes": client_bytes * len(cohort),
+            "up_bytes": client_bytes * (len(cohort) - len(left_out)),
+        }
+        self._note("cohort", record)
+
+
+def _set_rate(step: UpdateStep) -> float:
+    """Set the rates of the round, on a rank without a client as well; return that of the first group."""
+    record = PendingUpdate(step.state, {}, Gradients({}, (), ()), _EMPTY_TALLY)
+    step.parts["rate"](record)
+    return record.lr
+
+
+_EMPTY_TALLY = StepTally(0.0, 0.0, 0.0, {}, 0.0, (), torch.zeros(0, dtype=torch.float64))
+
+
+def _buffer_slot(values: Tensor) -> TensorSlot:
+    return TensorSlot.whole(_BUFFER_SLOT_NAME, values)
+
+
+def _counters(names: Sequence[str], buffers: Sequence[Tensor]) -> list[int]:
+    """Return the indices of the counters: integer buffers of one value."""
+    return [
+        index
+        for index, b in enumerate(buffers)
+        if b.numel() == 1 and not (b.is_floating_point() or b.is_complex() or b.is_meta)
+    ]
+
+
+def _moved(runner: ModelRunner, before: Sequence[Tensor], counters: Sequence[int]) -> list[float]:
+    now = runner.buffers.values() if counters else ()
+    return [float(now[index] - before[index]) for index in counters]
+
+
+def _write_returned(
+    table: CohortTable,
+    member: CohortMember,
+    tallies: Sequence[StepTally],
+    weight: float,
+    num_samples: int,
+    counters: Sequence[float],
+) -> None:
+    """Write the row of a client that returned an update."""
+    metrics = {name: math.fsum(t.metrics[name] for t in tallies) for name in tallies[0].metrics}
+    head = {
+        "status": RETURNED,
+        "weight": weight,
+        "samples": float(num_samples),
+        "steps": float(len(tallies)),
+        "total": math.fsum(t.total for t in tallies),
+        "count": math.fsum(t.count for t in tallies),
+    }
+    table.write(member.position, head, metrics, counters)
+
+
+def build_federated_rounds(context: SessionContext, layout: ModelLayout, state: TrainState) -> SyncRule:
+    """Build the rule, and register the moments of the server optimizer as state; collective."""
+    recipe, runner = context.recipe, layout.runner
+    outer = recipe.outer
+
+    def build(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        if outer.name == "sgd":
+            return torch.optim.SGD(groups, lr=outer.lr, momentum=outer.momentum)
+        return AdaptiveServer(groups, outer.name, outer.lr, outer.betas, outer.eps)
+
+    server = ServerStep(runner.sharded_model.updates, build)
+    tensors: dict[TensorSlot, Tensor] = {slot: p.detach() for slot, p in server.wide.items()}
+    if runner.buffers.num_values:
+        values = torch.zeros(runner.buffers.num_values, dtype=torch.float64, device=context.device)
+        tensors[_buffer_slot(values)] = values
+    state.extra_states["server"] = server
+    step = (context.components.rule or EveryStep)(
+        context.mesh.inside,
+        context.net,
+        LocalReducer(dict(runner.sharded_model.computes)),
+        phases=context.phases,
+        items_per_sample=context.rule_inputs.items_per_sample,
+    )
+    return (context.components.federated or FederatedRounds)(
+        step,
+        server,
+        build_client_reduction(context, tensors),
+        recipe,
+        group=context.mesh.data,
+        net=context.net,
+        phases=context.phases,
+        note=context.note,
+        stop_requested=context.rule_inputs.stop_requested,
+    )

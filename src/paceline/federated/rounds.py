@@ -26,14 +26,24 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from paceline.comm.net import Net
 from paceline.comm.reduction.gradients import GradientReduction, Gradients, LocalReducer
 from paceline.comm.tally import StepTally
 from paceline.data.work import BatchStream, MicroBatch, MicroBatchWork, TrainingFeed
 from paceline.errors import CheckpointError, NumericError
+from paceline.federated.cohort_table import (
+    COHORT_COLUMNS,
+    LEFT_OUT_REASONS,
+    NO_SAMPLES,
+    NOT_FINITE,
+    RETURNED,
+    CohortTable,
+    write_returned,
+)
 from paceline.federated.cohorts import CohortMember, CohortWork
+from paceline.federated.server_step import ServerStep
 from paceline.job.mesh import RankGroup
 from paceline.observe.sinks import EventCallback
 from paceline.observe.step_stats import PhaseTimer, StepStats
@@ -42,7 +52,7 @@ from paceline.parallel.model_layout import ModelLayout
 from paceline.parallel.model_runner import ModelRunner
 from paceline.parallel.session_context import SessionContext
 from paceline.recipe.recipe import Recipe
-from paceline.state.slot import ExtraState, SlotIndex, TensorPiece, TensorSlot
+from paceline.state.slot import TensorSlot
 from paceline.state.train_state import TrainState
 from paceline.sync.every_step import EveryStep
 from paceline.sync.outer_optimizer import AdaptiveServer
@@ -51,9 +61,6 @@ from paceline.sync.update import PendingUpdate, UpdatePart, UpdateResult, Update
 
 _BUFFER_SLOT_NAME = "#buffers"
 _PARTITION_KEY = "federated.partition"
-RETURNED, NOT_FINITE, NO_SAMPLES = 1.0, 2.0, 3.0
-_REASONS = {NOT_FINITE: "its loss or update is not finite", NO_SAMPLES: "it has no samples"}
-_HEAD = ("status", "weight", "samples", "steps", "total", "count")
 
 
 @dataclass(frozen=True)
@@ -104,159 +111,6 @@ class PartitionHash:
                 "the data is divided among the clients in another way than when the checkpoint was saved",
                 next_step="resume with the data, the seed and the NumPy of the run, or start a new one",
             )
-
-
-class ServerStep(ExtraState):
-    """The server optimizer and the weights at the start of a round.
-
-    Args:
-        parameters: of this rank, by slot; whole tensors.
-        build: makes the optimizer of float64 copies of them.
-    Attributes:
-        start: the weights at the start of the round, in the dtype of the parameters.
-        wide: the same in float64, which the optimizer steps.
-    """
-
-    def __init__(
-        self,
-        parameters: Mapping[TensorSlot, nn.Parameter],
-        build: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
-    ) -> None:
-        self.parameters: list[Tensor] = [*parameters.values()]
-        self.start = [p.detach().clone() for p in self.parameters]
-        self.wide = {slot: nn.Parameter(_widened(p)) for slot, p in parameters.items()}
-        self.optimizer = build([{"params": [*self.wide.values()]}])
-
-    @torch.no_grad()
-    def begin(self) -> None:
-        """Copy the weights at the start of a round."""
-        torch._foreach_copy_(self.start, self.parameters)
-        torch._foreach_copy_([*self.wide.values()], self.start)
-
-    @torch.no_grad()
-    def load_start(self) -> None:
-        """Load the weights from the start of the round into the model, for the next client."""
-        torch._foreach_copy_(self.parameters, self.start)
-
-    @torch.no_grad()
-    def client_update(self) -> list[Tensor]:
-        """Return the difference of the present weights and those at the start, in float64."""
-        return [_widened(p).sub_(w) for p, w in zip(self.parameters, self.wide.values(), strict=True)]
-
-    @torch.no_grad()
-    def apply(self, sums: Mapping[TensorSlot, Tensor | None], divisor: float) -> float:
-        """Apply the mean update, and write the new weights to the model.
-
-        Args:
-            sums: of the weighted updates.
-            divisor: the sum of the weights.
-        Returns:
-            The norm of the mean update.
-        """
-        squares = 0.0
-        for slot, p in self.wide.items():
-            total = sums[slot]
-            # The optimizer descends, so the mean update is a gradient with its sign changed.
-            p.grad = torch.zeros_like(p) if total is None else total / -divisor
-            squares += float(torch.linalg.vector_norm(p.grad)) ** 2
-        self.optimizer.step()
-        torch._foreach_copy_(self.parameters, [*self.wide.values()])
-        return math.sqrt(squares)
-
-    def pieces(self) -> list[TensorPiece]:
-        """Return the moments of the optimizer, `MOMENT/NAME`."""
-        return [
-            TensorPiece(replace(slot, name=f"{name}/{slot.name}"), value)
-            for slot, p in self.wide.items()
-            for name, value in self.optimizer.state.get(p, {}).items()
-            if isinstance(value, Tensor)
-        ]
-
-    def wanted(self, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, SlotIndex]:
-        return dict.fromkeys(shapes, ())
-
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load what `pieces` returned; a state without moments was saved before the first round."""
-        self.optimizer.state.clear()
-        by_name = {slot.name: p for slot, p in self.wide.items()}
-        for name, value in tensors.items():
-            moment, _, parameter = name.partition("/")
-            if parameter in by_name:
-                self.optimizer.state[by_name[parameter]][moment] = value.detach().clone()
-
-
-def _widened(p: Tensor) -> Tensor:
-    return p.detach().to(torch.complex128 if p.is_complex() else torch.float64, copy=True)
-
-
-class CohortTable:
-    """What the ranks agree on in a round: one row of numbers for each position, float64.
-
-    Each rank fills in the rows of its own positions and the others stay zero, so the sum over ranks rounds
-    nothing, and everything that is added up afterwards is added in the order of the positions.
-
-    Args:
-        num_positions: rows.
-        metric_names: of the loss.
-        num_counters: integer buffers of one value.
-    """
-
-    def __init__(self, num_positions: int, metric_names: Sequence[str], num_counters: int) -> None:
-        self._metric_names = metric_names
-        width = len(_HEAD) + len(metric_names) + num_counters
-        self.rows = torch.zeros(num_positions + 1, width, dtype=torch.float64)
-
-    def write(
-        self,
-        position: int,
-        head: Mapping[str, float],
-        metrics: Mapping[str, float],
-        counters: Sequence[float],
-    ) -> None:
-        """Write the row of a position; `head` has the numbers of `_HEAD`."""
-        values = [
-            *(head.get(name, 0.0) for name in _HEAD),
-            *(metrics[n] for n in self._metric_names if metrics),
-        ]
-        self.rows[position, : len(values)] = torch.tensor(values, dtype=torch.float64)
-        if counters:
-            self.rows[position, -len(counters) :] = torch.tensor(counters, dtype=torch.float64)
-
-    def agree(self, net: Net, group: RankGroup, device: torch.device, *, stops: bool) -> None:
-        """Sum the rows over the ranks; collective."""
-        self.rows[-1, 0] = float(stops)
-        if group.size > 1:
-            self.rows = net.all_reduce(self.rows.to(device), group).wait().cpu()
-
-    @property
-    def stops(self) -> float:
-        """Return the number of ranks that were asked to stop."""
-        return float(self.rows[-1, 0])
-
-    def column(self, name: str) -> list[float]:
-        """Return a number of `_HEAD` by position."""
-        values: list[float] = self.rows[:-1, _HEAD.index(name)].tolist()
-        return values
-
-    def returned(self) -> Tensor:
-        """Return the rows of the clients that returned an update."""
-        return self.rows[:-1][self.rows[:-1, 0] == RETURNED]
-
-    def tally(self) -> StepTally:
-        """Return loss, count and metrics of the clients that returned an update, added by position."""
-        sums = [math.fsum(column) for column in self.returned().T.tolist()] or [0.0] * self.rows.shape[1]
-        first = len(_HEAD)
-        metrics = dict(zip(self._metric_names, sums[first : first + len(self._metric_names)], strict=True))
-        total, count = sums[_HEAD.index("total")], sums[_HEAD.index("count")]
-        return StepTally(
-            micro_batches=sums[_HEAD.index("steps")],
-            total=total,
-            count=count,
-            metrics=metrics,
-            stops=self.stops,
-            used=(),
-            buffers=torch.zeros(0, dtype=torch.float64),
-        )
 
 
 class FederatedRounds:
@@ -377,7 +231,7 @@ class FederatedRounds:
 
     def divisor(self, table: CohortTable) -> float:
         """Return the sum of the weights of the clients that returned an update; 0: none did."""
-        return math.fsum(table.returned()[:, _HEAD.index("weight")].tolist())
+        return math.fsum(table.returned()[:, COHORT_COLUMNS.index("weight")].tolist())
 
     def client_weight(self, num_samples: int) -> float:
         """Return the weight of a client in the mean."""
@@ -455,7 +309,7 @@ class FederatedRounds:
         if buffers:
             change = runner.buffers.weighted_change_since(buffers, weight)
             self.reduction.ready(_buffer_slot(change), change)
-        _write_returned(table, member, tallies, weight, num_samples, _moved(runner, buffers, counters))
+        write_returned(table, member, tallies, weight, num_samples, _moved(runner, buffers, counters))
 
     def _local_update_step(self, update_step: UpdateStep) -> UpdateStep:
         """Return the update step of a client: with the proximal term, and without the guard of a global step.
@@ -495,7 +349,7 @@ class FederatedRounds:
         cohort, names = work.order.cohort(step), work.order.clients.names
         statuses = table.column("status")
         left_out = {
-            names[m.client]: _REASONS[statuses[m.position]]
+            names[m.client]: LEFT_OUT_REASONS[statuses[m.position]]
             for m in cohort
             if statuses[m.position] != RETURNED
         }
@@ -504,7 +358,7 @@ class FederatedRounds:
             "step": step,
             "clients": [names[m.client] for m in cohort],
             "left_out": left_out,
-            "samples": int(math.fsum(table.returned()[:, _HEAD.index("samples")].tolist())),
+            "samples": int(math.fsum(table.returned()[:, COHORT_COLUMNS.index("samples")].tolist())),
             "down_bytes": client_bytes * len(cohort),
             "up_bytes": client_bytes * (len(cohort) - len(left_out)),
         }
@@ -537,27 +391,6 @@ def _counters(names: Sequence[str], buffers: Sequence[Tensor]) -> list[int]:
 def _moved(runner: ModelRunner, before: Sequence[Tensor], counters: Sequence[int]) -> list[float]:
     now = runner.buffers.values() if counters else ()
     return [float(now[index] - before[index]) for index in counters]
-
-
-def _write_returned(
-    table: CohortTable,
-    member: CohortMember,
-    tallies: Sequence[StepTally],
-    weight: float,
-    num_samples: int,
-    counters: Sequence[float],
-) -> None:
-    """Write the row of a client that returned an update."""
-    metrics = {name: math.fsum(t.metrics[name] for t in tallies) for name in tallies[0].metrics}
-    head = {
-        "status": RETURNED,
-        "weight": weight,
-        "samples": float(num_samples),
-        "steps": float(len(tallies)),
-        "total": math.fsum(t.total for t in tallies),
-        "count": math.fsum(t.count for t in tallies),
-    }
-    table.write(member.position, head, metrics, counters)
 
 
 def build_federated_rounds(context: SessionContext, layout: ModelLayout, state: TrainState) -> SyncRule:

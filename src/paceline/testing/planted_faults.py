@@ -23,7 +23,8 @@ from paceline.comm.routes.native import NativeCollective
 from paceline.comm.routes.shared_memory import SharedMemoryCollective
 from paceline.comm.tally import StepTally
 from paceline.data.work import LoadedBatch, LockstepWork, MicroBatch, MicroBatchWork
-from paceline.federated.rounds import RETURNED, CohortTable, FederatedRounds
+from paceline.federated.cohort_table import RETURNED, CohortTable
+from paceline.federated.rounds import FederatedRounds
 from paceline.optim.lr_schedule import LearningRateSchedule, build_schedule
 from paceline.parallel.data_parallel import ReplicatedRunner
 from paceline.parallel.model_buffers import MicroBatchBuffers

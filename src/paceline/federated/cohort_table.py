@@ -1,0 +1,109 @@
+"""The table of a federated round: one row of numbers for each position of the cohort, equal on all ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from paceline.comm.net import Net
+from paceline.comm.tally import StepTally
+from paceline.federated.cohorts import CohortMember
+from paceline.job.mesh import RankGroup
+
+RETURNED, NOT_FINITE, NO_SAMPLES = 1.0, 2.0, 3.0
+LEFT_OUT_REASONS = {NOT_FINITE: "its loss or update is not finite", NO_SAMPLES: "it has no samples"}
+COHORT_COLUMNS = ("status", "weight", "samples", "steps", "total", "count")
+
+
+class CohortTable:
+    """What the ranks agree on in a round: one row of numbers for each position, float64.
+
+    Each rank fills in the rows of its own positions and the others stay zero, so the sum over ranks rounds
+    nothing, and everything that is added up afterwards is added in the order of the positions.
+
+    Args:
+        num_positions: rows.
+        metric_names: of the loss.
+        num_counters: integer buffers of one value.
+    """
+
+    def __init__(self, num_positions: int, metric_names: Sequence[str], num_counters: int) -> None:
+        self._metric_names = metric_names
+        width = len(COHORT_COLUMNS) + len(metric_names) + num_counters
+        self.rows = torch.zeros(num_positions + 1, width, dtype=torch.float64)
+
+    def write(
+        self,
+        position: int,
+        head: Mapping[str, float],
+        metrics: Mapping[str, float],
+        counters: Sequence[float],
+    ) -> None:
+        """Write the row of a position; `head` has the numbers of `COHORT_COLUMNS`."""
+        values = [
+            *(head.get(name, 0.0) for name in COHORT_COLUMNS),
+            *(metrics[n] for n in self._metric_names if metrics),
+        ]
+        self.rows[position, : len(values)] = torch.tensor(values, dtype=torch.float64)
+        if counters:
+            self.rows[position, -len(counters) :] = torch.tensor(counters, dtype=torch.float64)
+
+    def agree(self, net: Net, group: RankGroup, device: torch.device, *, stops: bool) -> None:
+        """Sum the rows over the ranks; collective."""
+        self.rows[-1, 0] = float(stops)
+        if group.size > 1:
+            self.rows = net.all_reduce(self.rows.to(device), group).wait().cpu()
+
+    @property
+    def stops(self) -> float:
+        """Return the number of ranks that were asked to stop."""
+        return float(self.rows[-1, 0])
+
+    def column(self, name: str) -> list[float]:
+        """Return a number of `COHORT_COLUMNS` by position."""
+        values: list[float] = self.rows[:-1, COHORT_COLUMNS.index(name)].tolist()
+        return values
+
+    def returned(self) -> Tensor:
+        """Return the rows of the clients that returned an update."""
+        return self.rows[:-1][self.rows[:-1, 0] == RETURNED]
+
+    def tally(self) -> StepTally:
+        """Return loss, count and metrics of the clients that returned an update, added by position."""
+        sums = [math.fsum(column) for column in self.returned().T.tolist()] or [0.0] * self.rows.shape[1]
+        first = len(COHORT_COLUMNS)
+        metrics = dict(zip(self._metric_names, sums[first : first + len(self._metric_names)], strict=True))
+        total, count = sums[COHORT_COLUMNS.index("total")], sums[COHORT_COLUMNS.index("count")]
+        return StepTally(
+            micro_batches=sums[COHORT_COLUMNS.index("steps")],
+            total=total,
+            count=count,
+            metrics=metrics,
+            stops=self.stops,
+            used=(),
+            buffers=torch.zeros(0, dtype=torch.float64),
+        )
+
+
+def write_returned(
+    table: CohortTable,
+    member: CohortMember,
+    tallies: Sequence[StepTally],
+    weight: float,
+    num_samples: int,
+    counters: Sequence[float],
+) -> None:
+    """Write the row of a client that returned an update."""
+    metrics = {name: math.fsum(t.metrics[name] for t in tallies) for name in tallies[0].metrics}
+    head = {
+        "status": RETURNED,
+        "weight": weight,
+        "samples": float(num_samples),
+        "steps": float(len(tallies)),
+        "total": math.fsum(t.total for t in tallies),
+        "count": math.fsum(t.count for t in tallies),
+    }
+    table.write(member.position, head, metrics, counters)

@@ -190,6 +190,7 @@ def _run_workers(
     placement: common_options.JobPlacement, recipe: Recipe, worker_options: Sequence[str], logs: Path | None
 ) -> LaunchOutcome:
     from paceline.cli.relaunch import relaunch
+    from paceline.recipe.recovery import recovery_of
 
     return relaunch(
         placement,
@@ -200,6 +201,7 @@ def _run_workers(
         log_dir=logs,
         prefixed=True,
         servers=recipe.strategy.servers,
+        max_replacements=recipe.elastic.max_restarts if recovery_of(recipe).kind == "in process" else 0,
     )
 
 

@@ -191,13 +191,16 @@ def _running_workers(
                 beacon_port,
             )
             specs = render_workers(job, context, environ)
-            # the server may end at once: the processes that it has forked belong to a child of its own
-            with _fork_server_for(specs, num_cores(), environ) as variables:
+            # The server may end at once: the processes that it has forked belong to a child of its own. Where
+            # workers may be replaced it stays, so that a new one starts in a moment.
+            with ExitStack() as serving:
+                stays = forking if job.max_replacements else serving
+                variables = stays.enter_context(_fork_server_for(specs, num_cores(), environ))
                 reaper.remove_at_death(*map(Path, variables.values()))
                 forks = forking.enter_context(ForkClient({**environ, **variables}, shutdown.stop_requested))
                 _start_workers(workers, specs, reaper, forks, shutdown)
             endpoint.hand_over()
-            yield workers, ReplacementStarter(job, context, environ, endpoint, reaper, shutdown)
+            yield workers, ReplacementStarter(job, context, environ, endpoint, reaper, forks)
         finally:
             for worker in workers:
                 worker.kill(UNKILLABLE_SECONDS)
@@ -219,11 +222,11 @@ class ReplacementStarter:
         environ: Mapping[str, str],
         endpoint: StoreEndpoint,
         reaper: SessionReaper,
-        shutdown: ShutdownPlan,
+        forks: ForkClient,
     ) -> None:
         self._job, self._context, self._environ = job, context, environ
         self._endpoint, self._reaper = endpoint, reaper
-        self._forks = ForkClient(environ, shutdown.stop_requested)
+        self._forks = forks
         self._num_started = 0
 
     def is_replacement(self, worker: WorkerProcess) -> bool:

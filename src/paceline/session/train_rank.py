@@ -153,7 +153,7 @@ class _RunInProgress:
 
     @property
     def console(self) -> Console | None:
-        """Where this rank prints; None on all but rank 0."""
+        """Return the console of rank 0; None on all other ranks."""
         return self.job_console if self.session.is_first else None
 
     def recover(self, error: CommunicationError) -> Sequence[Sink]:
@@ -179,6 +179,7 @@ class _RunInProgress:
             "lost": list(change.lost),
             "joined": list(change.joined),
             "ranks": session.cluster.world_size,
+            "takes_over": change.has_new_first,
             "seconds": time.monotonic() - started,
             "cause": error.what,
         }

@@ -183,7 +183,7 @@ def _run_with_restarts(
     """Run the workers; start them again from the newest checkpoint after the loss of a process."""
     from paceline.launch.restarts import RestartPolicy
 
-    policy = RestartPolicy(recipe, run_dir, placement.nodes)
+    policy = RestartPolicy(recipe, run_dir, placement.nodes, is_resumed="--resume" in worker_options)
     while True:
         outcome = _run_workers(placement, recipe, worker_options, logs)
         if outcome.failures and placement.node_rank == 0:

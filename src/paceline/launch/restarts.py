@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from paceline.checkpoint.catalog import CheckpointCatalog
-from paceline.checkpoint.storage import StorageFolder
 from paceline.errors import CheckpointError, RunFolderError
 from paceline.launch.outcome import LaunchOutcome
 from paceline.recipe.recipe import Recipe
@@ -24,14 +22,15 @@ class RestartPolicy:
         recipe: of the run.
         run_dir: its folder.
         nodes: number of nodes; on several the engine that has started them restarts the job.
+        is_resumed: the run may have checkpoints already.
     Attributes:
         num_restarts: restarts so far.
     """
 
-    def __init__(self, recipe: Recipe, run_dir: Path, nodes: int) -> None:
+    def __init__(self, recipe: Recipe, run_dir: Path, nodes: int, *, is_resumed: bool) -> None:
         self._recipe, self._run_dir = recipe, run_dir
         self._most = recipe.elastic.max_restarts if nodes == 1 and recovery_of(recipe).kind != "none" else 0
-        self._step = self._newest_step()[0] if self._most else 0
+        self._step = self._newest_step()[0] if self._most and is_resumed else 0
         self.num_restarts = 0
 
     def next_checkpoint(self, outcome: LaunchOutcome) -> str | None:
@@ -51,6 +50,10 @@ class RestartPolicy:
 
     def _newest_step(self) -> tuple[int, str]:
         """Return step and name of the newest whole checkpoint; 0 and an empty name without one."""
+        # Imported late: the launcher of a job that loses nobody does not need them.
+        from paceline.checkpoint.catalog import CheckpointCatalog
+        from paceline.checkpoint.storage import StorageFolder
+
         folder = self._recipe.checkpoint.folder or str(self._run_dir / CHECKPOINTS)
         try:
             found = CheckpointCatalog.read(StorageFolder(folder)).whole

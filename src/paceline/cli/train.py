@@ -165,14 +165,34 @@ def _launch(
         run_dir = resolve_run_folder(run)
         worker_options = ["--resume", str(run)]
     try:
-        outcome = _run_workers(placement, recipe, worker_options, logs)
-        if outcome.failures and placement.node_rank == 0:
-            record_failure(run_dir, outcome)
+        outcome = _run_with_restarts(placement, recipe, run_dir, worker_options, logs)
     finally:
         if run is None and recipe.run_dir is None:
             with suppress(OSError):  # removes the folder only if it is empty: the run never began
                 run_dir.rmdir()
     return outcome.exit_code
+
+
+def _run_with_restarts(
+    placement: common_options.JobPlacement,
+    recipe: Recipe,
+    run_dir: Path,
+    worker_options: Sequence[str],
+    logs: Path | None,
+) -> LaunchOutcome:
+    """Run the workers; start them again from the newest checkpoint after the loss of a process."""
+    from paceline.launch.restarts import RestartPolicy
+
+    policy = RestartPolicy(recipe, run_dir, placement.nodes, is_resumed="--resume" in worker_options)
+    while True:
+        outcome = _run_workers(placement, recipe, worker_options, logs)
+        if outcome.failures and placement.node_rank == 0:
+            record_failure(run_dir, outcome)
+        checkpoint = policy.next_checkpoint(outcome)
+        if checkpoint is None:
+            return outcome
+        print_plain(f"restart {policy.num_restarts} of {recipe.elastic.max_restarts} from {checkpoint}")
+        worker_options = ["--resume", str(run_dir)]
 
 
 def _claim_folder(recipe: Recipe, placement: common_options.JobPlacement, run_name: str) -> Path:
@@ -190,6 +210,7 @@ def _run_workers(
     placement: common_options.JobPlacement, recipe: Recipe, worker_options: Sequence[str], logs: Path | None
 ) -> LaunchOutcome:
     from paceline.cli.relaunch import relaunch
+    from paceline.recipe.recovery import recovery_of
 
     return relaunch(
         placement,
@@ -200,6 +221,7 @@ def _run_workers(
         log_dir=logs,
         prefixed=True,
         servers=recipe.strategy.servers,
+        max_replacements=recipe.elastic.max_restarts if recovery_of(recipe).kind == "in process" else 0,
     )
 
 

@@ -135,6 +135,7 @@ def read_rank_variables(values: Mapping[str, str]) -> dict[str, Any]:
         "beacon_port": _integer(values, "PACELINE_BEACON_PORT", 0),
         "tls": values.get("PACELINE_TLS", "auto"),
         "faults_dir": _optional_path(values, "PACELINE_FAULTS"),
+        "joins": values.get("PACELINE_JOINS") == "1",
     }
 
 
@@ -190,6 +191,7 @@ class Cluster:
         beacon_port: port on which this node's launcher can be probed; 0: none.
         faults_dir: folder through which the lab injects faults into this worker; None: no faults.
         tls: whether connections to the store are encrypted: "on", "off", or "auto" (with several nodes).
+        joins: this process joins a running job, in which `global_rank` is its number (`join`).
         membership: the membership that `connect` returned; None: not connected, or a single process.
     """
 
@@ -211,6 +213,7 @@ class Cluster:
     faults_dir: Path | None = None
     store_fd: int | None = None
     tls: str = "auto"
+    joins: bool = False
     membership: JobMembership | None = field(default=None, compare=False, repr=False)
 
     @classmethod
@@ -245,7 +248,7 @@ class Cluster:
             and 0 <= self.node_rank < self.num_nodes <= self.world_size
             and (self.num_nodes > 1 or one_node)
         )
-        if not consistent:
+        if not consistent and not self.joins:
             raise environment_error(
                 f"the variables contradict each other: RANK={self.global_rank} of"
                 f" WORLD_SIZE={self.world_size}, LOCAL_RANK={self.local_rank} of"
@@ -330,7 +333,9 @@ class Cluster:
 
     def enter_phase(self, what: str, seconds: float | None = None) -> None:
         """Report to the launcher what this process does, and how long that may take (None: any time)."""
-        enter_phase(self.error_dir, self.global_rank, what, seconds)
+        # The launcher knows a process by its number, which stays when its rank changes.
+        number = self.global_rank if self.membership is None else self.membership.number
+        enter_phase(self.error_dir, number, what, seconds)
 
     def await_ranks(self, what: str, seconds: float, log: Callable[[str], object]) -> None:
         """Wait until every rank has done `what`; a single process does not wait.

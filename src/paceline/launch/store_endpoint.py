@@ -49,6 +49,10 @@ class StoreEndpoint:
             connection.close()
         self.connections, self.listener = [], None
 
+    def new_connection(self, global_rank: int) -> socket.socket | None:
+        """Return a connection to the store for one more process; None if the store is on another node."""
+        return None if self.server is None else self.server.connection_for(global_rank)
+
     def mark_lost(self, global_rank: int) -> None:
         """Count a worker that has ended as gone."""
         if self.server is not None:

@@ -286,6 +286,15 @@ _LOST = {
     "reason": "str: how the rank was lost",
     "workers_left": "int: workers that go on",
 }
+_MEMBERS = {
+    "step": "int: steps taken before the job continued",
+    "lost": "list: numbers of the processes that were lost",
+    "joined": "list: numbers of the processes that joined; a process keeps its number",
+    "ranks": "int: number of processes from here on",
+    "takes_over": "bool: another process is rank 0 from here on, and writes the files",
+    "seconds": "float: from the failed collective until the job continued",
+    "cause": "str: the error with which it was noticed",
+}
 _PARTITION = {
     "how": "str: federated.partition",
     "clients": "int: number of clients",
@@ -386,6 +395,7 @@ EVENT_SCHEMAS: Mapping[str, EventSchema] = MappingProxyType(
         "lower-rate": EventSchema("warning", True, _LOWER_RATE),
         "roll-back": EventSchema("warning", True, _ROLL_BACK),
         "lost": EventSchema("warning", True, _LOST),
+        "members": EventSchema("warning", True, _MEMBERS),
         "sync": EventSchema("info", False, _SYNC),
         "switch": EventSchema("info", True, _SWITCH),
         "shares": EventSchema("info", True, _SHARES),

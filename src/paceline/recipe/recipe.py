@@ -27,6 +27,7 @@ from paceline.recipe.tables import (
     BatchRecipe,
     CheckpointRecipe,
     DebugRecipe,
+    ElasticRecipe,
     EvaluateRecipe,
     HealthRecipe,
     LoaderRecipe,
@@ -165,6 +166,9 @@ class Recipe(RecipeTable):
     )
     health: Annotated[HealthRecipe, *RATE_LOWERING_NEEDS] = Field(
         default_factory=HealthRecipe, description="the reaction to bad numbers"
+    )
+    elastic: ElasticRecipe = Field(
+        default_factory=ElasticRecipe, description="the reaction to the loss of a process"
     )
     log: LogRecipe = Field(default_factory=LogRecipe, description="what is logged")
     strategy: Strategy = Field(default_factory=Strategy, description="how the work is distributed")

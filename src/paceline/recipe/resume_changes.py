@@ -41,6 +41,7 @@ _HARMLESS = (
     "loader",
     "runtime",
     "memory",
+    "elastic",
     "health",
     "log",
 )

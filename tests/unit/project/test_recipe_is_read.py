@@ -115,6 +115,8 @@ def test_every_field_is_read_outside_the_recipe_room(read: set[tuple[str, str]],
     elsewhere |= {("DebugRecipe", "replay_arrivals")}
     # Read by `num_positions` inside the recipe room; see tests/unit/federated/test_cohorts.py.
     elsewhere |= {("FederatedRecipe", "cohort")}
+    # Read where the job is launched, and by `recovery_of`; see tests/cli/test_elastic.py.
+    elsewhere |= {("ElasticRecipe", "mode"), ("ElasticRecipe", "max_restarts")}
     # Read where a run goes back; see tests/parity/test_rollback.py.
     elsewhere |= {("HealthRecipe", "max_roll_backs")}
     # Read where ranks hold different bits; see tests/parity/test_reproducible_runs.py.

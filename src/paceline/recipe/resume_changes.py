@@ -43,6 +43,7 @@ _HARMLESS = (
     "memory",
     "health",
     "log",
+    "serve",
 )
 
 

@@ -232,6 +232,7 @@ class Session:
         reinstall_hooks: called after new `parts` were built, to install hooks in the new update step.
         wait_for_save: waits until a background save no longer reads the state.
         commit: votes of `repeat_until_agreed`; made at the first of them.
+        generation_trials: which forwards `paceline.generate` uses, by their settings; kept by `serving`.
     """
 
     recipe: Recipe
@@ -247,6 +248,7 @@ class Session:
     reinstall_hooks: list[Callable[[], None]] = field(default_factory=list)
     wait_for_save: Callable[[], None] = field(default_factory=lambda: _do_nothing)
     commit: CommitProtocol | None = None
+    generation_trials: dict[object, Any] = field(default_factory=dict)
     rule_switches: RuleSwitches = field(init=False)
     _unruled_buffers: frozenset[str] = field(init=False)
 

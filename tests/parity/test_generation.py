@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from unittest.mock import patch
@@ -68,6 +70,42 @@ def texts(cluster: Cluster, recipe: Recipe) -> tuple[list[list[int]], list[list[
     alone = [ticket.tokens for ticket in tickets]
     num_other = sum(whole.get(text) != row for text, row in placed.items())
     return together, alone, len(placed), num_other, next(rounds).applied
+
+
+def trials(cluster: Cluster, recipe: Recipe) -> tuple[list[int], list[str], bool]:
+    """Settings of the recipe and options: numbers of trials after each call, what was logged, equal texts."""
+    session = build_test_session(cluster, recipe)
+    next(session.rounds())
+    counts, lines = [], list[str]()
+    log, module = logging.getLogger("paceline"), importlib.import_module("paceline.serving.generation")
+    with (
+        patch.object(module, "choose_forward", wraps=module.choose_forward) as choose,
+        patch.object(log, "warning", lambda text, *args: lines.append(text % args)),
+    ):
+        texts = []
+        for options in ({}, {}, {"context": 16}, {"slots": 3}, {"slots": 3}):
+            texts.append(paceline.generate(session, REQUESTS, **options))
+            counts.append(choose.call_count)
+    used = {key[0].slots: key[0] for key in session.generation_trials}
+    assert (used[2].chunk, used[2].attention, used[2].context) == (4, "masked", 16)
+    return (
+        counts,
+        lines,
+        texts[0] == texts[1] == texts[2]
+        and [len(text) for text in texts[3]] == [len(text) for text in texts[0]],
+    )
+
+
+@pytest.mark.capability("W3", "W7")
+def test_settings_are_those_of_the_recipe_and_are_tried_once() -> None:
+    serve = {"slots": 2, "chunk": 4, "attention": "masked", "context": 16}
+    recipe = gpt("replicas=1 pipeline=2", steps=24).replace(serve=serve)
+    for counts, lines, has_equal_texts in run_ranks(trials, 2, recipe):
+        assert counts == [1, 1, 1, 2, 2] and has_equal_texts
+        assert lines in ([], ["generate: " + OTHER_SETTINGS] * 2)
+
+
+OTHER_SETTINGS = "not the settings of the recipe, so texts may have other bits: slots = 3 in place of 2"
 
 
 @pytest.mark.capability("W7", "W4")

@@ -8,7 +8,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -16,11 +16,13 @@ import typer
 
 from paceline.cli.common_options import AsJson, Trust, read_token
 from paceline.cli.console import error_output, print_json, print_plain
-from paceline.errors import DataError, MissingExtraError, RequestError, format_count
+from paceline.errors import DataError, MissingExtraError, format_count
 
 if TYPE_CHECKING:
+    from paceline.recipe.tables import ServeRecipe
     from paceline.serving import Engine, SamplingOptions
     from paceline.serving.answers import AnswerPart
+    from paceline.serving.kv_cache import SlotSettings
     from paceline.serving.load_model import ServedModel
 
 Source = Annotated[
@@ -44,13 +46,28 @@ TokenizerOf = Annotated[
     str | None,
     typer.Option("--tokenizer", help="A tokenizer.json or a folder with one. Default: that of the model."),
 ]
-Slots = Annotated[int, typer.Option("--slots", min=1, max=4096, help="Texts at a time.")]
+Slots = Annotated[
+    int | None,
+    typer.Option(
+        "--slots", min=1, max=4096, help="Texts at a time. Default: serve.slots, 8.", show_default=False
+    ),
+]
 Chunk = Annotated[
-    int, typer.Option("--chunk", min=1, help="Tokens of a prompt that are processed at a time.")
+    int | None,
+    typer.Option(
+        "--chunk",
+        min=1,
+        help="Tokens of a prompt that are processed at a time. Default: serve.chunk, 64.",
+        show_default=False,
+    ),
 ]
 Attention = Annotated[
-    Literal["masked", "by_slot"],
-    typer.Option(help="Attention over the whole cache under a mask, or slot by slot at its own length."),
+    Literal["masked", "by_slot"] | None,
+    typer.Option(
+        help="Attention over the whole cache under a mask, or slot by slot at its own length. Default:"
+        " serve.attention, by_slot.",
+        show_default=False,
+    ),
 ]
 TokenFile = Annotated[
     str,
@@ -72,7 +89,12 @@ Threads = Annotated[
 ]
 Context = Annotated[
     int | None,
-    typer.Option("--context", min=2, help="Longest text, in tokens. Default: that of the model."),
+    typer.Option(
+        "--context",
+        min=2,
+        help="Longest text, in tokens. Default: serve.context, that of the model.",
+        show_default=False,
+    ),
 ]
 
 
@@ -88,14 +110,18 @@ class _ModelArgs:
     weights: Any
     tokenizer: str | None
     trust: bool
-    slots: int
-    chunk: int
+    slots: int | None
+    chunk: int | None
     attention: Any
     context: int | None
     threads: int | None
 
-    def load(self, max_queued: int) -> tuple[ServedModel, Engine]:
-        """Load the model, and build its engine."""
+    def load(self, max_queued: int) -> tuple[ServedModel, Engine, SlotSettings]:
+        """Load the model, and build its engine.
+
+        Args:
+            max_queued: most texts that wait for a slot.
+        """
         from paceline.job.cluster import change_environment
 
         # Before transformers is imported: it then asks no hub, whatever a folder names.
@@ -103,6 +129,7 @@ class _ModelArgs:
         import torch
 
         from paceline.serving import build_engine
+        from paceline.serving.kv_cache import SlotSettings
         from paceline.serving.load_model import load_served_model
 
         if (self.source / "recipe.toml").is_file() or self.source.parent.name == "checkpoints":
@@ -115,21 +142,28 @@ class _ModelArgs:
         is_small = sum(p.numel() for p in served.model.parameters()) < _MANY_PARAMETERS
         # Not measured, as in a training: equal commands have to give equal fingerprints.
         torch.set_num_threads(self.threads or (1 if is_small else torch.get_num_threads()))
-        if self.context is not None and self.context > served.context:
-            raise RequestError(
-                f"--context is {self.context}, and the model's context is {served.context}",
-                parameter="context",
-                next_step="leave it out, or give less",
-            )
+        slots = SlotSettings.from_recipe(self._settings(served.settings), served.context)
         engine = build_engine(
             served.model,
-            context=self.context or served.context,
-            slots=self.slots,
-            chunk=self.chunk,
-            attention=self.attention,
-            max_queued=max_queued,
+            context=slots.context,
+            slots=slots.slots,
+            chunk=slots.chunk,
+            attention=slots.attention,
+            max_queued=slots.slots + max_queued,
         )
-        return served, engine
+        return served, engine, slots
+
+    def _settings(self, of_recipe: ServeRecipe | None) -> ServeRecipe:
+        """Return the settings of the recipe, with the options in place of its keys; warns of other bits."""
+        from paceline.recipe.tables import ServeRecipe
+
+        known = of_recipe or ServeRecipe()
+        options = {name: getattr(self, name) for name in ServeRecipe.model_fields}
+        chosen = known.replace(**{name: value for name, value in options.items() if value is not None})
+        changes = "" if of_recipe is None else chosen.changes_from(known)
+        if changes:
+            _warn(f"not the settings of the recipe, so texts may have other bits: {changes}")
+        return chosen
 
 
 def generate(
@@ -144,9 +178,9 @@ def generate(
     repeat_window: Annotated[int, typer.Option(help="How many tokens are recent.")] = 64,
     seed: Annotated[int, typer.Option(help="Seed of the draws: equal seeds give equal texts.")] = 299792458,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends an answer. Repeatable.")] = None,
-    slots: Slots = 8,
-    chunk: Chunk = 64,
-    attention: Attention = "by_slot",
+    slots: Slots = None,
+    chunk: Chunk = None,
+    attention: Attention = None,
     context: Context = None,
     threads: Threads = None,
     weights: WeightsOf = None,
@@ -172,7 +206,7 @@ def generate(
         seed=seed,
     )
     args = _ModelArgs(source, task, weights, tokenizer, trust, slots, chunk, attention, context, threads)
-    served, engine = args.load(max_queued=len(prompts))
+    served, engine, settings = args.load(max_queued=len(prompts))
     loaded = time.perf_counter()
     streams = len(prompts) == 1 and not as_json
     if streams:
@@ -184,7 +218,12 @@ def generate(
             _write(part.text)
     seconds = time.perf_counter() - loaded
     _show(
-        args, served, engine, prompts, texts, {"load_seconds": loaded - started, "seconds": seconds}, as_json
+        served,
+        {**asdict(settings), "fingerprint": engine.fingerprint},
+        prompts,
+        texts,
+        {"load_seconds": loaded - started, "seconds": seconds},
+        as_json,
     )
 
 
@@ -217,9 +256,8 @@ def _continue(
 
 
 def _show(
-    args: _ModelArgs,
     served: ServedModel,
-    engine: Engine,
+    settings: dict[str, Any],
     prompts: Sequence[str],
     texts: Sequence[Sequence[AnswerPart]],
     times: dict[str, float],
@@ -238,8 +276,8 @@ def _show(
     count = sum(answer["tokens"] for answer in answers)
     rate = count / times["seconds"] if times["seconds"] else 0.0
     if as_json:
-        facts = {"model": served.name, "source": served.source, "fingerprint": engine.fingerprint}
-        speed = {"slots": args.slots, "tokens_per_second": rate, **times}
+        facts = {"model": served.name, "source": served.source, **settings}
+        speed = {"tokens_per_second": rate, **times}
         print_json({**facts, **speed, "answers": answers})
         return
     if len(prompts) == 1:
@@ -249,7 +287,7 @@ def _show(
             print_plain(f"{answer['prompt']}{answer['text']}\n")
     print_plain(
         f"{format_count(count, 'token')} in {times['seconds']:.2f} s, {rate:.0f} tokens per second; loaded in"
-        f" {times['load_seconds']:.2f} s; fingerprint {engine.fingerprint}",
+        f" {times['load_seconds']:.2f} s; fingerprint {settings['fingerprint']}",
         error_output(),
     )
 
@@ -273,9 +311,9 @@ def serve(
     ),
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: any that is free.")] = 8000,
     token_file: TokenFile = "",
-    slots: Slots = 8,
-    chunk: Chunk = 64,
-    attention: Attention = "by_slot",
+    slots: Slots = None,
+    chunk: Chunk = None,
+    attention: Attention = None,
     context: Context = None,
     threads: Threads = None,
     max_queued: Annotated[int, typer.Option(min=0, help="Texts that may wait for a slot.")] = 64,
@@ -308,7 +346,7 @@ def serve(
         is_loopback = name.startswith("127.") or name == "::1"
         _require_token(name, token, is_loopback=is_loopback)
         args = _ModelArgs(source, task, weights, tokenizer, trust, slots, chunk, attention, context, threads)
-        served, engine = args.load(max_queued=slots + max_queued)
+        served, engine, _ = args.load(max_queued)
         limits = ServerLimits(
             max_queued=max_queued,
             max_tokens=max_tokens,
@@ -316,8 +354,9 @@ def serve(
             stop_seconds=stop_seconds,
         )
         server = GenerationServer(served, engine, token, limits, is_loopback=is_loopback)
+        slots_text = format_count(engine.forward.num_slots, "slot")
         print_plain(
-            f"serving {served.name} ({served.source}) with {format_count(slots, 'slot')} of"
+            f"serving {served.name} ({served.source}) with {slots_text} of"
             f" {engine.context} tokens at http://{format_address(name, number)}/v1"
         )
         sys.stdout.flush()

@@ -36,6 +36,7 @@ from paceline.recipe.tables import (
     PrecisionRecipe,
     RuntimeRecipe,
     SecurityRecipe,
+    ServeRecipe,
 )
 from paceline.recipe.toml_text import toml_key, toml_value
 from paceline.recipe.validation import FieldNeed, NeedScope, RecipeTable, value_error
@@ -163,6 +164,9 @@ class Recipe(RecipeTable):
     checkpoint: CheckpointRecipe = Field(default_factory=CheckpointRecipe, description="when state is saved")
     average: AverageRecipe = Field(
         default_factory=AverageRecipe, description="a moving average of the weights"
+    )
+    serve: ServeRecipe = Field(
+        default_factory=ServeRecipe, description="how text is generated from the model"
     )
     health: Annotated[HealthRecipe, *RATE_LOWERING_NEEDS] = Field(
         default_factory=HealthRecipe, description="the reaction to bad numbers"

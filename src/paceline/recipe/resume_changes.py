@@ -44,6 +44,7 @@ _HARMLESS = (
     "elastic",
     "health",
     "log",
+    "serve",
 )
 
 

@@ -206,6 +206,28 @@ class AverageRecipe(RecipeTable):
     )
 
 
+class ServeRecipe(RecipeTable):
+    """The shapes of the forwards of generation, on which the bits of a text depend."""
+
+    slots: int = Field(default=8, ge=1, le=4096, description="texts at a time, of each replica")
+    chunk: int = Field(default=64, ge=1, description="tokens of a prompt that run at a time")
+    attention: Literal["by_slot", "masked"] = Field(
+        default="by_slot",
+        description="attention slot by slot at its own length, or over the whole cache under a mask",
+    )
+    context: int | None = Field(
+        default=None, ge=2, description="longest text, in tokens; left out: that of the model"
+    )
+
+    def changes_from(self, other: ServeRecipe) -> str:
+        """Return the settings that differ from those of another table, as text; empty if none does."""
+        return ", ".join(
+            f"{name} = {getattr(self, name)} in place of {getattr(other, name)}"
+            for name in type(self).model_fields
+            if getattr(self, name) != getattr(other, name)
+        )
+
+
 # ---------------------------------------------------------------------- health
 
 

@@ -23,6 +23,8 @@ FinishReason = Literal["stop", "length", "error"]
 
 MAX_CHUNKS_PER_STEP = 4
 """Most chunks of prompts that run between two tokens of the other texts; does not change any bit."""
+MAX_CHUNKS_AT_ONCE = 4
+"""Most chunks of prompts in one forward; more than one only where that does not change any bit."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,20 @@ class Ticket:
         return self.slot is not None and self.num_prefilled == len(self.request.prompt)
 
 
+class PromptChunk(NamedTuple):
+    """A part of a prompt that runs in one forward.
+
+    Args:
+        slot: of the text.
+        prompt: all of its tokens.
+        start: of the part, which has as many tokens as a chunk if there are so many.
+    """
+
+    slot: int
+    prompt: Sequence[int]
+    start: int
+
+
 class SlotForward(Protocol):
     """Forward of a model on the slots of an engine, on one rank or several.
 
@@ -113,12 +129,12 @@ class SlotForward(Protocol):
     def clear(self, slot: int) -> None:
         """Empty a slot, so that nothing of its text can be seen by the next one."""
 
-    def prefill(self, slot: int, prompt: Sequence[int], start: int) -> LogitRow | None:
-        """Append the tokens of a prompt from `start` on to a slot's text, at most `chunk` of them.
+    def prefill(self, chunks: Sequence[PromptChunk]) -> Sequence[LogitRow | None] | None:
+        """Append chunks of prompts to the texts of their slots, in order; at most `MAX_CHUNKS_AT_ONCE`.
 
         Returns:
-            Logits after the last token of the prompt, float32 [V]. None before the last chunk, and on ranks
-            that do not sample.
+            For each, the logits after the last token of the prompt, float32 [V]; None before the last chunk.
+            None on ranks that do not sample.
         """
 
     def decode(self, slots: Sequence[int], tokens: Sequence[int]) -> Sequence[LogitRow] | None:
@@ -253,16 +269,26 @@ class Engine:
         """Run chunks of prompts in the order of submission; all of them if no text would wait for it."""
         waiting = [ticket for ticket in self._slots if ticket is not None and not ticket.decodes]
         waiting.sort(key=lambda ticket: ticket.request_id)
-        num_left = MAX_CHUNKS_PER_STEP if len(waiting) < self.num_running else len(waiting) * self.context
+        pieces = [
+            (ticket, PromptChunk(ticket.slot, ticket.request.prompt, start))
+            for ticket in waiting
+            if ticket.slot is not None
+            for start in range(ticket.num_prefilled, len(ticket.request.prompt), self.forward.chunk)
+        ]
+        if len(waiting) < self.num_running:
+            pieces = pieces[:MAX_CHUNKS_PER_STEP]
         events: list[TokenEvent] = []
-        for ticket in waiting:
-            prompt, slot = ticket.request.prompt, ticket.slot
-            while num_left and slot is not None and ticket.num_prefilled < len(prompt):
-                logits_V = self.forward.prefill(slot, prompt, ticket.num_prefilled)
-                ticket.num_prefilled = min(ticket.num_prefilled + self.forward.chunk, len(prompt))
-                num_left -= 1
-                if ticket.num_prefilled == len(prompt):
-                    events += self._sample([ticket], None if logits_V is None else [logits_V])
+        for first in range(0, len(pieces), MAX_CHUNKS_AT_ONCE):
+            batch = pieces[first : first + MAX_CHUNKS_AT_ONCE]
+            rows = self.forward.prefill([chunk for _, chunk in batch])
+            for ticket, chunk in batch:
+                ticket.num_prefilled = min(chunk.start + self.forward.chunk, len(chunk.prompt))
+            # The last chunk of a prompt ends it; its other chunks are before it in the same batch or earlier.
+            ended = {ticket.request_id: i for i, (ticket, _) in enumerate(batch) if ticket.decodes}
+            if ended:
+                tickets = [batch[i][0] for i in ended.values()]
+                found = None if rows is None else [rows[i] for i in ended.values()]
+                events += self._sample(tickets, found)
         return events
 
     def _decode(self) -> list[TokenEvent]:

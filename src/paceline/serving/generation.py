@@ -9,8 +9,9 @@ texts are those of one process, the bits of their logits too unless a layout add
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from typing import Any
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,7 +23,9 @@ from paceline.errors import StrategyError
 from paceline.job.mesh import RankGroup
 from paceline.serving.engine import Engine, GenerationRequest
 from paceline.serving.kv_cache import AttentionForm, SlotSettings
+from paceline.serving.load_model import model_limits
 from paceline.serving.slot_forward import (
+    CachedForward,
     ModelCall,
     WholeForward,
     choose_forward,
@@ -32,27 +35,35 @@ from paceline.serving.slot_forward import (
 )
 from paceline.session.session import Session
 
+log = logging.getLogger("paceline")
+
 
 def generate(
     session: Session,
     requests: Sequence[GenerationRequest],
     *,
-    context: int,
-    slots: int = 8,
-    chunk: int = 64,
-    attention: AttentionForm = "by_slot",
+    context: int | None = None,
+    slots: int | None = None,
+    chunk: int | None = None,
+    attention: AttentionForm | None = None,
 ) -> list[list[int]]:
     """Continue prompts, with averaged weights if there are any, else those of the first replica; collective.
 
+    A short text is run with and without a cache at the first call, and again only for other settings, other
+    ranks, or other weights of a model that had no cache.
+
     Args:
         requests: equal on all ranks.
-        context: longest text that the model takes, in tokens.
-        slots, chunk, attention: see `SlotSettings`; slots are those of each replica.
+        context: longest text, in tokens; None: that of the recipe, or of the model.
+        slots, chunk, attention: see `SlotSettings`; slots are those of each replica. None: those of the
+            recipe. Others may give other bits, which is logged.
     Returns:
         New tokens of each request; equal on all ranks.
     Raises:
         StrategyError: the strategy splits sequences over ranks (context).
+        RecipeError: a setting is out of range.
         RequestError: a request does not fit; see `Engine.check`.
+        TaskError: no context is given, and the model does not say its own.
     Wire: one ragged all_gather of about 40 bytes for each token, in addition to the forwards of the layout.
     """
     strategy = session.strategy
@@ -61,12 +72,14 @@ def generate(
             "generate does not support context, in which every rank has some positions of a sequence",
             next_step="generate from the exported model, or use a strategy without context",
         )
+    options = {"context": context, "slots": slots, "chunk": chunk, "attention": attention}
+    settings = _settings(session, {name: value for name, value in options.items() if value is not None})
     # Replicas that differ between two rounds, and servers, run every forward together.
     shares_out = strategy.has_steps_of_one_process and not strategy.servers
     team = session.mesh.inside if shares_out else session.mesh.world
     num_teams, index = (session.mesh.replica.size, session.mesh.replica.rank) if shares_out else (1, 0)
     with session.averaged():
-        engine = _build_engine(session, team, SlotSettings(slots, chunk, context, attention))
+        engine = _build_engine(session, team, settings)
         for request in requests:
             engine.check(request)
         tickets = {i: engine.submit(requests[i]) for i in range(index, len(requests), num_teams)}
@@ -78,22 +91,62 @@ def generate(
     return [tokens[str(i)] for i in range(len(requests))]
 
 
+def _settings(session: Session, options: Mapping[str, Any]) -> SlotSettings:
+    """Return the settings of the recipe, with options in place of its keys."""
+    recipe = session.recipe.serve
+    chosen = recipe.replace(**options)
+    changes = chosen.changes_from(recipe.replace(context=chosen.context))
+    if changes and session.is_first:
+        log.warning("generate: not the settings of the recipe, so texts may have other bits: %s", changes)
+    # A context that was given is taken as it is: not every model says its own.
+    known = chosen.context or model_limits(session.runner.sharded_model.model)[0]
+    return SlotSettings.from_recipe(chosen, known)
+
+
+class _Trial(NamedTuple):
+    """Result of the trial of a session.
+
+    Args:
+        vocab: number of logits.
+        num_rows: of a forward with a cache; 0: the model has none.
+        step: of the session.
+    """
+
+    vocab: int
+    num_rows: int
+    step: int
+
+
 def _build_engine(session: Session, team: RankGroup, settings: SlotSettings) -> Engine:
-    """Return the engine of the ranks that run every forward together; collective over these."""
+    """Return the engine of the ranks that run every forward together; collective over these.
+
+    The trial says how the model computes, which does not change with its weights. Only a model without a
+    cache is tried again after a step: weights of zero make a trial fail.
+    """
     model, device = session.runner.sharded_model.model, session.runner.sharded_model.device
     call = _placed_call(session, samples=_is_sampler(session, team))
 
     def gather(text: str) -> list[str]:
         return all_gather_texts(text, team, session.net) if team.size > 1 else [text]
 
-    zero_11 = torch.zeros(1, 1, dtype=torch.int64, device=device)
-    logits = call(zero_11, zero_11)
-    vocab = next(int(text) for text in gather("" if logits is None else str(logits.shape[-1])) if text)
+    key, step = (settings, team.ranks, id(session.parts)), session.state.step
+    known: _Trial | None = session.generation_trials.get(key)
+    if known is None:
+        zero_11 = torch.zeros(1, 1, dtype=torch.int64, device=device)
+        logits = call(zero_11, zero_11)
+        texts = gather("" if logits is None else str(logits.shape[-1]))
+        known = _Trial(next(int(text) for text in texts if text), 0, -1)
     # Not inference_mode: ZeRO-3 frees and fills the memory of parameters around every block.
-    whole = WholeForward(call, model, settings, vocab, "", device, gather, torch.no_grad)
-    text = trial_text(model, settings, vocab)
-    expected = whole.logits(text)
-    forward = choose_forward(whole, text, None if expected is None else expected[0], "")
+    whole = WholeForward(call, model, settings, known.vocab, "", device, gather, torch.no_grad)
+    forward: WholeForward | CachedForward = whole
+    if known.num_rows:
+        forward = whole.with_cache(known.num_rows, "")
+    elif known.step != step:
+        text = trial_text(model, settings, known.vocab)
+        expected = whole.logits(text)
+        forward = choose_forward(whole, text, None if expected is None else expected[0], "")
+        num_rows = 0 if forward is whole else forward.settings.rows
+        session.generation_trials[key] = known._replace(num_rows=num_rows, step=step)
     return Engine(forward, max_queued=2**31)
 
 

@@ -53,6 +53,7 @@ from paceline.models.gpt import GPT
 from paceline.models.initialize import replace_parameters
 from paceline.observe.process_info import cache_folder
 from paceline.recipe.recipe_loading import load_recipe
+from paceline.recipe.tables import ServeRecipe
 from paceline.recipe.toml_text import parse_toml
 from paceline.report.number_format import format_bytes
 from paceline.report.run_files import RECIPE
@@ -86,6 +87,7 @@ class ServedModel:
         source: where the weights were found.
         chat_template: of the folder; None: there is none.
         marker_texts: texts of the special tokens that a chat template may name, such as `bos_token`.
+        settings: of the recipe of the weights; None: they have no recipe.
     """
 
     model: nn.Module
@@ -96,6 +98,7 @@ class ServedModel:
     source: str
     chat_template: str | None
     marker_texts: Mapping[str, str]
+    settings: ServeRecipe | None
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,7 @@ class _Parts:
     vocabulary: str
     source: str
     folder: Path | None  # with a chat template, perhaps
+    settings: ServeRecipe | None = None
 
 
 def load_served_model(
@@ -160,6 +164,7 @@ def load_served_model(
         source=parts.source,
         chat_template=template,
         marker_texts=markers,
+        settings=parts.settings,
     )
 
 
@@ -257,7 +262,8 @@ def _load_run(
     vocabulary = checkpoint.manifest.origin.versions.get(VOCABULARY_KEY, "")
     require_same_vocabulary(own.vocabulary, vocabulary, source)  # its size is that of the model
     _fill(model, model_weights_of(checkpoint, which), source)
-    return _Parts(model, own, vocabulary, source, Path(chat) if isinstance(chat, str) else None)
+    place_of_template = Path(chat) if isinstance(chat, str) else None
+    return _Parts(model, own, vocabulary, source, place_of_template, recipe.serve)
 
 
 def _build_byte_gpt(
@@ -322,7 +328,8 @@ def _load_export(path: Path, task: str | None, tokenizer: str | None) -> _Parts:
         own = read_tokenizer(tokenizer or str(beside)) if has_tokenizer else ServingTokenizer.of_bytes()
     require_same_vocabulary(own.vocabulary, vocabulary, str(path))
     _fill(model, weights, str(path))
-    return _Parts(model, own, vocabulary, str(path), path.parent)
+    settings = ServeRecipe(**recipe.get("serve", {}))
+    return _Parts(model, own, vocabulary, str(path), path.parent, settings)
 
 
 def _load_transformers(path: Path, tokenizer: str | None, warn: Callable[[str], None]) -> _Parts:

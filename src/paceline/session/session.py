@@ -235,6 +235,7 @@ class Session:
         is_elastic: `fit` continues on the remaining ranks when others are lost.
         reported: the step up to which `fit` has done what was due, and the last round that it has reported.
         interrupted_at: step from which on that is to be repeated, after a change of members; None: nothing.
+        generation_trials: which forwards `paceline.generate` uses, by their settings; kept by `serving`.
     """
 
     recipe: Recipe
@@ -253,6 +254,7 @@ class Session:
     is_elastic: bool = False
     reported: tuple[int, StepStats | None] = (0, None)
     interrupted_at: int | None = None
+    generation_trials: dict[object, Any] = field(default_factory=dict)
     rule_switches: RuleSwitches = field(init=False)
     _unruled_buffers: frozenset[str] = field(init=False)
 

@@ -253,6 +253,7 @@ class NetworkRounds(FederatedRounds):
         undo: Callable[[], None],
     ) -> None:
         """Send the weights to the cohort, and add what comes back in time."""
+        undo()  # changes of buffers count from the start of the round
         network, step = cast("NetworkWork", work), local_step.state.step
         network.server.wait_for(self.settings.at_least, network.deadline_seconds)
         network.update_roster()
@@ -444,6 +445,7 @@ class BufferedRounds(NetworkRounds):
         undo: Callable[[], None],
     ) -> None:
         """Add updates as they arrive until the buffer is full."""
+        undo()  # changes of buffers count from the start of the round
         network, state = cast("NetworkWork", work), local_step.state
         network.server.wait_for(self.settings.at_least, network.deadline_seconds)
         self._phases.begin("communication")

@@ -33,6 +33,7 @@ from paceline.comm.channel.grpc_server import GrpcServer
 from paceline.comm.channel.message_channel import ChannelMessage
 from paceline.comm.channel.reliable_queue import ReliableQueues
 from paceline.errors import CommunicationError, DeadlineError, RecipeError, format_count
+from paceline.job.cluster import token_from_environment
 from paceline.job.handshake import plain_line
 from paceline.job.tls import JobCertificate
 from paceline.observe.sinks import EventCallback
@@ -231,7 +232,7 @@ class ClientServer:
             queues,
             host,
             _NUMBERS,
-            context.cluster.token,
+            _job_key(context),
             trusted,
             port=port,
             max_peers=MAX_CLIENTS,
@@ -380,6 +381,22 @@ class ClientServer:
             tensors = [[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in message.tensors]
             record = {"direction": direction, "client": client.name, "kind": message.kind}
             self._note("wire", {**record, "fields": dict(message.fields), "tensors": tensors, "bytes": size})
+
+
+def _job_key(context: SessionContext) -> str:
+    """Return the key of the job; a process that no launcher has started reads it from PACELINE_TOKEN.
+
+    Raises:
+        RecipeError: there is none.
+    """
+    token = context.cluster.token or token_from_environment()
+    if not token:
+        raise RecipeError(
+            "clients of a network need a key: without it, anyone who reaches the server could join",
+            where='federated.clients = "network"',
+            next_step="pass the same --token-file or PACELINE_TOKEN to the job and to every client",
+        )
+    return token
 
 
 def _certificate(recipe: Recipe, host: str) -> JobCertificate | None:

@@ -95,12 +95,17 @@ class ClientThread:
     """A client in a thread; `error` is what it has raised."""
 
     def __init__(self, port: int, name: str, task: Any = None, **settings: Any) -> None:
-        build = task or partial(make_task, name)
+        given = task or partial(make_task, name)
+
+        def build() -> Task:
+            built: Task = given()
+            return built
+
         values = {"token": KEY, "deadline_seconds": 60.0} | settings
         self.said: list[str] = []
         self.error: BaseException | None = None
         self._client = _BuiltInTurn(
-            ClientSettings("127.0.0.1", port, name, task=lambda: build(), base_dir=Path.cwd(), **values),
+            ClientSettings("127.0.0.1", port, name, task=build, base_dir=Path.cwd(), **values),
             self.said.append,
         )
         self._thread = threading.Thread(target=self._run, daemon=True)

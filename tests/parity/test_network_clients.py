@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from paceline.comm.channel.message_channel import ChannelMessage
-from paceline.errors import CommunicationError, DeadlineError, RecipeError
+from paceline.errors import DeadlineError, RecipeError
 from paceline.federated.cohort_table import CohortReplay
 from paceline.observe.metrics_schema import find_schema_errors
 from paceline.session import federated_client
@@ -274,10 +274,8 @@ def test_no_sample_leaves_a_client_and_one_that_does_is_found(tmp_path: Path) ->
     value = struct.unpack("<f", struct.pack("<I", CANARY))[0]
     canaries = [struct.pack("<f", value), struct.pack("<d", value), str(value).encode()]
     wire, listed = seen_on_the_wire(tmp_path / "right")
-    # The relay sees plain bytes: those of the weights before the first round are among them.
-    first = make_task().model.state_dict()
-    shapes = {tuple(value.shape) for value in first.values()}
-    assert b"channel" not in wire[:0] and b'"samples": 20' in wire
+    shapes = {tuple(value.shape) for value in make_task().model.state_dict().values()}
+    assert b'"samples": 20' in wire  # the relay sees plain bytes
     assert not [canary for canary in canaries if canary in wire]
     batches = {10, 20}
     for record in listed:
@@ -293,6 +291,7 @@ def test_no_sample_leaves_a_client_and_one_that_does_is_found(tmp_path: Path) ->
         x = session.task.data.tensors[0]
         return ChannelMessage(update.kind, update.fields, [*update.tensors, x])
 
-    with patch.object(LocalTraining, "train", talkative), pytest.raises((CommunicationError, AssertionError)):
+    with patch.object(LocalTraining, "train", talkative):
         wire, listed = seen_on_the_wire(tmp_path / "twin")
-        assert not [canary for canary in canaries if canary in wire]
+    assert canaries[0] in wire
+    assert [shape for record in listed for _, shape in record["tensors"] if shape == [20, 4]]

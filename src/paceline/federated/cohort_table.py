@@ -49,8 +49,13 @@ class CohortReplay:
             int(record["step"]): {n: r for n, r in record["left_out"].items() if r in by_time}
             for record in cohorts
         }
-        self._applied = {
-            int(record["step"]): [*zip(record["clients"], record["works"], strict=True)] for record in buffers
+        # First those that were dropped: their clients began other works in the same round.
+        self._taken = {
+            int(record["step"]): [
+                *((name, work) for name, work, _ in record["dropped"]),
+                *zip(record["clients"], record["works"], strict=True),
+            ]
+            for record in buffers
         }
         # A client begins each of its works on the weights of the round that the record names.
         self._begins = {
@@ -66,9 +71,9 @@ class CohortReplay:
         """Return the clients that a round left out for the time that they took, with the reason."""
         return self._left_out.get(step, {})
 
-    def applied(self, step: int) -> list[tuple[str, int]]:
-        """Return the updates of a buffer in the order in which they were applied: client and its work."""
-        return self._applied.get(step, [])
+    def taken(self, step: int) -> list[tuple[str, int]]:
+        """Return the updates that a round with a buffer dropped and then applied, as client and its work."""
+        return [*self._taken.get(step, ())]
 
     def next_work(self, name: str, first: int, step: int) -> int | None:
         """Return the work that a client begins in a round, the first from `first` on; None: there is none."""

@@ -479,10 +479,10 @@ class BufferedRounds(NetworkRounds):
         self, network: NetworkWork, runner: ModelRunner, state: TrainState
     ) -> Iterator[tuple[str, BegunWork, ClientUpdate]]:
         """Yield updates in the order in which they are applied, and give work to clients that are idle."""
-        wanted = None if self.replay is None else self.replay.applied(state.step)
+        wanted = None if self.replay is None else self.replay.taken(state.step)
         while True:
             self._give_work(network, runner, state)
-            first = self._next_update(wanted, state.step)
+            first = self._next_update(wanted)
             if first is not None:
                 yield first[0], *self._arrived.pop(first)
                 continue
@@ -496,11 +496,10 @@ class BufferedRounds(NetworkRounds):
                 )
             self._take(event, runner, network)
 
-    def _next_update(self, wanted: list[tuple[str, int]] | None, step: int) -> tuple[str, int] | None:
+    def _next_update(self, wanted: list[tuple[str, int]] | None) -> tuple[str, int] | None:
         """Return the update to apply or drop next, in a replay the one that the run had; None: wait."""
-        too_old = [k for k, (begun, _) in self._arrived.items() if step - begun.step > self.settings.age]
-        if wanted is None or too_old:
-            return next(iter(self._arrived if wanted is None else too_old), None)
+        if wanted is None:
+            return next(iter(self._arrived), None)
         return wanted.pop(0) if wanted and wanted[0] in self._arrived else None
 
     def _take(self, event: ClientEvent, runner: ModelRunner, network: NetworkWork) -> None:
@@ -526,7 +525,9 @@ class BufferedRounds(NetworkRounds):
             number: int | None = network.roster.works.get(client.name, 0)
             if self.replay is not None:
                 number = self.replay.next_work(client.name, number or 0, state.step)
-            if number is None or num_busy >= self.settings.cohort_size.number:
+            elif num_busy >= self.settings.cohort_size.number:
+                continue
+            if number is None:
                 continue
             network.roster.works[client.name] = number + 1
             self._begun[client.name] = BegunWork(number, state.step)

@@ -239,3 +239,20 @@ def processes_for(recipe: Recipe, processes: int | None, nodes: int) -> int:
 def _absolute(location: str) -> str:
     """Return a path from the root; a URL is absolute already."""
     return location if "://" in location else str(Path(location).resolve())
+
+
+def read_task_options(options: list[str] | None) -> dict[str, Any]:
+    """Return the options of `--option KEY=VALUE`, with values as in a recipe.
+
+    Raises:
+        RecipeError: one of them is no such text.
+    """
+    from paceline.recipe.recipe_loading import apply_override
+
+    values: dict[str, Any] = {}
+    for text in options or ():
+        _, problem = apply_override(values, f"options.{text}")
+        if problem is not None:
+            raise RecipeError(f"--option {text}: {problem.message}", next_step="use --option KEY=VALUE")
+    arguments: dict[str, Any] = values.get("options", {})
+    return arguments

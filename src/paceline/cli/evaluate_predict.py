@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from paceline.cli.common_options import JobPlacement, Trust
+from paceline.cli.common_options import JobPlacement, Trust, read_task_options
 from paceline.cli.console import error_output, print_json, print_plain
 from paceline.errors import DataError, RecipeError, format_count
 
@@ -243,20 +243,9 @@ def _samples(opened: OpenedRun, spec: str, options: list[str] | None) -> Any:
             f"the task has no set of samples '{spec}'",
             next_step='name one of its sets (data, held_out), or "file.py:function"',
         )
-    return load_samples(spec, _arguments(options), opened.session.recipe.seed, Path.cwd(), cache_folder())
-
-
-def _arguments(options: list[str] | None) -> dict[str, Any]:
-    """Parse KEY=VALUE options, with values as in a recipe."""
-    from paceline.recipe.recipe_loading import apply_override
-
-    values: dict[str, Any] = {}
-    for text in options or ():
-        _, problem = apply_override(values, f"options.{text}")
-        if problem is not None:
-            raise RecipeError(f"--option {text}: {problem.message}", next_step="use --option KEY=VALUE")
-    arguments: dict[str, Any] = values.get("options", {})
-    return arguments
+    return load_samples(
+        spec, read_task_options(options), opened.session.recipe.seed, Path.cwd(), cache_folder()
+    )
 
 
 def _write(rows: list[Any], to: Path | None) -> None:

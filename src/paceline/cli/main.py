@@ -118,6 +118,11 @@ COMMANDS = (
         "Create a certificate for a job, and its own certificate authority, for channel=grpc.",
     ),
     CommandEntry(
+        "client",
+        "client:client",
+        "Train on this client's data in the federated rounds of a job, until the run is complete.",
+    ),
+    CommandEntry(
         "recipe show",
         "recipe_show:show",
         "Print the resolved recipe: every key with its value and its meaning.",

@@ -112,6 +112,12 @@ def run_train(args: TrainArgs) -> None:
     processes = _num_processes(run, args.nodes.processes, args.strategy, nodes)
     count = common_options.processes_for(recipe, processes, nodes)
     placement = args.nodes.placement(count, recipe.security.tls)
+    if recipe.federated.is_networked and not placement.token:
+        raise RecipeError(
+            "clients of a network need a key: without it, anyone who reaches the server could join",
+            where='federated.clients = "network"',
+            next_step="pass the same --token-file or PACELINE_TOKEN to the job and to every client",
+        )
     sys.exit(_launch(placement, recipe, run, run_name, args.logs))
 
 

@@ -4,18 +4,99 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from paceline.comm.net import Net
 from paceline.comm.tally import StepTally
+from paceline.errors import DataError
 from paceline.federated.cohorts import CohortMember
 from paceline.job.mesh import RankGroup
+from paceline.report.run_reader import read_run
 
-RETURNED, NOT_FINITE, NO_SAMPLES = 1.0, 2.0, 3.0
-LEFT_OUT_REASONS = {NOT_FINITE: "its loss or update is not finite", NO_SAMPLES: "it has no samples"}
+RETURNED, NOT_FINITE, NO_SAMPLES, LATE, LOST, INVALID = 1.0, 2.0, 3.0, 4.0, 5.0, 6.0
+LEFT_OUT_REASONS = {
+    NOT_FINITE: "its loss or update is not finite",
+    NO_SAMPLES: "it has no samples",
+    LATE: "it was late",
+    LOST: "it could not be reached",
+    INVALID: "its update has other tensors than the model",
+}
 COHORT_COLUMNS = ("status", "weight", "samples", "steps", "total", "count")
+
+
+def status_of(reason: str) -> float:
+    """Return the status with a reason of `LEFT_OUT_REASONS`."""
+    return next(status for status, text in LEFT_OUT_REASONS.items() if text == reason)
+
+
+class CohortReplay:
+    """The part of a recorded run that its seed does not decide: who was late, and what a buffer held.
+
+    Args:
+        cohorts: events `cohort` of the run.
+        buffers: its events `buffer`; empty if it had none.
+    """
+
+    def __init__(
+        self, cohorts: Sequence[Mapping[str, Any]], buffers: Sequence[Mapping[str, Any]] = ()
+    ) -> None:
+        by_time = {LEFT_OUT_REASONS[LATE], LEFT_OUT_REASONS[LOST]}
+        self._left_out = {
+            int(record["step"]): {n: r for n, r in record["left_out"].items() if r in by_time}
+            for record in cohorts
+        }
+        # First those that were dropped: their clients began other works in the same round.
+        self._taken = {
+            int(record["step"]): [
+                *((name, work) for name, work, _ in record["dropped"]),
+                *zip(record["clients"], record["works"], strict=True),
+            ]
+            for record in buffers
+        }
+        # A client begins each of its works on the weights of the round that the record names.
+        self._begins = {
+            (name, work): int(record["step"]) - age
+            for record in buffers
+            for name, work, age in (
+                *zip(record["clients"], record["works"], record["ages"], strict=True),
+                *record["dropped"],
+            )
+        }
+
+    def left_out(self, step: int) -> Mapping[str, str]:
+        """Return the clients that a round left out for the time that they took, with the reason."""
+        return self._left_out.get(step, {})
+
+    def taken(self, step: int) -> list[tuple[str, int]]:
+        """Return the updates that a round with a buffer dropped and then applied, as client and its work."""
+        return [*self._taken.get(step, ())]
+
+    def next_work(self, name: str, first: int, step: int) -> int | None:
+        """Return the work that a client begins in a round, the first from `first` on; None: there is none."""
+        works = sorted(work for other, work in self._begins if other == name and work >= first)
+        return works[0] if works and self._begins[name, works[0]] == step else None
+
+
+def read_cohort_replay(folder: str | None) -> CohortReplay | None:
+    """Read the cohorts of a run folder; None without one.
+
+    Raises:
+        DataError: the run was not federated, or was resumed.
+    """
+    if folder is None:
+        return None
+    run = read_run(Path(folder))
+    if not run.of("cohort") or len(run.starts) != 1:
+        raise DataError(
+            f"{folder} has no cohorts of a complete federated run",
+            where="debug.replay_arrivals",
+            next_step="name the folder of a run with sync=federated that was not resumed",
+        )
+    return CohortReplay(run.of("cohort"), run.of("buffer"))
 
 
 class CohortTable:

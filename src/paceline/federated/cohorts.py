@@ -24,7 +24,7 @@ from torch.utils.data import ConcatDataset, Subset
 
 from paceline.data.sample_order import KeyedOrder, KeyedPermutation, SampleIndices
 from paceline.data.task_data import CollatedSamples
-from paceline.data.work import MicroBatch, split_evenly
+from paceline.data.work import MicroBatch, MicroBatchWork, split_evenly
 from paceline.errors import DataError, TaskError, format_count
 from paceline.federated.data_partition import partition
 from paceline.recipe.federated_recipe import FederatedRecipe
@@ -97,11 +97,12 @@ def build_clients(recipe: Recipe, task: Task) -> ClientSamples:
     """
     settings, redraws = recipe.federated, list[int]()
     if settings.partition_rule.word == "natural":
-        return _natural_clients(task, settings.clients)
+        return _natural_clients(task, int(settings.clients))
     needs_labels = settings.partition_rule.word in ("labels", "dirichlet")
     labels = read_labels(task.data, required=needs_labels)
     column = labels if labels is not None else np.zeros(len(task.data), dtype=np.int64)
-    parts = partition(column, settings.partition, settings.clients, recipe.seed, on_redraw=redraws.append)
+    num_clients = int(settings.clients)
+    parts = partition(column, settings.partition, num_clients, recipe.seed, on_redraw=redraws.append)
     names = [f"client-{number}" for number in range(len(parts))]
     return ClientSamples(names, parts, labels, len(redraws))
 
@@ -325,8 +326,13 @@ def build_order_of_clients(recipe: Recipe, task: Task) -> ClientOrder:
     )
 
 
-def build_cohort_work(context: SessionContext, task: Task) -> CohortWork:
+def build_cohort_work(context: SessionContext, task: Task) -> MicroBatchWork:
     """Build the work of this rank, and note how the data was divided; for `SyncSpec.work`."""
+    if context.recipe.federated.is_networked:
+        # It needs gRPC, which simulated clients do not.
+        from paceline.federated.network_rounds import build_network_work
+
+        return build_network_work(context, task)
     order, data = build_order_of_clients(context.recipe, task), context.mesh.data
     context.note("partition", order.clients.record(context.recipe.federated.partition))
     if order.clients.num_redraws:

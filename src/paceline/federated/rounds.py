@@ -39,7 +39,10 @@ from paceline.federated.cohort_table import (
     NO_SAMPLES,
     NOT_FINITE,
     RETURNED,
+    CohortReplay,
     CohortTable,
+    read_cohort_replay,
+    status_of,
     write_returned,
 )
 from paceline.federated.cohorts import CohortMember, CohortWork
@@ -148,20 +151,26 @@ class FederatedRounds:
         self._note, self._stop_requested = note, stop_requested
         self._is_finite, self._num_skipped = True, 0
         self._undo: Callable[[], None] | None = None
+        self.slots: Mapping[TensorSlot, Tensor] = {}
+        self.replay: CohortReplay | None = None
 
     def rounds(self, feed: TrainingFeed, runner: ModelRunner, update_step: UpdateStep) -> Iterator[StepStats]:
         state, work = update_step.state, cast("CohortWork", feed.work)
-        state.keep(_PARTITION_KEY, PartitionHash(work.order.clients.sha256()))
+        self.keep_clients(state, work)
         local_step = self._local_update_step(update_step)
         with feed.from_step(state.step) as stream:
             while state.step < feed.num_steps:
                 self._phases.take()
-                rate = _set_rate(update_step)
+                rate = set_rate(update_step)
                 tally, norm = self._run_round(work, stream, runner, local_step)
                 update = UpdateResult(math.nan if norm is None else norm, rate, applied=norm is not None)
                 state.step += 1
                 steps = range(state.step - 1, state.step)
                 yield step_stats(steps, work, state, tally, update, self._phases, self._net)
+
+    def keep_clients(self, state: TrainState, work: CohortWork) -> None:
+        """Register what a resumed run must know of the clients as state."""
+        state.keep(_PARTITION_KEY, PartitionHash(work.order.clients.sha256()))
 
     def abort(self) -> None:
         self.inner.abort()
@@ -188,12 +197,9 @@ class FederatedRounds:
             state.num_updates = num_updates
 
         self._undo = undo
-        counters = _counters(runner.buffers.names, buffers)
+        counters = find_counters(runner.buffers.names, buffers)
         table = CohortTable(work.shards, runner.metric_names.names or (), len(counters))
-        for member in work.members(state.step):
-            self._run_client(work, member, stream, runner, local_step, table, counters)
-            # The weights of this client must not be those from which the next one starts.
-            undo()
+        self.run_cohort(work, stream, runner, local_step, table, counters, undo)
         self.begin_client(state.optimizer)  # no moment of the last client may reach a checkpoint
         self._phases.begin("communication")
         self.reduction.close()
@@ -205,6 +211,34 @@ class FederatedRounds:
         self._report(work, table, state.step)
         self._undo = None
         return table.tally(), norm
+
+    def run_cohort(
+        self,
+        work: CohortWork,
+        stream: BatchStream,
+        runner: ModelRunner,
+        local_step: UpdateStep,
+        table: CohortTable,
+        counters: Sequence[int],
+        undo: Callable[[], None],
+    ) -> None:
+        """Add the updates of the clients at this rank's positions to the tree.
+
+        Args:
+            undo: returns to the start of the round.
+        """
+        step = local_step.state.step
+        late = {} if self.replay is None else self.replay.left_out(step)
+        for member in work.members(step):
+            if reason := late.get(work.order.clients.names[member.client]):
+                table.write(member.position, {"status": status_of(reason)}, {}, ())
+                # The stream holds its batches nevertheless.
+                for _ in work.order.batch_sizes(step, member.client):
+                    next(stream)
+                continue
+            self._run_client(work, member, stream, runner, local_step, table, counters)
+            # The weights of this client must not be those from which the next one starts.
+            undo()
 
     def _apply(
         self,
@@ -361,11 +395,12 @@ class FederatedRounds:
             "samples": int(math.fsum(table.returned()[:, COHORT_COLUMNS.index("samples")].tolist())),
             "down_bytes": client_bytes * len(cohort),
             "up_bytes": client_bytes * (len(cohort) - len(left_out)),
+            "bytes": {},
         }
         self._note("cohort", record)
 
 
-def _set_rate(step: UpdateStep) -> float:
+def set_rate(step: UpdateStep) -> float:
     """Set the rates of the round, on a rank without a client as well; return that of the first group."""
     record = PendingUpdate(step.state, {}, Gradients({}, (), ()), _EMPTY_TALLY)
     step.parts["rate"](record)
@@ -379,7 +414,7 @@ def _buffer_slot(values: Tensor) -> TensorSlot:
     return TensorSlot.whole(_BUFFER_SLOT_NAME, values)
 
 
-def _counters(names: Sequence[str], buffers: Sequence[Tensor]) -> list[int]:
+def find_counters(names: Sequence[str], buffers: Sequence[Tensor]) -> list[int]:
     """Return the indices of the counters: integer buffers of one value."""
     return [
         index
@@ -416,7 +451,7 @@ def build_federated_rounds(context: SessionContext, layout: ModelLayout, state: 
         phases=context.phases,
         items_per_sample=context.rule_inputs.items_per_sample,
     )
-    return (context.components.federated or FederatedRounds)(
+    rule = _choose_rounds(context)(
         step,
         server,
         build_client_reduction(context, tensors),
@@ -427,3 +462,16 @@ def build_federated_rounds(context: SessionContext, layout: ModelLayout, state: 
         note=context.note,
         stop_requested=context.rule_inputs.stop_requested,
     )
+    rule.slots, rule.replay = tensors, read_cohort_replay(recipe.debug.replay_arrivals)
+    return rule
+
+
+def _choose_rounds(context: SessionContext) -> Callable[..., FederatedRounds]:
+    """Return the class of the rule: of simulated clients, or of those that connect."""
+    settings = context.recipe.federated
+    if context.components.federated is not None or not settings.is_networked:
+        return context.components.federated or FederatedRounds
+    # It needs gRPC, which simulated clients do not.
+    from paceline.federated.network_rounds import BufferedRounds, NetworkRounds
+
+    return BufferedRounds if settings.buffer else NetworkRounds

@@ -314,6 +314,22 @@ _COHORT = {
     "samples": "int: samples that the other clients hold",
     "down_bytes": "int: bytes of the weights that the cohort receives",
     "up_bytes": "int: bytes of the updates that it returns",
+    "bytes": "table: bytes that each network client received and sent; empty if clients are simulated",
+}
+_BUFFER = {
+    "step": "int: index of the round",
+    "clients": "list: names of the clients whose updates were applied, in this order",
+    "works": "list: which of its works each client returned, from 0",
+    "ages": "list: by how many rounds each update was late",
+    "dropped": "list: client, work and age of each update that was too old",
+}
+_WIRE = {
+    "direction": "str: sent or received",
+    "client": "str: name of the client",
+    "kind": "str: of the message",
+    "fields": "table: its fields",
+    "tensors": "list: dtype and shape of each of its tensors",
+    "bytes": "int: of the whole message",
 }
 _ERROR = {
     "text": "str: what happened, one line",
@@ -405,6 +421,8 @@ EVENT_SCHEMAS: Mapping[str, EventSchema] = MappingProxyType(
         "recovered": EventSchema("info", True, _RECOVERED),
         "partition": EventSchema("info", False, _PARTITION),
         "cohort": EventSchema("info", False, _COHORT),
+        "buffer": EventSchema("info", False, _BUFFER),
+        "wire": EventSchema("debug", False, _WIRE),
         "work": EventSchema("info", False, _WORK),
         "arrivals": EventSchema("debug", False, _ARRIVALS),
         "exporter": EventSchema("info", True, {"address": "str: where Prometheus scrapes"}),

@@ -140,6 +140,75 @@ STREAMING_NEEDS = (_sync_need(lambda recipe: recipe.strategy.sync_spec.can_strea
 FEDERATED_NEEDS = (
     _sync_need(lambda recipe: recipe.strategy.sync_spec.trains_clients, "with sync=federated:E"),
 )
+NETWORK_CLIENTS = "network"
+"""The value of `federated.clients` with which clients connect over a network."""
+
+
+def _network_need(only: str, reason: str) -> FieldNeed:
+    return FieldNeed(
+        lambda table: table.is_networked, only, reason=f"expected only {only}: {reason}", keys=("clients",)
+    )
+
+
+NETWORK_NEEDS = (
+    *FEDERATED_NEEDS,
+    _network_need('with clients = "network"', "simulated clients are cut from the data of the job"),
+)
+DEADLINE_NEEDS = (
+    *FEDERATED_NEEDS,
+    _network_need('with clients = "network"', "simulated clients take turns on a rank, so none is late"),
+    FieldNeed(
+        lambda table: not table.buffer,
+        "without buffer",
+        "with which a round waits for no particular client",
+        keys=("buffer",),
+    ),
+)
+BUFFER_NEEDS = (
+    *FEDERATED_NEEDS,
+    _network_need('with clients = "network"', "simulated clients take turns, so none runs ahead"),
+)
+SIMULATED_NEEDS = (
+    *FEDERATED_NEEDS,
+    FieldNeed(
+        lambda table: not table.is_networked,
+        'without clients = "network"',
+        "whose clients bring their own data",
+        keys=("clients",),
+    ),
+)
+CLIENTS_NEEDS = (
+    *FEDERATED_NEEDS,
+    FieldNeed(
+        lambda recipe: recipe.strategy.channel_spec.uses_certificate,
+        keys=("strategy.channel",),
+        scope="recipe",
+        when=lambda clients: clients == NETWORK_CLIENTS,
+        reason='expected channel=grpc with clients = "network", found channel={t.strategy.channel}',
+        is_conflict=True,
+        next_step="add channel=grpc to the strategy",
+    ),
+    FieldNeed(
+        lambda recipe: (
+            not recipe.strategy.sync_spec.trains_clients or not recipe.strategy.channel_spec.uses_certificate
+        ),
+        keys=("strategy.channel",),
+        scope="recipe",
+        when=lambda clients: clients != NETWORK_CLIENTS,
+        reason="expected no channel={t.strategy.channel} with simulated clients, which send no messages",
+        is_conflict=True,
+        next_step='leave out channel, or set federated.clients = "network"',
+    ),
+)
+WIRE_NEEDS = (
+    FieldNeed(
+        lambda recipe: recipe.federated.is_networked,
+        'with federated.clients = "network"',
+        "whose messages it lists",
+        keys=("federated.clients",),
+        scope="recipe",
+    ),
+)
 GLOBAL_BATCH_NEEDS = (
     _sync_need(
         lambda recipe: not recipe.strategy.sync_spec.trains_clients,
@@ -204,8 +273,8 @@ DELAY_NEEDS = (
 
 REPLAY_NEEDS = (
     FieldNeed(
-        lambda recipe: recipe.strategy.sync_spec.needs_server,
-        "with a rule that has servers",
+        lambda recipe: recipe.strategy.sync_spec.needs_server or recipe.strategy.sync_spec.trains_clients,
+        "with a rule that has servers, or with sync=federated:E",
         "found sync={t.strategy.sync}",
         keys=("strategy.sync",),
         scope="recipe",
@@ -222,8 +291,10 @@ CERTIFICATE_NEEDS = (
 )
 TLS_NEEDS = (
     FieldNeed(
-        lambda facts: facts.num_nodes > 1 or facts.recipe.strategy.servers,
-        "with a server, or where a job has several nodes",
+        lambda facts: (
+            facts.num_nodes > 1 or facts.recipe.strategy.servers or facts.recipe.federated.is_networked
+        ),
+        "with a server or clients of a network, or where a job has several nodes",
         "there is one node, and no server",
         scope="session",
     ),
@@ -313,7 +384,7 @@ PARTITION_NEEDS = (
 CHANNEL_NEEDS = (
     _strategy_need(
         lambda s: uses_channel(s.sync_spec),
-        "with servers or gossip",
+        "with servers, gossip or clients of a network",
         "this rule sends no messages from rank to rank: leave out channel",
     ),
 )

@@ -11,7 +11,16 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from paceline.recipe.constraints import FEDERATED_NEEDS
+from paceline.recipe.constraints import (
+    BUFFER_NEEDS,
+    CLIENTS_NEEDS,
+    DEADLINE_NEEDS,
+    FEDERATED_NEEDS,
+    NETWORK_CLIENTS,
+    NETWORK_NEEDS,
+    SIMULATED_NEEDS,
+)
+from paceline.recipe.log_recipe import check_address
 from paceline.recipe.validation import (
     ExpectedText,
     FieldNeed,
@@ -94,16 +103,27 @@ def _check_cohort(value: Any) -> Any:
     return value
 
 
+_CLIENTS_EXPECTED = 'a number of clients >= 1, or "network"'
+
+
+def _check_clients(value: Any) -> Any:
+    if value != NETWORK_CLIENTS and (type(value) is not int or value < 1):
+        raise value_error(expected_message(_CLIENTS_EXPECTED, value, (NETWORK_CLIENTS,)))
+    return value
+
+
 class FederatedRecipe(RecipeTable):
     """The clients of sync=federated:E, and what each of them does in a round."""
 
-    clients: Annotated[int, *FEDERATED_NEEDS] = Field(
+    clients: Annotated[
+        int | str, BeforeValidator(_check_clients), ExpectedText(_CLIENTS_EXPECTED), *CLIENTS_NEEDS
+    ] = Field(
         default=100,
-        ge=1,
-        description='clients among which the data is divided; with "natural" those of the task',
+        description='clients among which the data is divided; with "natural" those of the task; "network":'
+        " those that `paceline client` connects, each with data of its own",
     )
     partition: Annotated[
-        str, AfterValidator(_check_partition), ExpectedText(PARTITION_EXPECTED), *FEDERATED_NEEDS
+        str, AfterValidator(_check_partition), ExpectedText(PARTITION_EXPECTED), *SIMULATED_NEEDS
     ] = Field(
         default="iid",
         description="how samples are divided among clients: iid; labels:L (L shards of the samples sorted by"
@@ -116,7 +136,7 @@ class FederatedRecipe(RecipeTable):
         ExpectedText(_COHORT_EXPECTED),
         *FEDERATED_NEEDS,
         FieldNeed(
-            lambda table: table.num_positions >= 1,
+            lambda table: table.is_networked or table.num_positions >= 1,
             keys=("clients",),
             reason="expected a cohort of one client or more, found {t.cohort} of clients = {t.clients}, which"
             " rounds to 0",
@@ -125,7 +145,15 @@ class FederatedRecipe(RecipeTable):
             next_step="set federated.cohort to a number of clients, or to a larger fraction",
         ),
         FieldNeed(
-            lambda table: table.num_positions <= table.clients,
+            lambda table: not table.is_networked or type(table.cohort) is int,
+            keys=("clients",),
+            reason='expected a number of clients with clients = "network", found {t.cohort}: nobody knows'
+            " how many will connect",
+            is_conflict=True,
+            next_step="set federated.cohort to the most clients that a round may have",
+        ),
+        FieldNeed(
+            lambda table: table.is_networked or table.num_positions <= table.clients,
             keys=("clients",),
             reason="expected at most federated.clients = {t.clients}, found {t.cohort}: a client takes part"
             " once in a round",
@@ -135,7 +163,8 @@ class FederatedRecipe(RecipeTable):
         ),
     ] = Field(
         default=10,
-        description='clients of a round: a number, a fraction as 0.1, or each by chance: "poisson:0.1"',
+        description='clients of a round: a number, a fraction as 0.1, or each by chance: "poisson:0.1"; of a'
+        " network at most so many, and all if fewer have connected",
     )
     batch: Annotated[
         int,
@@ -162,15 +191,51 @@ class FederatedRecipe(RecipeTable):
         default=0.0, ge=0, description="largest norm of the whole update of a client; 0: no clip"
     )
 
+    at_least: Annotated[int, *NETWORK_NEEDS] = Field(
+        default=1, ge=1, description="clients that must be connected for a round to begin"
+    )
+    listen: Annotated[str, AfterValidator(check_address), *NETWORK_NEEDS] = Field(
+        default="127.0.0.1:0", description='"HOST:PORT" at which clients connect; port 0: any'
+    )
+    deadline_seconds: Annotated[float, *DEADLINE_NEEDS] = Field(
+        default=0.0,
+        ge=0,
+        description="time after which a round leaves out the clients that have not returned; 0: it waits",
+    )
+    buffer: Annotated[int, *BUFFER_NEEDS] = Field(
+        default=0,
+        ge=0,
+        description="updates that are applied as one when so many have arrived, of whatever round; 0: rounds",
+    )
+    age: Annotated[
+        int,
+        *FEDERATED_NEEDS,
+        FieldNeed(lambda table: table.buffer > 0, "with buffer", "which is 0", keys=("buffer",)),
+    ] = Field(
+        default=4,
+        ge=0,
+        description="largest number of rounds by which an update in the buffer may be late; older ones are"
+        " dropped",
+    )
+
+    @property
+    def is_networked(self) -> bool:
+        """Return whether clients connect over a network, with data of their own."""
+        return self.clients == NETWORK_CLIENTS
+
     @property
     def cohort_size(self) -> CohortSize:
-        """Return the size of a cohort."""
-        return parse_cohort(self.cohort, self.clients)
+        """Return the size of a cohort; of a network the largest."""
+        return parse_cohort(self.cohort, self.clients if isinstance(self.clients, int) else 0)
 
     @property
     def num_positions(self) -> int:
-        """Return the number of positions of a cohort: under "poisson" one for each client."""
-        return self.cohort_size.number if not self.cohort_size.rate else self.clients
+        """Return the number of positions of a cohort: under "poisson" one for each client, and of a buffer
+        one for each update.
+        """
+        if self.buffer:
+            return self.buffer
+        return int(self.clients) if self.cohort_size.rate else self.cohort_size.number
 
     @property
     def partition_rule(self) -> PartitionRule:

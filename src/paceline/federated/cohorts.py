@@ -13,8 +13,10 @@ Source: McMahan et al. 2017, arXiv:1602.05629, Algorithm 1.
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -30,12 +32,12 @@ from paceline.federated.data_partition import partition
 from paceline.recipe.federated_recipe import FederatedRecipe
 from paceline.recipe.recipe import Recipe
 from paceline.state.keys import key
-from paceline.task import Task
+from paceline.task import LossFunction, Task
 
 if TYPE_CHECKING:
     from paceline.parallel.session_context import SessionContext
 
-_MAX_TABLE_ROWS = 50
+_MAX_TABLE_ROWS, _MAX_COHORTS = 50, 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,12 +49,14 @@ class ClientSamples:
         indices: of the samples of each, int64.
         labels: of all samples; None if the data does not show them.
         num_redraws: how often the draw of the partition was repeated.
+        held_out: indices of the samples of each client that it never trains on; empty: there are none.
     """
 
     names: Sequence[str]
     indices: Sequence[SampleIndices]
     labels: NDArray[Any] | None = None
     num_redraws: int = 0
+    held_out: Sequence[SampleIndices] = ()
 
     def __len__(self) -> int:
         return len(self.names)
@@ -63,6 +67,24 @@ class ClientSamples:
         for indices in self.indices:
             digest.update(len(indices).to_bytes(8, "little") + indices.tobytes())
         return digest.hexdigest()
+
+    def holding_out(self, share: float, seed: int) -> ClientSamples:
+        """Return the same clients, of which each keeps a share of its samples from training.
+
+        Which samples follows from the seed, and a client trains on one sample or more if it has any.
+        """
+        if not share:
+            return self
+        trained, held_out = list[SampleIndices](), list[SampleIndices]()
+        for client, indices in enumerate(self.indices):
+            size = len(indices)
+            num_held_out = max(0, min(size - 1, round(share * size)))
+            draws = np.random.Generator(np.random.Philox(key=key(seed, "client held out", client)))
+            is_held_out = np.zeros(size, dtype=bool)
+            is_held_out[draws.permutation(size)[:num_held_out]] = True
+            trained.append(indices[~is_held_out])
+            held_out.append(indices[is_held_out])
+        return replace(self, indices=trained, held_out=held_out)
 
     def record(self, how: str) -> dict[str, Any]:
         """Return the event `partition`: sizes, and of the first clients the samples of each label."""
@@ -79,6 +101,7 @@ class ClientSamples:
             "how": how,
             "clients": len(self),
             "samples": sum(sizes),
+            "held_out": sum(map(len, self.held_out)),
             "smallest": min(sizes),
             "largest": max(sizes),
             "redraws": self.num_redraws,
@@ -191,10 +214,20 @@ class ClientOrder:
     seed: int
     shuffle: bool = True
     _orders: dict[int, KeyedOrder] = field(default_factory=dict, init=False, repr=False)
+    _cohorts: dict[int, tuple[CohortMember, ...]] = field(default_factory=dict, init=False, repr=False)
     _present: dict[int, tuple[int, list[SampleIndices]]] = field(default_factory=dict, init=False, repr=False)
 
     def cohort(self, round_number: int) -> tuple[CohortMember, ...]:
         """Return the members of a round, by position and by client."""
+        members = self._cohorts.get(round_number)
+        if members is None:
+            # The round that is read, and that which trains, are not always the same.
+            while len(self._cohorts) >= _MAX_COHORTS:
+                del self._cohorts[next(iter(self._cohorts))]
+            members = self._cohorts[round_number] = self._draw_cohort(round_number)
+        return members
+
+    def _draw_cohort(self, round_number: int) -> tuple[CohortMember, ...]:
         size, num_clients = self.settings.cohort_size, len(self.clients)
         if size.rate:
             draws = np.random.Generator(np.random.Philox(key=key(self.seed, "poisson", round_number)))
@@ -244,6 +277,35 @@ class ClientOrder:
             for step, positions in enumerate(self._positions(len(indices), first, num_steps), first)
         )
 
+    def batched_steps(
+        self, round_number: int, members: Sequence[CohortMember]
+    ) -> list[dict[int, MicroBatch]]:
+        """Return the local steps of several clients in the order in which they run as one computation.
+
+        A batched step has batches of equal size, of clients that are in the same pass over their samples;
+        the largest come first.
+
+        Returns:
+            For each batched step the batches by index of the member.
+        """
+        queues = [deque(self.micro_batches(round_number, member)) for member in members]
+        steps = list[dict[int, MicroBatch]]()
+        while any(queues):
+            # The pass that is behind, so that clients of equal size never drift apart.
+            ranks = {
+                index: (self._pass_of(queue[0], members[index].client, round_number), -len(queue[0].indices))
+                for index, queue in enumerate(queues)
+                if queue
+            }
+            first = min(ranks.values())
+            steps.append({index: queues[index].popleft() for index, rank in ranks.items() if rank == first})
+        return steps
+
+    def _pass_of(self, batch: MicroBatch, client: int, round_number: int) -> int:
+        """Return the pass over the samples of a client, counted from that in which the round begins."""
+        order = self._order(len(self.clients.indices[client]))
+        return order.epoch_of(batch.step) - order.epoch_of(round_number * self.num_local_steps(client))
+
     def _positions(self, size: int, first: int, num_steps: int) -> list[SampleIndices]:
         """Return the positions of the samples of some local steps; of a size kept for the round."""
         start, positions = self._present.get(size, (-1, []))
@@ -268,11 +330,13 @@ class CohortWork:
     Args:
         order: of all clients.
         rank, num_ranks: this rank, and how many share the positions of a round.
+        loss: of the task; for clients that run as one batched computation.
     """
 
     order: ClientOrder
     rank: int = 0
     num_ranks: int = 1
+    loss: LossFunction | None = None
 
     @property
     def shards(self) -> int:
@@ -291,13 +355,25 @@ class CohortWork:
 
     def members(self, step: int) -> list[CohortMember]:
         """Return the members of a round at this rank's positions."""
-        block = split_evenly(self.shards, self.num_ranks, self.rank)
+        settings = self.order.settings
+        block = settings.block(split_evenly(settings.num_groups, self.num_ranks, self.rank))
         return [member for member in self.order.cohort(step) if member.position in block]
+
+    def groups(self, step: int) -> list[list[CohortMember]]:
+        """Return the members at this rank's positions whose local steps are one batched computation.
+
+        A group is a block of positions, so who is in it does not depend on the number of ranks.
+        """
+        groups = groupby(self.members(step), lambda member: member.position // self.order.settings.vectorize)
+        return [list(members) for _, members in groups]
 
     def num_micro_batches(self, step: int) -> int:
         return sum(self.order.num_local_steps(member.client) for member in self.members(step))
 
     def micro_batches(self, step: int, version: int | None = None) -> tuple[MicroBatch, ...]:
+        if self.order.settings.vectorize:
+            batched = (self.order.batched_steps(step, members) for members in self.groups(step))
+            return tuple(batch for steps in batched for rows in steps for batch in rows.values())
         return tuple(
             batch for member in self.members(step) for batch in self.order.micro_batches(step, member)
         )
@@ -320,9 +396,8 @@ def build_order_of_clients(recipe: Recipe, task: Task) -> ClientOrder:
             next_step="give the task map-style data without a sampler",
         )
     num_passes = recipe.strategy.sync_word.argument
-    return ClientOrder(
-        build_clients(recipe, task), recipe.federated, num_passes, recipe.seed, recipe.batch.shuffle
-    )
+    clients = build_clients(recipe, task).holding_out(recipe.federated.held_out, recipe.seed)
+    return ClientOrder(clients, recipe.federated, num_passes, recipe.seed, recipe.batch.shuffle)
 
 
 def build_cohort_work(context: SessionContext, task: Task) -> CohortWork:
@@ -335,4 +410,4 @@ def build_cohort_work(context: SessionContext, task: Task) -> CohortWork:
             f" {format_count(order.clients.num_redraws, 'draw')} left a client without samples, so the next"
             " key was used"
         )
-    return CohortWork(order, data.rank, data.size)
+    return CohortWork(order, data.rank, data.size, task.loss)

@@ -40,10 +40,12 @@ from paceline.federated.cohort_table import (
     NOT_FINITE,
     RETURNED,
     CohortTable,
+    LocalSums,
     write_returned,
 )
 from paceline.federated.cohorts import CohortMember, CohortWork
-from paceline.federated.server_step import ServerStep
+from paceline.federated.server_step import ServerStep, norm_of
+from paceline.federated.vectorized_clients import VectorizedClients, build_vectorized
 from paceline.job.mesh import RankGroup
 from paceline.observe.sinks import EventCallback
 from paceline.observe.step_stats import PhaseTimer, StepStats
@@ -54,6 +56,7 @@ from paceline.parallel.session_context import SessionContext
 from paceline.recipe.recipe import Recipe
 from paceline.state.slot import TensorSlot
 from paceline.state.train_state import TrainState
+from paceline.task import LossFunction
 from paceline.sync.every_step import EveryStep
 from paceline.sync.outer_optimizer import AdaptiveServer
 from paceline.sync.sync_rule import SyncRule, step_stats
@@ -125,6 +128,7 @@ class FederatedRounds:
         net, phases: as in `EveryStep`.
         note: receives the event `cohort` of each round.
         stop_requested: returns whether this rank was asked to stop.
+        vectorized: makes the batched computation of several clients from the loss of the task.
     Wire: one sum of the parameters in float64 (`TreeNodeOwners.calls`) and one all_reduce of the cohort table
         per round, whatever the number of clients.
     """
@@ -141,6 +145,7 @@ class FederatedRounds:
         phases: PhaseTimer,
         note: EventCallback,
         stop_requested: Callable[[], bool] = lambda: False,
+        vectorized: Callable[[LossFunction], VectorizedClients] | None = None,
     ) -> None:
         self.inner, self.server, self.reduction = step, server, reduction
         self.settings, self._health = recipe.federated, recipe.health
@@ -148,11 +153,15 @@ class FederatedRounds:
         self._note, self._stop_requested = note, stop_requested
         self._is_finite, self._num_skipped = True, 0
         self._undo: Callable[[], None] | None = None
+        self._vectorized: VectorizedClients | None = None
+        self._build_vectorized = vectorized
 
     def rounds(self, feed: TrainingFeed, runner: ModelRunner, update_step: UpdateStep) -> Iterator[StepStats]:
         state, work = update_step.state, cast("CohortWork", feed.work)
         state.keep(_PARTITION_KEY, PartitionHash(work.order.clients.sha256()))
         local_step = self._local_update_step(update_step)
+        if self._build_vectorized is not None and work.loss is not None:
+            self._vectorized = self._build_vectorized(work.loss)
         with feed.from_step(state.step) as stream:
             while state.step < feed.num_steps:
                 self._phases.take()
@@ -190,10 +199,14 @@ class FederatedRounds:
         self._undo = undo
         counters = _counters(runner.buffers.names, buffers)
         table = CohortTable(work.shards, runner.metric_names.names or (), len(counters))
-        for member in work.members(state.step):
-            self._run_client(work, member, stream, runner, local_step, table, counters)
-            # The weights of this client must not be those from which the next one starts.
-            undo()
+        if self.settings.vectorize:
+            for members in work.groups(state.step):
+                self._run_group(work, members, stream, runner, table)
+        else:
+            for member in work.members(state.step):
+                self._run_client(work, member, stream, runner, local_step, table, counters)
+                # The weights of this client must not be those from which the next one starts.
+                undo()
         self.begin_client(state.optimizer)  # no moment of the last client may reach a checkpoint
         self._phases.begin("communication")
         self.reduction.close()
@@ -284,12 +297,11 @@ class FederatedRounds:
             return
         buffers, num_updates = runner.buffers.values(), state.num_updates
         self.begin_client(state.optimizer)
-        tallies = list[StepTally]()
-        self._is_finite = True
+        sums, self._is_finite = LocalSums.empty(), True
         for number, size in enumerate(sizes):
             state.num_updates = num_updates  # local steps are no updates of the run
             tally, _ = self.inner.step(LocalStepWork(size), stream, runner, local_step)
-            tallies.append(tally)
+            sums.add(tally.total, tally.count, tally.metrics)
             if not (self._is_finite and math.isfinite(tally.total)):
                 # The stream holds the other batches of this client before those of the next one.
                 for _ in sizes[number + 1 :]:
@@ -297,19 +309,66 @@ class FederatedRounds:
                 self._is_finite = False
                 break
         update = self.server.client_update()
-        norm = math.hypot(*(float(n) for n in torch._foreach_norm(update)), 0.0)
-        if not (self._is_finite and math.isfinite(norm)):
-            table.write(member.position, {"status": NOT_FINITE, "samples": num_samples}, {}, ())
-            return
-        weight, clip = self.client_weight(num_samples), self.settings.clip_norm
-        torch._foreach_mul_(update, weight * (clip / norm if 0.0 < clip < norm else 1.0))
-        self.reduction.micro_batch(range(member.position, member.position + 1), False)
-        for slot, value in zip(self.server.wide, update, strict=True):
-            self.reduction.ready(slot, value)
-        if buffers:
+        moved = _moved(runner, buffers, counters)
+        weight = self._add_update(member, num_samples, update, sums, table, moved)
+        if buffers and weight is not None:
             change = runner.buffers.weighted_change_since(buffers, weight)
             self.reduction.ready(_buffer_slot(change), change)
-        write_returned(table, member, tallies, weight, num_samples, _moved(runner, buffers, counters))
+
+    def _add_update(
+        self,
+        member: CohortMember,
+        num_samples: int,
+        update: list[Tensor],
+        sums: LocalSums,
+        table: CohortTable,
+        moved: Sequence[float] = (),
+    ) -> float | None:
+        """Add the update of a client to the tree, and its numbers to the table.
+
+        Args:
+            update: one vector for each of the server's; changed.
+            moved: by how much its counters have advanced.
+        Returns:
+            The weight of the client; None if it is left out.
+        """
+        norm = norm_of(update)
+        if not (self._is_finite and math.isfinite(norm)):
+            table.write(member.position, {"status": NOT_FINITE, "samples": num_samples}, {}, ())
+            return None
+        weight, clip = self.client_weight(num_samples), self.settings.clip_norm
+        if clip:
+            # By parameter, so that the factor does not depend on how parameters share vectors.
+            parts = [*self.server.by_parameter(update).values()]
+            norm = math.hypot(*(float(n) for n in torch._foreach_norm(parts)), 0.0)
+        torch._foreach_mul_(update, weight * (clip / norm if 0.0 < clip < norm else 1.0))
+        self.reduction.micro_batch(range(member.position, member.position + 1), False)
+        for slot, value in zip(self.server.vectors, update, strict=True):
+            self.reduction.ready(slot, value)
+        write_returned(table, member, sums, weight, num_samples, moved)
+        return weight
+
+    def _run_group(
+        self,
+        work: CohortWork,
+        members: Sequence[CohortMember],
+        stream: BatchStream,
+        runner: ModelRunner,
+        table: CohortTable,
+    ) -> None:
+        """Train the clients of a group as one computation, and add their updates."""
+        assert self._vectorized is not None
+        sizes = [len(work.order.clients.indices[member.client]) for member in members]
+        steps = work.order.batched_steps(self._net.step, members)
+        trained, sums = self._vectorized.train(len(members), steps, stream)
+        updates = self.server.client_updates(trained)
+        for index, (member, num_samples) in enumerate(zip(members, sizes, strict=True)):
+            if not num_samples:
+                table.write(member.position, {"status": NO_SAMPLES}, {}, ())
+                continue
+            self._is_finite = all(map(math.isfinite, sums[index].totals))
+            update = [values[index] for values in updates]
+            self._add_update(member, num_samples, update, sums[index], table)
 
     def _local_update_step(self, update_step: UpdateStep) -> UpdateStep:
         """Return the update step of a client: with the proximal term, and without the guard of a global step.
@@ -404,7 +463,7 @@ def build_federated_rounds(context: SessionContext, layout: ModelLayout, state: 
         return AdaptiveServer(groups, outer.name, outer.lr, outer.betas, outer.eps)
 
     server = ServerStep(runner.sharded_model.updates, build)
-    tensors: dict[TensorSlot, Tensor] = {slot: p.detach() for slot, p in server.wide.items()}
+    tensors: dict[TensorSlot, Tensor] = dict(server.vectors)
     if runner.buffers.num_values:
         values = torch.zeros(runner.buffers.num_values, dtype=torch.float64, device=context.device)
         tensors[_buffer_slot(values)] = values
@@ -426,4 +485,7 @@ def build_federated_rounds(context: SessionContext, layout: ModelLayout, state: 
         phases=context.phases,
         note=context.note,
         stop_requested=context.rule_inputs.stop_requested,
+        vectorized=build_vectorized(context, layout, state, server.start)
+        if recipe.federated.vectorize
+        else None,
     )

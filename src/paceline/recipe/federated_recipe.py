@@ -162,6 +162,20 @@ class FederatedRecipe(RecipeTable):
         default=0.0, ge=0, description="largest norm of the whole update of a client; 0: no clip"
     )
 
+    held_out: Annotated[float, *FEDERATED_NEEDS] = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="share of the samples of each client that it keeps from training; evaluations then report"
+        " `clients.` metrics on them",
+    )
+    vectorize: Annotated[int, *FEDERATED_NEEDS] = Field(
+        default=0,
+        ge=0,
+        description="clients that train as one batched computation (torch.func), with plain SGD; 0: one"
+        " after another",
+    )
+
     @property
     def cohort_size(self) -> CohortSize:
         """Return the size of a cohort."""
@@ -171,6 +185,18 @@ class FederatedRecipe(RecipeTable):
     def num_positions(self) -> int:
         """Return the number of positions of a cohort: under "poisson" one for each client."""
         return self.cohort_size.number if not self.cohort_size.rate else self.clients
+
+    @property
+    def num_groups(self) -> int:
+        """Return the number of groups of positions; the clients of a group run on one rank."""
+        return -(-self.num_positions // max(1, self.vectorize))
+
+    def block(self, groups: range) -> range:
+        """Return the positions of some groups."""
+        size = max(1, self.vectorize)
+        return range(
+            min(groups.start * size, self.num_positions), min(groups.stop * size, self.num_positions)
+        )
 
     @property
     def partition_rule(self) -> PartitionRule:

@@ -22,7 +22,7 @@ class ClientBatches:
         task: its data is a `TensorDataset`.
     """
 
-    _NUM_ROUNDS = 50  # then they are repeated
+    _NUM_ROUNDS = 1000  # then they are repeated
 
     def __init__(self, order: ClientOrder, task: Task) -> None:
         self._rounds = [

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import ConcatDataset, Subset
+from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
-from paceline.data.sample_order import KeyedOrder, KeyedPermutation, SampleIndices
+from paceline.data.sample_order import KeyedOrder, SampleIndices, permute
 from paceline.data.task_data import CollatedSamples
 from paceline.data.work import MicroBatch, split_evenly
 from paceline.errors import DataError, TaskError, format_count
@@ -37,7 +37,8 @@ from paceline.task import LossFunction, Task
 if TYPE_CHECKING:
     from paceline.parallel.session_context import SessionContext
 
-_MAX_TABLE_ROWS, _MAX_COHORTS = 50, 4
+_MAX_TABLE_ROWS = 50
+_NUM_DRAWN, _MAX_COHORTS = 512, 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -221,22 +222,26 @@ class ClientOrder:
         """Return the members of a round, by position and by client."""
         members = self._cohorts.get(round_number)
         if members is None:
-            # The round that is read, and that which trains, are not always the same.
-            while len(self._cohorts) >= _MAX_COHORTS:
-                del self._cohorts[next(iter(self._cohorts))]
-            members = self._cohorts[round_number] = self._draw_cohort(round_number)
+            if len(self._cohorts) > _MAX_COHORTS:
+                self._cohorts.clear()
+            self._cohorts.update(self._draw_cohorts(round_number))
+            members = self._cohorts[round_number]
         return members
 
-    def _draw_cohort(self, round_number: int) -> tuple[CohortMember, ...]:
+    def _draw_cohorts(self, first: int) -> Iterator[tuple[int, tuple[CohortMember, ...]]]:
+        """Yield the cohorts of a round and of those that follow it, as many as take the time of one."""
         size, num_clients = self.settings.cohort_size, len(self.clients)
         if size.rate:
-            draws = np.random.Generator(np.random.Philox(key=key(self.seed, "poisson", round_number)))
-            chosen = np.flatnonzero(draws.random(num_clients) < size.rate)
-            return tuple(CohortMember(int(client), int(client)) for client in chosen)
-        permutation = KeyedPermutation(num_clients, key(self.seed, "cohort", round_number))
+            draws = np.random.Generator(np.random.Philox(key=key(self.seed, "poisson", first)))
+            chosen = np.flatnonzero(draws.random(num_clients) < size.rate).tolist()
+            yield first, tuple(CohortMember(client, client) for client in chosen)
+            return
+        rounds = range(first, first + max(1, _NUM_DRAWN // size.number))
+        keys = [key(self.seed, "cohort", number) for number in rounds]
+        drawn = permute(num_clients, keys, np.arange(size.number, dtype=np.int64))
         # Sorted, so that the order in which clients are drawn has no influence on any bit.
-        drawn = np.sort(permutation[np.arange(size.number, dtype=np.int64)])
-        return tuple(CohortMember(position, int(client)) for position, client in enumerate(drawn))
+        for number, clients in zip(rounds, np.sort(drawn, axis=1).tolist(), strict=True):
+            yield number, tuple(CohortMember(position, client) for position, client in enumerate(clients))
 
     def num_local_steps(self, client: int) -> int:
         """Return the number of steps of a client in a round; 0 if it has no samples."""
@@ -331,12 +336,18 @@ class CohortWork:
         order: of all clients.
         rank, num_ranks: this rank, and how many share the positions of a round.
         loss: of the task; for clients that run as one batched computation.
+        joins_batches: the batches of a batched step are read as one, since rows of tensors lie next to each
+            other in it.
     """
 
     order: ClientOrder
     rank: int = 0
     num_ranks: int = 1
     loss: LossFunction | None = None
+    joins_batches: bool = False
+    _batched: dict[int, list[list[dict[int, MicroBatch]]]] = field(
+        default_factory=dict, init=False, repr=False
+    )
 
     @property
     def shards(self) -> int:
@@ -372,11 +383,26 @@ class CohortWork:
 
     def micro_batches(self, step: int, version: int | None = None) -> tuple[MicroBatch, ...]:
         if self.order.settings.vectorize:
-            batched = (self.order.batched_steps(step, members) for members in self.groups(step))
-            return tuple(batch for steps in batched for rows in steps for batch in rows.values())
+            batched = [self.order.batched_steps(step, members) for members in self.groups(step)]
+            self._batched[step] = batched
+            return tuple(
+                batch for steps in batched for rows in steps for batch in self._read_batches([*rows.values()])
+            )
         return tuple(
             batch for member in self.members(step) for batch in self.order.micro_batches(step, member)
         )
+
+    def batched_steps(self, step: int) -> list[list[dict[int, MicroBatch]]]:
+        """Return the batched steps of each group of a round, whose batches were requested before."""
+        return self._batched.pop(step, None) or [
+            self.order.batched_steps(step, members) for members in self.groups(step)
+        ]
+
+    def _read_batches(self, batches: list[MicroBatch]) -> list[MicroBatch]:
+        """Return the batches of a batched step as they are read."""
+        if not self.joins_batches:
+            return batches
+        return [replace(batches[0], indices=np.concatenate([batch.indices for batch in batches]))]
 
     def part(self, number: int, of: int) -> CohortWork:
         return replace(self, rank=number, num_ranks=of)
@@ -410,4 +436,15 @@ def build_cohort_work(context: SessionContext, task: Task) -> CohortWork:
             f" {format_count(order.clients.num_redraws, 'draw')} left a client without samples, so the next"
             " key was used"
         )
-    return CohortWork(order, data.rank, data.size, task.loss)
+    joins = task.collate is None and _has_rows(task.data)
+    return CohortWork(order, data.rank, data.size, task.loss, joins)
+
+
+def _has_rows(data: Any) -> bool:
+    """Return whether the samples are rows of tensors, which the default collate function stacks."""
+    match data:
+        case Subset():
+            return _has_rows(data.dataset)
+        case ConcatDataset():
+            return all(map(_has_rows, data.datasets))
+    return type(data) is TensorDataset

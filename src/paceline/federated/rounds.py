@@ -56,7 +56,6 @@ from paceline.parallel.session_context import SessionContext
 from paceline.recipe.recipe import Recipe
 from paceline.state.slot import TensorSlot
 from paceline.state.train_state import TrainState
-from paceline.task import LossFunction
 from paceline.sync.every_step import EveryStep
 from paceline.sync.outer_optimizer import AdaptiveServer
 from paceline.sync.sync_rule import SyncRule, step_stats
@@ -145,7 +144,7 @@ class FederatedRounds:
         phases: PhaseTimer,
         note: EventCallback,
         stop_requested: Callable[[], bool] = lambda: False,
-        vectorized: Callable[[LossFunction], VectorizedClients] | None = None,
+        vectorized: Callable[..., VectorizedClients] | None = None,
     ) -> None:
         self.inner, self.server, self.reduction = step, server, reduction
         self.settings, self._health = recipe.federated, recipe.health
@@ -161,7 +160,7 @@ class FederatedRounds:
         state.keep(_PARTITION_KEY, PartitionHash(work.order.clients.sha256()))
         local_step = self._local_update_step(update_step)
         if self._build_vectorized is not None and work.loss is not None:
-            self._vectorized = self._build_vectorized(work.loss)
+            self._vectorized = self._build_vectorized(work.loss, joins_batches=work.joins_batches)
         with feed.from_step(state.step) as stream:
             while state.step < feed.num_steps:
                 self._phases.take()
@@ -200,8 +199,9 @@ class FederatedRounds:
         counters = _counters(runner.buffers.names, buffers)
         table = CohortTable(work.shards, runner.metric_names.names or (), len(counters))
         if self.settings.vectorize:
-            for members in work.groups(state.step):
-                self._run_group(work, members, stream, runner, table)
+            groups = work.groups(state.step)
+            for members, steps in zip(groups, work.batched_steps(state.step), strict=True):
+                self._run_group(work, members, steps, stream, table)
         else:
             for member in work.members(state.step):
                 self._run_client(work, member, stream, runner, local_step, table, counters)
@@ -352,14 +352,13 @@ class FederatedRounds:
         self,
         work: CohortWork,
         members: Sequence[CohortMember],
+        steps: Sequence[Mapping[int, MicroBatch]],
         stream: BatchStream,
-        runner: ModelRunner,
         table: CohortTable,
     ) -> None:
         """Train the clients of a group as one computation, and add their updates."""
         assert self._vectorized is not None
         sizes = [len(work.order.clients.indices[member.client]) for member in members]
-        steps = work.order.batched_steps(self._net.step, members)
         trained, sums = self._vectorized.train(len(members), steps, stream)
         updates = self.server.client_updates(trained)
         for index, (member, num_samples) in enumerate(zip(members, sizes, strict=True)):

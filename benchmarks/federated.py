@@ -11,7 +11,7 @@ import importlib.util
 import itertools
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from importlib.metadata import version
 from typing import Any
@@ -73,11 +73,7 @@ def session_side(name: str, vectorize: int, cluster: Cluster, task: Task, **fede
 
 
 class BareLoop:
-    """FedAvg as a loop over clients with `load_state_dict` and a `torch.optim.SGD` for each.
-
-    Args:
-        make_step: returns the function that trains the model on the batches of a client.
-    """
+    """FedAvg as a loop over clients with `load_state_dict` and a `torch.optim.SGD` for each."""
 
     def __init__(self, order: ClientOrder, task: Task) -> None:
         self._batches, self._model = ClientBatches(order, task), copy.deepcopy(task.model)
@@ -105,7 +101,7 @@ class BareLoop:
 
 
 class HandWritten:
-    """The same with gradients from `torch.autograd.grad` and an update in place: the least a client can be."""
+    """The same with gradients from `torch.autograd.grad` and an update in place."""
 
     def __init__(self, order: ClientOrder, task: Task) -> None:
         self._batches, self._model = ClientBatches(order, task), copy.deepcopy(task.model)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
 
 from torch import Tensor
-from torch.utils.data import default_collate
 
 from paceline.federated.cohorts import ClientOrder
 from paceline.task import Task

@@ -1,9 +1,9 @@
 """What is kept of each client between rounds: control variates of a task, and errors of a codec.
 
 Clients keep nothing on a rank by themselves, because the next round may run them on another one. A
-`KeptVectors` holds one vector for each client that has returned an update, on a rank that follows from the name
-of the client; it travels to the rank that runs the client and back. A task asks for such a
-vector with a `ClientKeeper`, for example for SCAFFOLD (docs/howto/federated.md).
+`KeptVectors` holds one vector for each client that has returned an update, on a rank that follows from the
+name of the client; it travels to the rank that runs the client and back. A task asks for such a vector with a
+`ClientKeeper`, for example for SCAFFOLD (docs/howto/federated.md).
 
 Invariant: what is kept does not depend on the number of ranks, and it changes only when a client's update was
 counted. It is part of the state, so a resumed run continues with it on any number of ranks.
@@ -25,6 +25,7 @@ from paceline.state.slot import ExtraState, SlotIndex, TensorPiece, TensorSlot
 
 _SHARED_NAME = "shared"
 _CLIENT_PREFIX = "client/"
+_SUM_NAME = "#shared"
 Tensors = Mapping[str, Tensor]
 
 
@@ -182,3 +183,53 @@ def _client_of(name: str) -> str:
 
 def _slot(client: str, vector: Tensor) -> TensorSlot:
     return TensorSlot.whole(f"{_CLIENT_PREFIX}{client}", vector).on("replica")
+
+
+class KeeperRounds:
+    """What a task keeps, in the rounds of one rank.
+
+    Args:
+        keeper: of the task.
+        parameters: trained, by name.
+        group, net: as for `KeptVectors`.
+    Attributes:
+        slot: of the sum of what clients add to what they share.
+        vectors: the state.
+        correction: of the present client, by the name of the parameter.
+    """
+
+    def __init__(self, keeper: ClientKeeper, parameters: Tensors, group: RankGroup, net: Net) -> None:
+        kept, shared = keeper.kept(parameters), keeper.shared(parameters)
+        self._keeper, self._kept, self._shared = keeper, VectorLayout(kept), VectorLayout(shared)
+        wide = any(value.dtype == torch.float64 for value in kept.values())
+        first = self._kept.pack(kept, torch.float64 if wide else torch.float32)
+        self.shared = self._shared.pack(shared, torch.float64)
+        self.slot = TensorSlot.whole(_SUM_NAME, self.shared)
+        self.vectors = KeptVectors(first, group, net, self.shared)
+        self.correction: Tensors = {}
+        self._fetched: dict[str, Tensor] = {}
+        self._changed: dict[str, Tensor] = {}
+
+    def begin_round(self, cohort: Sequence[str]) -> None:
+        """Fetch what is kept of the clients of a cohort; collective."""
+        self._fetched, self._changed = self.vectors.fetch(cohort), {}
+
+    def begin_client(self, client: str) -> None:
+        """Set the correction of a client."""
+        self.correction = self._keeper.correction(*self._present(client))
+
+    def _present(self, client: str) -> tuple[Tensors, Tensors]:
+        return self._kept.unpack(self._fetched[client]), self._shared.unpack(self.shared)
+
+    def end_client(self, client: str, update: Tensors, num_steps: int, lr: float, num_clients: int) -> Tensor:
+        """Note what a client leaves behind, whose update was counted; return what it adds to `shared`."""
+        training = LocalTraining(client, *self._present(client), update, num_steps, lr, num_clients)
+        change = self._keeper.after(training)
+        self._changed[client] = self._kept.pack(change.kept, self._fetched[client].dtype)
+        return self._shared.pack(change.shared, torch.float64)
+
+    def end_round(self, cohort: Sequence[str], added: Tensor | None) -> None:
+        """Keep what the clients left behind, and add the sum over them to what they share; collective."""
+        self.vectors.keep(cohort, self._changed)
+        if added is not None:
+            self.shared.add_(added)

@@ -10,8 +10,9 @@ Updates are differenced, weighted and added in float64, so one client alone give
 Floating-point buffers move by the weighted mean of their changes (ADR 2); a counter, an integer buffer of one
 value such as `num_batches_tracked`, by its largest change.
 
-Invariant: after a round all ranks hold the same bits, whatever their number; no rank keeps anything of a
-client. A client without samples, or whose loss or update is not finite, is left out and named.
+Invariant: after a round all ranks hold the same bits, whatever their number; what is kept of a client
+is in `client_keeper`, and nothing elsewhere. A client without samples, or whose loss or update is not finite,
+is left out and named.
 
 Sources: McMahan et al. 2017, arXiv:1602.05629, Algorithm 1 (FedAvg); Hsu et al. 2019, arXiv:1909.06335
 (FedAvgM); Reddi et al. 2021, arXiv:2003.00295 (FedAdam, FedYogi, FedAdagrad); Li et al. 2020,
@@ -32,7 +33,8 @@ from paceline.comm.net import Net
 from paceline.comm.reduction.gradients import GradientReduction, Gradients, LocalReducer
 from paceline.comm.tally import StepTally
 from paceline.data.work import BatchStream, MicroBatch, MicroBatchWork, TrainingFeed
-from paceline.errors import CheckpointError, NumericError
+from paceline.errors import CheckpointError, NumericError, StrategyError
+from paceline.federated.client_keeper import KeeperRounds
 from paceline.federated.cohort_table import (
     COHORT_COLUMNS,
     LEFT_OUT_REASONS,
@@ -128,6 +130,7 @@ class FederatedRounds:
         note: receives the event `cohort` of each round.
         stop_requested: returns whether this rank was asked to stop.
         vectorized: makes the batched computation of several clients from the loss of the task.
+        keeper: what the task keeps of each client.
     Wire: one sum of the parameters in float64 (`TreeNodeOwners.calls`) and one all_reduce of the cohort table
         per round, whatever the number of clients.
     """
@@ -145,7 +148,9 @@ class FederatedRounds:
         note: EventCallback,
         stop_requested: Callable[[], bool] = lambda: False,
         vectorized: Callable[..., VectorizedClients] | None = None,
+        keeper: KeeperRounds | None = None,
     ) -> None:
+        self._keeper = keeper
         self.inner, self.server, self.reduction = step, server, reduction
         self.settings, self._health = recipe.federated, recipe.health
         self._group, self._net, self._phases = group, net, phases
@@ -198,6 +203,9 @@ class FederatedRounds:
         self._undo = undo
         counters = _counters(runner.buffers.names, buffers)
         table = CohortTable(work.shards, runner.metric_names.names or (), len(counters))
+        names = [work.order.clients.names[member.client] for member in work.order.cohort(state.step)]
+        if self._keeper is not None:
+            self._keeper.begin_round(names)
         if self.settings.vectorize:
             groups = work.groups(state.step)
             for members, steps in zip(groups, work.batched_steps(state.step), strict=True):
@@ -214,6 +222,8 @@ class FederatedRounds:
         sums = self.reduction.finish().tensors
         self._phases.begin("optimizer")
         norm = self._apply(table, sums, runner, buffers, counters, state)
+        if self._keeper is not None:
+            self._keeper.end_round(names, sums.get(self._keeper.slot))
         state.num_updates = num_updates + (norm is not None)
         self._report(work, table, state.step)
         self._undo = None
@@ -298,6 +308,9 @@ class FederatedRounds:
         buffers, num_updates = runner.buffers.values(), state.num_updates
         self.begin_client(state.optimizer)
         sums, self._is_finite = LocalSums.empty(), True
+        name = work.order.clients.names[member.client]
+        if self._keeper is not None:
+            self._keeper.begin_client(name)
         for number, size in enumerate(sizes):
             state.num_updates = num_updates  # local steps are no updates of the run
             tally, _ = self.inner.step(LocalStepWork(size), stream, runner, local_step)
@@ -309,11 +322,19 @@ class FederatedRounds:
                 self._is_finite = False
                 break
         update = self.server.client_update()
+        whole = [vector.clone() for vector in update] if self._keeper is not None else []
         moved = _moved(runner, buffers, counters)
         weight = self._add_update(member, num_samples, update, sums, table, moved)
         if buffers and weight is not None:
             change = runner.buffers.weighted_change_since(buffers, weight)
             self.reduction.ready(_buffer_slot(change), change)
+        if self._keeper is not None and weight is not None:
+            by_name = {slot.name: value for slot, value in self.server.by_parameter(whole).items()}
+            rate = float(state.optimizer.param_groups[0]["lr"])
+            steps, clients = len(sums.totals), len(work.order.clients)
+            added = self._keeper.end_client(name, by_name, steps, rate, clients)
+            if added.numel():
+                self.reduction.ready(self._keeper.slot, added)
 
     def _add_update(
         self,
@@ -378,8 +399,20 @@ class FederatedRounds:
         parts = {name: part for name, part in update_step.parts.items() if name not in ("watch", "rate")}
         if self.settings.proximal:
             parts = insert_part_before(parts, "norm", "proximal", self._proximal_part())
+        if self._keeper is not None:
+            parts = insert_part_before(parts, "norm", "correction", self._correct)
         parts["finite"] = self._leave_out
         return UpdateStep(update_step.state, update_step.updates, parts)
+
+    def _correct(self, record: PendingUpdate) -> None:
+        """Add the correction of the client to its gradient: a part of the update step."""
+        assert self._keeper is not None
+        for slot, grad in record.grads.tensors.items():
+            correction = self._keeper.correction.get(slot.name)
+            if correction is not None and grad is not None:
+                grad.add_(correction.to(grad.dtype), alpha=record.divisor)
+        norms = torch._foreach_norm([*record.grads.flats]) if record.grads.norms else ()
+        record.grads = replace(record.grads, norms=norms)
 
     def _leave_out(self, record: PendingUpdate) -> None:
         """End a step whose gradient is not finite: a part of the update step."""
@@ -467,6 +500,11 @@ def build_federated_rounds(context: SessionContext, layout: ModelLayout, state: 
         values = torch.zeros(runner.buffers.num_values, dtype=torch.float64, device=context.device)
         tensors[_buffer_slot(values)] = values
     state.extra_states["server"] = server
+    keeper = _build_keeper(context, runner)
+    if keeper is not None:
+        state.extra_states["kept"] = keeper.vectors
+        if keeper.shared.numel():
+            tensors[keeper.slot] = keeper.shared
     step = (context.components.rule or EveryStep)(
         context.mesh.inside,
         context.net,
@@ -484,7 +522,28 @@ def build_federated_rounds(context: SessionContext, layout: ModelLayout, state: 
         phases=context.phases,
         note=context.note,
         stop_requested=context.rule_inputs.stop_requested,
+        keeper=keeper,
         vectorized=build_vectorized(context, layout, state, server.start)
         if recipe.federated.vectorize
         else None,
     )
+
+
+def _build_keeper(context: SessionContext, runner: ModelRunner) -> KeeperRounds | None:
+    """Return what the task keeps of each client; None: nothing.
+
+    Raises:
+        StrategyError: clients should run as one batched computation, which has no correction by client.
+    """
+    keeper = context.rule_inputs.keeper
+    if keeper is None:
+        return None
+    if context.recipe.federated.vectorize:
+        raise StrategyError(
+            "the task keeps something of each client (Task(keeper=...)), and a batched step has no correction"
+            " by client",
+            where="federated.vectorize",
+            next_step="set federated.vectorize = 0",
+        )
+    parameters = {slot.name: p.detach() for slot, p in runner.sharded_model.computes.items()}
+    return KeeperRounds(keeper, parameters, context.mesh.data, context.net)

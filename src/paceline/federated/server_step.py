@@ -67,7 +67,7 @@ class ServerStep(ExtraState):
 
     @torch.no_grad()
     def client_update(self) -> list[Tensor]:
-        """Return the differences of the present weights and those at the start: one vector in float64 each."""
+        """Return the differences of the present weights and those at the start, a float64 vector each."""
         weights = [p.unsqueeze(0) for p in self.parameters]
         return [update[0] for update in self.client_updates(weights)]
 

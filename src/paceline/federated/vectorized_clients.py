@@ -425,7 +425,7 @@ def require_plain_sgd(optimizer: torch.optim.Optimizer) -> None:
 def build_vectorized(
     context: SessionContext, layout: ModelLayout, state: TrainState, start: Sequence[Tensor]
 ) -> Callable[..., VectorizedClients]:
-    """Return the constructor of the batched computation, which takes the loss of the task, and `joins_batches`.
+    """Return the constructor of the batched computation, from the loss of the task and `joins_batches`.
 
     Args:
         start: the weights at the start of a round, in the order of the parameters.

@@ -33,8 +33,8 @@ class Evaluation:
     """Mean loss and metrics over all held-out items.
 
     With several held-out sets, `loss`, `num_samples` and `num_items` are those of the first, and metrics
-    have the name of their set as prefix: "far.loss", "far.accuracy". What the clients of federated rounds keep
-    from training is a set with the name "clients", after those of the task.
+    have the name of their set as prefix: "far.loss", "far.accuracy". What the clients of federated rounds
+    keep from training is a set with the name "clients", after those of the task.
 
     Args:
         step: number of training steps before the evaluation.

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from paceline.comm.group_collectives import broadcast_text
 from paceline.comm.net import Net
+from paceline.errors import StrategyError
 from paceline.federated.cohorts import ClientOrder, CohortMember, build_order_of_clients
 from paceline.parallel.state_hash import state_sha256
 from paceline.recipe.recipe import Recipe
@@ -241,6 +242,11 @@ class FederatedVerifier:
 
     def __init__(self, session: Session, oracle: Oracle) -> None:
         self.session, self._oracle = session, oracle
+        if oracle.task.keeper is not None:
+            raise StrategyError(
+                "the oracle does not know what a task keeps of each client (Task(keeper=...))",
+                next_step="verify the task without its keeper, whose methods a test of yours can call",
+            )
         order = build_order_of_clients(session.session_base.context.recipe, oracle.task)
         self._rounds = FederatedOracle(oracle, session.recipe, order)
         self._net = Net(session.net.deadline_seconds, times_calls=session.net.times_calls)

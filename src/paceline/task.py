@@ -126,7 +126,7 @@ class Task:
         clients: map-style data of each client of sync=federated, by name, in place of `data`, which is then
             all of it; `federated.partition = "natural"` keeps it apart.
         keeper: what is kept of each client of sync=federated between rounds, and how it corrects local steps
-            (`paceline.federated.client_keeper.ClientKeeper`), as the control variates of SCAFFOLD.
+            (`paceline.federated.ClientKeeper`), as the control variates of SCAFFOLD.
         vocabulary: hash of the vocabulary of the data, as
             `paceline.data.tokenizer.vocabulary_of(text)` returns it for a tokenizer.json; weights with
             another one are refused. Empty: nothing is compared.

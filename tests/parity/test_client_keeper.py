@@ -41,7 +41,7 @@ def one_thread() -> Iterator[None]:
 
 
 class Scaffold:
-    """The control variates of SCAFFOLD, option II (Karimireddy et al. 2020, arXiv:1910.06378, Algorithm 1)."""
+    """SCAFFOLD (Karimireddy et al. 2020, arXiv:1910.06378, Algorithm 1, option II)."""
 
     def kept(self, parameters: Tensors) -> Tensors:
         return {name: torch.zeros_like(p) for name, p in parameters.items()}

@@ -58,7 +58,7 @@ class ParameterPlaces:
 
     def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
         numbers = {id(p): number for number, p in enumerate(parameters)}
-        self._places = [
+        self._places: list[tuple[dict[str, Any], str, nn.Parameter, int]] = [
             (module._parameters, name, p, numbers[id(p)])
             for module in model.modules()
             for name, p in module._parameters.items()
@@ -68,7 +68,6 @@ class ParameterPlaces:
     @contextmanager
     def replaced(self, weights: Sequence[Tensor]) -> Iterator[None]:
         """Put weights in the places of the parameters within the block."""
-        table: dict[str, Any]
         try:
             for table, name, _, number in self._places:
                 table[name] = weights[number]
@@ -338,7 +337,8 @@ class VectorizedClients:
             with self._precision.autocast():
                 batch = pair.batch([leaf[number] for leaf in pair.leaves])
                 total = check_loss(self._task_loss(self._model, batch)).total
-            ordinary = torch.autograd.grad(total, [*self._parameters.values()], allow_unused=True)
+            parameters = [*self._parameters.values()]
+            ordinary: Sequence[Tensor | None] = torch.autograd.grad(total, parameters, allow_unused=True)
             largest = max(
                 (float(g.abs().max()) for g in ordinary if g is not None and g.numel()), default=0.0
             )
@@ -354,7 +354,7 @@ class VectorizedClients:
 
 def _without_clients(results: Mapping[str, Tensor], constants: Mapping[str, float]) -> Loss:
     """Return the loss of the first client."""
-    values = {name: value[0] for name, value in results.items()} | dict(constants)
+    values: dict[str, Any] = {name: value[0] for name, value in results.items()} | dict(constants)
     metrics = {name[1:]: value for name, value in values.items() if name.startswith(" ")}
     return Loss(values["total"], values["count"], metrics)
 

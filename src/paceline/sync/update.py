@@ -107,7 +107,7 @@ def _folded_step(optimizer: Any, divisor: float) -> None:
     optimizer.grad_scale = scale if device.type == "cpu" else scale.to(device)
     try:
         if (
-            torch.autograd._profiler_enabled()
+            torch.autograd.profiler._is_profiler_enabled
             or optimizer._optimizer_step_post_hooks
             or _has_own_step(optimizer)
         ):

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from paceline import Loss, Task
+from paceline.errors import PacelineError
 from paceline.recipe import Recipe
 from paceline.session.federated_client import ClientSettings, FederatedClient
 from paceline.session.session import Session
@@ -114,7 +115,7 @@ class ClientThread:
     def _run(self) -> None:
         try:
             self._client.run()
-        except Exception as error:  # noqa: BLE001, the test looks at it
+        except (PacelineError, OSError, RuntimeError) as error:
             self.error = error
 
     @property

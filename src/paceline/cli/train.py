@@ -187,7 +187,7 @@ def _run_with_restarts(
     logs: Path | None,
 ) -> LaunchOutcome:
     """Run the workers; start them again from the newest checkpoint after the loss of a process."""
-    from paceline.launch.restarts import RestartPolicy
+    from paceline.cli.restarts import RestartPolicy
 
     policy = RestartPolicy(recipe, run_dir, placement.nodes, is_resumed="--resume" in worker_options)
     while True:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -113,8 +113,9 @@ class CohortTable:
 
     def __init__(self, num_positions: int, metric_names: Sequence[str], num_counters: int) -> None:
         self._metric_names = metric_names
-        width = len(COHORT_COLUMNS) + len(metric_names) + num_counters
-        self.rows = torch.zeros(num_positions + 1, width, dtype=torch.float64)
+        self._width = len(COHORT_COLUMNS) + len(metric_names) + num_counters
+        self._written: dict[int, list[float]] = {}
+        self.rows = torch.zeros(num_positions + 1, self._width, dtype=torch.float64)
 
     def write(
         self,
@@ -126,14 +127,16 @@ class CohortTable:
         """Write the row of a position; `head` has the numbers of `COHORT_COLUMNS`."""
         values = [
             *(head.get(name, 0.0) for name in COHORT_COLUMNS),
-            *(metrics[n] for n in self._metric_names if metrics),
+            *(metrics.get(name, 0.0) for name in self._metric_names),
         ]
-        self.rows[position, : len(values)] = torch.tensor(values, dtype=torch.float64)
-        if counters:
-            self.rows[position, -len(counters) :] = torch.tensor(counters, dtype=torch.float64)
+        # One tensor for all rows is made in `agree`: small tensors cost more than their numbers.
+        self._written[position] = [*values, *(counters or [0.0] * (self._width - len(values)))]
 
     def agree(self, net: Net, group: RankGroup, device: torch.device, *, stops: bool) -> None:
         """Sum the rows over the ranks; collective."""
+        if self._written:
+            rows = torch.tensor([*self._written.values()], dtype=torch.float64)
+            self.rows[torch.tensor([*self._written])] = rows
         self.rows[-1, 0] = float(stops)
         if group.size > 1:
             self.rows = net.all_reduce(self.rows.to(device), group).wait().cpu()
@@ -169,22 +172,46 @@ class CohortTable:
         )
 
 
+class LocalSums(NamedTuple):
+    """The sums of the loss over the local steps of a client.
+
+    Args:
+        totals, counts: of each step.
+        metrics: of each step.
+    """
+
+    totals: list[float]
+    counts: list[float]
+    metrics: list[Mapping[str, float]]
+
+    @classmethod
+    def empty(cls) -> LocalSums:
+        """Return those of a client that has taken no step."""
+        return cls([], [], [])
+
+    def add(self, total: float, count: float, metrics: Mapping[str, float]) -> None:
+        """Append the sums of a step."""
+        self.totals.append(total)
+        self.counts.append(count)
+        self.metrics.append(metrics)
+
+
 def write_returned(
     table: CohortTable,
     member: CohortMember,
-    tallies: Sequence[StepTally],
+    sums: LocalSums,
     weight: float,
     num_samples: int,
     counters: Sequence[float],
 ) -> None:
     """Write the row of a client that returned an update."""
-    metrics = {name: math.fsum(t.metrics[name] for t in tallies) for name in tallies[0].metrics}
+    metrics = {name: math.fsum(m[name] for m in sums.metrics) for name in sums.metrics[0]}
     head = {
         "status": RETURNED,
         "weight": weight,
         "samples": float(num_samples),
-        "steps": float(len(tallies)),
-        "total": math.fsum(t.total for t in tallies),
-        "count": math.fsum(t.count for t in tallies),
+        "steps": float(len(sums.totals)),
+        "total": math.fsum(sums.totals),
+        "count": math.fsum(sums.counts),
     }
     table.write(member.position, head, metrics, counters)

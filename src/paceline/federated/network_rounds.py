@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
@@ -172,12 +173,11 @@ def build_network_work(context: SessionContext, task: Task) -> NetworkWork:
             where='federated.clients = "network"',
             next_step="start the job with -n 1",
         )
-    server = ClientServer.start(context, task)
-    try:
+    with ExitStack() as on_error:
+        server = ClientServer.start(context, task)
+        on_error.callback(server.close)
         server.wait_for(recipe.federated.at_least, recipe.runtime.setup_deadline_seconds)
-    except BaseException:
-        server.close()
-        raise
+        on_error.pop_all()
     joined = server.joined
     context.note("partition", _describe_clients(joined))
     return NetworkWork(recipe.federated, server, recipe.seed, recipe.runtime.deadline_seconds)

@@ -94,6 +94,7 @@ class RuleInputs:
         loss_tolerant_rules: filled by the constructor of a rule that continues without some ranks.
         choices: rules among which the run chooses after its first steps were measured; empty: no choice.
         awaited_rank: the slow rank whose recovery ends the present rule, if there is one.
+        keeper: what the task keeps of each client of federated rounds (`Task.keeper`).
     """
 
     items_per_sample: int
@@ -101,6 +102,7 @@ class RuleInputs:
     loss_tolerant_rules: list[SurvivingRule] = field(default_factory=list)
     choices: Sequence[str] = ()
     awaited_rank: AwaitedRank | None = None
+    keeper: Any = None
 
 
 @dataclass(frozen=True)

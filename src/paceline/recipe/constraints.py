@@ -140,66 +140,6 @@ STREAMING_NEEDS = (_sync_need(lambda recipe: recipe.strategy.sync_spec.can_strea
 FEDERATED_NEEDS = (
     _sync_need(lambda recipe: recipe.strategy.sync_spec.trains_clients, "with sync=federated:E"),
 )
-NETWORK_CLIENTS = "network"
-"""The value of `federated.clients` with which clients connect over a network."""
-
-
-def _network_need(only: str, reason: str) -> FieldNeed:
-    return FieldNeed(
-        lambda table: table.is_networked, only, reason=f"expected only {only}: {reason}", keys=("clients",)
-    )
-
-
-NETWORK_NEEDS = (
-    *FEDERATED_NEEDS,
-    _network_need('with clients = "network"', "simulated clients are cut from the data of the job"),
-)
-DEADLINE_NEEDS = (
-    *FEDERATED_NEEDS,
-    _network_need('with clients = "network"', "simulated clients take turns on a rank, so none is late"),
-    FieldNeed(
-        lambda table: not table.buffer,
-        "without buffer",
-        "with which a round waits for no particular client",
-        keys=("buffer",),
-    ),
-)
-BUFFER_NEEDS = (
-    *FEDERATED_NEEDS,
-    _network_need('with clients = "network"', "simulated clients take turns, so none runs ahead"),
-)
-SIMULATED_NEEDS = (
-    *FEDERATED_NEEDS,
-    FieldNeed(
-        lambda table: not table.is_networked,
-        'without clients = "network"',
-        "whose clients bring their own data",
-        keys=("clients",),
-    ),
-)
-CLIENTS_NEEDS = (
-    *FEDERATED_NEEDS,
-    FieldNeed(
-        lambda recipe: recipe.strategy.channel_spec.uses_certificate,
-        keys=("strategy.channel",),
-        scope="recipe",
-        when=lambda clients: clients == NETWORK_CLIENTS,
-        reason='expected channel=grpc with clients = "network", found channel={t.strategy.channel}',
-        is_conflict=True,
-        next_step="add channel=grpc to the strategy",
-    ),
-    FieldNeed(
-        lambda recipe: (
-            not recipe.strategy.sync_spec.trains_clients or not recipe.strategy.channel_spec.uses_certificate
-        ),
-        keys=("strategy.channel",),
-        scope="recipe",
-        when=lambda clients: clients != NETWORK_CLIENTS,
-        reason="expected no channel={t.strategy.channel} with simulated clients, which send no messages",
-        is_conflict=True,
-        next_step='leave out channel, or set federated.clients = "network"',
-    ),
-)
 WIRE_NEEDS = (
     FieldNeed(
         lambda recipe: recipe.federated.is_networked,

@@ -11,15 +11,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from paceline.recipe.constraints import (
-    BUFFER_NEEDS,
-    CLIENTS_NEEDS,
-    DEADLINE_NEEDS,
-    FEDERATED_NEEDS,
-    NETWORK_CLIENTS,
-    NETWORK_NEEDS,
-    SIMULATED_NEEDS,
-)
+from paceline.recipe.constraints import FEDERATED_NEEDS
 from paceline.recipe.log_recipe import check_address
 from paceline.recipe.validation import (
     ExpectedText,
@@ -110,6 +102,71 @@ def _check_clients(value: Any) -> Any:
     if value != NETWORK_CLIENTS and (type(value) is not int or value < 1):
         raise value_error(expected_message(_CLIENTS_EXPECTED, value, (NETWORK_CLIENTS,)))
     return value
+
+
+NETWORK_CLIENTS = "network"
+"""The value of `federated.clients` with which clients connect over a network."""
+
+
+def _network_need(only: str, reason: str) -> FieldNeed:
+    return FieldNeed(
+        lambda table: table.is_networked,
+        only,
+        reason=f"expected only {only}: {reason}",
+        keys=("clients",),
+    )
+
+
+NETWORK_NEEDS = (
+    *FEDERATED_NEEDS,
+    _network_need('with clients = "network"', "simulated clients are cut from the data of the job"),
+)
+DEADLINE_NEEDS = (
+    *FEDERATED_NEEDS,
+    _network_need('with clients = "network"', "simulated clients take turns on a rank, so none is late"),
+    FieldNeed(
+        lambda table: not table.buffer,
+        "without buffer",
+        "with which a round waits for no particular client",
+        keys=("buffer",),
+    ),
+)
+BUFFER_NEEDS = (
+    *FEDERATED_NEEDS,
+    _network_need('with clients = "network"', "simulated clients take turns, so none runs ahead"),
+)
+SIMULATED_NEEDS = (
+    *FEDERATED_NEEDS,
+    FieldNeed(
+        lambda table: not table.is_networked,
+        'without clients = "network"',
+        "whose clients bring their own data",
+        keys=("clients",),
+    ),
+)
+CLIENTS_NEEDS = (
+    *FEDERATED_NEEDS,
+    FieldNeed(
+        lambda recipe: recipe.strategy.channel_spec.uses_certificate,
+        keys=("strategy.channel",),
+        scope="recipe",
+        when=lambda clients: clients == NETWORK_CLIENTS,
+        reason='expected channel=grpc with clients = "network", found channel={t.strategy.channel}',
+        is_conflict=True,
+        next_step="add channel=grpc to the strategy",
+    ),
+    FieldNeed(
+        lambda recipe: (
+            not recipe.strategy.sync_spec.trains_clients or not recipe.strategy.channel_spec.uses_certificate
+        ),
+        keys=("strategy.channel",),
+        scope="recipe",
+        when=lambda clients: clients != NETWORK_CLIENTS,
+        reason="expected no channel={t.strategy.channel} with simulated clients, which send no messages",
+        is_conflict=True,
+        next_step='leave out channel, or set federated.clients = "network"',
+    ),
+)
 
 
 class FederatedRecipe(RecipeTable):
@@ -223,6 +280,20 @@ class FederatedRecipe(RecipeTable):
         """Return whether clients connect over a network, with data of their own."""
         return self.clients == NETWORK_CLIENTS
 
+    held_out: Annotated[float, *SIMULATED_NEEDS] = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="share of the samples of each client that it keeps from training; evaluations then report"
+        " `clients.` metrics on them",
+    )
+    vectorize: Annotated[int, *SIMULATED_NEEDS] = Field(
+        default=0,
+        ge=0,
+        description="clients that train as one batched computation (torch.func), with plain SGD; 0: one"
+        " after another",
+    )
+
     @property
     def cohort_size(self) -> CohortSize:
         """Return the size of a cohort; of a network the largest."""
@@ -236,6 +307,18 @@ class FederatedRecipe(RecipeTable):
         if self.buffer:
             return self.buffer
         return int(self.clients) if self.cohort_size.rate else self.cohort_size.number
+
+    @property
+    def num_groups(self) -> int:
+        """Return the number of groups of positions; the clients of a group run on one rank."""
+        return -(-self.num_positions // max(1, self.vectorize))
+
+    def block(self, groups: range) -> range:
+        """Return the positions of some groups."""
+        size = max(1, self.vectorize)
+        return range(
+            min(groups.start * size, self.num_positions), min(groups.stop * size, self.num_positions)
+        )
 
     @property
     def partition_rule(self) -> PartitionRule:

@@ -289,7 +289,8 @@ def max_sharers(recipe: Recipe) -> SharerLimit:
     """Return how many ranks and lanes have work in every batch."""
     batch = recipe.batch
     if recipe.strategy.sync_spec.trains_clients:
-        return SharerLimit(recipe.federated.num_positions, "federated.cohort")
+        groups = " / federated.vectorize" if recipe.federated.vectorize else ""
+        return SharerLimit(recipe.federated.num_groups, f"federated.cohort{groups}")
     if batch.shards is not None:
         return SharerLimit(batch.shards, "batch.shards")
     if recipe.reproducible:

@@ -27,6 +27,7 @@ _REFUSED: Mapping[KeyPath, str] = {
     ("federated", "clients"): "the data would be divided anew",
     ("federated", "partition"): "the data would be divided anew",
     ("federated", "batch"): "a step would mean other samples",
+    ("federated", "held_out"): "a step would mean other samples",
     ("federated", "local_steps"): "a step would mean other samples",
     ("federated", "full"): "a step would mean other samples",
     ("outer", "name"): "the moments are those of the other one",

@@ -94,7 +94,7 @@ class LocalUpdate:
         return Gradients({}, (), ())
 
 
-class LocalTraining(FederatedRounds):
+class ClientTraining(FederatedRounds):
     """The local training of one client; arguments as of `FederatedRounds`."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -198,7 +198,7 @@ class FederatedClient:
         num_works: works whose updates were sent.
     """
 
-    def __init__(self, settings: ClientSettings, log: Callable[[str], object]) -> None:
+    def __init__(self, settings: ClientSettings, log: Callable[[str], None]) -> None:
         self._settings, self._log = settings, log
         self._recipe_text, self._session = "", cast("Session | None", None)
         self._opened = ExitStack()
@@ -306,7 +306,7 @@ class FederatedClient:
         self._log(f"{settings.name} has joined {place} with {format_count(num_samples, 'sample')}")
 
     def _do(self, channel: GrpcChannel, session: Session, message: ChannelMessage) -> None:
-        rule = cast("LocalTraining", session.rule)
+        rule = cast("ClientTraining", session.rule)
         update = rule.train(session, self._settings.name, message)
         self._send(channel, update)
         self.num_works += 1
@@ -323,7 +323,7 @@ class FederatedClient:
         recipe = Recipe.read(parse_toml(text), lambda paths: "the recipe of the server")
         cluster, device = self._opened.enter_context(connected(recipe, Cluster.single()))
         task = self._own_task(recipe)
-        components = Components(federated=LocalTraining)
+        components = Components(federated=ClientTraining)
         self._session = build_session(recipe, task, cluster, device, components=components, warn=self._log)
         self._opened.callback(self._session.close)
         self._recipe_text = text

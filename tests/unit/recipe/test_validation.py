@@ -116,6 +116,8 @@ CASES = {
     "federated.weights": Case("equal", FEDERATED),
     "federated.proximal": Case(0.1, FEDERATED),
     "federated.clip_norm": Case(1.0, FEDERATED),
+    "federated.held_out": Case(0.2, FEDERATED),
+    "federated.vectorize": Case(5, FEDERATED),
     "outer.name": Case("yogi", FEDERATED),
     "outer.betas": Case((0.8, 0.9), FED_ADAM),
     "outer.eps": Case(0.1, FED_ADAM),

@@ -129,6 +129,20 @@ OPTIMIZER_SPECS = (
         follows_rate=False,
     ),
     OptimizerSpec(
+        word="lamb",
+        summary="Adam whose update of a tensor has the length of the tensor",
+        build=f"{_BUILD}lamb",
+        reads=("betas", "eps", "weight_decay", "exclude"),
+        defaults=(("eps", 1e-6),),
+    ),
+    OptimizerSpec(
+        word="lars",
+        summary="SGD with a rate for each tensor, from its norm and that of its gradient",
+        build=f"{_BUILD}lars",
+        reads=("momentum", "trust_coefficient", "weight_decay", "exclude"),
+        defaults=(("lr", 0.1), ("momentum", 0.9)),
+    ),
+    OptimizerSpec(
         word="adafactor",
         summary="second moments as a row times a column",
         build=f"{_BUILD}adafactor",

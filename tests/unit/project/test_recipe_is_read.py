@@ -36,6 +36,8 @@ RUNS = (
     {"optimizer": {"name": "nadam"}},
     {"optimizer": {"name": "asgd"}},
     {"optimizer": {"name": "rprop"}},
+    {"optimizer": {"name": "lamb"}},
+    {"optimizer": {"name": "lars"}},
     {"optimizer": {"name": "adafactor"}},
     {"optimizer": {"name": "muon"}},
     {

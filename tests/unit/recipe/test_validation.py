@@ -67,6 +67,8 @@ CASES = {
     "optimizer.d": Case(2.0, {"optimizer.name": "adafactor"}),
     "optimizer.adjust_lr_fn": Case("original", {"optimizer.name": "muon"}),
     "optimizer.adamw_on": Case(("head.*",), {"optimizer.name": "muon"}),
+    "optimizer.trust_coefficient": Case(0.01, {"optimizer.name": "lars"}),
+    "optimizer.exclude": Case(("embeddings",), {"optimizer.name": "lamb"}),
     "optimizer.l2": Case(0.5, {"optimizer.name": "sgd"}),
     "optimizer.decay_on": Case("all", {"optimizer.weight_decay": 0.1}),
     "schedule.warmup_from": Case(0.5, {"schedule.warmup_steps": 2}),

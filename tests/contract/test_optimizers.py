@@ -186,3 +186,33 @@ class TestOptimizerOfAUser(OptimizerContract):
     ) -> list[float]:
         length = norm_of(grads)
         return [w - 0.05 * g / length for w, g in zip(weights, grads, strict=True)]
+
+
+@pytest.mark.capability("J18", "Z1", "Z2")
+class TestAdamToSGD(OptimizerContract):
+    """The tests of resuming stop after three updates, so that the switch is the first update after it."""
+
+    options: ClassVar[Mapping[str, Any]] = {
+        "name": "adam_to_sgd",
+        "lr": 0.05,
+        "l2": 0.1,
+        "switch_update": 3,
+    }
+
+    def reference(self, name: str, shape: Any, weights: Any, grads: Any, state: Any, update: int) -> Any:
+        """Adam for three updates, then SGD with the momentum and the length of the step of Adam."""
+        m, v = state.setdefault("m", [0.0] * len(grads)), state.setdefault("v", [0.0] * len(grads))
+        if len(shape) > 1:
+            grads = [g + 0.1 * w for g, w in zip(grads, weights, strict=True)]
+        if update == 4:
+            b = state["b"] = [x / (1 - 0.9) for x in m]
+            inner = sum(x * y for x, y in zip(state["p"], b, strict=True))
+            state["r"] = sum(x * x for x in state["p"]) / inner
+        if update > 3:
+            b = state["b"] = [0.9 * x + g for x, g in zip(state["b"], grads, strict=True)]
+            return [w - 0.05 * state["r"] * x for w, x in zip(weights, b, strict=True)]
+        p = state["p"] = []
+        for i, g in enumerate(grads):
+            m[i], v[i] = 0.9 * m[i] + 0.1 * g, 0.999 * v[i] + 0.001 * g * g
+            p.append(m[i] / (1 - 0.9**update) / ((v[i] / (1 - 0.999**update)) ** 0.5 + 1e-8))
+        return [w - 0.05 * x for w, x in zip(weights, p, strict=True)]

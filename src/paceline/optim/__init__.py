@@ -1,6 +1,7 @@
 """Optimizers by name, schedules as pure functions, and the bases of a user's own optimizer."""
 
 from paceline.optim.adafactor import Adafactor
+from paceline.optim.adam_to_sgd import AdamToSGD
 from paceline.optim.build_optimizer import build_optimizer, fused_is_supported, reason_not_fused
 from paceline.optim.compatibility import require_elementwise, require_one_gradient
 from paceline.optim.lamb_lars import Lamb, Lars
@@ -13,6 +14,7 @@ from paceline.optim.user_optimizer import ByGroup, UserOptimizer
 __all__ = [
     "PLATEAU_KEY",
     "Adafactor",
+    "AdamToSGD",
     "ByGroup",
     "Lamb",
     "Lars",

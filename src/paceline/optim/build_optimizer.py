@@ -18,6 +18,7 @@ from torch import nn
 from paceline.errors import TaskError
 from paceline.optim.adabound import AdaBound
 from paceline.optim.adafactor import Adafactor
+from paceline.optim.adam_to_sgd import AdamToSGD
 from paceline.optim.lamb_lars import Lamb, Lars
 from paceline.optim.muon import Muon
 from paceline.optim.user_optimizer import ByGroup
@@ -163,6 +164,15 @@ def adabound(
     """Build AdaBound for `OptimizerSpec`; there is no fused kernel of it."""
     return AdaBound(
         groups, recipe.lr, betas=recipe.betas, eps=recipe.eps, final_lr=recipe.final_lr, gamma=recipe.gamma
+    )
+
+
+def adam_to_sgd(
+    model: nn.Module, groups: ParamGroups, recipe: OptimizerRecipe, *, fused: bool
+) -> torch.optim.Optimizer:
+    """Build Adam that becomes SGD for `OptimizerSpec`; there is no fused kernel of it."""
+    return AdamToSGD(
+        groups, recipe.lr, betas=recipe.betas, eps=recipe.eps, switch_update=recipe.switch_update
     )
 
 

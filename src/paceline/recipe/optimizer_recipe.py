@@ -54,6 +54,25 @@ class OptimizerRecipe(RecipeTable):
     gamma: Annotated[float, need_of_optimizer("gamma")] = Field(
         default=1e-3, gt=0, description="how fast Adam becomes SGD: in about 1 / gamma updates"
     )
+    switch_update: Annotated[
+        int | None,
+        need_of_optimizer("switch_update"),
+        FieldNeed(
+            lambda recipe: (
+                "switch_update" not in recipe.optimizer.spec.reads or recipe.schedule.follows_evaluations
+            ),
+            keys=("optimizer.name", "schedule.decay"),
+            scope="recipe",
+            when=lambda update: update is None,
+            reason='expected a number of updates, or schedule.decay = "plateau", at whose first fall it'
+            " switches",
+            is_conflict=True,
+        ),
+    ] = Field(
+        default=None,
+        ge=1,
+        description="number of updates of Adam before SGD; left out: until the first fall on a plateau",
+    )
     momentum: Annotated[float, need_of_optimizer("momentum")] = Field(
         default=0.0,
         ge=0,

@@ -73,6 +73,12 @@ OPTIMIZER_SPECS = (
         elementwise=True,
     ),
     OptimizerSpec(
+        word="adam_to_sgd",
+        summary="Adam, replaced by SGD at an update or on a plateau",
+        build=f"{_BUILD}adam_to_sgd",
+        reads=("betas", "eps", "l2", "switch_update"),
+    ),
+    OptimizerSpec(
         word="adadelta",
         summary="the gradient by the ratio of averages of squared updates and gradients",
         build=f"{_BUILD}adadelta",

@@ -44,7 +44,7 @@ def norms(cluster: Cluster, strategy: str) -> tuple[dict[str, float], int, int, 
     return {slot.name: float(norm) for slot, norm in found.items()}, calls, num_bytes, gap
 
 
-@pytest.mark.capability("J4", "J5")
+@pytest.mark.capability("J5")
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_each_element_is_counted_once_in_one_call_with_equal_bits(num_ranks: int) -> None:
     right = {name: float(p.detach().norm()) for name, p in Lambs().task().model.named_parameters()}
@@ -62,7 +62,7 @@ def test_each_element_is_counted_once_in_one_call_with_equal_bits(num_ranks: int
         assert seen.keys() == right.keys()
 
 
-@pytest.mark.capability("J4", "J5", "Z2")
+@pytest.mark.capability("J5", "Z2")
 @pytest.mark.parametrize("kind", [Lambs, Larses])
 def test_verify_names_a_norm_per_shard(kind: type[Any]) -> None:
     contract, components = kind(), PLANTED_FAULTS["norm-per-shard"].components(2)

@@ -22,7 +22,7 @@ def step(kind: Any, p: Tensor, grad: Tensor, **options: Any) -> Tensor:
     return parameter.detach()
 
 
-@pytest.mark.capability("J4", "J5")
+@pytest.mark.capability("J5")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_norm_of_zero_scales_by_one(kind: Any) -> None:
     zero, one = torch.zeros(3, 2, dtype=torch.float64), torch.ones(3, 2, dtype=torch.float64)

@@ -98,7 +98,7 @@ class OptimizerContract(ABC):
         def loss(model: nn.Module, batch: Tensor) -> Loss:
             return Loss((model(batch) - batch.square().sum(1)).square().sum(), len(batch))
 
-        return Task(model, list(x), loss, tensor={"3": "column", "4": "row"}, optimizer=self.build)
+        return Task(model, list(x), loss, tensor={"3": "column", "4": "row"}, optimizer=type(self).build)
 
     def recipe(self, strategy: str, **settings: Any) -> Recipe:
         """Return the recipe of a run."""

@@ -155,8 +155,7 @@ class NormalisedSGD(SlotOptimizer):
     def __init__(self, params: Any, lr: float = 0.05) -> None:
         super().__init__(params, {"lr": lr})
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
+    def update_tensors(self) -> None:
         group = self.slot_group
         grads = {
             group.slots[p]: p.grad

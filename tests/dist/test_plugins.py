@@ -212,8 +212,6 @@ def kfac(model, groups, recipe, *, fused):
 NORMALISED = '''
 """A gradient by the norm of its whole tensor, however ranks divide it."""
 
-import torch
-
 from paceline.optim import SlotOptimizer, slot_norms
 from paceline.recipe.registry import OptimizerSpec
 
@@ -224,8 +222,7 @@ class Normalised(SlotOptimizer):
     def __init__(self, groups, lr):
         super().__init__(groups, {"lr": lr})
 
-    @torch.no_grad()
-    def step(self, closure=None):
+    def update_tensors(self):
         slots = self.slot_group.slots
         moved = [(p, options["lr"]) for options in self.param_groups for p in options["params"]]
         (norms,) = slot_norms([{slots[p]: p.grad for p, _ in moved}], self.slot_group)

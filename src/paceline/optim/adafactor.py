@@ -5,7 +5,7 @@ The factors of a tensor are small, so every rank that holds a part of it keeps t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from math import prod
 from typing import Any, ClassVar
 
@@ -27,13 +27,12 @@ class Adafactor(SlotOptimizer, torch.optim.Adafactor):
 
     whole_moments: ClassVar[frozenset[str]] = frozenset({"row_var", "col_var"})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def update_tensors(self) -> None:
         """Update every parameter that has a gradient; collective over the ranks that hold its parts."""
         group = self.slot_group
         if group.size == 1:
-            return super().step(closure)
-        loss = None if closure is None else torch.enable_grad()(closure)()
+            torch.optim.Adafactor.step(self)
+            return
         parts = {
             group.slots[p]: (p, -p.grad if options["maximize"] else p.grad, options)
             for options in self.param_groups
@@ -53,7 +52,6 @@ class Adafactor(SlotOptimizer, torch.optim.Adafactor):
             if options["weight_decay"]:
                 p.mul_(1 - lr * options["weight_decay"])
             p.add_(updates[slot], alpha=-rate / excess)
-        return loss
 
     def _factor_means(
         self, grads: Mapping[TensorSlot, Tensor], group: SlotGroup

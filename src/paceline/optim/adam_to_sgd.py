@@ -6,7 +6,7 @@ the loss goes on without a jump. Norms are those of whole tensors, whatever rank
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -75,12 +75,10 @@ class AdamToSGD(SlotOptimizer):
         for options in self.param_groups:
             options[_SWITCH_IS_DUE] = True
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def update_tensors(self) -> None:
         """Update every parameter that has a gradient; in the switch collective over the ranks that hold its
         parts.
         """
-        loss = None if closure is None else torch.enable_grad()(closure)()
         first = self.param_groups[0]
         if not first[_IS_SGD] and (first[_SWITCH_IS_DUE] or first["updates"] == self.switch_update):
             self._switch()
@@ -89,7 +87,6 @@ class AdamToSGD(SlotOptimizer):
             for p in options["params"]:
                 if p.grad is not None:
                     self._update(p, p.grad, options)
-        return loss
 
     def _update(self, p: Tensor, grad: Tensor, options: dict[str, Any]) -> None:
         if options["weight_decay"]:

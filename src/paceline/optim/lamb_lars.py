@@ -5,7 +5,7 @@ The norms come from `slot_norms`, so a tensor that several ranks hold in parts i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -48,10 +48,8 @@ class Lamb(SlotOptimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "adapt": adapt}
         super().__init__(params, defaults)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def update_tensors(self) -> None:
         """Update every parameter that has a gradient; collective over the ranks that hold its parts."""
-        loss = None if closure is None else torch.enable_grad()(closure)()
         group, pending = self.slot_group, []
         for options in self.param_groups:
             for p in options["params"]:
@@ -67,7 +65,6 @@ class Lamb(SlotOptimizer):
                 w, u = weights[slot], updates[slot]
                 update.mul_(torch.where((w > 0) & (u > 0), w / u, 1.0))
             p.sub_(update, alpha=lr)
-        return loss
 
     def _direction(self, p: Tensor, grad: Tensor, options: dict[str, Any]) -> Tensor:
         """Count a gradient in the moments; return the update of Adam, with decay and without a rate."""
@@ -122,10 +119,8 @@ class Lars(SlotOptimizer):
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "adapt": adapt}
         super().__init__(params, {**defaults, "trust_coefficient": trust_coefficient})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def update_tensors(self) -> None:
         """Update every parameter that has a gradient; collective over the ranks that hold its parts."""
-        loss = None if closure is None else torch.enable_grad()(closure)()
         group = self.slot_group
         pending = [(p, options) for options in self.param_groups for p in options["params"]]
         pending = [(p, options) for p, options in pending if p.grad is not None]
@@ -147,7 +142,6 @@ class Lars(SlotOptimizer):
                 p.sub_(state["momentum_buffer"].mul_(options["momentum"]).add_(update, alpha=options["lr"]))
             else:
                 p.sub_(update, alpha=options["lr"])
-        return loss
 
 
 def _as_real(x: Tensor) -> Tensor:

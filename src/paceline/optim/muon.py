@@ -6,7 +6,7 @@ gather the results, of which each applies its part.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -30,10 +30,8 @@ class Muon(SlotOptimizer, torch.optim.Muon):
 
     is_ordered: ClassVar[bool] = True
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def update_tensors(self) -> None:
         """Update every matrix that has a gradient; collective over the ranks that hold its parts."""
-        loss = None if closure is None else torch.enable_grad()(closure)()
         group = self.slot_group
         parts = {
             group.slots[p]: (p, self._momentum(p, options), options)
@@ -48,7 +46,6 @@ class Muon(SlotOptimizer, torch.optim.Muon):
             p.mul_(1 - lr * options["weight_decay"])
             rate = _muon._adjust_lr(lr, options["adjust_lr_fn"], torch.Size(slot.shape))
             p.add_(orthogonal[slot], alpha=-rate)
-        return loss
 
     def _momentum(self, p: Tensor, options: dict[str, Any]) -> Tensor:
         """Count a gradient in the momentum; return the update that is to be orthogonalised."""

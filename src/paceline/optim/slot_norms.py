@@ -10,10 +10,10 @@ order the backend adds in: every rank writes values of its own beside zeros, so 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, ClassVar
+from typing import Any, ClassVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -163,8 +163,9 @@ def _total(row: Tensor, start: int, count: int) -> Tensor:
 class SlotOptimizer(torch.optim.Optimizer):
     """An optimizer that needs norms, sums or gathers of whole tensors, and gets them under every layout.
 
-    Its `step` treats `p` as the part of a tensor that this rank updates: shapes and norms of the whole one
-    come from `self.slot_group`, and collectives run on every rank, also on one that has no parameter. Without
+    A subclass gives `update_tensors`, in which `p` is the part of a tensor that this rank updates: shapes and
+    norms of the whole one come from `self.slot_group`, and collectives run on every rank, also on one that
+    has no parameter. Without
     a session it is an ordinary optimizer over whole tensors.
 
     Attributes:
@@ -177,6 +178,23 @@ class SlotOptimizer(torch.optim.Optimizer):
     is_ordered: ClassVar[bool] = False
     _bound: SlotGroup | None = None
     _group_indices: Mapping[str, int] | None = None
+
+    def update_tensors(self) -> None:
+        """Update every parameter that has a gradient; called without autograd, collective over the ranks that
+        hold its parts.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no update_tensors")
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update every parameter that has a gradient, on all ranks together."""
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        self.update_tensors()
+        return loss
 
     def bind(self, group: SlotGroup, names: Mapping[nn.Parameter, str]) -> None:
         """Take the group whose ranks hold the tensors; called once, before parameters become parts.

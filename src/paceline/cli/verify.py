@@ -263,6 +263,12 @@ def _verify_rank(cluster: Cluster, recipe: Recipe, path: Path, args: VerifyArgs)
                 f"'{plant}' is a fault of sync=federated, and the strategy is {recipe.strategy}",
                 next_step='add --strategy "sync=federated:1"',
             )
+        if plant is not None and PLANTED_FAULTS[plant].of_norms and recipe.optimizer.spec.elementwise:
+            raise RecipeError(
+                f"'{plant}' is a fault of optimizers that take norms of tensors, and this recipe names"
+                f" {recipe.optimizer.name}",
+                next_step='set optimizer.name = "lamb" or "lars", and a strategy with shard or tensor',
+            )
         from paceline.checkpoint.checkpoint_certificate import code_identity, task_file_sha256
         from paceline.recipe.recipe import to_toml
 

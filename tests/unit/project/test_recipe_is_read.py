@@ -36,6 +36,9 @@ RUNS = (
     {"optimizer": {"name": "nadam"}},
     {"optimizer": {"name": "asgd"}},
     {"optimizer": {"name": "rprop"}},
+    {"optimizer": {"name": "adam_to_sgd", "switch_update": 1}, "steps": 2},
+    {"optimizer": {"name": "lamb"}},
+    {"optimizer": {"name": "lars"}},
     {"optimizer": {"name": "adafactor"}},
     {"optimizer": {"name": "muon"}},
     {

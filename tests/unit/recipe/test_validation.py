@@ -67,6 +67,9 @@ CASES = {
     "optimizer.d": Case(2.0, {"optimizer.name": "adafactor"}),
     "optimizer.adjust_lr_fn": Case("original", {"optimizer.name": "muon"}),
     "optimizer.adamw_on": Case(("head.*",), {"optimizer.name": "muon"}),
+    "optimizer.trust_coefficient": Case(0.01, {"optimizer.name": "lars"}),
+    "optimizer.exclude": Case(("embeddings",), {"optimizer.name": "lamb"}),
+    "optimizer.switch_update": Case(5, {"optimizer.name": "adam_to_sgd"}),
     "optimizer.l2": Case(0.5, {"optimizer.name": "sgd"}),
     "optimizer.decay_on": Case("all", {"optimizer.weight_decay": 0.1}),
     "schedule.warmup_from": Case(0.5, {"schedule.warmup_steps": 2}),
@@ -191,6 +194,11 @@ CONFLICTS: tuple[tuple[str, dict[str, Any], str], ...] = (
     ),
     ("batch.accumulation", {"batch.accumulation": 2, "batch.shards": 2}, "expected one of both"),
     ("batch.sync_batchnorm", {"batch.sync_batchnorm": True, "reproducible": True}, "with this reproducible"),
+    (
+        "optimizer.switch_update",
+        {"optimizer.name": "adam_to_sgd"},
+        "expected a number of updates, or schedule",
+    ),
     (
         "batch.sync_batchnorm",
         {"batch.sync_batchnorm": True, "batch.accumulation": 2},

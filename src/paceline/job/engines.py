@@ -449,9 +449,7 @@ ENGINES = (
     EngineRow("Open MPI", "mpirun", lambda v: "OMPI_COMM_WORLD_SIZE" in v, _read_open_mpi),
     EngineRow("MPICH", "mpiexec", lambda v: "PMI_RANK" in v and "PMI_SIZE" in v, _read_mpich),
     EngineRow("Slurm", "srun", _is_slurm_task, _read_slurm),
-    Engine(
-        "Kubernetes", "an Indexed Job", lambda v: "JOB_COMPLETION_INDEX" in v and NODES in v, _read_kubernetes
-    ),
+    EngineRow("Kubernetes", "an Indexed Job", _is_pod_of_job, _read_kubernetes),
 )
 
 

@@ -120,23 +120,23 @@ class NodeArgs:
             RecipeError: `--nodes` or `--node-rank` contradicts the engine.
             CommunicationError: the rendezvous cannot be found.
         """
+        from paceline.job.addresses import format_address
         from paceline.job.cluster import current_place, process_environment
         from paceline.job.engines import store_endpoint_of
 
         place = current_place()
         if place is None or not self._launches_in(place):
             return self
-        if self.nodes > 1:
-            if (self.nodes, self.node_rank) == (place.world_size, place.global_rank):
-                return self
+        if self.rendezvous and (self.nodes, self.node_rank) == (place.world_size, place.global_rank):
+            return self
+        if self.nodes > 1 and (self.rendezvous or self.nodes != place.world_size):
             raise RecipeError(
                 f"--nodes {self.nodes} --node-rank {self.node_rank}, but this is task {place.global_rank} of"
                 f" {place.world_size} of {place.command}",
                 where=f"the variables of {place.engine}: {place.settings}",
                 next_step="leave both options out; one task on each node is one node of the job",
             )
-        host, port = store_endpoint_of(place, process_environment())
-        rendezvous = self.rendezvous or (f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+        rendezvous = self.rendezvous or format_address(*store_endpoint_of(place, process_environment()))
         return replace(self, nodes=place.world_size, node_rank=place.global_rank, rendezvous=rendezvous)
 
     def _launches_in(self, place: EnginePlace) -> bool:

@@ -191,8 +191,9 @@ trap : TERM USR1
 srun --ntasks-per-node=1 --kill-on-bad-exit=0 {train}
 code=$?
 
+# A job that was cancelled is not running any more, and stays cancelled.
 state=$(scontrol show job -o "$SLURM_JOB_ID" | sed -n 's/.*JobState=\\([A-Z_]*\\).*/\\1/p')
-if [ "$code" -eq {stopped} ] && [ "$state" != CANCELLED ]; then
+if [ "$code" -eq {stopped} ] && [ "$state" = RUNNING ]; then
     scontrol requeue "$SLURM_JOB_ID" && exit 0
 fi
 exit "$code"

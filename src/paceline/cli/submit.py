@@ -204,7 +204,7 @@ def _submit_command(engine: str, file: Path) -> list[str]:
 
 def _submit(args: SubmitArgs, file: Path, *, attach: bool) -> int:
     """Call the engine's client; returns the exit code."""
-    _require_client(_CLIENTS[args.engine])
+    require_client(_CLIENTS[args.engine])
     if args.engine in ("mpi", "ssh"):  # these run here, and their output is that of this command
         return subprocess.run(_submit_command(args.engine, file), check=False).returncode
     if args.engine == "kubernetes":
@@ -223,8 +223,11 @@ def _submit_to_kubernetes(args: SubmitArgs, file: Path, *, attach: bool) -> int:
     print_plain(f"cancel it by `paceline submit --on kubernetes --cancel {args.name}`")
     if not attach:
         return 0
-    logs = ["logs", "--follow", "--ignore-errors", "-l", f"app.kubernetes.io/instance={args.name}"]
-    return subprocess.run(["kubectl", *namespace, *logs], check=False).returncode
+    logs = ["logs", "--follow", "--pod-running-timeout=5m", "-l", f"app.kubernetes.io/instance={args.name}"]
+    done = subprocess.run(["kubectl", *namespace, *logs], stderr=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise explain_client_error("kubectl", done.stderr)
+    return 0
 
 
 def _cancel(engine: str, job: str, options: dict[str, str]) -> None:
@@ -242,11 +245,12 @@ def _cancel(engine: str, job: str, options: dict[str, str]) -> None:
             f"a job of {engine} runs in the foreground of the command that started it",
             next_step="stop it there by Ctrl-C; it saves and exits",
         )
-    _require_client(commands[engine][0])
+    require_client(commands[engine][0])
     print_plain(_call(commands[engine]).rstrip() or f"cancelled {job}")
 
 
-def _require_client(program: str) -> None:
+def require_client(program: str) -> None:
+    """Raise an error that names the package if a client is not installed."""
     if shutil.which(program) is None:
         raise PacelineError(
             f"{program} is not installed on this machine", next_step=f"install {_PACKAGES[program]}"
@@ -274,6 +278,10 @@ def _call(words: Sequence[str], text: str = "") -> str:
 
 
 _ADVICE = (
+    (
+        r"ErrImagePull|ImagePullBackOff|failing to pull image|manifest unknown",
+        "the image does not exist or cannot be pulled: check --option image and the credentials of the cluster",
+    ),
     (
         r"denied|forbidden|not permitted|Unauthorized|Invalid account",
         "ask for access, or name another account, partition or namespace: --option",
@@ -324,6 +332,11 @@ _ENDED = (
 )
 
 
+def describe_reason(reason: str) -> str:
+    """Return why a job waits, given the reason of Slurm."""
+    return _REASONS.get(reason, "see `squeue` for its place")
+
+
 def _follow_slurm(job: str) -> int:
     """Print the output of a job until it ends, and why it waits; returns its exit code."""
     offset, told = 0, ""
@@ -333,7 +346,7 @@ def _follow_slurm(job: str) -> int:
         state, reason = fields.get("JobState", ""), fields.get("Reason", "")
         if state == "PENDING" and reason not in ("None", told):
             told = reason
-            print_plain(f"job {job} waits ({reason}): {_REASONS.get(reason, 'see `squeue` for its place')}")
+            print_plain(f"job {job} waits ({reason}): {describe_reason(reason)}")
         offset = _show_more(Path(fields.get("StdOut", "")), offset)
         if state in _ENDED:
             code, _, number = fields.get("ExitCode", "0:0").partition(":")

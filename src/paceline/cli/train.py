@@ -107,6 +107,7 @@ def run_train(args: TrainArgs) -> None:
             "train needs a recipe, or --resume with a run folder",
             next_step="paceline train recipes/digits.toml",
         )
+    _require_shared(path)
     recipe = common_options.read_recipe(path, args.settings, args.strategy)
     run_name = args.name or path.stem
     cluster = args.nodes.worker(recipe.security.tls)
@@ -127,6 +128,19 @@ def run_train(args: TrainArgs) -> None:
     count = common_options.processes_for(recipe, processes, node_args.nodes)
     placement = node_args.placement(count, recipe.security.tls)
     sys.exit(_launch(placement, recipe, run, run_name, args.logs))
+
+
+def _require_shared(path: Path) -> None:
+    """Refuse a recipe that only other nodes of an engine's job have."""
+    from paceline.job.cluster import current_place
+
+    place = None if path.is_file() else current_place()
+    if place is not None and place.num_nodes > 1:
+        raise RecipeError(
+            f"node {place.node_rank} of {place.num_nodes} has no file {path}",
+            where=f"the variables of {place.engine}: {place.settings}",
+            next_step="put the recipe and its run folder into a folder that all nodes share",
+        )
 
 
 def _run_to_continue(recipe: Recipe) -> Path | None:

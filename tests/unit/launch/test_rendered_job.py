@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli.submit import explain_client_error
-from paceline.errors import RecipeError
+from paceline.cli.submit import describe_reason, explain_client_error, require_client
+from paceline.errors import PacelineError, RecipeError
 from paceline.launch.rendered_job import JobTarget, find_secrets, plan_resources, render
 from paceline.recipe import Strategy
 from tests.recipes import recipe_of
@@ -110,9 +110,22 @@ def test_what_cannot_be_rendered_is_refused_with_a_next_step() -> None:
             "reaches the controller",
         ),
         ('no matches for kind "JobSet" in version "jobset.x-k8s.io/v1alpha2"', "kind=job"),
+        ('container "trainer" is waiting to start: trying and failing to pull image', "--option image"),
         ("something new", "look up this message"),
     ],
 )
 def test_a_client_that_fails_has_a_next_step(printed: str, advice: str) -> None:
     error = explain_client_error("sbatch", printed)
     assert advice in error.next_step and error.what.startswith("sbatch failed: ")
+
+
+def test_a_client_that_is_missing_is_named_with_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(PacelineError, match="sbatch is not installed on this machine") as caught:
+        require_client("sbatch")
+    assert "slurm-client" in caught.value.next_step
+
+
+def test_a_job_that_waits_has_a_reason_in_words() -> None:
+    assert "the partition is full" in describe_reason("Resources")
+    assert "squeue" in describe_reason("SomethingNew")

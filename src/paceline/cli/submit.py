@@ -280,7 +280,7 @@ def _call(words: Sequence[str], text: str = "") -> str:
 _ADVICE = (
     (
         r"ErrImagePull|ImagePullBackOff|failing to pull image|manifest unknown",
-        "the image does not exist or cannot be pulled: check --option image and the credentials of the cluster",
+        "check --option image: it does not exist, or the cluster has no credentials to pull it",
     ),
     (
         r"denied|forbidden|not permitted|Unauthorized|Invalid account",

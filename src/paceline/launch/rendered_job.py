@@ -463,17 +463,18 @@ def _yaml(value: Any, indent: int = 0) -> Iterator[str]:
     space = "  " * indent
     for name, item in value.items():
         key = f"{space}{json.dumps(name) if '/' in name else name}:"
-        if isinstance(item, dict) and item:
-            yield f"{key}\n"
-            yield from _yaml(item, indent + 1)
-        elif isinstance(item, list) and item and isinstance(item[0], dict):
-            yield f"{key}\n"
-            for part in item:
-                first, *rest = _yaml(part, indent + 2)
-                yield f"{space}  - {first.lstrip()}"
-                yield from rest
-        else:
-            yield f"{key} {json.dumps(item)}\n"
+        match item:
+            case {**entries} if entries:
+                yield f"{key}\n"
+                yield from _yaml(item, indent + 1)
+            case [{}, *_]:
+                yield f"{key}\n"
+                for part in item:
+                    first, *rest = _yaml(part, indent + 2)
+                    yield f"{space}  - {first.lstrip()}"
+                    yield from rest
+            case _:
+                yield f"{key} {json.dumps(item)}\n"
 
 
 RENDERERS: Mapping[str, Callable[[Recipe, JobTarget], dict[str, str]]] = {

@@ -180,14 +180,12 @@ class _RunArgs:
 def _open_run(args: _RunArgs) -> Iterator[OpenedRun]:
     """Open the run on this process, or launch several that do, and exit."""
     from paceline.cli.resume import find_recipe, require_own_run
-    from paceline.job.cluster import Cluster, process_environment, refuse_foreign_tasks
+    from paceline.job.cluster import Cluster
     from paceline.launch.worker_guard import guard
 
     recipe = find_recipe(args.run)
     require_own_run(args.run, args.trust)
     cluster = Cluster.of_worker()
-    if cluster is None:
-        refuse_foreign_tasks(process_environment())
     if cluster is None and args.processes > 1:
         sys.exit(_launch(args, recipe))
     # Not at the top: a process that only launches others needs no torch.

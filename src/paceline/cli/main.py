@@ -39,6 +39,7 @@ class CommandEntry(NamedTuple):
 
 COMMANDS = (
     CommandEntry("train", "train:train", "Train a recipe and print the result."),
+    CommandEntry("submit", "submit:submit", "Start RECIPE by Slurm, MPI, ssh or Kubernetes."),
     CommandEntry("new", "new:new", "Write a model, a recipe and a test for you to edit to a new folder."),
     CommandEntry(
         "verify",

@@ -84,6 +84,7 @@ def train(
     console: Console | None = None,
     name: str | None = None,
     callbacks: Sequence[Callback] = (),
+    until: str | None = None,
 ) -> Result:
     """Train on this rank of a job of any size.
 
@@ -91,11 +92,12 @@ def train(
         recipe, task, base_dir, resume, name: see `paceline.train`, which also starts processes.
         console: where rank 0 prints; None: nothing is printed.
         callbacks: in addition to those of the task.
+        until: see `fit`.
     Returns:
         The result, equal on every rank.
     """
     with _begin_run(recipe, task, base_dir, resume, console, name, callbacks) as run:
-        return run.end(fit(run.session, run.folder, run.sinks))
+        return run.end(fit(run.session, run.folder, run.sinks, until))
 
 
 @contextmanager

@@ -150,7 +150,7 @@ class EvaluateRecipe(RecipeTable):
         gt=0,
         lt=1,
         description="share of the training samples, chosen by key, that evaluations use in place of the"
-        " held-out ones; these are then the test set, as in `paceline evaluate RUN --data test`; left out: none",
+        " held-out ones, which are then the set `test` of `paceline evaluate`; left out: none",
     )
     metric: Annotated[str, *BEST_VALUE_NEEDS] = Field(
         default="loss", min_length=1, description="what decides which evaluation is best: loss, or a metric"

@@ -6,11 +6,12 @@ import json
 import math
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import DataError, PacelineError
+from paceline.errors import DataError
 from paceline.job.cluster import process_environment
 from paceline.job.cpu_count import num_cores
 from paceline.launch.fork_client import fork_server
@@ -170,12 +171,13 @@ class FunctionExecutor:
 
     def execute(self, run: TrialRun, until: str | None, slot: int) -> RunEnd:
         """Call the function, and write its value to the folder of the run."""
-        try:
-            value = float(self._function(run.recipe))
-        except PacelineError as error:
-            return "failed", error.what
-        except Exception as error:  # noqa: BLE001 - whatever the user's function raises is its result
+        # in a thread, whose future keeps whatever the user's function raises
+        with ThreadPoolExecutor(1) as pool:
+            call = pool.submit(lambda: float(self._function(run.recipe)))
+        error = call.exception()
+        if error is not None:
             return "failed", traceback.format_exception_only(error)[-1].strip()
+        value = call.result()
         publish_json(run.folder / _VALUE, {"value": value if math.isfinite(value) else None})
         (run.folder / RESOLVED).write_text(to_toml(run.recipe), encoding="utf-8")
         return "done", ""

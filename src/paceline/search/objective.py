@@ -48,7 +48,7 @@ class Objective:
 
     @classmethod
     def parse(cls, text: str, direction: Direction | None = None, where: str = "") -> Objective:
-        """Parse "validation NAME" or "seconds to NAME>=VALUE".
+        """Parse "validation NAME", "seconds to NAME>=VALUE", or "value" for that of a function.
 
         Raises:
             RecipeError: the text has another form, or names the test set.
@@ -63,6 +63,8 @@ class Objective:
                 next_step=f'write "validation {" ".join(words[1:]) or "loss"}"; the test set is opened once,'
                 " for the winner",
             )
+        if text == "value":
+            return cls(text, text, direction or "minimize")
         match = re.fullmatch(r"validation ([\w.-]+)", text)
         if match is not None:
             lower = match[1].rpartition(".")[2].endswith(_LOWER_IS_BETTER)

@@ -24,6 +24,7 @@ from paceline.search.study_runner import (
     replayed_proposals,
     require_workers,
 )
+from paceline.search.trial_rank import save_task
 
 _EVALUATE_EVERY = 20
 """Steps between evaluations at the recipe's own batch size, for a target, if the recipe sets no interval."""
@@ -101,6 +102,7 @@ class StudyRequest:
         workers: runs at the same time.
         reuse: folder of a study, or of several, whose complete runs are taken.
         function: of the user, in place of jobs; None: jobs.
+        task: function that builds the task, in place of the one that the recipe names.
         report: receives a line for the user.
     """
 
@@ -112,6 +114,7 @@ class StudyRequest:
     workers: int = 1
     reuse: Path | None = None
     function: Callable[[Recipe], float] | None = None
+    task: Callable[..., Any] | None = None
     report: Callable[[str], None] = lambda line: None
 
 
@@ -131,6 +134,8 @@ def run_study(request: StudyRequest) -> Study:
         log.begin(plan.values, header)
         if log.torn:
             request.report("the last line of the log was torn by a crash, and is left out")
+        if request.task is not None:
+            save_task(request.folder, request.task)
         reusable = {} if request.reuse is None else find_complete_runs(request.reuse, _identity_of_text)
         if request.function is not None:
             executor = FunctionExecutor(request.function)

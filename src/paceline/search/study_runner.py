@@ -13,8 +13,9 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Protocol
@@ -144,14 +145,13 @@ class StudyRunner:
             RecipeError: the sampler proposes something else than the log has, or the test set was opened.
         """
         self._refuse_more_after_test(trials)
-        with ThreadPoolExecutor(self._workers) as pool:
+        # the pool waits for its runs when the block ends, so an error has to stop them first
+        with ThreadPoolExecutor(self._workers) as pool, ExitStack() as on_error:
+            on_error.callback(self._executor.stop)
             self._pool = pool
-            try:
-                self._run_batches(trials)
-                self._confirm()
-            except BaseException:
-                self._executor.stop()
-                raise
+            self._run_batches(trials)
+            self._confirm()
+            on_error.pop_all()
             self._test()
 
     def _refuse_more_after_test(self, trials: int) -> None:
@@ -240,7 +240,7 @@ class StudyRunner:
                 self._seen.setdefault(trial.identity, trial.number)
         alive = [trial for trial in batch if not trial.has_ended]
         if self._plan.stop.rule == "asha":
-            self._run_all([lambda slot, trial=trial: self._run_asha(trial, slot) for trial in alive])
+            self._run_all([partial(self._run_asha, trial) for trial in alive])
             return
         rung = 0
         while alive:
@@ -259,11 +259,7 @@ class StudyRunner:
     ) -> dict[int, list[RunEnd]]:
         """Run several runs of several trials until a rung; returns their ends by trial."""
         ends = self._run_all(
-            [
-                lambda slot, run=run: self._run(run, until, slot)
-                for of_trial in runs.values()
-                for run in of_trial
-            ]
+            [partial(self._run, run, until) for of_trial in runs.values() for run in of_trial]
         )
         position = iter(ends)
         return {number: [next(position) for _ in of_trial] for number, of_trial in runs.items()}
@@ -272,17 +268,14 @@ class StudyRunner:
         """Make calls on the slots, the first ones first; returns their results in this order."""
         futures: list[Future[Any]] = [self._pool.submit(self._with_slot, call) for call in calls]
         pending = set(futures)
-        try:
+        with ExitStack() as on_error:
+            on_error.callback(lambda: [future.cancel() for future in futures])
             while pending:
                 # in short waits, so that Ctrl-C is noticed
                 done, pending = wait(pending, _POLL_SECONDS, FIRST_COMPLETED)
                 for future in done:
                     future.result()
-        except BaseException:
-            for future in pending:
-                future.cancel()
-            self._executor.stop()
-            raise
+            on_error.pop_all()
         return [future.result() for future in futures]
 
     def _with_slot(self, call: Callable[[int], Any]) -> Any:
@@ -411,11 +404,11 @@ class StudyRunner:
             ends = [self._run(run, self._plan.rung(rung), slot) for run in self._runs(trial)]
             with self._lock:
                 self._log_phase(trial, ends)
-                if trial.has_ended:
-                    return
                 score = self._plan.objective.rung_score
                 arrived = [score(other.rungs[rung]) for other in self._log.trials if len(other.rungs) > rung]
-                if not continues_in_asha(self._plan.stop.keep, score(trial.rungs[rung]), arrived):
+                if len(trial.rungs) > rung and not continues_in_asha(
+                    self._plan.stop.keep, score(trial.rungs[rung]), arrived
+                ):
                     self._log_stop(trial)
 
     # ------------------------------------------------------------------ after the search

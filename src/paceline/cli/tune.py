@@ -100,7 +100,7 @@ def tune(
 
 def _show(study: Study, as_json: bool) -> None:
     """Write results.json, table.txt and the page to the study's folder, and print the report."""
-    from paceline.search import render_study, render_study_page, summarize_study
+    from paceline.search.study_report import render_study, render_study_page, summarize_study
 
     summary = summarize_study(study)
     lines, values = render_study(summary), summary.to_json()

@@ -406,9 +406,9 @@ class StudyRunner:
                 self._log_phase(trial, ends)
                 score = self._plan.objective.rung_score
                 arrived = [score(other.rungs[rung]) for other in self._log.trials if len(other.rungs) > rung]
-                if len(trial.rungs) > rung and not continues_in_asha(
-                    self._plan.stop.keep, score(trial.rungs[rung]), arrived
-                ):
+                if len(trial.rungs) == rung:  # it has ended
+                    return
+                if not continues_in_asha(self._plan.stop.keep, score(trial.rungs[rung]), arrived):
                     self._log_stop(trial)
 
     # ------------------------------------------------------------------ after the search
@@ -445,6 +445,8 @@ class StudyRunner:
         if winner is None or self._log.tested is not None:
             return
         scores = self._executor.test(self._runs(winner)[0])
+        if not scores:  # the task has no test set
+            return
         self._log.append(
             {"event": "tested", "trial": winner.number, "scores": {k: finite(v) for k, v in scores.items()}}
         )

@@ -123,6 +123,8 @@ class Task:
             names: "mean" (the default), "sum" (a counter of samples), "first" (the first micro-batch's),
             "ema:0.99" (a moving average, with this decay, of a statistic that is summed over samples), or
             `function(module) -> Tensor`: the buffer's value from the other buffers of its module.
+        test: samples that no evaluation during training reads; with `evaluate.validation` it becomes
+            `held_out`.
         clients: map-style data of each client of sync=federated, by name, in place of `data`, which is then
             all of it; `federated.partition = "natural"` keeps it apart.
         keeper: what is kept of each client of sync=federated between rounds, and how it corrects local steps
@@ -152,6 +154,7 @@ class Task:
     order: Any = None
     buffers: Mapping[str, BufferRule] = field(default_factory=dict)
     vocabulary: str = ""
+    test: Any = None
     clients: Mapping[str, Any] = field(default_factory=dict)
     keeper: Any = None
 

@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 _MAX_EXPONENT = 700.0  # the largest whose exponential is a float
 
 Run = Annotated[Path, typer.Argument(help="A run folder, or a checkpoint inside one.", show_default=False)]
-_SOURCE = 'Samples: "file.py:function", which returns them, or the name of a set of the task: held_out, data.'
+_SOURCE = (
+    'Samples: "file.py:function", which returns them, or the name of a set of the task: held_out, data, test.'
+)
 Options = Annotated[
     list[str] | None,
     typer.Option("--option", help="An argument of that function: --option path=new.csv. Repeatable."),
@@ -239,7 +241,7 @@ def _samples(opened: OpenedRun, spec: str, options: list[str] | None) -> Any:
     if ":" not in spec:
         raise DataError(
             f"the task has no set of samples '{spec}'",
-            next_step='name one of its sets (data, held_out), or "file.py:function"',
+            next_step='name one of its sets (data, held_out, test), or "file.py:function"',
         )
     return load_samples(
         spec, read_task_options(options), opened.session.recipe.seed, Path.cwd(), cache_folder()

@@ -77,6 +77,11 @@ COMMANDS = (
         "Train RECIPE with every strategy of a file over several seeds; write tables and a page.",
     ),
     CommandEntry(
+        "tune",
+        "tune:tune",
+        "Search for the best settings of RECIPE; the same command continues where it stopped.",
+    ),
+    CommandEntry(
         "run", "run_script:run", "Run SCRIPT with its arguments on every process, as torchrun does.", _ANY
     ),
     CommandEntry("runs", "runs:runs", "List runs, oldest first."),

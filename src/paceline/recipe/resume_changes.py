@@ -23,6 +23,7 @@ _REFUSED: Mapping[KeyPath, str] = {
     ("batch", "shuffle"): "a step would mean other samples",
     ("batch", "drop_last"): "a step would mean other samples",
     ("optimizer", "name"): "the moments are those of the other one",
+    ("evaluate", "validation"): "a step would mean other samples",
     ("checkpoint", "folder"): "that is where the checkpoints are",
     ("federated", "clients"): "the data would be divided anew",
     ("federated", "partition"): "the data would be divided anew",

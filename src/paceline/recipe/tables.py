@@ -145,6 +145,13 @@ class EvaluateRecipe(RecipeTable):
     max_samples: Annotated[int, *HELD_OUT_NEEDS] = Field(
         default=0, ge=0, description="held-out samples that are used; 0: all"
     )
+    validation: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="share of the training samples, chosen by key, that evaluations use in place of the"
+        " held-out ones, which are then the set `test` of `paceline evaluate`; left out: none",
+    )
     metric: Annotated[str, *BEST_VALUE_NEEDS] = Field(
         default="loss", min_length=1, description="what decides which evaluation is best: loss, or a metric"
     )

@@ -8,17 +8,17 @@ after a stop signal, when evaluations have not improved, or when a callback asks
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from math import nan
 from pathlib import Path
 from statistics import median
 from typing import Any, cast
 
 from torch import nn
 
-from paceline.errors import CommunicationError, DivergenceError, format_count
+from paceline.errors import CommunicationError, DivergenceError, RecipeError, format_count
 from paceline.observe.sinks import Sink
 from paceline.observe.step_stats import StepStats
 from paceline.observe.step_trace import TraceWindow
@@ -95,10 +95,12 @@ class RunSchedule:
         reason: why the run ends before its last step; empty while it continues.
         stopped: a signal has ended the run.
         checks_stop_requests: `Session.stop` may be called although there are no callbacks.
+        pause_step: the step after which the run is saved and stops, as if by a signal; None: its last one.
     """
 
     def __init__(self, session: Session, checkpoints: CheckpointSchedule, sinks: Sequence[Sink]) -> None:
         self._session, self._checkpoints, self._sinks = session, checkpoints, sinks
+        self.pause_step: int | None = None
         self.reason, self.stopped, self.checks_stop_requests = "", False, False
         self._evaluation: Evaluation | None = None
         self._compile_cost = CompileCost() if session.recipe.runtime.compile else None
@@ -109,6 +111,7 @@ class RunSchedule:
         # A resumed run may have used up its patience before.
         if self._checkpoints.best.is_over():
             self.reason = self._patience()
+        self._pause_if_due()
         while not self.is_over():
             try:
                 for stats in session.rounds():
@@ -157,7 +160,14 @@ class RunSchedule:
         elif not self.done:
             hashes |= self._evaluate_and_save(before)
             self._check_stop_requests()
+            self._pause_if_due()
         return hashes or self._may_be_stopped
+
+    def _pause_if_due(self) -> None:
+        """Stop at the pause step, after what is due at that step, so that a resumed run repeats nothing."""
+        step = self._session.state.step
+        if self.pause_step is not None and step >= self.pause_step and not self.is_over():
+            self.stopped, self.reason = True, f"paused after {format_count(step, 'step')}"
 
     def evaluate(self) -> Evaluation | None:
         """Return the evaluation of the present state, evaluating it if that was not done yet; collective."""
@@ -229,7 +239,7 @@ class RunSchedule:
             return
         value = value_of_metric("schedule.metric", schedule.metric, evaluation)
         if plateau.observe(evaluation.step, value):
-            best = nan if plateau.best is None else plateau.best
+            best = math.nan if plateau.best is None else plateau.best
             record = {"metric": schedule.metric, "best": best, "multiplier": plateau.multiplier}
             self.send_event("plateau", {"step": evaluation.step, **record})
 
@@ -387,32 +397,58 @@ def fitting(
         yield fit_in_progress
 
 
+def find_pause_step(session: Session, until: str) -> int:
+    """Return the step of the last evaluation of a run at or before a rung of a search.
+
+    Args:
+        until: "steps:N", or "epochs:E" for E passes over the data.
+    Raises:
+        RecipeError: the run has no evaluation until then.
+    """
+    unit, _, number = until.partition(":")
+    limit = float(number) if unit == "steps" else math.ceil(float(number) * session.work.steps_per_epoch)
+    every = session.recipe.evaluate.every_steps
+    step = int(limit // every) * every if every else 0
+    if step < 1:
+        first = f"after step {every}" if every else "at the end of the run"
+        raise RecipeError(
+            f"the first evaluation is {first}, later than the first rung, {until} (step {limit:g})",
+            where="evaluate.every_steps",
+            next_step=f"set evaluate.every_steps to {max(1, int(limit))} or less, or a later [stop] first",
+        )
+    return step
+
+
 def fit(
     session: Session,
     run_dir: Path | None = None,
     sinks: Sequence[Sink] = (),
+    until: str | None = None,
     recover: Recover | None = None,
 ) -> Result:
-    """Train to the end of the run.
+    """Train to the end of the run, or pause before it.
 
     Args:
         session: training continues from its state's step.
         run_dir: the folder of the run; None: nothing is saved.
         sinks: receive every step and event; only rank 0 has any.
+        until: the rung of a search at which the run pauses, see `find_pause_step`: it saves and stops, and a
+            resumed run has the same bits as one that did not pause. None: train to the end.
         recover: called when a collective fails; the fit then continues where it was, on the remaining ranks.
             None: the error is raised.
     Returns:
         The result. A stop signal on any rank ends all ranks after the same step, which is saved.
     """
+    pause_step = None if until is None else find_pause_step(session, until)
     if recover is None:
         with fitting(session, run_dir, sinks) as fit_in_progress:
-            return _run(fit_in_progress)
+            return _run(fit_in_progress, pause_step)
     with ExitStack() as opened:
         opened.callback(lambda: _close(sinks))
         while True:
             try:
                 with fitting(session, run_dir, sinks, closes_sinks=False) as fit_in_progress:
-                    return _run(fit_in_progress)
+                    return _run(fit_in_progress, pause_step)
             except CommunicationError as error:
                 sinks = recover(error)
 
@@ -422,8 +458,9 @@ def _close(sinks: Sequence[Sink]) -> None:
         sink.close()
 
 
-def _run(fit_in_progress: FitInProgress) -> Result:
+def _run(fit_in_progress: FitInProgress, pause_step: int | None) -> Result:
     requests = JoinRequests(fit_in_progress.session)
+    fit_in_progress.schedule.pause_step = pause_step
     for stats in fit_in_progress.schedule.rounds():
         fit_in_progress.after_round(stats)
         if not fit_in_progress.schedule.is_over():

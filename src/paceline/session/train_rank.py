@@ -89,6 +89,7 @@ def train(
     console: Console | None = None,
     name: str | None = None,
     callbacks: Sequence[Callback] = (),
+    until: str | None = None,
 ) -> Result:
     """Train on this rank of a job of any size.
 
@@ -96,6 +97,7 @@ def train(
         recipe, task, base_dir, resume, name: see `paceline.train`, which also starts processes.
         console: where rank 0 prints; None: nothing is printed.
         callbacks: in addition to those of the task.
+        until: see `fit`.
     Returns:
         The result, equal on every rank.
     """
@@ -105,7 +107,7 @@ def train(
         run.session.is_elastic = recovery_of(recipe).kind == "in process"
         run.session.cluster.enter_phase(run.session.launcher_phase)
         recover = run.recover if run.session.is_elastic else None
-        return run.end(fit(run.session, run.folder, run.sinks, recover))
+        return run.end(fit(run.session, run.folder, run.sinks, until, recover))
 
 
 @contextmanager

@@ -7,20 +7,24 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from paceline.cli.common_options import AsJson, Trust, read_token
+from paceline.cli.common_options import AsJson, JobPlacement, Trust, read_token
 from paceline.cli.console import error_output, print_json, print_plain
 from paceline.errors import DataError, MissingExtraError, RequestError, format_count
 
 if TYPE_CHECKING:
+    from paceline.job.cluster import Cluster
     from paceline.serving import Engine, SamplingOptions
     from paceline.serving.answers import AnswerPart
+    from paceline.serving.kv_cache import SlotSettings
     from paceline.serving.load_model import ServedModel
 
 Source = Annotated[
@@ -74,8 +78,21 @@ Context = Annotated[
     int | None,
     typer.Option("--context", min=2, help="Longest text, in tokens. Default: that of the model."),
 ]
+Processes = Annotated[
+    int,
+    typer.Option("-n", "--processes", min=1, help="Number of processes that share the texts or the model."),
+]
+Layout = Annotated[
+    str | None,
+    typer.Option(
+        "--strategy",
+        help='How they do: "replicas=2", "pipeline=2", "tensor=2", "shard=2 zero=3". Default: as replicas.',
+    ),
+]
 
 
+_GRACE_SECONDS = 5.0  # after the time for running texts, until all processes have ended
+_MANY_REQUESTS = 2**31  # the queue of a server has a limit of its own
 _MANY_PARAMETERS = 10**8  # from here on a matrix product is long enough for several threads
 
 
@@ -93,43 +110,121 @@ class _ModelArgs:
     attention: Any
     context: int | None
     threads: int | None
+    processes: int
+    strategy: str | None
 
-    def load(self, max_queued: int) -> tuple[ServedModel, Engine]:
-        """Load the model, and build its engine."""
-        from paceline.job.cluster import change_environment
+    @property
+    def starts_processes(self) -> bool:
+        """Whether this process is to start those that run the model."""
+        from paceline.job.cluster import Cluster, process_environment, refuse_foreign_tasks
 
-        # Before transformers is imported: it then asks no hub, whatever a folder names.
-        change_environment({"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"})
-        import torch
+        if Cluster.of_worker() is not None:
+            return False
+        refuse_foreign_tasks(process_environment())
+        return self.processes > 1 or self.strategy is not None
 
-        from paceline.serving import build_engine
-        from paceline.serving.load_model import load_served_model
+    def start_processes(self, *more: str, grace_seconds: float) -> int:
+        """Run this command in every process, of which the first one prints; returns the exit code.
 
+        Args:
+            more: further arguments.
+            grace_seconds: time to end after a signal.
+        """
+        from paceline.cli.relaunch import build_job
+        from paceline.launch.launcher import launch
+        from paceline.launch.shutdown import ShutdownTimeouts
+        from paceline.recipe.tables import RuntimeRecipe
+        from paceline.serving.rank_engine import serving_strategy
+
+        # Called for its errors: a strategy that does not fit fails before a process starts.
+        serving_strategy(self.strategy, self.processes)
+        self.require_own_source()
+        job = build_job(
+            (sys.executable, "-m", "paceline", *sys.argv[1:], *more),
+            JobPlacement(self.processes, 1, 0, None, ""),
+            self.threads or 0,
+            timeouts=ShutdownTimeouts(
+                stuck_seconds=RuntimeRecipe().deadline_seconds, grace_seconds=grace_seconds
+            ),
+        )
+        outcome = launch(job)
+        # A signal ends a server, which is no failure; it prints a report if a rank did not obey.
+        return outcome.exit_code if outcome.failures or outcome.report else 0
+
+    def require_own_source(self) -> None:
+        """Refuse another user's run folder, whose recipe may name code, unless it is trusted."""
         if (self.source / "recipe.toml").is_file() or self.source.parent.name == "checkpoints":
             from paceline.cli.resume import require_own_run
 
             require_own_run(self.source, self.trust)
-        served = load_served_model(
-            self.source, task=self.task, weights=self.weights, tokenizer=self.tokenizer, warn=_warn
+
+    @contextmanager
+    def opened(self, max_queued: int) -> Iterator[tuple[ServedModel, Engine | None]]:
+        """Load the model, and build its engine; None on ranks but the first, when that has closed it."""
+        from paceline.job.cluster import Cluster, change_environment
+        from paceline.launch.worker_guard import guard
+
+        # Before transformers is imported: it then asks no hub, whatever a folder names.
+        change_environment({"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"})
+        cluster = Cluster.of_worker()
+        if cluster is None:
+            import torch
+
+            from paceline.serving import build_engine
+
+            self.require_own_source()
+            served = self._load(_warn)
+            torch.set_num_threads(self._num_threads(served))
+            sizes = asdict(self._settings(served))
+            del sizes["rows"]
+            yield served, build_engine(served.model, **sizes, max_queued=max_queued)
+            return
+        with guard(cluster), self._on_ranks(cluster, max_queued) as opened:
+            yield opened
+
+    def _on_ranks(
+        self, cluster: Cluster, max_queued: int
+    ) -> AbstractContextManager[tuple[ServedModel, Engine | None]]:
+        from paceline.serving.rank_engine import engine_on_ranks, serving_strategy
+
+        return engine_on_ranks(
+            lambda: self._load(_warn if cluster.global_rank == 0 else _discard),
+            serving_strategy(self.strategy, cluster.world_size),
+            cluster,
+            self._settings,
+            num_threads=self._num_threads,
+            max_queued=max_queued,
+            on_follow=_ignore_signals,
         )
+
+    def _load(self, warn: Callable[[str], None]) -> ServedModel:
+        from paceline.serving.load_model import load_served_model
+
+        return load_served_model(
+            self.source, task=self.task, weights=self.weights, tokenizer=self.tokenizer, warn=warn
+        )
+
+    def _num_threads(self, served: ServedModel) -> int:
+        import torch
+
         is_small = sum(p.numel() for p in served.model.parameters()) < _MANY_PARAMETERS
         # Not measured, as in a training: equal commands have to give equal fingerprints.
-        torch.set_num_threads(self.threads or (1 if is_small else torch.get_num_threads()))
+        return self.threads or (1 if is_small else torch.get_num_threads())
+
+    def _settings(self, served: ServedModel) -> SlotSettings:
+        from paceline.serving.kv_cache import SlotSettings
+
         if self.context is not None and self.context > served.context:
             raise RequestError(
                 f"--context is {self.context}, and the model's context is {served.context}",
                 parameter="context",
                 next_step="leave it out, or give less",
             )
-        engine = build_engine(
-            served.model,
-            context=self.context or served.context,
-            slots=self.slots,
-            chunk=self.chunk,
-            attention=self.attention,
-            max_queued=max_queued,
-        )
-        return served, engine
+        return SlotSettings(self.slots, self.chunk, self.context or served.context, self.attention)
+
+
+def _discard(text: str) -> None:
+    """Drop a warning that the first process prints."""
 
 
 def generate(
@@ -149,6 +244,8 @@ def generate(
     attention: Attention = "by_slot",
     context: Context = None,
     threads: Threads = None,
+    processes: Processes = 1,
+    strategy: Layout = None,
     weights: WeightsOf = None,
     task: TaskOf = None,
     tokenizer: TokenizerOf = None,
@@ -171,21 +268,27 @@ def generate(
         repeat_window=repeat_window,
         seed=seed,
     )
-    args = _ModelArgs(source, task, weights, tokenizer, trust, slots, chunk, attention, context, threads)
-    served, engine = args.load(max_queued=len(prompts))
-    loaded = time.perf_counter()
-    streams = len(prompts) == 1 and not as_json
-    if streams:
-        _write(prompts[0])
-    texts: list[list[AnswerPart]] = [[] for _ in prompts]
-    for index, part in _continue(served, engine, prompts, max_tokens, sampling, stop or []):
-        texts[index].append(part)
-        if streams:
-            _write(part.text)
-    seconds = time.perf_counter() - loaded
-    _show(
-        args, served, engine, prompts, texts, {"load_seconds": loaded - started, "seconds": seconds}, as_json
+    args = _ModelArgs(
+        *(source, task, weights, tokenizer, trust),
+        *(slots, chunk, attention, context, threads, processes, strategy),
     )
+    if args.starts_processes:
+        sys.exit(args.start_processes(grace_seconds=_GRACE_SECONDS))
+    with args.opened(max_queued=len(prompts)) as (served, engine):
+        if engine is None:
+            return
+        loaded = time.perf_counter()
+        streams = len(prompts) == 1 and not as_json
+        if streams:
+            _write(prompts[0])
+        texts: list[list[AnswerPart]] = [[] for _ in prompts]
+        for index, part in _continue(served, engine, prompts, max_tokens, sampling, stop or []):
+            texts[index].append(part)
+            if streams:
+                _write(part.text)
+        seconds = time.perf_counter() - loaded
+    times = {"load_seconds": loaded - started, "seconds": seconds}
+    _show(args, served, engine, prompts, texts, times, as_json)
 
 
 def _continue(
@@ -239,7 +342,7 @@ def _show(
     rate = count / times["seconds"] if times["seconds"] else 0.0
     if as_json:
         facts = {"model": served.name, "source": served.source, "fingerprint": engine.fingerprint}
-        speed = {"slots": args.slots, "tokens_per_second": rate, **times}
+        speed = {"slots": engine.num_slots, "tokens_per_second": rate, **times}
         print_json({**facts, **speed, "answers": answers})
         return
     if len(prompts) == 1:
@@ -284,6 +387,8 @@ def serve(
     stop_seconds: Annotated[
         float, typer.Option(min=0.0, help="Time for running texts after SIGTERM.")
     ] = 30.0,
+    processes: Processes = 1,
+    strategy: Layout = None,
     weights: WeightsOf = None,
     task: TaskOf = None,
     tokenizer: TokenizerOf = None,
@@ -300,31 +405,79 @@ def serve(
             f"paceline serve needs starlette, uvicorn, jinja2 and prometheus-client: {error}",
             next_step="pip install 'paceline[serve]'",
         ) from error
+    args = _ModelArgs(
+        *(source, task, weights, tokenizer, trust),
+        *(slots, chunk, attention, context, threads, processes, strategy),
+    )
+    if args.starts_processes:
+        sys.exit(_serve_on_ranks(args, host, token_file, stop_seconds + _GRACE_SECONDS))
+    limits = ServerLimits(
+        max_queued=max_queued,
+        max_tokens=max_tokens,
+        request_seconds=request_seconds,
+        stop_seconds=stop_seconds,
+    )
+    rank = _global_rank()
+    if rank:
+        with args.opened(_MANY_REQUESTS):
+            return  # rank 0 has ended
+    # Workers of a job have its key in PACELINE_TOKEN, and get that of the server in a file.
+    token = "" if rank == 0 and not token_file else read_token(token_file, insecure=True, nodes=1)
+    with _listen(host, port) as listener:
+        name = listener.getsockname()[0]
+        is_loopback = _is_loopback(name)
+        _require_token(name, token, is_loopback=is_loopback)
+        with args.opened(_MANY_REQUESTS) as (served, engine):
+            assert engine is not None
+            server = GenerationServer(
+                served, engine, token, limits, is_loopback=is_loopback, ends_with_engine=rank is not None
+            )
+            _announce(served, engine, listener)
+            _ignore_signals()  # uvicorn raises the one that ended it again; a clean shutdown is no failure
+            server.run(sockets=[listener])
+            if rank is not None and server.thread.error is not None:
+                raise server.thread.error
+
+
+def _serve_on_ranks(args: _ModelArgs, host: str, token_file: str, grace_seconds: float) -> int:
+    """Start the processes of a server; returns the exit code."""
+    token = read_token(token_file, insecure=True, nodes=1)
+    _require_token(host, token, is_loopback=_is_loopback(host) or host == "localhost")
+    if not token:
+        return args.start_processes(grace_seconds=grace_seconds)
+    # Not an argument, which other users can read.
+    with NamedTemporaryFile("w", prefix="paceline-token-") as file:
+        file.write(token)
+        file.flush()
+        return args.start_processes("--token-file", file.name, grace_seconds=grace_seconds)
+
+
+def _global_rank() -> int | None:
+    """Return the rank of this process; None if it is the only one."""
+    from paceline.job.cluster import Cluster
+
+    cluster = Cluster.of_worker()
+    return None if cluster is None else cluster.global_rank
+
+
+def _announce(served: ServedModel, engine: Engine, listener: socket.socket) -> None:
     from paceline.job.addresses import format_address
 
-    token = read_token(token_file, insecure=True, nodes=1)
-    with _listen(host, port) as listener:
-        name, number = listener.getsockname()[:2]
-        is_loopback = name.startswith("127.") or name == "::1"
-        _require_token(name, token, is_loopback=is_loopback)
-        args = _ModelArgs(source, task, weights, tokenizer, trust, slots, chunk, attention, context, threads)
-        served, engine = args.load(max_queued=slots + max_queued)
-        limits = ServerLimits(
-            max_queued=max_queued,
-            max_tokens=max_tokens,
-            request_seconds=request_seconds,
-            stop_seconds=stop_seconds,
-        )
-        server = GenerationServer(served, engine, token, limits, is_loopback=is_loopback)
-        print_plain(
-            f"serving {served.name} ({served.source}) with {format_count(slots, 'slot')} of"
-            f" {engine.context} tokens at http://{format_address(name, number)}/v1"
-        )
-        sys.stdout.flush()
-        # uvicorn raises the signal that ended it again; a clean shutdown is no failure.
-        signal.signal(signal.SIGTERM, lambda number, frame: None)
-        signal.signal(signal.SIGINT, lambda number, frame: None)
-        server.run(sockets=[listener])
+    name, number = listener.getsockname()[:2]
+    print_plain(
+        f"serving {served.name} ({served.source}) with {format_count(engine.num_slots, 'slot')} of"
+        f" {engine.context} tokens at http://{format_address(name, number)}/v1"
+    )
+    sys.stdout.flush()
+
+
+def _ignore_signals() -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: None)
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"
 
 
 def _require_token(address: str, token: str, *, is_loopback: bool) -> None:

@@ -9,7 +9,8 @@ texts are those of one process, the bits of their logits too unless a layout add
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,16 +18,20 @@ import torch
 from torch import Tensor, nn
 
 from paceline.comm.group_collectives import all_gather_texts
+from paceline.comm.net import Net
 from paceline.data.work import LoadedBatch, MicroBatch
 from paceline.errors import StrategyError
 from paceline.job.mesh import RankGroup
 from paceline.serving.engine import Engine, GenerationRequest
 from paceline.serving.kv_cache import AttentionForm, SlotSettings
+from paceline.serving.sampling import SampledToken
 from paceline.serving.slot_forward import (
     ModelCall,
     WholeForward,
     choose_forward,
     forward_options,
+    keep_samples,
+    settings_fingerprint,
     trial_text,
     whole_logits,
 )
@@ -53,7 +58,7 @@ def generate(
     Raises:
         StrategyError: the strategy splits sequences over ranks (context).
         RequestError: a request does not fit; see `Engine.check`.
-    Wire: one ragged all_gather of about 40 bytes for each token, in addition to the forwards of the layout.
+    Wire: one broadcast of 16 bytes for each token, in addition to the forwards of the layout.
     """
     strategy = session.strategy
     if strategy.context > 1:
@@ -66,7 +71,7 @@ def generate(
     team = session.mesh.inside if shares_out else session.mesh.world
     num_teams, index = (session.mesh.replica.size, session.mesh.replica.rank) if shares_out else (1, 0)
     with session.averaged():
-        engine = _build_engine(session, team, SlotSettings(slots, chunk, context, attention))
+        (engine,) = build_engines(session, team, SlotSettings(slots, chunk, context, attention))
         for request in requests:
             engine.check(request)
         tickets = {i: engine.submit(requests[i]) for i in range(index, len(requests), num_teams)}
@@ -78,8 +83,16 @@ def generate(
     return [tokens[str(i)] for i in range(len(requests))]
 
 
-def _build_engine(session: Session, team: RankGroup, settings: SlotSettings) -> Engine:
-    """Return the engine of the ranks that run every forward together; collective over these."""
+def build_engines(
+    session: Session, team: RankGroup, settings: SlotSettings, weights: str = "", number: int = 1
+) -> list[Engine]:
+    """Return engines of the ranks that run every forward together, each with its slots; collective.
+
+    Args:
+        team: the ranks.
+        weights: hash of the weights, for the fingerprint; empty: nobody reads it.
+        number: of engines.
+    """
     model, device = session.runner.sharded_model.model, session.runner.sharded_model.device
     call = _placed_call(session, samples=_is_sampler(session, team))
 
@@ -88,13 +101,58 @@ def _build_engine(session: Session, team: RankGroup, settings: SlotSettings) -> 
 
     zero_11 = torch.zeros(1, 1, dtype=torch.int64, device=device)
     logits = call(zero_11, zero_11)
-    vocab = next(int(text) for text in gather("" if logits is None else str(logits.shape[-1])) if text)
+    sizes = gather("" if logits is None else str(logits.shape[-1]))
+    source = next(rank for rank, size in enumerate(sizes) if size)
+    vocab, fingerprint = int(sizes[source]), settings_fingerprint(weights, settings)
+    share = SampleBroadcast(team, session.net, source) if team.size > 1 else keep_samples
     # Not inference_mode: ZeRO-3 frees and fills the memory of parameters around every block.
-    whole = WholeForward(call, model, settings, vocab, "", device, gather, torch.no_grad)
+    whole = WholeForward(call, model, settings, vocab, fingerprint, device, gather, torch.no_grad, share)
     text = trial_text(model, settings, vocab)
     expected = whole.logits(text)
-    forward = choose_forward(whole, text, None if expected is None else expected[0], "")
-    return Engine(forward, max_queued=2**31)
+    forward = choose_forward(whole, text, None if expected is None else expected[0], weights)
+    forwards = [forward, *(forward.twin() for _ in range(number - 1))]
+    return [Engine(forward, max_queued=2**31) for forward in forwards]
+
+
+class SampleBroadcast:
+    """Broadcast of samples from the rank that samples to the other ranks of its team.
+
+    Args:
+        team: ranks that run every forward together.
+        net: of this rank.
+        source: rank in the team that samples.
+    Wire: a broadcast of 16 bytes for each token, and 16 more for each of its `top_logprobs`.
+    """
+
+    def __init__(self, team: RankGroup, net: Net, source: int) -> None:
+        self._team, self._net, self._source = team, net, source
+
+    def __call__(
+        self, samples: Sequence[SampledToken] | None, num_samples: int, num_logprobs: int
+    ) -> Callable[[], Sequence[SampledToken]]:
+        """Begin the broadcast; see `SlotForward.share`."""
+        width = 2 + 2 * num_logprobs
+        # Float64 holds tokens exactly; NaN stands for what was not requested.
+        rows = torch.full((num_samples, width), torch.nan, dtype=torch.float64)
+        for row, sampled in zip(rows, samples or (), strict=samples is not None):
+            logprob = torch.nan if sampled.logprob is None else sampled.logprob
+            numbers = [sampled.token, logprob, *(x for pair in sampled.top_logprobs for x in pair)]
+            row[: len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
+        broadcast = self._net.broadcast(rows, self._team, self._source)
+
+        def receive() -> Sequence[SampledToken]:
+            received = broadcast.wait().tolist()
+            return [_sampled(row) for row in received] if samples is None else samples
+
+        return receive
+
+
+def _sampled(row: Sequence[float]) -> SampledToken:
+    """Return the sample that a row of a broadcast stands for."""
+    token, logprob, *rest = row
+    pairs = zip(rest[::2], rest[1::2], strict=True)
+    top = tuple((int(other), value) for other, value in pairs if not math.isnan(other))
+    return SampledToken(int(token), None if math.isnan(logprob) else logprob, top)
 
 
 def _is_sampler(session: Session, team: RankGroup) -> bool:

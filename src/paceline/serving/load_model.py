@@ -65,6 +65,7 @@ from paceline.session.hugging_face_export import find_model, find_tokenizer
 from paceline.session.run_folder import run_folder_of
 from paceline.session.saved_run import task_for_inference
 from paceline.state.slot import first_tied_names
+from paceline.task import Task
 from paceline.tasks.byte_gpt import ByteGptOptions, build_model
 from paceline.tasks.task_options import read_options
 from paceline.tasks.task_registry import load_task
@@ -86,6 +87,8 @@ class ServedModel:
         source: where the weights were found.
         chat_template: of the folder; None: there is none.
         marker_texts: texts of the special tokens that a chat template may name, such as `bos_token`.
+        task: of a run of your own, which knows how ranks split the model; None: there is none, or its model
+            is only a part of another.
     """
 
     model: nn.Module
@@ -96,6 +99,7 @@ class ServedModel:
     source: str
     chat_template: str | None
     marker_texts: Mapping[str, str]
+    task: Task | None = None
 
 
 @dataclass(frozen=True)
@@ -107,6 +111,7 @@ class _Parts:
     vocabulary: str
     source: str
     folder: Path | None  # with a chat template, perhaps
+    task: Task | None = None
 
 
 def load_served_model(
@@ -160,6 +165,7 @@ def load_served_model(
         source=parts.source,
         chat_template=template,
         marker_texts=markers,
+        task=parts.task if model is parts.model else None,
     )
 
 
@@ -242,6 +248,7 @@ def _load_run(
     checkpoint = find_checkpoint(checkpoint_files(recipe, folder), warn, name, map_checkpoint)
     source = f"{folder}, {checkpoint.name}"
     if task is None and recipe.task == "byte-gpt":
+        built = None
         model, own = _build_byte_gpt(recipe.options, folder, tokenizer)
         chat = recipe.options.get("tokenizer")
     else:
@@ -257,7 +264,7 @@ def _load_run(
     vocabulary = checkpoint.manifest.origin.versions.get(VOCABULARY_KEY, "")
     require_same_vocabulary(own.vocabulary, vocabulary, source)  # its size is that of the model
     _fill(model, model_weights_of(checkpoint, which), source)
-    return _Parts(model, own, vocabulary, source, Path(chat) if isinstance(chat, str) else None)
+    return _Parts(model, own, vocabulary, source, Path(chat) if isinstance(chat, str) else None, built)
 
 
 def _build_byte_gpt(

@@ -103,6 +103,8 @@ class GenerationServer(uvicorn.Server):
         limits: of requests.
         is_loopback: whether only this host reaches it; then requests for other host names are refused, so
             that no page in a browser can use the server under a name of its own.
+        ends_with_engine: whether the server ends when its engine fails; `thread.error` has the reason.
+            Otherwise it answers every request with 503.
     """
 
     def __init__(
@@ -113,6 +115,7 @@ class GenerationServer(uvicorn.Server):
         limits: ServerLimits | None = None,
         *,
         is_loopback: bool = True,
+        ends_with_engine: bool = False,
     ) -> None:
         self.limits = _within_open_files(limits or ServerLimits())
         self.thread = EngineThread(
@@ -129,6 +132,11 @@ class GenerationServer(uvicorn.Server):
             timeout_graceful_shutdown=math.ceil(self.limits.stop_seconds),
         )
         super().__init__(config)
+        if ends_with_engine:
+            self.thread.on_failure = self._end
+
+    def _end(self) -> None:
+        self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Refuse texts that wait, finish those that have begun, and end the server."""

@@ -94,8 +94,8 @@ def events_of(body: bytes) -> list[dict[str, Any]]:
 class ServerProcess(Client):
     """`paceline serve` in a process of its own."""
 
-    def __init__(self, source: Path, *words: object) -> None:
-        super().__init__(free_port())
+    def __init__(self, source: Path, *words: object, token: str = "") -> None:
+        super().__init__(free_port(), token)
         self._words = ["paceline", "serve", str(source), "--port", str(self.port), *map(str, words)]
         self._folder = source.parent
 
@@ -127,7 +127,21 @@ class ServerProcess(Client):
     def stop(self) -> int:
         """Send SIGTERM and return the exit code."""
         self.terminate()
+        return self.wait()
+
+    def wait(self) -> int:
+        """Wait for the end and return the exit code."""
         return self._command.wait(SECONDS)
+
+    @property
+    def is_running(self) -> bool:
+        """True before the end."""
+        return self._command.poll() is None
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._command.pid
 
     def private_bytes(self) -> int:
         """Return the memory that only this process has."""

@@ -116,21 +116,43 @@ def engine_on_ranks(
             recipe, _task_of(served, cluster.world_size), joined, device, fresh=False, trains=False
         )
         try:
-            mesh, number = session.mesh, strategy.pipeline
-            engines = build_engines(session, mesh.inside, settings(served), weights, number)
             joined.enter_phase("serving")
-            turns = _Turns(session, engines)
-            plans = _PlanChannel(mesh.world, session.net, num_ahead=number)
-            if session.is_first:
-                engine = RankEngine(turns, plans, joined, max_queued=max_queued)
+            with lead_ranks(
+                session, settings(served), weights, max_queued=max_queued, on_follow=on_follow
+            ) as engine:
                 yield served, engine
-                engine.close()
-            else:
-                on_follow()
-                _follow(turns, plans)
-                yield served, None
         finally:
             session.close()
+
+
+@contextmanager
+def lead_ranks(
+    session: Session,
+    settings: SlotSettings,
+    weights: str = "",
+    *,
+    max_queued: int = 1024,
+    on_follow: Callable[[], None] = lambda: None,
+) -> Iterator[RankEngine | None]:
+    """Yield the engine of all ranks of a session on rank 0; the others follow it, and then yield None.
+
+    Collective; the model may not change before the end of the block. See `engine_on_ranks`.
+
+    Args:
+        weights: hash of the weights, for the fingerprint.
+    """
+    # Stages are never more than there are groups of slots, so each of them has one to work on.
+    engines = build_engines(session, session.mesh.inside, settings, weights, session.strategy.pipeline)
+    turns = _Turns(session, engines)
+    plans = _PlanChannel(session.mesh.world, session.net, num_ahead=len(engines))
+    if session.is_first:
+        engine = RankEngine(turns, plans, session.cluster, max_queued=max_queued)
+        yield engine
+        engine.close()
+    else:
+        on_follow()
+        _follow(turns, plans)
+        yield None
 
 
 def _task_of(served: ServedModel, num_samples: int) -> Task:

@@ -94,13 +94,15 @@ def events_of(body: bytes) -> list[dict[str, Any]]:
 class ServerProcess(Client):
     """`paceline serve` in a process of its own."""
 
-    def __init__(self, source: Path, *words: object, token: str = "") -> None:
+    def __init__(
+        self, source: Path, *words: object, token: str = "", environ: Mapping[str, str] | None = None
+    ) -> None:
         super().__init__(free_port(), token)
         self._words = ["paceline", "serve", str(source), "--port", str(self.port), *map(str, words)]
-        self._folder = source.parent
+        self._folder, self._environ = source.parent, environ or {}
 
     def __enter__(self) -> Self:
-        self._command = Command(self._words, self._folder, {})
+        self._command = Command(self._words, self._folder, self._environ)
 
         def is_ready() -> bool:
             assert self._command.poll() is None, self._command.communicate()
@@ -154,11 +156,19 @@ class ServerProcess(Client):
 
 
 @contextmanager
-def served_here(served: ServedModel, engine: Engine, token: str = "", **limits: Any) -> Iterator[Client]:
-    """Serve in a thread of this process; the engine can be looked at."""
+def served_here(
+    served: ServedModel, engine: Engine, token: str = "", *, buffer_bytes: int = 0, **limits: Any
+) -> Iterator[Client]:
+    """Serve in a thread of this process; the engine can be looked at.
+
+    Args:
+        buffer_bytes: that the system keeps of what a client does not take; 0: as many as it likes.
+    """
     from paceline.serving.server import GenerationServer, ServerLimits
 
     with socket.create_server(("127.0.0.1", 0), backlog=512) as listener:
+        if buffer_bytes:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
         server = GenerationServer(served, engine, token, ServerLimits(**limits))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="test-server")
         thread.start()

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline.launch.fork_client import FORK_SERVER_VARIABLE, NO_FORK_SERVER
 from tests import commands
 from tests.serving.clients import ServerProcess, events_of, wait_until
 
@@ -40,7 +41,9 @@ def rank_process(launcher: int, rank: int) -> int:
 @pytest.fixture(scope="module", params=["replicas=2", "pipeline=2"])
 def ranks(request: pytest.FixtureRequest, gpt_run: Path) -> Iterator[ServerProcess]:
     """A server of two processes; it ends well on SIGTERM."""
-    with ServerProcess(gpt_run, "--slots", "4", "-n", "2", "--strategy", request.param) as started:
+    words = ["--slots", "4", "-n", "2", "--strategy", request.param]
+    # Ranks that are forked have no environment of their own, by which they could be found.
+    with ServerProcess(gpt_run, *words, environ={FORK_SERVER_VARIABLE: NO_FORK_SERVER}) as started:
         yield started
         if started.is_running:
             assert started.stop() == 0, started.communicate()
@@ -72,8 +75,11 @@ def test_a_killed_rank_fails_open_requests_and_is_named(ranks: ServerProcess) ->
         answers = [answer.result() for answer in whole]
         bodies = [stream.result()[2] for stream in streams]
     assert [status for status, _, _ in answers] == [503, 503]
-    assert all("the engine has failed" in json.loads(data)["error"]["message"] for _, _, data in answers)
-    assert all(b'"type": "server_error"' in data.split(b"\n\n")[-2] for data in bodies)
+    assert all(
+        "rank 1 left while it served texts" in json.loads(data)["error"]["message"] for _, _, data in answers
+    )
+    last = [json.loads(data.split(b"data: ")[-1]) for data in bodies]
+    assert all("rank 1 left while it served texts" in event["error"]["message"] for event in last)
     assert ranks.wait() != 0
     assert "rank 1 was killed by SIGKILL" in ranks.communicate()[1]
 

@@ -63,21 +63,28 @@ class GenerationStream:
         self._thread, self._seconds = thread, seconds
         # One timer for all tokens: a timeout around each wait would cost more than the token's JSON.
         self._timer = asyncio.get_running_loop().call_later(seconds, self._expire)
-        self._events: asyncio.Queue[StreamEvent] = asyncio.Queue()
+        # Not an asyncio.Queue, which takes twice as long for a token.
+        self._events: deque[StreamEvent] = deque()
+        self._waiter: asyncio.Future[None] | None = None
         self.texts = [_Text(self, index, request) for index, request in enumerate(requests)]
 
     def put(self, event: StreamEvent) -> None:
         """Receive an event of the engine."""
-        self._events.put_nowait(event)
+        self._events.append(event)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     async def next(self) -> tuple[int, TokenEvent]:
-        """Wait for the next token of any text.
+        """Wait for the next token of any text; for one task at a time.
 
         Raises:
             LateAnswerError: the answer takes longer than it may.
             PacelineError: the engine cannot go on with a text.
         """
-        index, event, error = await self._events.get()
+        while not self._events:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        index, event, error = self._events.popleft()
         if event is None:
             assert error is not None
             raise error

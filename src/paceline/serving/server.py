@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import json
 import math
 import resource
 import socket
@@ -44,6 +43,7 @@ from paceline.serving.answers import (
     CompletionApi,
     PreparedRequest,
     parse_json,
+    render_event,
 )
 from paceline.serving.engine import Engine
 from paceline.serving.engine_thread import (
@@ -188,11 +188,15 @@ class IdleConnections:
 
 
 class _Connection(H11Protocol):
-    """A connection that is closed if it sends no request in time; uvicorn waits for the first one forever."""
+    """A connection that is closed if it sends no request, or takes no answer, in time.
+
+    uvicorn waits for the first request, and for a full buffer to be read, forever.
+    """
 
     def __init__(self, *args: Any, idle: IdleConnections, **options: Any) -> None:
         super().__init__(*args, **options)
         self._idle = idle
+        self._full: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -208,8 +212,23 @@ class _Connection(H11Protocol):
         if not self.transport.is_closing():
             self._idle.add(self)
 
+    def pause_writing(self) -> None:
+        # Only here, where the client is slow: a timer for each token would cost more than its JSON.
+        super().pause_writing()
+        self._stop_timer()
+        self._full = asyncio.get_running_loop().call_later(self._idle.limits.send_seconds, self.drop)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_timer()
+
+    def _stop_timer(self) -> None:
+        if self._full is not None:
+            self._full.cancel()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._idle.remove(self)
+        self._stop_timer()
         super().connection_lost(exc)
 
     def drop(self) -> None:
@@ -240,9 +259,7 @@ def build_app(
         Route("/ready", views.ready),
         Route("/metrics", views.metrics),
     ]
-    gate = Middleware(
-        _Gate, token=token, limits=limits, statistics=thread.statistics, is_loopback=is_loopback
-    )
+    gate = Middleware(_Gate, token=token, statistics=thread.statistics, is_loopback=is_loopback)
     handlers: Any = {404: _not_found, 405: _not_found}
     return Starlette(routes=routes, lifespan=lifespan, middleware=[gate], exception_handlers=handlers)
 
@@ -269,18 +286,10 @@ def _describe(error: PacelineError) -> str:
 
 
 class _Gate:
-    """Middleware: the token, the host name, the time that a client has to take an answer, and statuses."""
+    """Middleware: the token, the host name, and statuses."""
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        token: str,
-        limits: ServerLimits,
-        statistics: ServerStatistics,
-        *,
-        is_loopback: bool,
-    ) -> None:
-        self._app, self._token, self._limits, self._statistics = app, token, limits, statistics
+    def __init__(self, app: ASGIApp, token: str, statistics: ServerStatistics, *, is_loopback: bool) -> None:
+        self._app, self._token, self._statistics = app, token, statistics
         self._is_loopback = is_loopback
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -288,19 +297,14 @@ class _Gate:
             await self._app(scope, receive, send)
             return
 
-        async def send_in_time(message: Message) -> None:
+        async def send_and_count(message: Message) -> None:
             if message["type"] == "http.response.start":
                 counts = self._statistics.statuses
                 counts[message["status"]] = counts.get(message["status"], 0) + 1
-            # A client that takes nothing more is treated as one that has left.
-            async with asyncio.timeout(self._limits.send_seconds):
-                await send(message)
+            await send(message)
 
         refusal = self._refusal(Request(scope))
-        try:
-            await (refusal or self._app)(scope, receive, send_in_time)
-        except TimeoutError as error:
-            raise ClientDisconnect from error
+        await (refusal or self._app)(scope, receive, send_and_count)
 
     def _refusal(self, request: Request) -> Response | None:
         host = request.url.hostname or ""
@@ -435,16 +439,16 @@ class _Views:
     ) -> AsyncIterator[str]:
         """Yield an answer as server-sent events."""
         try:
-            for chunk in api.first_chunks(prepared):
-                yield _event(chunk)
+            for event in api.first_events(prepared):
+                yield event
             async for index, part in _answer_parts(prepared.answers, stream):
-                yield _event(api.chunk(prepared, index, part))
-            for chunk in api.last_chunks(prepared):
-                yield _event(chunk)
+                yield api.event(prepared, index, part)
+            for event in api.last_events(prepared):
+                yield event
             yield "data: [DONE]\n\n"
         except PacelineError as error:
             status, code, _ = _status_of(error)
-            yield _event(_error_body(status, _describe(error), code=code))
+            yield render_event(_error_body(status, _describe(error), code=code))
 
 
 class _BodyError(RequestError):
@@ -472,10 +476,6 @@ def _status_of(error: PacelineError) -> tuple[int, str, dict[str, str]]:
             return 400, "", {}
         case _:
             return 503, "unavailable", {"Retry-After": "5"}
-
-
-def _event(value: Mapping[str, Any]) -> str:
-    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
 
 
 async def _disconnected(request: Request) -> None:

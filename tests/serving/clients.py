@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -145,9 +145,18 @@ class ServerProcess(Client):
         """Process id."""
         return self._command.pid
 
-    def private_bytes(self) -> int:
-        """Return the memory that only this process has."""
-        lines = Path(f"/proc/{self._command.pid}/smaps_rollup").read_text().splitlines()
+    def processes(self) -> list[int]:
+        """Return the server and all processes below it."""
+        found = [self.pid]
+        for pid in found:
+            with suppress(OSError):
+                found += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+        return found
+
+    @staticmethod
+    def private_bytes_of(pid: int) -> int:
+        """Return the memory that only one process has."""
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
         return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Private_Dirty"))
 
     def communicate(self) -> tuple[str, str]:

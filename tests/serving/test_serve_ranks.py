@@ -8,7 +8,6 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -26,16 +25,11 @@ REQUESTS = [
 ]
 
 
-def rank_process(launcher: int, rank: int) -> int:
+def rank_process(server: ServerProcess, rank: int) -> int:
     """Return the process of a rank."""
-    waiting = [launcher]
-    while waiting:
-        pid = waiting.pop()
-        with suppress(OSError):
-            waiting += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
-            if f"\0RANK={rank}\0".encode() in b"\0" + Path(f"/proc/{pid}/environ").read_bytes():
-                return pid
-    raise AssertionError(f"there is no rank {rank}")
+    name = f"\0RANK={rank}\0".encode()
+    named = (pid for pid in server.processes() if name in Path(f"/proc/{pid}/environ").read_bytes())
+    return next(named)
 
 
 @pytest.fixture(scope="module", params=["replicas=2", "pipeline=2"])
@@ -71,7 +65,7 @@ def test_a_killed_rank_fails_open_requests_and_is_named(ranks: ServerProcess) ->
         streams = [pool.submit(ranks.call, "/v1/completions", {**body, "stream": True}) for _ in range(2)]
         whole = [pool.submit(ranks.call, "/v1/completions", {**body, "n": 20}) for _ in range(2)]
         wait_until(lambda: ranks.metric("paceline_server_slots", state="used") == 8)
-        os.kill(rank_process(ranks.pid, 1), signal.SIGKILL)
+        os.kill(rank_process(ranks, 1), signal.SIGKILL)
         answers = [answer.result() for answer in whole]
         bodies = [stream.result()[2] for stream in streams]
     assert [status for status, _, _ in answers] == [503, 503]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
+import gc
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from paceline.cli.common_options import AsJson, JobPlacement, Trust, read_token
-from paceline.cli.console import error_output, print_json, print_plain
-from paceline.errors import DataError, MissingExtraError, RequestError, format_count
+from paceline.cli.common_options import AsJson, JobPlacement, ServerTokenFile, Trust, read_token
+from paceline.cli.console import error_output, print_json, print_plain, write_text
+from paceline.errors import DataError, MissingExtraError, RequestError, StrategyError, format_count
 
 if TYPE_CHECKING:
     from paceline.job.cluster import Cluster
+    from paceline.recipe.strategy import Strategy
     from paceline.serving import Engine, SamplingOptions
     from paceline.serving.answers import AnswerPart
     from paceline.serving.kv_cache import SlotSettings
@@ -55,14 +56,6 @@ Chunk = Annotated[
 Attention = Annotated[
     Literal["masked", "by_slot"],
     typer.Option(help="Attention over the whole cache under a mask, or slot by slot at its own length."),
-]
-TokenFile = Annotated[
-    str,
-    typer.Option(
-        "--token-file",
-        metavar="FILE",
-        help="File with the access token of the server; - reads standard input. Or set PACELINE_TOKEN.",
-    ),
 ]
 Threads = Annotated[
     int | None,
@@ -115,7 +108,7 @@ class _ModelArgs:
 
     @property
     def starts_processes(self) -> bool:
-        """Whether this process is to start those that run the model."""
+        """True if this process is to start those that run the model."""
         from paceline.job.cluster import Cluster, process_environment, refuse_foreign_tasks
 
         if Cluster.of_worker() is not None:
@@ -134,10 +127,9 @@ class _ModelArgs:
         from paceline.launch.launcher import launch
         from paceline.launch.shutdown import ShutdownTimeouts
         from paceline.recipe.tables import RuntimeRecipe
-        from paceline.serving.rank_engine import serving_strategy
 
         # Called for its errors: a strategy that does not fit fails before a process starts.
-        serving_strategy(self.strategy, self.processes)
+        _serving_strategy(self.strategy, self.processes)
         self.require_own_source()
         job = build_job(
             (sys.executable, "-m", "paceline", *sys.argv[1:], *more),
@@ -185,11 +177,11 @@ class _ModelArgs:
     def _on_ranks(
         self, cluster: Cluster, max_queued: int
     ) -> AbstractContextManager[tuple[ServedModel, Engine | None]]:
-        from paceline.serving.rank_engine import engine_on_ranks, serving_strategy
+        from paceline.serving.rank_engine import engine_on_ranks
 
         return engine_on_ranks(
             lambda: self._load(_warn if cluster.global_rank == 0 else _discard),
-            serving_strategy(self.strategy, cluster.world_size),
+            _serving_strategy(self.strategy, cluster.world_size),
             cluster,
             self._settings,
             num_threads=self._num_threads,
@@ -221,6 +213,25 @@ class _ModelArgs:
                 next_step="leave it out, or give less",
             )
         return SlotSettings(self.slots, self.chunk, self.context or served.context, self.attention)
+
+
+def _serving_strategy(requested: str | None, num_processes: int) -> Strategy:
+    """Return how processes share a model that generates: by default each has the whole model.
+
+    Raises:
+        StrategyError: the strategy does not fit the number of processes, splits sequences, or has terms about
+            training.
+    """
+    from paceline.recipe.strategy import Strategy
+    from paceline.recipe.support import resolve_inference_strategy
+
+    strategy = resolve_inference_strategy(Strategy(), requested or f"replicas={num_processes}", num_processes)
+    if strategy.context > 1:
+        raise StrategyError(
+            "generation does not support context, in which every rank has some positions of a sequence",
+            next_step="use replicas, shard=N zero=3, tensor=N or pipeline=N",
+        )
+    return strategy
 
 
 def _discard(text: str) -> None:
@@ -258,7 +269,6 @@ def generate(
     """
     from paceline.serving import SamplingOptions
 
-    started = time.perf_counter()
     sampling = SamplingOptions(
         temperature=temperature,
         top_k=top_k,
@@ -269,23 +279,47 @@ def generate(
         seed=seed,
     )
     args = _ModelArgs(
-        *(source, task, weights, tokenizer, trust),
-        *(slots, chunk, attention, context, threads, processes, strategy),
+        source,
+        task,
+        weights,
+        tokenizer,
+        trust,
+        slots,
+        chunk,
+        attention,
+        context,
+        threads,
+        processes,
+        strategy,
     )
     if args.starts_processes:
         sys.exit(args.start_processes(grace_seconds=_GRACE_SECONDS))
+    _generate(args, prompts, max_tokens, sampling, stop or [], as_json=as_json)
+
+
+def _generate(
+    args: _ModelArgs,
+    prompts: Sequence[str],
+    max_tokens: int,
+    sampling: SamplingOptions,
+    stop: Sequence[str],
+    *,
+    as_json: bool,
+) -> None:
+    """Continue prompts in this process, or follow the one that prints."""
+    started = time.perf_counter()
     with args.opened(max_queued=len(prompts)) as (served, engine):
         if engine is None:
             return
         loaded = time.perf_counter()
         streams = len(prompts) == 1 and not as_json
         if streams:
-            _write(prompts[0])
+            write_text(prompts[0])
         texts: list[list[AnswerPart]] = [[] for _ in prompts]
-        for index, part in _continue(served, engine, prompts, max_tokens, sampling, stop or []):
+        for index, part in _continue(served, engine, prompts, max_tokens, sampling, stop):
             texts[index].append(part)
             if streams:
-                _write(part.text)
+                write_text(part.text)
         seconds = time.perf_counter() - loaded
     times = {"load_seconds": loaded - started, "seconds": seconds}
     _show(args, served, engine, prompts, texts, times, as_json)
@@ -346,7 +380,7 @@ def _show(
         print_json({**facts, **speed, "answers": answers})
         return
     if len(prompts) == 1:
-        _write("\n")
+        write_text("\n")
     else:
         for answer in answers:
             print_plain(f"{answer['prompt']}{answer['text']}\n")
@@ -355,14 +389,6 @@ def _show(
         f" {times['load_seconds']:.2f} s; fingerprint {engine.fingerprint}",
         error_output(),
     )
-
-
-def _write(text: str) -> None:
-    """Write text to the terminal at once; its control characters are written out."""
-    from paceline.observe.terminal_text import escape_controls
-
-    sys.stdout.write(escape_controls(text))
-    sys.stdout.flush()
 
 
 def _warn(text: str) -> None:
@@ -375,7 +401,7 @@ def serve(
         "127.0.0.1"
     ),
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: any that is free.")] = 8000,
-    token_file: TokenFile = "",
+    token_file: ServerTokenFile = "",
     slots: Slots = 8,
     chunk: Chunk = 64,
     attention: Attention = "by_slot",
@@ -398,6 +424,35 @@ def serve(
 
     The access token is the line in --token-file, or PACELINE_TOKEN.
     """
+    args = _ModelArgs(
+        source,
+        task,
+        weights,
+        tokenizer,
+        trust,
+        slots,
+        chunk,
+        attention,
+        context,
+        threads,
+        processes,
+        strategy,
+    )
+    if args.starts_processes:
+        sys.exit(_serve_on_ranks(args, host, token_file, stop_seconds + _GRACE_SECONDS))
+    limits = {
+        "max_queued": max_queued,
+        "max_tokens": max_tokens,
+        "request_seconds": request_seconds,
+        "stop_seconds": stop_seconds,
+    }
+    _serve_here(args, (host, port), token_file, limits)
+
+
+def _serve_here(
+    args: _ModelArgs, address: tuple[str, int], token_file: str, limits: Mapping[str, Any]
+) -> None:
+    """Serve in this process, or follow the one that does."""
     try:
         from paceline.serving.server import GenerationServer, ServerLimits
     except ImportError as error:
@@ -405,34 +460,28 @@ def serve(
             f"paceline serve needs starlette, uvicorn, jinja2 and prometheus-client: {error}",
             next_step="pip install 'paceline[serve]'",
         ) from error
-    args = _ModelArgs(
-        *(source, task, weights, tokenizer, trust),
-        *(slots, chunk, attention, context, threads, processes, strategy),
-    )
-    if args.starts_processes:
-        sys.exit(_serve_on_ranks(args, host, token_file, stop_seconds + _GRACE_SECONDS))
-    limits = ServerLimits(
-        max_queued=max_queued,
-        max_tokens=max_tokens,
-        request_seconds=request_seconds,
-        stop_seconds=stop_seconds,
-    )
     rank = _global_rank()
     if rank:
         with args.opened(_MANY_REQUESTS):
             return  # rank 0 has ended
     # Workers of a job have its key in PACELINE_TOKEN, and get that of the server in a file.
     token = "" if rank == 0 and not token_file else read_token(token_file, insecure=True, nodes=1)
-    with _listen(host, port) as listener:
+    with _listen(*address) as listener:
         name = listener.getsockname()[0]
         is_loopback = _is_loopback(name)
         _require_token(name, token, is_loopback=is_loopback)
         with args.opened(_MANY_REQUESTS) as (served, engine):
             assert engine is not None
             server = GenerationServer(
-                served, engine, token, limits, is_loopback=is_loopback, ends_with_engine=rank is not None
+                served,
+                engine,
+                token,
+                ServerLimits(**limits),
+                is_loopback=is_loopback,
+                ends_with_engine=rank is not None,
             )
             _announce(served, engine, listener)
+            gc.freeze()  # what the libraries have made stays, so no request pays for a look at it
             _ignore_signals()  # uvicorn raises the one that ended it again; a clean shutdown is no failure
             server.run(sockets=[listener])
             if rank is not None and server.thread.error is not None:
@@ -504,71 +553,3 @@ def _listen(host: str, port: int) -> socket.socket:
             f"cannot listen at {host}, port {port}: {error.strerror or error}",
             next_step="choose another --port, or --port 0 for any that is free",
         ) from error
-
-
-def chat(
-    url: Annotated[str, typer.Argument(help="Address of a server, such as http://127.0.0.1:8000.")],
-    token_file: TokenFile = "",
-    system: Annotated[str, typer.Option(help="First message, of the role system.")] = "",
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens of an answer.")] = None,
-    temperature: Annotated[float, typer.Option(help="Divides the logits.")] = 0.7,
-    seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 299792458,
-) -> None:
-    """Chat with the model of a server, until the end of the input or Ctrl-C."""
-    token = read_token(token_file, insecure=True, nodes=1)
-    messages = [{"role": "system", "content": system}] if system else []
-    body: dict[str, Any] = {"temperature": temperature, "seed": seed, "stream": True}
-    if max_tokens is not None:
-        body["max_tokens"] = max_tokens
-    while True:
-        try:
-            text = input("> " if sys.stdin.isatty() else "")
-        except (EOFError, KeyboardInterrupt):
-            return
-        messages.append({"role": "user", "content": text})
-        answer = ""
-        for piece in _request_chat(url, token, {**body, "messages": messages}):
-            answer += piece
-            _write(piece)
-        _write("\n")
-        messages.append({"role": "assistant", "content": answer})
-
-
-_CHAT_SECONDS = 120.0
-
-
-def _request_chat(url: str, token: str, body: dict[str, Any]) -> Iterator[str]:
-    """Yield the pieces of an answer.
-
-    Raises:
-        DataError: the server cannot be reached, or refuses.
-    """
-    import urllib.error
-    import urllib.request
-
-    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
-    place = f"{url.rstrip('/').removesuffix('/v1')}/v1/chat/completions"
-    try:
-        request = urllib.request.Request(place, json.dumps(body).encode(), headers)
-        with urllib.request.urlopen(request, timeout=_CHAT_SECONDS) as answer:
-            for line in answer:
-                data = line.removeprefix(b"data: ").strip()
-                if data and data != b"[DONE]":
-                    event = json.loads(data)
-                    if "error" in event:
-                        raise DataError(event["error"]["message"], where=url)
-                    yield event["choices"][0]["delta"].get("content", "")
-    except urllib.error.HTTPError as error:
-        raise DataError(_message_of(error.read()) or str(error), where=url) from error
-    except (OSError, ValueError) as error:
-        raise DataError(
-            f"cannot reach the server: {error}", where=url, next_step="start one: paceline serve RUN"
-        ) from error
-
-
-def _message_of(body: bytes) -> str:
-    """Return the message of an answer that is an error; empty if it has none."""
-    try:
-        return str(json.loads(body)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return ""

@@ -15,7 +15,7 @@ import json
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, NoReturn
 
@@ -263,6 +263,7 @@ class PreparedRequest:
         num_logprobs: of each token; None: no log-probabilities.
         created: seconds since 1970.
         head: the first fields of a part, as JSON without the closing brace; equal in all parts.
+        frames: by text, what is around the text of a part without log-probabilities; filled by `event`.
     """
 
     id: str
@@ -273,8 +274,10 @@ class PreparedRequest:
     num_logprobs: int | None
     created: int
     head: str
+    frames: dict[int, list[str]] = field(default_factory=dict)
 
 
+_TEXT = "\0"  # in a frame; names of models have none
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
@@ -362,6 +365,12 @@ class _Api:
 
     def event(self, prepared: PreparedRequest, index: int, part: AnswerPart) -> str:
         """Return a part of an answer as a server-sent event."""
+        if prepared.num_logprobs is None and part.finish_reason is None and part.text != _TEXT:
+            if index not in prepared.frames:
+                whole = self.event(prepared, index, AnswerPart(_TEXT, (), None))
+                prepared.frames[index] = whole.split(_encode(_TEXT))
+            before, after = prepared.frames[index]
+            return f"{before}{_encode(part.text)}{after}"
         choice = self._delta(prepared, index, part.text, part.events)
         return self._event(prepared, [{**choice, "finish_reason": part.finish_reason}])
 

@@ -74,6 +74,11 @@ class GenerationStream:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
+    @property
+    def has_event(self) -> bool:
+        """True if `next` returns at once."""
+        return bool(self._events)
+
     async def next(self) -> tuple[int, TokenEvent]:
         """Wait for the next token of any text; for one task at a time.
 

@@ -27,7 +27,7 @@ import torch
 from paceline.comm.group_collectives import all_gather_bytes
 from paceline.comm.handle import Handle
 from paceline.comm.net import Net
-from paceline.errors import CommunicationError, StrategyError
+from paceline.errors import CommunicationError
 from paceline.job.cluster import Cluster
 from paceline.job.membership import members_gone_error
 from paceline.job.mesh import RankGroup
@@ -35,7 +35,6 @@ from paceline.models.gpt import GPT, GPT_TENSOR_PLAN, gpt_chain
 from paceline.parallel.state_hash import state_sha256
 from paceline.recipe.recipe import Recipe
 from paceline.recipe.strategy import Strategy
-from paceline.recipe.support import resolve_inference_strategy
 from paceline.recipe.tables import BatchRecipe, PrecisionRecipe, RuntimeRecipe
 from paceline.serving.engine import Engine, GenerationRequest, Ticket, TokenEvent
 from paceline.serving.generation import build_engines
@@ -50,22 +49,6 @@ from paceline.task import Loss, Task
 
 _PLAN_BYTES = 1024  # of the first broadcast of a plan; long prompts need a second one
 _LOST_SECONDS = 2.0  # in which the launcher notices a lost rank
-
-
-def serving_strategy(requested: str | None, num_processes: int) -> Strategy:
-    """Return how processes share a model that generates: by default each has the whole model.
-
-    Raises:
-        StrategyError: the strategy does not fit the number of processes, splits sequences, or has terms about
-            training.
-    """
-    strategy = resolve_inference_strategy(Strategy(), requested or f"replicas={num_processes}", num_processes)
-    if strategy.context > 1:
-        raise StrategyError(
-            "generation does not support context, in which every rank has some positions of a sequence",
-            next_step="use replicas, shard=N zero=3, tensor=N or pipeline=N",
-        )
-    return strategy
 
 
 @contextmanager
@@ -85,7 +68,7 @@ def engine_on_ranks(
 
     Args:
         load: loads the model; equal on all ranks.
-        strategy: see `serving_strategy`.
+        strategy: how the ranks share the model; without context.
         cluster: of this process, not connected.
         settings: of the forwards; slots are those of each replica, and of each of its groups of stages.
         num_threads: intra-op threads of this process.

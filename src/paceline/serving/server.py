@@ -30,7 +30,7 @@ from prometheus_client.registry import Collector
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -187,6 +187,9 @@ class IdleConnections:
             timer.cancel()
 
 
+_CONNECTION = "paceline.connection"  # among the extensions of a scope
+
+
 class _Connection(H11Protocol):
     """A connection that is closed if it sends no request, or takes no answer, in time.
 
@@ -211,6 +214,22 @@ class _Connection(H11Protocol):
         super().on_response_complete()
         if not self.transport.is_closing():
             self._idle.add(self)
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        if self.scope is not None:
+            cast(Any, self.scope).setdefault("extensions", {})[_CONNECTION] = self
+
+    async def write_part(self, data: bytes) -> None:
+        """Write a part of the body of the present answer, which has begun.
+
+        Not through the layers of ASGI and h11, which take longer for a token than all else.
+        """
+        if self.flow.write_paused:
+            await self.flow.drain()
+        if not self.transport.is_closing():
+            is_chunked = self.conn.their_http_version == b"1.1"
+            self.transport.write(b"%x\r\n%b\r\n" % (len(data), data) if is_chunked else data)
 
     def pause_writing(self) -> None:
         # Only here, where the client is slow: a timer for each token would cost more than its JSON.
@@ -415,7 +434,7 @@ class _Views:
     ) -> Response:
         """Wait for the whole answer, or for the client to leave."""
         answer = asyncio.ensure_future(self._collect(prepared, stream))
-        gone = asyncio.ensure_future(_disconnected(request))
+        gone = asyncio.ensure_future(_disconnected(request.receive))
         try:
             await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
@@ -430,7 +449,7 @@ class _Views:
 
     async def _collect(self, prepared: PreparedRequest, stream: GenerationStream) -> list[list[AnswerPart]]:
         parts: list[list[AnswerPart]] = [[] for _ in prepared.answers]
-        async for index, part in _answer_parts(prepared.answers, stream):
+        async for index, part, _ in _answer_parts(prepared.answers, stream):
             parts[index].append(part)
         return parts
 
@@ -438,17 +457,20 @@ class _Views:
         self, api: CompletionApi | ChatApi, prepared: PreparedRequest, stream: GenerationStream
     ) -> AsyncIterator[str]:
         """Yield an answer as server-sent events."""
+        text = ""
         try:
             for event in api.first_events(prepared):
                 yield event
-            async for index, part in _answer_parts(prepared.answers, stream):
-                yield api.event(prepared, index, part)
-            for event in api.last_events(prepared):
-                yield event
-            yield "data: [DONE]\n\n"
+            async for index, part, is_last in _answer_parts(prepared.answers, stream):
+                text += api.event(prepared, index, part)
+                # A write costs more than all of its text: one for what has come at the same time.
+                if not (is_last or stream.has_event):
+                    yield text
+                    text = ""
+            yield f"{text}{''.join(api.last_events(prepared))}data: [DONE]\n\n"
         except PacelineError as error:
             status, code, _ = _status_of(error)
-            yield render_event(_error_body(status, _describe(error), code=code))
+            yield text + render_event(_error_body(status, _describe(error), code=code))
 
 
 class _BodyError(RequestError):
@@ -478,15 +500,15 @@ def _status_of(error: PacelineError) -> tuple[int, str, dict[str, str]]:
             return 503, "unavailable", {"Retry-After": "5"}
 
 
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
         pass
 
 
 async def _answer_parts(
     answers: Sequence[Answer], stream: GenerationStream
-) -> AsyncIterator[tuple[int, AnswerPart]]:
-    """Yield the parts of all answers as they become final."""
+) -> AsyncIterator[tuple[int, AnswerPart, bool]]:
+    """Yield the parts of all answers as they become final, and whether it is the last one."""
     open_answers = set(range(len(answers)))
     while open_answers:
         index, event = await stream.next()
@@ -494,22 +516,39 @@ async def _answer_parts(
             continue
         part = answers[index].push(event)
         if part is not None:
-            yield index, part
             if part.finish_reason is not None:
                 open_answers.remove(index)
                 stream.end(index)
+            yield index, part, not open_answers
 
 
-class _EventStream(StreamingResponse):
+class _EventStream(Response):
     """Server-sent events, whose texts end when the client leaves."""
 
+    media_type = "text/event-stream"
+
     def __init__(self, events: AsyncIterator[str], stream: GenerationStream) -> None:
-        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
-        self._stream = stream
+        super().__init__(headers={"Cache-Control": "no-store"})
+        del self.headers["Content-Length"]
+        self._events, self._stream = events, stream
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # Also where the client has left before the first event, so that the generator never ran.
         try:
-            await super().__call__(scope, receive, send)
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            written = asyncio.ensure_future(self._write(scope["extensions"][_CONNECTION]))
+            gone = asyncio.ensure_future(_disconnected(receive))
+            try:
+                await asyncio.wait((written, gone), return_when=asyncio.FIRST_COMPLETED)
+                if written.done():
+                    await written
+                    await send({"type": "http.response.body", "body": b"", "more_body": False})
+            finally:
+                written.cancel()
+                gone.cancel()
         finally:
             self._stream.close()
+
+    async def _write(self, connection: _Connection) -> None:
+        async for event in self._events:
+            await connection.write_part(event.encode())

@@ -52,6 +52,14 @@ TokenFile = Annotated[
         help="File with the secret key of a multi-node job; - reads standard input. Or set PACELINE_TOKEN.",
     ),
 ]
+ServerTokenFile = Annotated[
+    str,
+    typer.Option(
+        "--token-file",
+        metavar="FILE",
+        help="File with the access token of the server; - reads standard input. Or set PACELINE_TOKEN.",
+    ),
+]
 Insecure = Annotated[
     bool,
     typer.Option("--insecure", help="Let nodes connect without a key. Only for a network that you trust."),

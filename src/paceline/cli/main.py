@@ -63,7 +63,7 @@ COMMANDS = (
     CommandEntry("serve", "generate:serve", "Serve completions and chats over HTTP until Ctrl-C or SIGTERM."),
     CommandEntry(
         "chat",
-        "generate:chat",
+        "chat:chat",
         "Chat with the model of a server, until the end of the input or Ctrl-C.",
     ),
     CommandEntry(

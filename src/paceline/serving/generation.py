@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,18 +19,22 @@ import torch
 from torch import Tensor, nn
 
 from paceline.comm.group_collectives import all_gather_texts
+from paceline.comm.net import Net
 from paceline.data.work import LoadedBatch, MicroBatch
 from paceline.errors import StrategyError
 from paceline.job.mesh import RankGroup
 from paceline.serving.engine import Engine, GenerationRequest
 from paceline.serving.kv_cache import AttentionForm, SlotSettings
 from paceline.serving.load_model import model_limits
+from paceline.serving.sampling import SampledToken
 from paceline.serving.slot_forward import (
     CachedForward,
     ModelCall,
     WholeForward,
     choose_forward,
     forward_options,
+    keep_samples,
+    settings_fingerprint,
     trial_text,
     whole_logits,
 )
@@ -64,7 +69,7 @@ def generate(
         RecipeError: a setting is out of range.
         RequestError: a request does not fit; see `Engine.check`.
         TaskError: no context is given, and the model does not say its own.
-    Wire: one ragged all_gather of about 40 bytes for each token, in addition to the forwards of the layout.
+    Wire: one broadcast of 16 bytes for each token, in addition to the forwards of the layout.
     """
     strategy = session.strategy
     if strategy.context > 1:
@@ -79,7 +84,7 @@ def generate(
     team = session.mesh.inside if shares_out else session.mesh.world
     num_teams, index = (session.mesh.replica.size, session.mesh.replica.rank) if shares_out else (1, 0)
     with session.averaged():
-        engine = _build_engine(session, team, settings)
+        (engine,) = build_engines(session, team, settings)
         for request in requests:
             engine.check(request)
         tickets = {i: engine.submit(requests[i]) for i in range(index, len(requests), num_teams)}
@@ -108,20 +113,31 @@ class _Trial(NamedTuple):
 
     Args:
         vocab: number of logits.
+        source: rank of the team that has the logits.
         num_rows: of a forward with a cache; 0: the model has none.
+        joins_chunks: several chunks of prompts may run together.
         step: of the session.
     """
 
     vocab: int
-    num_rows: int
-    step: int
+    source: int
+    num_rows: int = 0
+    joins_chunks: bool = False
+    step: int = -1
 
 
-def _build_engine(session: Session, team: RankGroup, settings: SlotSettings) -> Engine:
-    """Return the engine of the ranks that run every forward together; collective over these.
+def build_engines(
+    session: Session, team: RankGroup, settings: SlotSettings, weights: str = "", number: int = 1
+) -> list[Engine]:
+    """Return engines of the ranks that run every forward together, each with its slots; collective.
 
     The trial says how the model computes, which does not change with its weights. Only a model without a
     cache is tried again after a step: weights of zero make a trial fail.
+
+    Args:
+        team: the ranks.
+        weights: hash of the weights, for the fingerprint; empty: nobody reads it.
+        number: of engines.
     """
     model, device = session.runner.sharded_model.model, session.runner.sharded_model.device
     call = _placed_call(session, samples=_is_sampler(session, team))
@@ -134,20 +150,71 @@ def _build_engine(session: Session, team: RankGroup, settings: SlotSettings) -> 
     if known is None:
         zero_11 = torch.zeros(1, 1, dtype=torch.int64, device=device)
         logits = call(zero_11, zero_11)
-        texts = gather("" if logits is None else str(logits.shape[-1]))
-        known = _Trial(next(int(text) for text in texts if text), 0, -1)
+        sizes = gather("" if logits is None else str(logits.shape[-1]))
+        source = next(rank for rank, size in enumerate(sizes) if size)
+        known = _Trial(int(sizes[source]), source)
+    share = SampleBroadcast(team, session.net, known.source) if team.size > 1 else keep_samples
+    fingerprint = settings_fingerprint(weights, settings)
     # Not inference_mode: ZeRO-3 frees and fills the memory of parameters around every block.
-    whole = WholeForward(call, model, settings, known.vocab, "", device, gather, torch.no_grad)
+    whole = WholeForward(
+        *(call, model, settings, known.vocab, fingerprint, device, gather, torch.no_grad), share=share
+    )
     forward: WholeForward | CachedForward = whole
     if known.num_rows:
-        forward = whole.with_cache(known.num_rows, "")
+        forward = whole.with_cache(known.num_rows, weights)
+        forward.joins_chunks = known.joins_chunks
     elif known.step != step:
         text = trial_text(model, settings, known.vocab)
         expected = whole.logits(text)
-        forward = choose_forward(whole, text, None if expected is None else expected[0], "")
-        num_rows = 0 if forward is whole else forward.settings.rows
-        session.generation_trials[key] = known._replace(num_rows=num_rows, step=step)
-    return Engine(forward, max_queued=2**31)
+        forward = choose_forward(whole, text, None if expected is None else expected[0], weights)
+        session.generation_trials[key] = known._replace(step=step)
+        if isinstance(forward, CachedForward):
+            session.generation_trials[key] = known._replace(
+                num_rows=forward.settings.rows, joins_chunks=forward.joins_chunks, step=step
+            )
+    forwards = [forward, *(forward.twin() for _ in range(number - 1))]
+    return [Engine(forward, max_queued=2**31) for forward in forwards]
+
+
+class SampleBroadcast:
+    """Broadcast of samples from the rank that samples to the other ranks of its team.
+
+    Args:
+        team: ranks that run every forward together.
+        net: of this rank.
+        source: rank in the team that samples.
+    Wire: a broadcast of 16 bytes for each token, and 16 more for each of its `top_logprobs`.
+    """
+
+    def __init__(self, team: RankGroup, net: Net, source: int) -> None:
+        self._team, self._net, self._source = team, net, source
+
+    def __call__(
+        self, samples: Sequence[SampledToken] | None, num_samples: int, num_logprobs: int
+    ) -> Callable[[], Sequence[SampledToken]]:
+        """Begin the broadcast; see `SlotForward.share`."""
+        width = 2 + 2 * num_logprobs
+        # Float64 holds tokens exactly; NaN stands for what was not requested.
+        rows = torch.full((num_samples, width), torch.nan, dtype=torch.float64)
+        for row, sampled in zip(rows, samples or (), strict=samples is not None):
+            logprob = torch.nan if sampled.logprob is None else sampled.logprob
+            numbers = [sampled.token, logprob, *(x for pair in sampled.top_logprobs for x in pair)]
+            row[: len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
+        broadcast = self._net.broadcast(rows, self._team, self._source)
+
+        def receive() -> Sequence[SampledToken]:
+            received = broadcast.wait().tolist()
+            return [_sampled(row) for row in received] if samples is None else samples
+
+        return receive
+
+
+def _sampled(row: Sequence[float]) -> SampledToken:
+    """Return the sample that a row of a broadcast stands for."""
+    token, logprob, *rest = row
+    pairs = zip(rest[::2], rest[1::2], strict=True)
+    top = tuple((int(other), value) for other, value in pairs if not math.isnan(other))
+    return SampledToken(int(token), None if math.isnan(logprob) else logprob, top)
 
 
 def _is_sampler(session: Session, team: RankGroup) -> bool:

@@ -66,6 +66,7 @@ from paceline.session.hugging_face_export import find_model, find_tokenizer
 from paceline.session.run_folder import run_folder_of
 from paceline.session.saved_run import task_for_inference
 from paceline.state.slot import first_tied_names
+from paceline.task import Task
 from paceline.tasks.byte_gpt import ByteGptOptions, build_model
 from paceline.tasks.task_options import read_options
 from paceline.tasks.task_registry import load_task
@@ -88,6 +89,8 @@ class ServedModel:
         chat_template: of the folder; None: there is none.
         marker_texts: texts of the special tokens that a chat template may name, such as `bos_token`.
         settings: of the recipe of the weights; None: they have no recipe.
+        task: of a run of your own, which knows how ranks split the model; None: there is none, or its model
+            is only a part of another.
     """
 
     model: nn.Module
@@ -99,6 +102,7 @@ class ServedModel:
     chat_template: str | None
     marker_texts: Mapping[str, str]
     settings: ServeRecipe | None
+    task: Task | None = None
 
 
 @dataclass(frozen=True)
@@ -111,6 +115,7 @@ class _Parts:
     source: str
     folder: Path | None  # with a chat template, perhaps
     settings: ServeRecipe | None = None
+    task: Task | None = None
 
 
 def load_served_model(
@@ -165,6 +170,7 @@ def load_served_model(
         chat_template=template,
         marker_texts=markers,
         settings=parts.settings,
+        task=parts.task if model is parts.model else None,
     )
 
 
@@ -247,6 +253,7 @@ def _load_run(
     checkpoint = find_checkpoint(checkpoint_files(recipe, folder), warn, name, map_checkpoint)
     source = f"{folder}, {checkpoint.name}"
     if task is None and recipe.task == "byte-gpt":
+        built = None
         model, own = _build_byte_gpt(recipe.options, folder, tokenizer)
         chat = recipe.options.get("tokenizer")
     else:
@@ -263,7 +270,7 @@ def _load_run(
     require_same_vocabulary(own.vocabulary, vocabulary, source)  # its size is that of the model
     _fill(model, model_weights_of(checkpoint, which), source)
     place_of_template = Path(chat) if isinstance(chat, str) else None
-    return _Parts(model, own, vocabulary, source, place_of_template, recipe.serve)
+    return _Parts(model, own, vocabulary, source, place_of_template, recipe.serve, built)
 
 
 def _build_byte_gpt(

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from inspect import signature
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,18 @@ ModelCall = Callable[[Tensor, Tensor], "Tensor | None"]
 """Function of tokens and positions, int64 [B, T] both, that returns logits [B, T, V]; None on ranks that do
 not have them.
 """
+
+
+SampleExchange = Callable[[Sequence[SampledToken] | None, int, int], Callable[[], Sequence[SampledToken]]]
+"""Function that begins to send the samples of one rank to the others; see `SlotForward.share`."""
+
+
+def keep_samples(
+    samples: Sequence[SampledToken] | None, num_samples: int, num_logprobs: int
+) -> Callable[[], Sequence[SampledToken]]:
+    """Return the samples: there are no other ranks."""
+    assert samples is not None
+    return lambda: samples
 
 
 class CacheTrial(NamedTuple):
@@ -65,6 +77,7 @@ class _ModelForward:
         gather: returns a text of every rank that runs the model, in the same order on all of them.
         without_gradients: context manager of every forward.
         records: forwards with a cache may be recorded and replayed: no rank communicates in them.
+        share: see `SlotForward`.
     """
 
     def __init__(
@@ -78,24 +91,28 @@ class _ModelForward:
         gather: Callable[[str], list[str]] = lambda text: [text],
         without_gradients: Callable[[], AbstractContextManager[Any]] = torch.inference_mode,
         records: bool = False,
+        share: SampleExchange = keep_samples,
     ) -> None:
         self._gather, self.without_gradients, self._records = gather, without_gradients, records
+        self._share = share
         self._model = model
         self._call, self.settings, self.vocab, self.fingerprint = call, settings, vocab, fingerprint
         self.num_slots, self.chunk, self.context = settings.slots, settings.chunk, settings.context
         self._device = device
         self._places_1L = torch.arange(settings.context, device=device)[None]
 
-    def share(self, samples: Sequence[SampledToken] | None, num_samples: int) -> Sequence[SampledToken]:
-        """Return the samples of the rank that has some."""
-        texts = self._gather("" if samples is None else json.dumps(samples))
-        if len(texts) == 1 and samples is not None:
-            return samples
-        rows = json.loads(next(filter(None, texts)))
-        assert len(rows) == num_samples
-        return [
-            SampledToken(token, logprob, tuple(map(tuple, likeliest))) for token, logprob, likeliest in rows
-        ]
+    def share(
+        self, samples: Sequence[SampledToken] | None, num_samples: int, num_logprobs: int
+    ) -> Callable[[], Sequence[SampledToken]]:
+        """Begin to send the samples of the rank that has some."""
+        return self._share(samples, num_samples, num_logprobs)
+
+    def twin(self) -> Self:
+        """Return a forward of the same model with slots of its own."""
+        return type(self)(
+            *(self._call, self._model, self.settings, self.vocab, self.fingerprint, self._device),
+            *(self._gather, self.without_gradients, self._records, self._share),
+        )
 
     def agree_all(self, trial: CacheTrial) -> CacheTrial:
         """Return the first error of any rank, and whether rows and chunks are equal on all of them."""
@@ -119,6 +136,12 @@ class CachedForward(_ModelForward):
         self.joins_chunks = False
         # By shape, of chunks and of a token of every slot; None: not to be recorded.
         self._recorded: dict[tuple[int, ...], RecordedForward | None] = {}
+
+    def twin(self) -> Self:
+        """Return a forward of the same model with slots of its own."""
+        twin = super().twin()
+        twin.joins_chunks = self.joins_chunks
+        return twin
 
     def _run(self, tokens: Tensor, places: Tensor) -> Tensor | None:
         """Return the logits of the model; a trial records forwards, and all later ones replay them."""
@@ -205,7 +228,7 @@ class WholeForward(_ModelForward):
         fingerprint = settings_fingerprint(weights, settings)
         return CachedForward(
             *(self._call, self._model, settings, self.vocab, fingerprint),
-            *(self._device, self._gather, self.without_gradients, self._records),
+            *(self._device, self._gather, self.without_gradients, self._records, self._share),
         )
 
     def clear(self, slot: int) -> None:

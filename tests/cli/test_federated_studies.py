@@ -60,5 +60,5 @@ federated = { strategy = "replicas=2 sync=federated:1" }
 """)
     found = study(tmp_path, "compare", "--strategies", "strategies.toml", "--seeds", "1", "--kills", "0")
     central, federated = (row["numbers"] for row in found["rows"])
-    assert central["loss"]["mean"] < federated["loss"]["mean"]
+    assert central["final loss"]["mean"] < federated["final loss"]["mean"]
     assert federated["bytes a sample"]["mean"] < 0.5 * central["bytes a sample"]["mean"]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from statistics import fmean
 from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 
 from paceline.federated.rounds import FederatedRounds
 from paceline.job.cluster import Cluster
@@ -28,7 +30,7 @@ class FailingRounds(FederatedRounds):
         super().begin_client(optimizer)
         self._draws = np.random.default_rng(key("failure", self._net.step, getattr(self, "_num_begun", 0)))
         self._num_begun = getattr(self, "_num_begun", 0) + 1
-        self._fails_in = int(self._draws.integers(1, 16)) if self._draws.random() < SHARE else 0
+        self._fails_in = int(self._draws.integers(1, 7)) if self._draws.random() < SHARE else 0
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -43,6 +45,15 @@ class FailingRounds(FederatedRounds):
         inner.step = step
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads that wait for each other take longer than these small steps."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def accuracy(seed: int, components: Components | None) -> tuple[float, int]:
     """Train; return the accuracy on held-out digits, and how many clients failed."""
     recipe = recipe_of(
@@ -52,8 +63,8 @@ def accuracy(seed: int, components: Components | None) -> tuple[float, int]:
         steps=40,
         seed=seed,
         batch={},
-        optimizer={"name": "sgd", "lr": 0.3},
-        federated={"clients": 20, "cohort": 10, "batch": 10},
+        optimizer={"name": "sgd", "lr": 0.5},
+        federated={"clients": 20, "cohort": 10, "batch": 25},
     )
     session = build_test_session(Cluster.single(), recipe, components=components)
     num_failed, order = 0, cast("Any", session.feed.work).order

@@ -65,10 +65,11 @@ def test_a_pod_that_is_killed_is_started_again_and_the_run_ends_as_the_plain_one
     pods = tmp_path / "pods"
     pods.mkdir()
     kubelet = Kubelet(lab(hosts=2), manifest, pods, {"job-key": "the key of this test"})
+    saved = kubelet.volumes["runs"] / "job" / "checkpoints"
     (folder / "hold").touch()
 
     def disturb(running: Kubelet) -> None:
-        if (folder / "hold").exists() and "checkpoint: step 4" in running.logs():
+        if (folder / "hold").exists() and [*saved.glob("step-*/manifest.json")]:
             running.pods[0].kill()
             (folder / "hold").unlink()
 

@@ -20,6 +20,7 @@ from typing import Any
 import yaml
 
 from paceline.job.cluster import process_environment
+from paceline.lab.namespaces import host_pids, signal_all
 from paceline.lab.virtual_cluster import Lab
 
 _SECONDS = 200.0
@@ -33,14 +34,17 @@ class Pod:
         index: its completion index.
         process: of its container.
         log: its output.
+        first: the first process of its host.
     """
 
     index: int
     process: subprocess.Popen[bytes]
     log: Path
+    first: int
 
     def kill(self) -> None:
-        """End it as a node that is lost would."""
+        """End it as a node that is lost would, with every process of its host."""
+        signal_all(host_pids(self.first), signal.SIGKILL)
         self.process.kill()
 
 
@@ -63,8 +67,7 @@ class Kubelet:
     pods: dict[int, Pod] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        documents = [*yaml.safe_load_all(self.manifest)]
-        self.by_kind: dict[str, Any] = {document["kind"]: document for document in documents}
+        self.by_kind: dict[str, Any] = {one["kind"]: one for one in documents_of(self.manifest)}
         self.job = self.by_kind["Job"]
         self.name = self.job["metadata"]["name"]
         self.spec = self.job["spec"]["template"]["spec"]
@@ -106,8 +109,8 @@ class Kubelet:
         Returns:
             "Complete", or "Failed" and why.
         """
-        open_indexes, failures = set(range(self.job["spec"]["completions"])), 0
         expires = time.monotonic() + _SECONDS
+        open_indexes, failures = set(range(self.job["spec"]["completions"])), 0
         try:
             while open_indexes:
                 assert time.monotonic() < expires, self.logs()
@@ -123,14 +126,21 @@ class Kubelet:
                     action = "Complete" if code == 0 else self._action(code)
                     if action == "Complete":
                         open_indexes.discard(pod.index)
+                        if str(pod.index) in self._sufficient():
+                            return "Complete"
                     failures += action == "Count"
                     if action == "FailJob" or failures > self.job["spec"]["backoffLimit"]:
                         return f"Failed: {action}"
             return "Complete"
         finally:
             for pod in self.pods.values():
-                pod.process.send_signal(signal.SIGKILL)
+                pod.kill()
                 pod.process.wait()
+
+    def _sufficient(self) -> set[str]:
+        """The indexes of which one that succeeds completes the Job, by its success policy."""
+        rules = self.job["spec"].get("successPolicy", {"rules": ()})["rules"]
+        return {rule["succeededIndexes"] for rule in rules}
 
     def _action(self, code: int) -> str:
         """What the pod failure policy does with an exit code; a pod that was lost has none of its rules."""
@@ -145,10 +155,10 @@ class Kubelet:
         (container,) = self.spec["containers"]
         mounts = {mount["mountPath"]: self.volumes[mount["name"]] for mount in container["volumeMounts"]}
 
+        paths = "|".join(map(re.escape, sorted(mounts, key=len, reverse=True)))
+
         def placed(word: str) -> str:
-            for path, folder in mounts.items():
-                word = re.sub(rf"(^|=){re.escape(path)}(?=/|$)", rf"\g<1>{folder}", word)
-            return word
+            return re.sub(rf"(^|=)({paths})(?=/|$)", lambda found: f"{found[1]}{mounts[found[2]]}", word)
 
         words = [placed(word) for word in container["command"]]
         assert words[0] == "paceline"
@@ -173,7 +183,7 @@ class Kubelet:
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
-        return Pod(index, process, log)
+        return Pod(index, process, log, self.lab.spaces[host].first)
 
     def _value(self, entry: Mapping[str, Any]) -> str:
         if "value" in entry:

@@ -51,6 +51,7 @@ SchedulerParameters=bf_interval=1,sched_interval=1,sched_min_interval=100000,bat
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 JobRequeue=1
+EnforcePartLimits=ALL
 KillWait=10
 SlurmdTimeout=30
 MpiDefault=none

@@ -27,7 +27,7 @@ _PROCESS_MIB = 700
 
 _NOTICE_MARGIN_SECONDS, _POD_MARGIN_SECONDS = 60, 30
 _KEY = "PACELINE_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')"
-_SECRET_NAME = re.compile(r"(^|[_.])(token|secret|password|passwd|credential\w*|api_?key)s?$", re.IGNORECASE)
+_SECRET_NAME = re.compile(r"(^|[_.])(token|secret|password|passwd|credential\w*|api_?key)$", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -349,6 +349,8 @@ def _job_spec(recipe: Recipe, target: JobTarget, first_pod: str) -> dict[str, An
         "parallelism": target.nodes,
         "completionMode": "Indexed",
         "backoffLimit": 6 * target.nodes,
+        # ranks that remain may finish the run without a pod that was lost, which then finds no job to join
+        "successPolicy": {"rules": [{"succeededIndexes": "0"}]},
         "podFailurePolicy": {
             "rules": [
                 # the cluster took the pod away, or it was told to stop and has saved: start it again

@@ -233,7 +233,7 @@ SLOW = RECIPE.replace("seconds = 0.0", "seconds = 0.01") + "[checkpoint]\nevery_
 
 def processes(folder: Path, kind: str, command: Command) -> list[int]:
     """The coordinator, the slots or the ranks of a study's trials."""
-    if kind == "coordinator":
+    if kind in ("coordinator", "interrupt"):
         return [command.pid]
     found = []
     for path in Path("/proc").glob("[0-9]*"):
@@ -259,8 +259,9 @@ def kill_and_continue(folder: Path, kind: str, seconds: float) -> Study:
         time.sleep(seconds)
         for pid in processes(folder, kind, command)[:1]:
             with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+                os.kill(pid, signal.SIGINT if kind == "interrupt" else signal.SIGKILL)
         command.wait()
+        assert kind != "interrupt" or command.returncode == 130
     done = run(folder, *words(3, 2))
     assert done.returncode == 0, done.stderr
     return open_study(folder / "out")
@@ -287,7 +288,9 @@ def require_whole(study: Study, clean: Study) -> None:
 
 
 @pytest.mark.capability("S4")
-@pytest.mark.parametrize(("kind", "seconds"), [("coordinator", 0.5), ("slot", 0.3), ("rank", 0.6)])
+@pytest.mark.parametrize(
+    ("kind", "seconds"), [("coordinator", 0.5), ("slot", 0.3), ("rank", 0.6), ("interrupt", 0.4)]
+)
 def test_a_kill_loses_no_finished_trial(tmp_path: Path, kind: str, seconds: float) -> None:
     space = SPACE.replace("confirm", "# confirm")
     clean = prepare(tmp_path / "clean", space, SLOW)
@@ -295,7 +298,7 @@ def test_a_kill_loses_no_finished_trial(tmp_path: Path, kind: str, seconds: floa
     killed = kill_and_continue(prepare(tmp_path / "killed", space, SLOW), kind, seconds)
     require_whole(killed, open_study(clean / "out"))
     ends = Counter(lease.end for lease in killed.leases)
-    assert ends["lost" if kind == "coordinator" else "killed"] >= 1, ends
+    assert ends[{"coordinator": "lost", "interrupt": "stopped"}.get(kind, "killed")] >= 1, ends
 
 
 def test_a_trial_that_is_killed_twice_has_failed_and_the_study_continues(tmp_path: Path) -> None:

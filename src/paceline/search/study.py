@@ -13,7 +13,7 @@ from paceline.errors import DataError, RecipeError
 from paceline.recipe.recipe import Recipe
 from paceline.recipe.toml_text import parse_toml
 from paceline.search.job_executor import FunctionExecutor, JobExecutor, find_complete_runs
-from paceline.search.space import Params, StudyPlan, override_texts, plan_study
+from paceline.search.space import Params, StudyPlan, label, override_texts, plan_study
 from paceline.search.study_log import Event, Lease, StudyLog, Trial
 from paceline.search.study_runner import (
     ResolvedTrial,
@@ -206,9 +206,16 @@ class _Resolver:
 
     def __init__(self, request: StudyRequest, base: Recipe, samples: int | None) -> None:
         self._request, self._base, self._samples = request, base, samples
+        self._resolved: dict[tuple[str, int], ResolvedTrial] = {}
 
     def __call__(self, params: Mapping[str, Any], seed: int) -> ResolvedTrial:
         """Return the recipe of a trial's values; a RecipeError if the combination is refused."""
+        name = (label(params), seed)
+        if name not in self._resolved:  # reading the files again takes milliseconds
+            self._resolved[name] = self._resolve(params, seed)
+        return self._resolved[name]
+
+    def _resolve(self, params: Mapping[str, Any], seed: int) -> ResolvedTrial:
         strategy = params.get("strategy")
         recipe = self._request.load([*override_texts(params), f"seed={self._base.seed + seed}"], strategy)
         processes = self._request.count_processes(recipe)

@@ -46,6 +46,7 @@ NAMES = (
     "diloco_libraries",
     "server",
     "server_libraries",
+    "federated",
 )
 _RESULTS = Path(__file__).resolve().parent / "results"
 _DEADLINE_SECONDS = 1800.0  # the longest takes 1200 on two free cores of a machine with bf16

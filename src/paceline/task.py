@@ -125,6 +125,8 @@ class Task:
             `function(module) -> Tensor`: the buffer's value from the other buffers of its module.
         clients: map-style data of each client of sync=federated, by name, in place of `data`, which is then
             all of it; `federated.partition = "natural"` keeps it apart.
+        keeper: what is kept of each client of sync=federated between rounds, and how it corrects local steps
+            (`paceline.federated.ClientKeeper`), as the control variates of SCAFFOLD.
         vocabulary: hash of the vocabulary of the data, as
             `paceline.data.tokenizer.vocabulary_of(text)` returns it for a tokenizer.json; weights with
             another one are refused. Empty: nothing is compared.
@@ -151,6 +153,7 @@ class Task:
     buffers: Mapping[str, BufferRule] = field(default_factory=dict)
     vocabulary: str = ""
     clients: Mapping[str, Any] = field(default_factory=dict)
+    keeper: Any = None
 
     def __post_init__(self) -> None:
         if self.loss is _REQUIRED:

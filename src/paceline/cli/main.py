@@ -39,6 +39,7 @@ class CommandEntry(NamedTuple):
 
 COMMANDS = (
     CommandEntry("train", "train:train", "Train a recipe and print the result."),
+    CommandEntry("submit", "submit:submit", "Start RECIPE by Slurm, MPI, ssh or Kubernetes."),
     CommandEntry("new", "new:new", "Write a model, a recipe and a test for you to edit to a new folder."),
     CommandEntry(
         "verify",
@@ -116,6 +117,11 @@ COMMANDS = (
         "certificate",
         "certificate_command:certificate",
         "Create a certificate for a job, and its own certificate authority, for channel=grpc.",
+    ),
+    CommandEntry(
+        "client",
+        "client:client",
+        "Train on this client's data in the federated rounds of a job, until the run is complete.",
     ),
     CommandEntry(
         "recipe show",

@@ -27,6 +27,7 @@ from paceline.recipe.tables import (
     BatchRecipe,
     CheckpointRecipe,
     DebugRecipe,
+    ElasticRecipe,
     EvaluateRecipe,
     HealthRecipe,
     LoaderRecipe,
@@ -170,6 +171,9 @@ class Recipe(RecipeTable):
     health: Annotated[HealthRecipe, *RATE_LOWERING_NEEDS] = Field(
         default_factory=HealthRecipe, description="the reaction to bad numbers"
     )
+    elastic: ElasticRecipe = Field(
+        default_factory=ElasticRecipe, description="the reaction to the loss of a process"
+    )
     log: LogRecipe = Field(default_factory=LogRecipe, description="what is logged")
     strategy: Strategy = Field(default_factory=Strategy, description="how the work is distributed")
     tensor: Annotated[
@@ -285,7 +289,8 @@ def max_sharers(recipe: Recipe) -> SharerLimit:
     """Return how many ranks and lanes have work in every batch."""
     batch = recipe.batch
     if recipe.strategy.sync_spec.trains_clients:
-        return SharerLimit(recipe.federated.num_positions, "federated.cohort")
+        groups = " / federated.vectorize" if recipe.federated.vectorize else ""
+        return SharerLimit(recipe.federated.num_groups, f"federated.cohort{groups}")
     if batch.shards is not None:
         return SharerLimit(batch.shards, "batch.shards")
     if recipe.reproducible:

@@ -306,6 +306,23 @@ class HealthRecipe(RecipeTable):
         return "lower-rate" in self.answers
 
 
+# ---------------------------------------------------------------------- elastic
+
+
+class ElasticRecipe(RecipeTable):
+    """The reaction to the loss of a process, for example to a signal that kills it."""
+
+    mode: Literal["auto", "off"] = Field(
+        default="auto",
+        description="auto: replicas continue without a lost process, which is replaced; other layouts and"
+        " rules start again from the newest checkpoint. off: the job ends",
+    )
+    max_restarts: Annotated[
+        int,
+        FieldNeed(lambda table: table.mode == "auto", 'with mode = "auto"', "found {t.mode}", keys=("mode",)),
+    ] = Field(default=3, ge=0, description="processes that may be replaced, and restarts from a checkpoint")
+
+
 # ---------------------------------------------------------------------- memory
 
 _RECOMPUTE_WORDS = ("auto", "none", "blocks", "segments")

@@ -287,7 +287,9 @@ class Engine:
             ended = {ticket.request_id: i for i, (ticket, _) in enumerate(batch) if ticket.decodes}
             if ended:
                 tickets = [batch[i][0] for i in ended.values()]
-                found = None if rows is None else [rows[i] for i in ended.values()]
+                found = (
+                    None if rows is None else [row for i in ended.values() if (row := rows[i]) is not None]
+                )
                 events += self._sample(tickets, found)
         return events
 

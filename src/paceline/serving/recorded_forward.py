@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 _METADATA = frozenset(
     [
@@ -245,11 +246,7 @@ def _depends_on_values(operator: Any, args: Sequence[Any]) -> bool:
 
 
 def _has_tensors(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return any(map(_has_tensors, value))
-    if isinstance(value, dict):
-        return any(map(_has_tensors, value.values()))
-    return isinstance(value, Tensor)
+    return any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
 
 
 def _collect(kind: type, *values: Any) -> Any:

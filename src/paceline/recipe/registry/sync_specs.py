@@ -261,7 +261,7 @@ SYNC_SPECS = (
         word="federated",
         summary="a cohort of clients trains for E passes over its own data, then their mean is applied",
         argument=integer_argument(1, "1"),
-        build="paceline.federated.rounds:build_federated_rounds",
+        build="paceline.federated.build_rounds:build_federated_rounds",
         work="paceline.federated.cohorts:build_cohort_work",
         agrees="replica",
         shares_state=True,
@@ -328,6 +328,7 @@ def merge_sync_specs(specs: Sequence[SyncSpec]) -> SyncSpec:
         sums=any(spec.sums for spec in specs),
         sends=any(spec.sends for spec in specs),
         recipe_tables=tuple(dict.fromkeys(table for spec in specs for table in spec.recipe_tables)),
+        can_stream=any(spec.can_stream for spec in specs),
         finds_stragglers=any(spec.finds_stragglers for spec in specs),
         refusals=_SWITCH_REFUSALS,
     )

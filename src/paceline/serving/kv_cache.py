@@ -2,12 +2,12 @@
 
 `KVCache` is a function mode around a forward, as in `parallel.context`: it stores the keys and values that
 attention receives, in the order of the calls, and supplies positions. The model is not changed. A prompt runs
-in chunks of one size, each alone; a token of every slot runs as one batch whose shape never changes.
+in chunks of one size; a token of every slot runs as one batch whose shape never changes.
 
 Invariant: what a slot computes depends on its own text alone. Attention sees either the whole cache under a
-mask ("masked"), or the slot's own positions, slot by slot ("by_slot"); never as many positions as the longest
-neighbour has, since the length decides in which order a kernel adds. `build_engine` runs a short text cached
-and uncached, and takes `WholeForward` for a model whose logits differ.
+mask ("masked"), or the slot's own positions in whole blocks, slot by slot ("by_slot"); never as many
+positions as the longest neighbour has, since the length decides in which order a kernel adds. `build_engine`
+runs a short text cached and uncached, and takes `WholeForward` for a model whose logits differ.
 
 Shapes: S rows, of which the first are the slots, P tokens of a chunk, L positions of the cache, H heads of
 keys, G queries for each of them, D width of a head.

@@ -57,6 +57,7 @@ from paceline.recipe.tables import ServeRecipe
 from paceline.recipe.toml_text import parse_toml
 from paceline.report.number_format import format_bytes
 from paceline.report.run_files import RECIPE
+from paceline.serving.engine import MAX_CHUNKS_AT_ONCE
 from paceline.serving.kv_cache import SlotSettings
 from paceline.serving.slot_forward import model_call
 from paceline.serving.text_stream import ServingTokenizer
@@ -500,7 +501,7 @@ class SlotMemory:
         weights: parameters and buffers; of a mapped file, pages that other processes share.
         cache: keys and values of all slots over the whole context.
         masks: of attention, for all slots and for a chunk.
-        logits: of one token of every slot, and of a chunk.
+        logits: of one token of every slot, and of the chunks that run together.
     """
 
     weights: int
@@ -571,7 +572,7 @@ def plan_slots(model: nn.Module, settings: SlotSettings) -> SlotMemory:
         weights=weights,
         cache=rows * context * shapes.bytes_per_token,
         masks=(rows + shapes.groups * chunk) * context * shapes.itemsize,
-        logits=(rows + chunk) * logits.shape[-1] * logits.element_size(),
+        logits=(rows + MAX_CHUNKS_AT_ONCE * chunk) * logits.shape[-1] * logits.element_size(),
     )
 
 

@@ -38,7 +38,9 @@ def recipe_of(share: float | None = 0.2, **more: Any) -> Recipe:
 @pytest.mark.parametrize("kind", ["list", "loader"])
 def test_the_parts_are_disjoint_and_keyed_and_the_test_set_is_not_read(kind: str) -> None:
     samples = list(torch.arange(103.0).unsqueeze(1))
-    data = samples if kind == "list" else DataLoader(samples, batch_size=32, shuffle=True)  # type: ignore[arg-type]
+    data: Any = samples
+    if kind != "list":
+        data = DataLoader(data, batch_size=32, shuffle=True)
     one = prepare_data(task_of(data), recipe_of())
     other = prepare_data(task_of(data), recipe_of(seed=9))
     parts = [[int(source[i]) for i in range(len(source))] for source in (one.data, one.held_out)]

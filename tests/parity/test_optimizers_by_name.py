@@ -47,6 +47,7 @@ def recipe(strategy: str = "replicas=1", name: str = "adamw", **settings: Any) -
     spec = SPECS[name]
     decay = {key: 0.1 for key in ("weight_decay", "l2") if key in spec.reads}
     optimizer = {"name": name, "lr": 0.02, "clip_value": CLIP, **dict([*decay.items()][:1])}
+    optimizer |= {"switch_update": 3} if "switch_update" in spec.reads else {}
     schedule = {"decay": "one_cycle"} if spec.follows_rate else {}
     values = {"optimizer": optimizer, "schedule": schedule} | settings
     return recipe_of(strategy, steps=STEPS, batch={"size": SIZE, "shards": 4, "shuffle": False}, **values)

@@ -38,7 +38,7 @@ from tests.parity.network_clients import (
     wait_for_server,
 )
 
-pytestmark = [pytest.mark.capability("Q5"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.capability("Q9"), pytest.mark.timeout(240)]
 
 
 @pytest.fixture(autouse=True)
@@ -169,6 +169,7 @@ def test_a_client_whose_update_is_not_finite_is_left_out_and_named(tmp_path: Pat
 # -- the buffer
 
 
+@pytest.mark.capability("Q5", "Z15")
 def test_a_buffer_applies_updates_up_to_an_age_and_is_replayed_whoever_is_slow(tmp_path: Path) -> None:
     buffered = {"buffer": 3, "age": 1}
 

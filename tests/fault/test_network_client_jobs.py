@@ -15,7 +15,7 @@ import pytest
 from tests.commands import Command, run, start
 from tests.ports import free_port
 
-pytestmark = [pytest.mark.capability("Q5", "G12"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.capability("Q9", "G12"), pytest.mark.timeout(300)]
 TASK = """
 import time
 

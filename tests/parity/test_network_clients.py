@@ -20,7 +20,7 @@ from paceline.errors import DeadlineError, RecipeError
 from paceline.federated.cohort_table import CohortReplay
 from paceline.observe.metrics_schema import find_schema_errors
 from paceline.session import federated_client
-from paceline.session.federated_client import LocalTraining
+from paceline.session.federated_client import ClientTraining
 from paceline.session.session import Session
 from tests.bad_line import BadLine
 from tests.parity.network_clients import (
@@ -38,7 +38,7 @@ from tests.parity.network_clients import (
     wait_for_server,
 )
 
-pytestmark = [pytest.mark.capability("Q5"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.capability("Q9"), pytest.mark.timeout(240)]
 
 
 @pytest.fixture(autouse=True)
@@ -169,6 +169,7 @@ def test_a_client_whose_update_is_not_finite_is_left_out_and_named(tmp_path: Pat
 # -- the buffer
 
 
+@pytest.mark.capability("Q5", "Z15")
 def test_a_buffer_applies_updates_up_to_an_age_and_is_replayed_whoever_is_slow(tmp_path: Path) -> None:
     buffered = {"buffer": 3, "age": 1}
 
@@ -282,16 +283,16 @@ def test_no_sample_leaves_a_client_and_one_that_does_is_found(tmp_path: Path) ->
         assert all(tuple(shape) in shapes or len(shape) == 1 for _, shape in record["tensors"])
         assert not [shape for _, shape in record["tensors"] if len(shape) > 1 and shape[0] in batches]
 
-    plain = LocalTraining.train
+    plain = ClientTraining.train
 
     def talkative(
-        self: LocalTraining, session: Session, name: str, message: ChannelMessage
+        self: ClientTraining, session: Session, name: str, message: ChannelMessage
     ) -> ChannelMessage:
         update = plain(self, session, name, message)
         x = session.task.data.tensors[0]
         return ChannelMessage(update.kind, update.fields, [*update.tensors, x])
 
-    with patch.object(LocalTraining, "train", talkative):
+    with patch.object(ClientTraining, "train", talkative):
         wire, listed = seen_on_the_wire(tmp_path / "twin")
     assert canaries[0] in wire
     assert [shape for record in listed for _, shape in record["tensors"] if shape == [20, 4]]

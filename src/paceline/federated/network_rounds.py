@@ -31,7 +31,7 @@ from torch import Tensor
 from paceline.comm.channel.message_channel import ChannelMessage
 from paceline.data.sample_order import KeyedPermutation
 from paceline.data.work import BatchStream, MicroBatch, TrainingFeed
-from paceline.errors import CheckpointError, DeadlineError, StrategyError
+from paceline.errors import CheckpointError, DeadlineError, StrategyError, TaskError
 from paceline.federated.client_server import (
     WORK,
     ClientEvent,
@@ -163,6 +163,7 @@ def build_network_work(context: SessionContext, task: Task) -> NetworkWork:
 
     Raises:
         StrategyError: the job has several processes.
+        TaskError: the task has a keeper.
         DeadlineError: too few clients have joined within `runtime.setup_deadline_seconds`.
     """
     recipe = context.recipe
@@ -172,6 +173,12 @@ def build_network_work(context: SessionContext, task: Task) -> NetworkWork:
             f" {context.cluster.world_size}",
             where='federated.clients = "network"',
             next_step="start the job with -n 1",
+        )
+    if task.keeper is not None:
+        raise TaskError(
+            "what a keeper keeps of simulated clients would have to lie with clients of a network",
+            where="Task(keeper=...)",
+            next_step="leave it out, or simulate the clients",
         )
     with ExitStack() as on_error:
         server = ClientServer.start(context, task)

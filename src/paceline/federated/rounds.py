@@ -207,8 +207,9 @@ class FederatedRounds:
         self._undo = undo
         counters = find_counters(runner.buffers.names, buffers)
         table = CohortTable(work.shards, runner.metric_names.names or (), len(counters))
-        names = [work.order.clients.names[member.client] for member in work.order.cohort(state.step)]
+        names = list[str]()
         if self._keeper is not None:
+            names = [work.order.clients.names[member.client] for member in work.order.cohort(state.step)]
             self._keeper.begin_round(names)
         self.run_cohort(work, stream, runner, local_step, table, counters, undo)
         self.begin_client(state.optimizer)  # no moment of the last client may reach a checkpoint

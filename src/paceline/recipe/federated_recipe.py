@@ -156,6 +156,24 @@ CLIENTS_NEEDS = (
         next_step="add channel=grpc to the strategy",
     ),
     FieldNeed(
+        lambda recipe: recipe.steps is not None,
+        keys=("steps",),
+        scope="recipe",
+        when=lambda clients: clients == NETWORK_CLIENTS,
+        reason='expected steps in place of epochs with clients = "network": nobody knows all samples',
+        is_conflict=True,
+        next_step="set steps to the number of rounds",
+    ),
+    FieldNeed(
+        lambda recipe: not recipe.schedule.follows_evaluations,
+        keys=("schedule.decay",),
+        scope="recipe",
+        when=lambda clients: clients == NETWORK_CLIENTS,
+        reason='expected another schedule.decay than "plateau" with clients = "network": clients see no'
+        " evaluation",
+        is_conflict=True,
+    ),
+    FieldNeed(
         lambda recipe: (
             not recipe.strategy.sync_spec.trains_clients or not recipe.strategy.channel_spec.uses_certificate
         ),

@@ -1,4 +1,4 @@
-"""Network clients in hosts of their own, behind a link that is gone, and beside one that is 10 times slower."""
+"""Network clients in hosts of their own, behind a link that is gone, and beside a much slower one."""
 
 from __future__ import annotations
 
@@ -133,8 +133,6 @@ def test_a_client_10_times_slower_does_not_delay_rounds(
     usual = seconds_per_round(tmp_path / "usual", False, **settings)
     beside = seconds_per_round(tmp_path / "slow", True, **settings)
     waiting = seconds_per_round(tmp_path / "waiting", True)
-    print(
-        f"{settings}: {usual:.3f} s a round, beside a slow client {beside:.3f}, waiting for it {waiting:.3f}"
-    )
+    measured = f"{usual:.3f} s a round, beside a slow client {beside:.3f}, waiting for it {waiting:.3f}"
     # Three of four clients fill a buffer, so without the fourth it takes at most a third longer.
-    assert beside <= 1.4 * usual and waiting >= 3.0 * beside
+    assert beside <= 1.4 * usual and waiting >= 3.0 * beside, measured

@@ -15,7 +15,7 @@ import pytest
 from tests.commands import Command, run, start
 from tests.ports import free_port
 
-pytestmark = [pytest.mark.capability("Q9", "G12"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.capability("Q1", "Q9", "G12"), pytest.mark.timeout(300)]
 TASK = """
 import time
 
@@ -26,7 +26,7 @@ from torch.utils.data import TensorDataset
 
 from paceline import Loss, Task
 
-SIZES = {"site-0": 24, "site-1": 12, "site-2": 31, "site-3": 18}
+SIZES = {"site-0": 24, "site-1": 12, "site-2": 35, "site-3": 18}
 
 
 def build(rest_seconds=0.0):

@@ -1,4 +1,8 @@
+<<<<<<< HEAD
 """Network clients in hosts of their own, behind a link that is gone, and beside a much slower one."""
+=======
+"""Network clients in hosts of their own, behind a link that is gone, and beside a slow one."""
+>>>>>>> clients
 
 from __future__ import annotations
 
@@ -22,7 +26,6 @@ from tests.fault.test_network_client_jobs import NAMES, NETWORK, RECIPE, SIMULAT
 from tests.parity.network_clients import (
     KEY,
     ClientThread,
-    clients,
     make_task,
     network_recipe,
     new_port,
@@ -110,29 +113,41 @@ def test_a_link_that_is_gone_for_20_seconds_changes_no_bit(
     assert same_bits(weights, alone) and not any(record["left_out"] for record in events["cohort"])
 
 
-def seconds_per_round(folder: Path, slow: bool, **federated: Any) -> float:
-    """The median of the wall time of a round, with one client 10 times slower or without it."""
+def seconds_per_round(folder: Path, *, slow: bool, **federated: Any) -> float:
+    """The mean wall time of a round of three clients, with a fourth that is 10 times slower or without it."""
     port, rest = new_port(), 0.1
-    tasks = {name: partial(make_task, name, rest_seconds=rest) for name in ("site-0", "site-1", "site-3")}
-    tasks["site-2"] = partial(make_task, "site-2", rest_seconds=10 * rest if slow else rest)
-    with clients(port, tasks):
-        _, events = trained(network_recipe(folder, port, steps=ROUNDS, federated=federated))
-    times = sorted(record["seconds"] for record in events["step"][1:])
+    names = ["site-0", "site-1", "site-3"]
+    running = [ClientThread(port, name, partial(make_task, name, rest_seconds=rest)) for name in names]
+    if slow:
+        running.append(ClientThread(port, "site-2", partial(make_task, "site-2", rest_seconds=10 * rest)))
+    federated |= {"at_least": len(running)}
+    _, events = trained(network_recipe(folder, port, steps=ROUNDS, federated=federated))
+    for client in running:
+        client.wait()
+    times = [record["seconds"] for record in events["step"][1:]]
     return sum(times) / len(times)
 
 
 @pytest.mark.capability("Q5", "Q6")
 @pytest.mark.parametrize(
-    "settings", [{"deadline_seconds": 0.6}, {"buffer": 3, "age": 4}], ids=["deadline", "buffer"]
+    "settings", [{"deadline_seconds": 0.4}, {"buffer": 3, "age": 4}], ids=["deadline", "buffer"]
 )
 def test_a_client_10_times_slower_does_not_delay_rounds(
     settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PACELINE_TOKEN", KEY)
     torch.set_num_threads(1)
+<<<<<<< HEAD
     usual = seconds_per_round(tmp_path / "usual", False, **settings)
     beside = seconds_per_round(tmp_path / "slow", True, **settings)
     waiting = seconds_per_round(tmp_path / "waiting", True)
     measured = f"{usual:.3f} s a round, beside a slow client {beside:.3f}, waiting for it {waiting:.3f}"
     # Three of four clients fill a buffer, so without the fourth it takes at most a third longer.
     assert beside <= 1.4 * usual and waiting >= 3.0 * beside, measured
+=======
+    usual = seconds_per_round(tmp_path / "usual", slow=False, **settings)
+    beside = seconds_per_round(tmp_path / "slow", slow=True, **settings)
+    waiting = seconds_per_round(tmp_path / "waiting", slow=True)
+    # Wide, for a busy machine; docs/howto/federated.md has what was measured.
+    assert beside <= 1.4 * usual and waiting >= 3.0 * beside
+>>>>>>> clients

@@ -118,11 +118,10 @@ def _network_need(only: str, reason: str) -> FieldNeed:
 
 
 NETWORK_NEEDS = (
-    *FEDERATED_NEEDS,
     _network_need('with clients = "network"', "simulated clients are cut from the data of the job"),
+    *FEDERATED_NEEDS,
 )
 DEADLINE_NEEDS = (
-    *FEDERATED_NEEDS,
     _network_need('with clients = "network"', "simulated clients take turns on a rank, so none is late"),
     FieldNeed(
         lambda table: not table.buffer,
@@ -130,10 +129,11 @@ DEADLINE_NEEDS = (
         "with which a round waits for no particular client",
         keys=("buffer",),
     ),
+    *FEDERATED_NEEDS,
 )
 BUFFER_NEEDS = (
-    *FEDERATED_NEEDS,
     _network_need('with clients = "network"', "simulated clients take turns, so none runs ahead"),
+    *FEDERATED_NEEDS,
 )
 SIMULATED_NEEDS = (
     *FEDERATED_NEEDS,
@@ -284,8 +284,8 @@ class FederatedRecipe(RecipeTable):
     )
     age: Annotated[
         int,
-        *FEDERATED_NEEDS,
         FieldNeed(lambda table: table.buffer > 0, "with buffer", "which is 0", keys=("buffer",)),
+        *FEDERATED_NEEDS,
     ] = Field(
         default=4,
         ge=0,

@@ -120,6 +120,9 @@ def test_every_field_is_read_outside_the_recipe_room(read: set[tuple[str, str]],
     elsewhere |= {("FederatedRecipe", "cohort")}
     # Read where the job is launched, and by `recovery_of`; see tests/cli/test_elastic.py.
     elsewhere |= {("ElasticRecipe", "mode"), ("ElasticRecipe", "max_restarts")}
+    # Read where clients connect over a network; see tests/parity/test_network_clients.py.
+    network = ("at_least", "listen", "age", "deadline_seconds", "buffer")
+    elsewhere |= {("FederatedRecipe", name) for name in network}
     # Read where a run goes back; see tests/parity/test_rollback.py.
     elsewhere |= {("HealthRecipe", "max_roll_backs")}
     # Read where text is generated; see tests/parity/test_generation.py.

@@ -79,7 +79,7 @@ def test_a_bad_space_is_refused(space: dict[str, Any], says: str) -> None:
     ("study", "stop", "says"),
     [
         ({"objective": "held_out accuracy"}, None, "by the test set"),
-        ({"objective": "acuracy"}, None, "is none"),
+        ({"objective": "acurac"}, None, "is none"),
         ({"search": "tpee"}, None, 'did you mean "tpe"'),
         ({"search": "grid"}, None, "continuum"),
         ({"proposals": 0}, None, ">= 1"),

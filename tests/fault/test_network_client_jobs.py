@@ -68,7 +68,7 @@ channel = "grpc"
 [federated]
 clients = "network"
 cohort = 4
-at_least = 3
+at_least = 4
 listen = "127.0.0.1:{port}"
 [security]
 certificate = "certificate"
@@ -95,9 +95,7 @@ def test_a_killed_client_and_a_stopped_server_change_no_bit(tmp_path: Path) -> N
     port = free_port()
     (tmp_path / "task.py").write_text(TASK)
     (tmp_path / "simulated.toml").write_text(RECIPE + SIMULATED)
-    (tmp_path / "network.toml").write_text(
-        RECIPE + NETWORK.format(port=port).replace("at_least = 3", "at_least = 4")
-    )
+    (tmp_path / "network.toml").write_text(RECIPE + NETWORK.format(port=port))
     (tmp_path / "key").write_text("the key of the job\n")
     assert run(tmp_path, "certificate", "certificate").returncode == 0
     alone = run(tmp_path, "train", "simulated.toml", "--set", "run_dir=simulated")

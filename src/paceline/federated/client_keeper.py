@@ -54,7 +54,7 @@ class LocalTraining:
 
 @dataclass(frozen=True)
 class KeeperChange:
-    """What a client leaves behind.
+    """Result of the work of one client.
 
     Args:
         kept: of the client from now on; all names of `ClientKeeper.kept`.
@@ -66,7 +66,7 @@ class KeeperChange:
 
 
 class ClientKeeper(Protocol):
-    """What a task keeps of each client, and how that changes local training: `Task(keeper=...)`.
+    """State that a task keeps of each client, and its effect on local training: `Task(keeper=...)`.
 
     Every method is a function of its arguments: a keeper holds nothing itself.
     """
@@ -186,7 +186,7 @@ def _slot(client: str, vector: Tensor) -> TensorSlot:
 
 
 class KeeperRounds:
-    """What a task keeps, in the rounds of one rank.
+    """State that a task keeps of clients, in the rounds of one rank.
 
     Args:
         keeper: of the task.

@@ -169,7 +169,7 @@ class NetworkClient:
 
 
 class ClientEvent(NamedTuple):
-    """What has happened to a client: it has joined, or has returned an update.
+    """Event of a client: it has joined, or has returned an update.
 
     Args:
         message: of kind `update`; None: it has joined.

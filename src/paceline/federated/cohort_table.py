@@ -100,7 +100,7 @@ def read_cohort_replay(folder: str | None) -> CohortReplay | None:
 
 
 class CohortTable:
-    """What the ranks agree on in a round: one row of numbers for each position, float64.
+    """Table on which the ranks agree in a round: one row of numbers for each position, float64.
 
     Each rank fills in the rows of its own positions and the others stay zero, so the sum over ranks rounds
     nothing, and everything that is added up afterwards is added in the order of the positions.

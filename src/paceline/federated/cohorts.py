@@ -200,7 +200,7 @@ class CohortMember(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ClientOrder:
-    """Who takes part in a round, and on which samples each client trains.
+    """Cohorts of rounds, and the samples on which each client trains.
 
     Args:
         clients: all clients.

@@ -32,15 +32,17 @@ def build(seed=0):
         inputs, targets = batch
         calls.append(model.training)
         died = Path("died")
+        evaluates = os.environ.get("HOW") == "evaluates"
         if os.environ.get("RANK") == os.environ.get("DIES") and sum(calls) == int(os.environ["AT"]):
-            if not died.exists():
+            if model.training is not evaluates and not died.exists():
                 died.touch()
                 if os.environ.get("HOW") == "raises":
                     raise ValueError("a mistake in the loss")
                 os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(float(os.environ.get("SLOW", 0)))
         return Loss(nn.functional.cross_entropy(model(inputs), targets, reduction="sum"), len(targets))
-    return Task(model=model, data=torch.utils.data.TensorDataset(*rows), loss=loss)
+    return Task(model=model, data=torch.utils.data.TensorDataset(*rows), loss=loss,
+                held_out=torch.utils.data.TensorDataset(*(x[:12] for x in rows)))
 """
 RECIPE = f"""
 task = "task.py:build"
@@ -51,6 +53,8 @@ reproducible = true
 size = 12
 shards = 6
 [checkpoint]
+every_steps = 20
+[evaluate]
 every_steps = 20
 [optimizer]
 name = "adamw"
@@ -99,6 +103,17 @@ def test_replicas_continue_and_end_with_the_same_bits(dies: str, at: int, tmp_pa
     (change, *_) = [event for event in events if event["event"] == "members" and event["lost"]]
     assert change["lost"] == [int(dies)] and change["ranks"] == 2
     assert set(steps_of(events)) == set(range(STEPS))
+    assert sha256_of(output) == undisturbed()
+
+
+def test_what_was_due_when_a_process_was_lost_is_done_again(tmp_path: Path) -> None:
+    """Rank 2 dies in the evaluation after step 20, after which the state is saved."""
+    code, output, events = run(tmp_path, DIES="2", AT="40", HOW="evaluates")
+    assert code == 0, output
+    (change,) = [event for event in events if event["event"] == "members" and event["lost"]]
+    assert change["step"] == 20
+    for kind in ("evaluation", "checkpoint"):
+        assert {event["step"] for event in events if event["event"] == kind} == {20, 40, 60}
     assert sha256_of(output) == undisturbed()
 
 

@@ -14,6 +14,7 @@ from paceline.lab import FaultPlan, Links
 ROOT = Path(__file__).parents[2]
 SUM = str(ROOT / "recipes" / "sum.toml")
 LONG = ["--set", "steps=1000000"]
+ENDS = ["--set", "elastic.mode=off"]
 
 
 def train(run_dir: Path, *more: str) -> list[str]:
@@ -48,7 +49,7 @@ def test_hosts_share_no_memory_and_say_so(lab) -> None:
 def test_a_host_that_dies_ends_the_job_within_ten_seconds_and_is_named(lab, tmp_path) -> None:
     made = lab(hosts=4)
     plan = FaultPlan().kill("h2", step=3)
-    found = made.run(train(tmp_path, "-n", "4", *LONG), faults=plan, settle_seconds=10.0)
+    found = made.run(train(tmp_path, "-n", "4", *LONG, *ENDS), faults=plan, settle_seconds=10.0)
     assert found.exit_codes["h2"] == -9 and found.forced == []
     for host in ("h0", "h1", "h3"):
         said = "\n".join(found.output[host])
@@ -65,7 +66,7 @@ def test_a_partition_is_named_on_both_sides(lab, tmp_path) -> None:
     made = lab(hosts=4)
     plan = FaultPlan().partition(["h0"], ["h1", "h2", "h3"], step=3)
     short = ["--set", "runtime.deadline_seconds=6"]
-    found = made.run(train(tmp_path, "-n", "4", *short, *LONG), faults=plan, settle_seconds=60.0)
+    found = made.run(train(tmp_path, "-n", "4", *short, *LONG, *ENDS), faults=plan, settle_seconds=60.0)
     assert set(found.exit_codes.values()) == {4} and found.forced == []
     silent = {
         host: [line.partition(" (")[0][-6:] for line in found.output[host] if "does not respond" in line]
@@ -73,6 +74,23 @@ def test_a_partition_is_named_on_both_sides(lab, tmp_path) -> None:
     }
     assert silent["h0"] == ["node 1", "node 2", "node 3"]
     assert silent["h1"] == silent["h2"] == silent["h3"] == ["node 0"]
+
+
+@pytest.mark.capability("N12", "Z9")
+def test_of_a_partition_only_the_side_with_the_store_continues(lab, tmp_path) -> None:
+    """Two sides that both continue would write one run folder."""
+    made = lab(hosts=3)
+    plan = FaultPlan().partition(["h2"], ["h0", "h1"], step=3)
+    words = ["--set", "runtime.deadline_seconds=6", *LONG]
+    found = made.run(train(tmp_path, "-n", "3", *words), faults=plan, settle_seconds=25.0)
+    said = {host: "\n".join(found.output[host]) for host in made.hosts}
+    assert found.exit_codes["h2"] == 4 and "does not respond" in said["h2"], said
+    # The plan's settling ended the hosts that still trained
+    assert {found.exit_codes[host] for host in ("h0", "h1")} == {143} and found.forced == [], said
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    (members,) = [record for record in records if record["event"] == "members"]
+    steps = [record["step"] for record in records if record["event"] == "step"]
+    assert members["lost"] == [2] and steps[-1] > 10 and steps == sorted(set(steps))
 
 
 @pytest.mark.capability("N12", "K8")

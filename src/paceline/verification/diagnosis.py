@@ -454,15 +454,15 @@ def _other_update(v: StrategyVerifier, update: int, reference: ReferenceUpdate) 
             return ErrorDiagnosis(cause, text)
     v.oracle_state.load(reference.before, reference.scalars)
     _step_once(v, update, reference)
+    if _is_in_part(observed, right):
+        text = "some values are updated and all others are as before: the parts of other ranks did not arrive"
+        return ErrorDiagnosis("parameters not gathered", text)
     if _is_scaled_by_part(v, reference):
         text = (
             "each part of a tensor has the right update, times a factor of its own: norms are those of the"
             " parts, not of the whole tensor"
         )
         return ErrorDiagnosis("norm per shard", text)
-    if _is_in_part(observed, right):
-        text = "some values are updated and all others are as before: the parts of other ranks did not arrive"
-        return ErrorDiagnosis("parameters not gathered", text)
     return ErrorDiagnosis(
         "different update", "gradients agree, but the update does not: check the state of the optimizer"
     )

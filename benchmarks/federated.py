@@ -11,6 +11,7 @@ import importlib.util
 import itertools
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from functools import partial
 from importlib.metadata import version
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from benchmarks.federated_peers import PEERS, ClientBatches
+from benchmarks.federated_peers import PEERS, ClientBatches, flower_simulation
 from benchmarks.measure import Series, Side, take_turns
 from benchmarks.pair import measure_pair
 from benchmarks.report import Options, Report, Table, blocks, present, series_data
@@ -183,6 +184,32 @@ def print_memory(early: int, late: int) -> None:
             return
 
 
+def print_flower_rounds(number: int) -> None:
+    """Print the seconds of a round of Flower's simulation with Ray; the first five count as its start."""
+    order = build_order_of_clients(recipe_of(), task_of())
+    began = flower_simulation(order, task_of(), _RATE, number)
+    print((began[-1] - began[5]) / (len(began) - 6))
+
+
+def flower_with_ray(options: Options) -> Table:
+    """Rounds per second of wall time of Flower's simulation, and of ours on one process; starts excluded."""
+    number = 10 if options.quick else 40
+    command = [sys.executable, "-m", "benchmarks.federated", "--flower", str(number)]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600).stdout.split()
+    peer = float(printed[-1])
+    torch.set_num_threads(1)
+    side = session_side("", 0, Cluster.single(), task_of())
+    for _ in range(5):
+        side.step()
+    start = time.perf_counter()
+    for _ in range(number):
+        side.step()
+    own = (time.perf_counter() - start) / number
+    row = (f"{1 / peer:.1f}", f"{1 / own:.1f}", f"{peer / own:.1f}")
+    columns = ("Flower's simulation, rounds / s", "Paceline, one process", "ratio")
+    return Table("Flower with Ray on two cores, the same clients and model", columns, [row])
+
+
 def build_large(options: Options, vectorize: int, cluster: Cluster) -> Sequence[Side]:
     """Clients of a wider model, of which each takes 20 ms or more."""
     torch.set_num_threads(1)
@@ -213,11 +240,15 @@ def measure(options: Options) -> Report:
         question += f" Not installed: {', '.join(missing)}."
     table, found = rounds_of_small_clients(options)
     tables = [table, memory_with_many_clients(options), two_processes(options)]
+    if importlib.util.find_spec("flwr") and importlib.util.find_spec("ray"):
+        tables.append(flower_with_ray(options))
     return Report(question, tables, {"series": series_data(found)})
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--memory"]:
         print_memory(*map(int, sys.argv[2:4]))
+    elif sys.argv[1:2] == ["--flower"]:
+        print_flower_rounds(int(sys.argv[2]))
     else:
         present(measure, __doc__ or "")

@@ -6,6 +6,7 @@ import copy
 import logging
 import math
 import random
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -133,6 +134,54 @@ def flower_records(order: ClientOrder, task: Task, rate: float) -> Callable[[], 
         return sum(float(reply["metrics"]["train_loss"]) for reply in replies) / float(count)
 
     return step
+
+
+def flower_simulation(order: ClientOrder, task: Task, rate: float, num_rounds: int) -> list[float]:
+    """Run Flower's simulation with Ray, two actors of one thread each; return when each round began."""
+    from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+    from flwr.clientapp import ClientApp
+    from flwr.serverapp import Grid, ServerApp
+    from flwr.serverapp.strategy import FedAvg
+    from flwr.simulation import run_simulation
+
+    client_app, server_app = ClientApp(), ServerApp()
+    settings, model = order.settings, copy.deepcopy(task.model)
+    x, y = task.data.tensors
+    indices = [torch.as_tensor(i) for i in order.clients.indices]
+    began: list[float] = []
+
+    @client_app.train()  # type: ignore[untyped-decorator]
+    def train(message: Message, context: Context) -> Message:
+        torch.set_num_threads(1)
+        own = indices[int(context.node_config["partition-id"])]
+        model.load_state_dict(message.content["arrays"].to_torch_state_dict())
+        optimizer, total = torch.optim.SGD(model.parameters(), message.content["config"]["lr"]), 0.0
+        for rows in own[torch.randperm(len(own))].split(settings.batch):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x[rows]), y[rows])
+            loss.backward()
+            optimizer.step()
+            total += loss.item() * len(rows)
+        metrics = MetricRecord({"train_loss": total / len(own), "num-examples": len(own)})
+        content = RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": metrics})
+        return Message(content=content, reply_to=message)
+
+    class Timed(FedAvg):  # type: ignore[misc]
+        def configure_train(self, *args: Any, **kwargs: Any) -> Any:
+            began.append(time.perf_counter())
+            return super().configure_train(*args, **kwargs)
+
+    @server_app.main()  # type: ignore[untyped-decorator]
+    def main(grid: Grid, context: Context) -> None:
+        fraction = settings.cohort_size.number / len(indices)
+        config = ConfigRecord({"lr": rate})
+        strategy = Timed(fraction_train=fraction, fraction_evaluate=0.0)
+        strategy.start(grid, ArrayRecord(model.state_dict()), num_rounds=num_rounds, train_config=config)
+
+    logging.getLogger("flwr").setLevel(logging.ERROR)
+    resources = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
+    run_simulation(server_app, client_app, num_supernodes=len(indices), backend_config=resources)
+    return began
 
 
 PEERS: Mapping[str, tuple[str, BuildPeer]] = {

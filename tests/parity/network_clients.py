@@ -61,18 +61,21 @@ def make_task(
     return Task(model, loss=loss, clients={name: sources[name]} if name else sources)
 
 
-def network_recipe(folder: Path, port: int, **settings: Any) -> Recipe:
+def network_recipe(folder: Path, port: int, codec: str = "fp32", **settings: Any) -> Recipe:
     """A recipe whose clients connect at a port."""
     federated = {"clients": "network", "cohort": 4, "at_least": 4, "listen": f"127.0.0.1:{port}"}
     return _recipe(
-        "sync=federated:1 channel=grpc", folder, federated | settings.pop("federated", {}), settings
+        f"sync=federated:1 channel=grpc codec={codec}",
+        folder,
+        federated | settings.pop("federated", {}),
+        settings,
     )
 
 
-def simulated_recipe(folder: Path, **settings: Any) -> Recipe:
+def simulated_recipe(folder: Path, codec: str = "fp32", **settings: Any) -> Recipe:
     """The recipe of the same clients, simulated."""
     federated = {"clients": 4, "cohort": 4, "partition": "natural"} | settings.pop("federated", {})
-    return _recipe("sync=federated:1", folder, federated, settings)
+    return _recipe(f"sync=federated:1 codec={codec}", folder, federated, settings)
 
 
 def _recipe(strategy: str, folder: Path, federated: Mapping[str, Any], settings: dict[str, Any]) -> Recipe:

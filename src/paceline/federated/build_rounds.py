@@ -10,7 +10,8 @@ from torch import Tensor
 
 from paceline.comm.reduction.gradients import LocalReducer
 from paceline.errors import StrategyError
-from paceline.federated.client_keeper import KeeperRounds
+from paceline.federated.client_codec import ClientCodec
+from paceline.federated.client_keeper import KeeperRounds, KeptVectors
 from paceline.federated.cohort_table import read_cohort_replay
 from paceline.federated.rounds import FederatedRounds, buffer_slot
 from paceline.federated.server_step import ServerStep
@@ -47,6 +48,11 @@ def build_federated_rounds(context: SessionContext, layout: ModelLayout, state: 
         state.extra_states["kept"] = keeper.vectors
         if keeper.shared.numel():
             tensors[keeper.slot] = keeper.shared
+    codec, errors = ClientCodec.of(recipe), None
+    if codec is not None and codec.keeps_errors and not recipe.federated.is_networked:
+        num_values = sum(v.numel() * (1 + v.is_complex()) for v in server.vectors.values())
+        first = torch.zeros(num_values, dtype=codec.dtype, device=context.device)
+        errors = state.extra_states["errors"] = KeptVectors(first, context.mesh.data, context.net)
     step = (context.components.rule or EveryStep)(
         context.mesh.inside,
         context.net,
@@ -65,6 +71,8 @@ def build_federated_rounds(context: SessionContext, layout: ModelLayout, state: 
         note=context.note,
         stop_requested=context.rule_inputs.stop_requested,
         keeper=keeper,
+        codec=codec,
+        errors=errors,
         vectorized=build_vectorized(context, layout, state, server.start)
         if recipe.federated.vectorize
         else None,

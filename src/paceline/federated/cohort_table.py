@@ -25,7 +25,7 @@ LEFT_OUT_REASONS = {
     LOST: "it could not be reached",
     INVALID: "its update has other tensors than the model",
 }
-COHORT_COLUMNS = ("status", "weight", "samples", "steps", "total", "count")
+COHORT_COLUMNS = ("status", "weight", "samples", "steps", "total", "count", "bytes")
 
 
 def status_of(reason: str) -> float:
@@ -203,8 +203,13 @@ def write_returned(
     weight: float,
     num_samples: int,
     counters: Sequence[float],
+    num_bytes: int,
 ) -> None:
-    """Write the row of a client that returned an update."""
+    """Write the row of a client that returned an update.
+
+    Args:
+        num_bytes: of the update, as the client sends it.
+    """
     metrics = {name: math.fsum(m[name] for m in sums.metrics) for name in sums.metrics[0]}
     head = {
         "status": RETURNED,
@@ -213,5 +218,6 @@ def write_returned(
         "steps": float(len(sums.totals)),
         "total": math.fsum(sums.totals),
         "count": math.fsum(sums.counts),
+        "bytes": float(num_bytes),
     }
     table.write(member.position, head, metrics, counters)

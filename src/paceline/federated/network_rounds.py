@@ -31,7 +31,8 @@ from torch import Tensor
 from paceline.comm.channel.message_channel import ChannelMessage
 from paceline.data.sample_order import KeyedPermutation
 from paceline.data.work import BatchStream, MicroBatch, TrainingFeed
-from paceline.errors import CheckpointError, DeadlineError, StrategyError, TaskError
+from paceline.errors import CheckpointError, CommunicationError, DeadlineError, StrategyError, TaskError
+from paceline.federated.client_codec import ClientCodec
 from paceline.federated.client_server import (
     WORK,
     ClientEvent,
@@ -215,6 +216,8 @@ class ClientUpdate(NamedTuple):
         head: numbers of `COHORT_COLUMNS`.
         metrics, counters: the other numbers of its row.
         values: the tensors that are added at its position.
+        name: of the client.
+        ticket: of its work.
     """
 
     status: float
@@ -222,18 +225,22 @@ class ClientUpdate(NamedTuple):
     metrics: Mapping[str, float]
     counters: Sequence[float]
     values: Sequence[Tensor]
+    name: str
+    ticket: int
 
 
 class NetworkRounds(FederatedRounds):
     """The rule of federated rounds of clients of a network; arguments as of `FederatedRounds`.
 
-    Wire: for each member of a cohort the weights and buffers, and back an update in float64.
+    Wire: for each member of a cohort the weights and buffers, and back an update in float64, or the bytes of
+        the codec.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._members: Sequence[tuple[CohortMember, str]] = ()
         self._num_tickets = 0
+        self._counted: dict[str, int] = {}
 
     def rounds(self, feed: TrainingFeed, runner: ModelRunner, update_step: UpdateStep) -> Iterator[StepStats]:
         server = cast("NetworkWork", feed.work).server
@@ -310,7 +317,7 @@ class NetworkRounds(FederatedRounds):
             if event.message is None:
                 self._send_work(network, event.client, member, runner, state, round_number=step)
             elif event.message.fields.get("step") == step:
-                returned[event.client.name] = self._read(event.message, runner)
+                returned[event.client.name] = self._read(event.message, runner, event.client.name, step)
                 del waiting[event.client.name]
         self._require_enough(network, len(self._members) - len(waiting), [*waiting])
         return returned
@@ -352,6 +359,8 @@ class NetworkRounds(FederatedRounds):
             "round": round_number,
             "position": member.position,
             "client": member.client,
+            # The last ticket of this client whose update was applied: it keeps the error of no other.
+            "counted": self._counted.get(client.name, 0),
             "frozen": len(frozen),
             "buffers": len(buffers),
         }
@@ -359,8 +368,14 @@ class NetworkRounds(FederatedRounds):
         tensors = [*self.server.start, *frozen, *buffers]
         network.server.send(client, ChannelMessage(WORK, fields, tensors))
 
-    def _read(self, message: ChannelMessage, runner: ModelRunner) -> ClientUpdate | float:
-        """Return what an update says; a status if it is left out."""
+    def _read(
+        self, message: ChannelMessage, runner: ModelRunner, name: str, round_number: int
+    ) -> ClientUpdate | float:
+        """Return what an update says; a status if it is left out.
+
+        Args:
+            round_number: of the client's order of samples.
+        """
         names = runner.metric_names.names or ()
         first = len(COHORT_COLUMNS)
         row, *values = message.tensors or [torch.zeros(0)]
@@ -370,13 +385,36 @@ class NetworkRounds(FederatedRounds):
         head = dict(zip(COHORT_COLUMNS, numbers, strict=False))
         if head["status"] != RETURNED:
             return NO_SAMPLES if head["status"] == NO_SAMPLES else NOT_FINITE
+        if self._codec is not None:
+            decoded = self._decode(self._codec, values, name, round_number, head["weight"])
+            if decoded is None:
+                return INVALID
+            values = decoded
         if [(t.dtype, t.shape) for t in values] != [(t.dtype, t.shape) for t in self.slots.values()]:
             return INVALID
         norms = [float(norm) for norm in torch._foreach_norm(values)] if values else []
         if not (all(map(math.isfinite, numbers)) and math.isfinite(math.fsum(norms))):
             return NOT_FINITE
         metrics = dict(zip(names, numbers[first:], strict=False))
-        return ClientUpdate(RETURNED, head, metrics, numbers[first + len(names) :], values)
+        counters, ticket = numbers[first + len(names) :], int(message.fields.get("ticket", 0))
+        return ClientUpdate(RETURNED, head, metrics, counters, values, name, ticket)
+
+    def _decode(
+        self, codec: ClientCodec, values: Sequence[Tensor], name: str, round_number: int, weight: float
+    ) -> list[Tensor] | None:
+        """Return the tensors that are added, from the bytes of an update and what follows; None: not those of
+        the model.
+        """
+        vectors = [torch.empty_like(vector) for vector in self.server.vectors.values()]
+        payload, *others = values or [torch.zeros(0)]
+        if not codec.fits(payload, sum(v.numel() * (1 + v.is_complex()) for v in vectors)):
+            return None
+        try:
+            codec.decode(payload.to(vectors[0].device), vectors, round_number, name)
+        except CommunicationError:
+            return None
+        torch._foreach_mul_(vectors, weight)
+        return [*vectors, *others]
 
     def _add(self, position: int, update: ClientUpdate, table: CohortTable, factor: float = 1.0) -> None:
         """Add an update at a position of the tree, multiplied by a factor."""
@@ -384,6 +422,7 @@ class NetworkRounds(FederatedRounds):
         for (slot, like), value in zip(self.slots.items(), update.values, strict=True):
             # A copy: the sum is taken in place, and a message is a view of the bytes that have arrived.
             self.reduction.ready(slot, value.to(like.device, copy=True).mul_(factor))
+        self._counted[update.name] = update.ticket
         table.write(position, update.head, update.metrics, update.counters)
 
     def _report(self, work: CohortWork, table: CohortTable, step: int) -> None:
@@ -514,7 +553,7 @@ class BufferedRounds(NetworkRounds):
         begun = self._begun.pop(event.client.name, None)
         if event.message is None or begun is None:
             return
-        update = self._read(event.message, runner)
+        update = self._read(event.message, runner, event.client.name, begun.number)
         if isinstance(update, float):
             self._refused[event.client.name] = LEFT_OUT_REASONS[update]
             return

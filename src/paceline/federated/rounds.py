@@ -34,7 +34,8 @@ from paceline.comm.reduction.gradients import GradientReduction, Gradients
 from paceline.comm.tally import StepTally
 from paceline.data.work import BatchStream, MicroBatch, MicroBatchWork, TrainingFeed
 from paceline.errors import CheckpointError, NumericError
-from paceline.federated.client_keeper import KeeperRounds
+from paceline.federated.client_codec import ClientCodec
+from paceline.federated.client_keeper import KeeperRounds, KeptVectors
 from paceline.federated.cohort_table import (
     COHORT_COLUMNS,
     LEFT_OUT_REASONS,
@@ -129,6 +130,8 @@ class FederatedRounds:
         stop_requested: returns whether this rank was asked to stop.
         vectorized: makes the batched computation of several clients from the loss of the task.
         keeper: what the task keeps of each client.
+        codec: of what a client returns; None: it returns values as they are.
+        errors: the quantisation errors of the codec by client; None: none are kept.
     Wire: one sum of the parameters in float64 (`TreeNodeOwners.calls`) and one all_reduce of the cohort table
         per round, whatever the number of clients.
     """
@@ -147,8 +150,12 @@ class FederatedRounds:
         stop_requested: Callable[[], bool] = lambda: False,
         vectorized: Callable[..., VectorizedClients] | None = None,
         keeper: KeeperRounds | None = None,
+        codec: ClientCodec | None = None,
+        errors: KeptVectors | None = None,
     ) -> None:
-        self._keeper = keeper
+        self._keeper, self._codec, self._errors = keeper, codec, errors
+        self._old_errors: Mapping[str, Tensor] = {}
+        self._new_errors: dict[str, Tensor] = {}
         self.inner, self.server, self.reduction = step, server, reduction
         self.settings, self._health = recipe.federated, recipe.health
         self._group, self._net, self._phases = group, net, phases
@@ -208,9 +215,12 @@ class FederatedRounds:
         counters = find_counters(runner.buffers.names, buffers)
         table = CohortTable(work.shards, runner.metric_names.names or (), len(counters))
         names = list[str]()
-        if self._keeper is not None:
+        if self._keeper is not None or self._errors is not None:
             names = [work.order.clients.names[member.client] for member in work.order.cohort(state.step)]
+        if self._keeper is not None:
             self._keeper.begin_round(names)
+        if self._errors is not None:
+            self._old_errors, self._new_errors = self._errors.fetch(names), {}
         self.run_cohort(work, stream, runner, local_step, table, counters, undo)
         self.begin_client(state.optimizer)  # no moment of the last client may reach a checkpoint
         self._phases.begin("communication")
@@ -221,6 +231,8 @@ class FederatedRounds:
         norm = self._apply(table, sums, runner, buffers, counters, state)
         if self._keeper is not None:
             self._keeper.end_round(names, sums.get(self._keeper.slot))
+        if self._errors is not None:
+            self._errors.keep(names, self._new_errors)
         state.num_updates = num_updates + (norm is not None)
         self._report(work, table, state.step)
         self._undo = None
@@ -244,7 +256,7 @@ class FederatedRounds:
         step = local_step.state.step
         if self.settings.vectorize:
             for members, steps in zip(work.groups(step), work.batched_steps(step), strict=True):
-                self._run_group(work, members, steps, stream, table)
+                self._run_group(work, step, members, steps, stream, table)
             return
         late = {} if self.replay is None else self.replay.left_out(step)
         for member in work.members(step):
@@ -353,7 +365,7 @@ class FederatedRounds:
         update = self.server.client_update()
         whole = [vector.clone() for vector in update] if self._keeper is not None else []
         moved = _moved(runner, buffers, counters)
-        weight = self._add_update(member, num_samples, update, sums, table, moved)
+        weight = self._add_update(member, (name, state.step), num_samples, update, sums, table, moved)
         if buffers and weight is not None:
             change = runner.buffers.weighted_change_since(buffers, weight)
             self.reduction.ready(buffer_slot(change), change)
@@ -368,6 +380,7 @@ class FederatedRounds:
     def _add_update(
         self,
         member: CohortMember,
+        source: tuple[str, int],
         num_samples: int,
         update: list[Tensor],
         sums: LocalSums,
@@ -377,6 +390,7 @@ class FederatedRounds:
         """Add the update of a client to the tree, and its numbers to the table.
 
         Args:
+            source: the name of the client, and its round.
             update: one vector for each of the server's; changed.
             moved: by how much its counters have advanced.
         Returns:
@@ -391,16 +405,33 @@ class FederatedRounds:
             # By parameter, so that the factor does not depend on how parameters share vectors.
             parts = [*self.server.by_parameter(update).values()]
             norm = math.hypot(*(float(n) for n in torch._foreach_norm(parts)), 0.0)
-        torch._foreach_mul_(update, weight * (clip / norm if 0.0 < clip < norm else 1.0))
+        factor, num_bytes = clip / norm if 0.0 < clip < norm else 1.0, self._client_bytes
+        if self._codec is not None:
+            torch._foreach_mul_(update, factor)
+            factor, num_bytes = 1.0, self._encode(self._codec, *source, update)
+        torch._foreach_mul_(update, weight * factor)
         self.reduction.micro_batch(range(member.position, member.position + 1), False)
         for slot, value in zip(self.server.vectors, update, strict=True):
             self.reduction.ready(slot, value)
-        write_returned(table, member, sums, weight, num_samples, moved)
+        write_returned(table, member, sums, weight, num_samples, moved, num_bytes)
         return weight
+
+    def _encode(self, codec: ClientCodec, client: str, round_number: int, update: list[Tensor]) -> int:
+        """Replace an update by what the server decodes of it; return the bytes that are sent."""
+        payload, error = codec.encode(update, round_number, client, self._old_errors.get(client))
+        if error is not None:
+            self._new_errors[client] = error
+        return len(payload)
+
+    @property
+    def _client_bytes(self) -> int:
+        """Return the bytes of the trained parameters."""
+        return sum(p.numel() * p.element_size() for p in self.server.parameters)
 
     def _run_group(
         self,
         work: CohortWork,
+        round_number: int,
         members: Sequence[CohortMember],
         steps: Sequence[Mapping[int, MicroBatch]],
         stream: BatchStream,
@@ -417,7 +448,8 @@ class FederatedRounds:
                 continue
             self._is_finite = all(map(math.isfinite, sums[index].totals))
             update = [values[index] for values in updates]
-            self._add_update(member, num_samples, update, sums[index], table)
+            source = work.order.clients.names[member.client], round_number
+            self._add_update(member, source, num_samples, update, sums[index], table)
 
     def _local_update_step(self, update_step: UpdateStep) -> UpdateStep:
         """Return the update step of a client: with the proximal term, and without the guard of a global step.
@@ -473,14 +505,13 @@ class FederatedRounds:
             for m in cohort
             if statuses[m.position] != RETURNED
         }
-        client_bytes = sum(p.numel() * p.element_size() for p in self.server.parameters)
         record = {
             "step": step,
             "clients": [names[m.client] for m in cohort],
             "left_out": left_out,
             "samples": int(math.fsum(table.returned()[:, COHORT_COLUMNS.index("samples")].tolist())),
-            "down_bytes": client_bytes * len(cohort),
-            "up_bytes": client_bytes * (len(cohort) - len(left_out)),
+            "down_bytes": self._client_bytes * len(cohort),
+            "up_bytes": int(math.fsum(table.returned()[:, COHORT_COLUMNS.index("bytes")].tolist())),
             "bytes": {},
         }
         self._note("cohort", record)

@@ -38,6 +38,7 @@ from paceline.job.mesh import AXES, DATA_AXES, RankGroup, duplicate_group
 from paceline.parallel.placement import TensorPlacement
 from paceline.parallel.session_context import SessionContext
 from paceline.parallel.sharded_model import ShardedModel
+from paceline.recipe.registry.codec_specs import PLAIN_CODEC
 from paceline.state.slot import TensorSlot
 
 if TYPE_CHECKING:
@@ -342,7 +343,10 @@ def build_client_reduction(
     data = context.mesh.data
     if data.size == 1:
         return TreeReducer(tensors, [_whole_tree(context.shards)])
-    ordered = replace(context, recipe=context.recipe.model_copy(update={"reproducible": True}))
+    # A codec is that of what clients send, and not of the sums of ranks.
+    plain = context.recipe.strategy.replace(codec=PLAIN_CODEC)
+    changed = {"reproducible": True, "strategy": plain}
+    ordered = replace(context, recipe=context.recipe.model_copy(update=changed))
     clients = context.recipe.federated
     blocks = [clients.block(split_evenly(clients.num_groups, data.size, rank)) for rank in range(data.size)]
     sums = _build_tree_sum(ordered, data, blocks)

@@ -426,8 +426,10 @@ def _inexact_cuts(recipe: Recipe) -> str:
 
 def _has_exact_sums(recipe: Recipe) -> bool:
     strategy = recipe.strategy
-    return strategy.sync_spec.has_reproducible_sums(strategy) and all(
-        word.spec.exact for word in strategy.codec_words
+    # A client encodes its own update, wherever it trains; other codecs round the sums of ranks.
+    codes_alone = strategy.sync_spec.trains_clients
+    return strategy.sync_spec.has_reproducible_sums(strategy) and (
+        codes_alone or all(word.spec.exact for word in strategy.codec_words)
     )
 
 

@@ -33,6 +33,7 @@ from paceline.comm.ledger import ByteLedger
 from paceline.comm.reduction.gradients import Gradients
 from paceline.data.task_data import prepare_data
 from paceline.errors import CommunicationError, DeadlineError, RecipeError, TaskError, format_count
+from paceline.federated.client_codec import ClientCodec
 from paceline.federated.client_server import (
     END,
     HELLO,
@@ -101,6 +102,10 @@ class ClientTraining(FederatedRounds):
         super().__init__(*args, **options)
         self._update = LocalUpdate()
         self.reduction = cast(Any, self._update)
+        self._payload: Tensor | None = None
+        self._error: Tensor | None = None
+        self._pending: tuple[int, Tensor] | None = None
+        self._ticket = 0
 
     def train(self, session: Session, name: str, message: ChannelMessage) -> ChannelMessage:
         """Do a work: take the local steps from the weights of the server.
@@ -112,6 +117,7 @@ class ClientTraining(FederatedRounds):
             The message of kind `update`.
         """
         fields, runner, state = message.fields, session.runner, session.state
+        self._begin_work(int(fields["ticket"]), int(fields["counted"]))
         device, work = runner.sharded_model.device, cast("CohortWork", session.work)
         buffers = self._load(session, message)
         counters = find_counters(runner.buffers.names, buffers)
@@ -133,7 +139,27 @@ class ClientTraining(FederatedRounds):
         self.begin_client(state.optimizer)
         table.agree(self._net, self._group, device, stops=False)
         answer = {name: fields[name] for name in ("ticket", "step")}
-        return ChannelMessage(UPDATE, answer, [table.rows[member.position], *self._update.values])
+        values = self._update.values
+        if self._payload is not None:
+            values = [self._payload, *values[len(self.server.vectors) :]]
+        return ChannelMessage(UPDATE, answer, [table.rows[member.position], *values])
+
+    def _begin_work(self, ticket: int, counted: int) -> None:
+        """Keep the error of the last update if it was counted, and forget it otherwise.
+
+        Args:
+            counted: the ticket of the last work of this client whose update was applied.
+        """
+        if self._pending is not None and self._pending[0] == counted:
+            self._error = self._pending[1]
+        self._payload, self._pending, self._ticket = None, None, ticket
+
+    def _encode(self, codec: ClientCodec, client: str, round_number: int, update: list[Tensor]) -> int:
+        """Keep the bytes to send, and the error until the server says whether the update was counted."""
+        self._payload, error = codec.encode(update, round_number, client, self._error)
+        if error is not None:
+            self._pending = self._ticket, error
+        return len(self._payload)
 
     @torch.no_grad()
     def _load(self, session: Session, message: ChannelMessage) -> list[Tensor]:

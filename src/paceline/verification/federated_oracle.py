@@ -22,6 +22,7 @@ from torch import Tensor
 from paceline.comm.group_collectives import broadcast_text
 from paceline.comm.net import Net
 from paceline.errors import StrategyError
+from paceline.federated.client_codec import ClientCodec
 from paceline.federated.cohorts import ClientOrder, CohortMember, build_order_of_clients
 from paceline.parallel.state_hash import state_sha256
 from paceline.recipe.recipe import Recipe
@@ -38,7 +39,7 @@ from paceline.verification.oracle import (
 )
 from paceline.verification.verification_report import VerificationReport
 
-_MODEL, _SERVER = "model/", "server/"
+_MODEL, _SERVER, _ERRORS = "model/", "server/", "errors/"
 _DRAWS, _MARGIN = 2, 8.0
 
 
@@ -50,7 +51,9 @@ class ClientResult:
         weight: in the mean.
         factor: of its update in the sum: the weight, times what a clip leaves.
         total, count: sums of the loss over its local steps.
-        update: change of each trained parameter, float64, neither clipped nor weighted.
+        update: change of each trained parameter, float64, neither clipped nor weighted; under a codec
+            clipped, and as the server decodes it.
+        error: the quantisation error that the client keeps; None: none.
         buffers: change of each buffer, float64.
     """
 
@@ -60,6 +63,7 @@ class ClientResult:
     count: float
     update: Tensors
     buffers: Tensors
+    error: tuple[str, Tensor] | None = None
 
 
 class FederatedOracle:
@@ -73,6 +77,7 @@ class FederatedOracle:
 
     def __init__(self, oracle: Oracle, recipe: Recipe, order: ClientOrder) -> None:
         self._oracle, self._settings, self._outer, self._order = oracle, recipe.federated, recipe.outer, order
+        self._codec, self._errors = ClientCodec.of(recipe), dict[str, Tensor]()
 
     def cohort(self, round_number: int) -> tuple[CohortMember, ...]:
         """Return the members of a round."""
@@ -137,14 +142,26 @@ class FederatedOracle:
         num_samples = len(self._order.clients.indices[member.client])
         weight = float(num_samples) if self._settings.weights == "samples" else 1.0
         clip = self._settings.clip_norm
+        factor, error = clip / norm if 0.0 < clip < norm else 1.0, None
+        if self._codec is not None:
+            name = self._order.clients.names[member.client]
+            moved = {n: d * factor for n, d in moved.items()}
+            parts = [d.view(-1) for d in moved.values()]
+            _, left = self._codec.encode(parts, round_number, name, self._errors.get(name))
+            factor, error = 1.0, None if left is None else (name, left)
         return ClientResult(
             weight,
-            weight * (clip / norm if 0.0 < clip < norm else 1.0),
+            weight * factor,
             math.fsum(totals),
             math.fsum(counts),
             moved,
             {n: _change(b, buffers[n]) for n, b in oracle.buffers().items()},
+            error,
         )
+
+    def keep_errors(self, results: Mapping[int, ClientResult]) -> None:
+        """Keep the quantisation errors of the clients of a round."""
+        self._errors |= dict(r.error for r in results.values() if r.error is not None)
 
     def apply(self, results: Mapping[int, ClientResult], moments: Tensors, divisor: float) -> Tensors:
         """Apply the mean update and the changes of the buffers to the model.
@@ -247,6 +264,13 @@ class FederatedVerifier:
                 "the oracle does not know what a task keeps of each client (Task(keeper=...))",
                 next_step="verify the task without its keeper, whose methods a test of yours can call",
             )
+        if session.recipe.strategy.is_coded and not session.recipe.reproducible:
+            raise StrategyError(
+                f"codec={session.recipe.strategy.codec} rounds values to codes, and the last bit of a weight"
+                " may decide which, so a bound on the difference of two loops says little",
+                where='strategy "sync=federated"',
+                next_step="verify with --set reproducible=true, where both must have the same bits",
+            )
         order = build_order_of_clients(session.session_base.context.recipe, oracle.task)
         self._rounds = FederatedOracle(oracle, session.recipe, order)
         self._net = Net(session.net.deadline_seconds, times_calls=session.net.times_calls)
@@ -269,16 +293,16 @@ class FederatedVerifier:
             self.report.steps += 1
             observe(step)
         if self._is_bitwise and self.report.ok and self.report.steps:
-            self.report.sha256 = state_sha256(session.snapshot().tensors())
+            self.report.sha256 = state_sha256(self._compared())
         return self.report
 
     def _compare_round(self, step: int, rounds: Iterator[object]) -> bool:
         update = self.session.state.num_updates
-        before = dict(self.session.snapshot().copied().tensors())
+        before = {name: tensor.clone() for name, tensor in self._compared().items()}
         stats = next(rounds, None)
         if stats is None:
             return False
-        now, reference = self.session.snapshot().tensors(), None
+        now, reference = self._compared(), None
         if self.session.is_first:
             reference = self._reference_round(step, update, before)
         losses = {"loss": getattr(stats, "loss", 0.0), "count": getattr(stats, "num_items", 0.0)}
@@ -297,8 +321,14 @@ class FederatedVerifier:
             self.report.diagnosis = self._diagnose(step, update, before, now)
         return True
 
+    def _compared(self) -> Tensors:
+        """Return the state of this rank without the errors of a codec, which later rounds show."""
+        tensors = self.session.snapshot().tensors()
+        return {name: tensor for name, tensor in tensors.items() if not name.startswith(_ERRORS)}
+
     def _reference_round(self, step: int, update: int, before: Tensors) -> RoundReference:
         results, tensors = self._run_round(step, update, before)
+        self._rounds.keep_errors(results)
         noise = dict.fromkeys(tensors, 0.0)
         if not self._is_bitwise:
             generator = torch.Generator().manual_seed(0)

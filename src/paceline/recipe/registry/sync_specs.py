@@ -274,8 +274,11 @@ SYNC_SPECS = (
                 lambda s: s.ranks_per_replica > 1 or bool(s.cut),
             ),
             StrategyRefusal(
-                "federated adds the updates of simulated clients in one tree, as they are: leave out codec",
-                lambda s: s.is_coded,
+                "each client of federated encodes its update alone: choose a codec that does not need the"
+                " values of others or of a gradient",
+                lambda s: any(
+                    word.spec.summed or word.spec.chooses or word.spec.has_momentum for word in s.codec_words
+                ),
             ),
         ),
     ),

@@ -192,6 +192,14 @@ def prepare_data(task: Task, recipe: Recipe) -> Task:
     Raises:
         DataError, RecipeError: an argument of the task is not supported; says which to use instead.
     """
+    if task.for_recipe is not None:
+        task = task.for_recipe(task, recipe)
+    elif recipe.rl.total_steps:
+        raise RecipeError(
+            f"the task {recipe.task!r} has no environments",
+            where="rl.total_steps",
+            next_step='return paceline.rl.Task(...) from the task, set task = "rl", or remove [rl]',
+        )
     # First the held-out sets: their loaders have collate functions apart from that of the training data.
     held_out = {
         name: read_held_out(name, source, recipe, task)

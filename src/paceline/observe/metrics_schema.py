@@ -306,6 +306,22 @@ _COHORT = {
     "down_bytes": "int: bytes of the weights that the cohort receives",
     "up_bytes": "int: bytes of the updates that it returns",
 }
+_ROLLOUT = {
+    "step": "int: index of the first update with these rows",
+    "environment_steps": "int: steps of all environments so far",
+    "episodes": "int: episodes that ended in this iteration",
+    "mean_return": "float: their mean return, without a discount; NaN if none ended",
+    "mean_length": "float: their mean length in steps",
+    "recent_return": "float: mean return of the last 100 episodes that ended",
+    "terminated": "int: those that ended by themselves",
+    "truncated": "int: those that a time limit ended",
+    "version": "int: updates of the weights with which the rows were made",
+    "ages": "table: number of rows by their age, in versions of the weights",
+    "not_equal": "int: rows of the first minibatch whose log-probability has other bits in the learner than in"
+    " the actor; -1 if the loss does not count them",
+    "seconds": "table: on rank 0, of policy and environments, and of the exchange of rows",
+    "sha256": "str: hash of all rows, in hex",
+}
 _ERROR = {
     "text": "str: what happened, one line",
     "kind": "str: error, signal, connection, stopped or left (before the first step)",
@@ -395,6 +411,7 @@ EVENT_SCHEMAS: Mapping[str, EventSchema] = MappingProxyType(
         "recovered": EventSchema("info", True, _RECOVERED),
         "partition": EventSchema("info", False, _PARTITION),
         "cohort": EventSchema("info", False, _COHORT),
+        "rollout": EventSchema("info", False, _ROLLOUT),
         "work": EventSchema("info", False, _WORK),
         "arrivals": EventSchema("debug", False, _ARRIVALS),
         "exporter": EventSchema("info", True, {"address": "str: where Prometheus scrapes"}),

@@ -20,6 +20,7 @@ from paceline.comm.net import Net
 from paceline.parallel.sharded_model import unsharded_model
 from paceline.parallel.state_hash import state_sha256
 from paceline.parallel.state_transfer import StateSnapshot, gather_whole, share_snapshot
+from paceline.rl.on_policy_rounds import OnPolicyRounds
 from paceline.session.callback import Callback
 from paceline.session.checkpointing import interval_passed
 from paceline.session.early_stopping import value_of_metric
@@ -28,11 +29,12 @@ from paceline.session.session import Session
 from paceline.state.slot import TensorPiece, TensorSlot
 from paceline.state.train_state import TrainState
 from paceline.sync.update import PendingUpdate, UpdateResult, UpdateStep
-from paceline.verification.diagnosis import DIFFERENT_START
+from paceline.verification.diagnosis import ACTOR_DIFFERS, DIFFERENT_START
 from paceline.verification.divergence_evidence import diagnose_failure
 from paceline.verification.error_bounds import (
     UNIT_ROUNDOFF,
     KernelAgreement,
+    TensorComparison,
     compare_tensors,
     final_bounds,
     multiplier_error,
@@ -178,6 +180,7 @@ class StrategyVerifier:
         stats = next(rounds, None)
         if stats is None:
             return False
+        self._compare_with_actor(step)
         records = self.recorder.take() or [OracleUpdateRecord()]
         parts = self.loop.parts() if self.loop is not None else ("",)
         for number, (self.part, record) in enumerate(zip(parts, records[-len(parts) :], strict=True)):
@@ -197,6 +200,15 @@ class StrategyVerifier:
             lambda callback: callback.on_step(self.session, stats) if self.loop is None else None
         )
         return not self._stop_requested()
+
+    def _compare_with_actor(self, step: int) -> None:
+        """Add how many rows of a first minibatch have other log-probabilities in learner and actor: none may."""
+        rule = self.session.rule
+        if isinstance(rule, OnPolicyRounds) and rule.expects_equal_bits and rule.num_not_equal is not None:
+            errors = (float(rule.num_not_equal),) * self.session.mesh.world.size
+            self.report.add([TensorComparison(step, "log-probability", "first minibatch", errors, 0.0)])
+            if self.report.failure is not None:
+                self.report.diagnosis = ACTOR_DIFFERS
 
     def _evaluate_for_schedule(self, before: int) -> None:
         """Compare the evaluation that is due after a step if the rates follow evaluations, and count it."""

@@ -1,0 +1,40 @@
+"""Reinforcement learning: environments in groups, whose rows are the data of a training run.
+
+A group of environments is a virtual shard: it is stepped, and its policy computed, in one fixed shape on
+whatever rank it is. Every number that is drawn is keyed. So the rows of an iteration, and the weights, are
+the same on any number of ranks. The learner is a session: the rows are its data, and (epoch, minibatch) of
+PPO is their order.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from paceline.rl.play import Returns as Returns
+    from paceline.rl.play import play as play
+    from paceline.rl.policy import ActorCritic as ActorCritic
+    from paceline.rl.policy import distribution as distribution
+    from paceline.rl.ppo import ppo_loss as ppo_loss
+    from paceline.rl.rl_task import Task as Task
+    from paceline.rl.rollouts import Rows as Rows
+
+_HOMES = {
+    "ActorCritic": "policy",
+    "Returns": "play",
+    "Rows": "rollouts",
+    "Task": "rl_task",
+    "distribution": "policy",
+    "play": "play",
+    "ppo_loss": "ppo",
+}
+__all__ = ["ActorCritic", "Returns", "Rows", "Task", "distribution", "play", "ppo_loss"]
+
+
+def __getattr__(name: str) -> Any:
+    # On first use: the command line names this package, and needs no torch.
+    if name not in _HOMES:
+        raise AttributeError(f"module 'paceline.rl' has no attribute '{name}'")
+    from importlib import import_module
+
+    return getattr(import_module(f"paceline.rl.{_HOMES[name]}"), name)

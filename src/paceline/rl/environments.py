@@ -196,6 +196,7 @@ class EnvironmentGroup:
         spaces: of each of them.
         seed: of the run.
         timer: limits the time of a call.
+        purpose: of the episodes, a part of the keys of their resets.
     Attributes:
         observation: present observations, float32 [size, ...].
         episode: number of the present episode of each environment.
@@ -209,7 +210,10 @@ class EnvironmentGroup:
         spaces: SpaceShapes,
         seed: int,
         timer: StepTimer,
+        *,
+        purpose: str = "reset",
     ) -> None:
+        self._purpose = purpose
         self.number, self.spaces, self._seed, self._timer = number, spaces, seed, timer
         self.first = number * size
         self._environments = [make() for _ in range(size)]
@@ -239,18 +243,20 @@ class EnvironmentGroup:
         reward: NDArray[np.float64],
         terminated: NDArray[np.bool_],
         truncated: NDArray[np.bool_],
+        chosen: NDArray[np.bool_] | None = None,
     ) -> NDArray[np.float32] | None:
         """Step all environments, and reset those whose episode has ended.
 
         Args:
             actions: int64 [size], or float32 [size, D].
             reward, terminated, truncated: [size], filled.
+            chosen: the environments that are stepped, bool [size]; None: all.
         Returns:
             If an episode was truncated, the observations after the step, float32 [size, ...]: the final ones
             where an episode has ended. Else None.
         """
         final: NDArray[np.float32] | None = None
-        for index in range(len(self._environments)):
+        for index in range(len(self._environments)) if chosen is None else np.flatnonzero(chosen).tolist():
             observation, reward[index], ends, is_cut, _ = self._call(
                 index, "step", self._to_space(actions[index])
             )
@@ -275,7 +281,7 @@ class EnvironmentGroup:
 
     def _reset(self, index: int, episode: int) -> None:
         self.episode[index], self._steps[index] = episode, 0
-        seed = reset_seed(self._seed, "reset", self.first + index, episode)
+        seed = reset_seed(self._seed, self._purpose, self.first + index, episode)
         observation, _ = self._call(index, "reset", seed)
         self.observation[index] = observation
 

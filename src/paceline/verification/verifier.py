@@ -313,9 +313,10 @@ class StrategyVerifier:
         """Return the whole state of this rank; a worker has no optimizer state, and gets that of the
         server.
         """
+        # Open episodes and rows are the input of the steps, as samples are, and both sides read the same.
+        own = {name: t for name, t in after.tensors().items() if not name.startswith("rl/")}
         if not self.session.recipe.strategy.servers:
-            return after.tensors()
-        own = after.tensors()
+            return own
         # Without what only a server has, such as its record of pushes: it changes no update.
         compared = {name: t for name, t in own.items() if name.startswith(("model/", "optimizer/"))}
         shared = self._share(compared, {}).tensors()

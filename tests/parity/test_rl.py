@@ -15,7 +15,7 @@ from torch import nn
 from paceline import rl
 from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe
-from paceline.rl import environments, policy, rollouts
+from paceline.rl import environments, rollouts
 from paceline.rl.rollouts import Rollouts
 from paceline.session import Session
 from paceline.task import Task
@@ -56,9 +56,7 @@ def recipe(strategy: str = "", iterations: int = 3, **settings: Any) -> Recipe:
     return recipe_of(strategy, **(values | settings))
 
 
-def hashes(
-    cluster: Cluster, chosen: Recipe, make: Callable[[], Task] | None = None
-) -> tuple[list[str], str]:
+def hashes(cluster: Cluster, chosen: Recipe, make: Callable[[], Task] | None = None) -> tuple[list[str], str]:
     """The hashes of the rows of all iterations and of the state at the end."""
     session = build_test_session(cluster, chosen, make)
     rows = [record["sha256"] for record in run(session)]

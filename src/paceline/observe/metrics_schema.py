@@ -317,8 +317,8 @@ _ROLLOUT = {
     "truncated": "int: those that a time limit ended",
     "version": "int: updates of the weights with which the rows were made",
     "ages": "table: number of rows by their age, in versions of the weights",
-    "not_equal": "int: rows of the first minibatch whose log-probability has other bits in the learner than in"
-    " the actor; -1 if the loss does not count them",
+    "not_equal": "int: rows of the first minibatch whose log-probability has other bits in the learner than"
+    " in the actor; -1 if the loss does not count them",
     "seconds": "table: on rank 0, of policy and environments, and of the exchange of rows",
     "sha256": "str: hash of all rows, in hex",
 }

@@ -239,7 +239,7 @@ class Recipe(RecipeTable):
             self._fill_length_of_environments()
 
     def _fill_length_of_environments(self) -> None:
-        """Fill in what follows from the environments of a run: its length and batch, and defaults of small networks."""
+        """Fill in the length and the batch of a run with environments, and defaults of small networks."""
         if self.steps is None and self.epochs is None:
             self.__dict__["steps"] = self.rl.num_updates
         if self.rl.num_rows % self.rl.ppo.minibatches == 0:  # otherwise that is reported

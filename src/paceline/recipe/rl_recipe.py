@@ -1,4 +1,4 @@
-"""The tables `[rl]` and `[rl.ppo]`: environments, their groups, and the learner of a reinforcement-learning run.
+"""The tables `[rl]` and `[rl.ppo]`: environments, their groups, and the learner of reinforcement learning.
 
 The length of such a run is `total_steps` of environments. The number of updates and the size of a batch
 follow from it, so `steps` and `batch.size` are left out of the recipe. Plain values without torch.
@@ -111,7 +111,7 @@ class RLRecipe(RecipeTable):
             ),
             keys=("rl.envs", "reproducible"),
             reason="expected at least 4 environments in a group with reproducible, found {t.rl.envs} /"
-            " {t.rl.shards}: the rows of a smaller forward have other bits, so actor and learner would differ",
+            " {t.rl.shards}: a smaller forward has other bits, so actor and learner would differ",
             when=lambda value: True,
             is_conflict=True,
             scope="recipe",
@@ -132,8 +132,8 @@ class RLRecipe(RecipeTable):
         FieldNeed(
             lambda recipe: recipe.strategy.runs_every_step,
             keys=("strategy",),
-            reason="expected sync=every-step without servers, found '{t.strategy}': every rank acts and learns,"
-            " and actors that are older than the learner are not built yet",
+            reason="expected sync=every-step without servers, found '{t.strategy}': every rank acts and"
+            " learns, and actors that are older than the learner are not built yet",
             is_conflict=True,
             scope="recipe",
         ),
@@ -157,7 +157,7 @@ class RLRecipe(RecipeTable):
     ] = Field(
         default=0,
         ge=0,
-        description="steps of all environments in the run, rounded down to whole iterations; 0: no environments",
+        description="steps of all environments in the run, of which whole iterations are made; 0: none",
     )
     age: Annotated[
         int,
@@ -233,7 +233,7 @@ EPOCHS_NEEDS = (
         keys=("rl.total_steps",),
         scope="recipe",
         when=lambda epochs: epochs is not None,
-        reason="expected no epochs with rl.total_steps, the length of the run; those of PPO are rl.ppo.epochs",
+        reason="expected no epochs with rl.total_steps, the length; those of PPO are rl.ppo.epochs",
     ),
 )
 BATCH_SIZE_NEEDS = (

@@ -25,7 +25,7 @@ _NUM_REPORTS = 10
 
 
 class OnPolicyRounds:
-    """A sync rule that makes the rows of an iteration before its first step, and then takes the steps of another.
+    """A sync rule that makes the rows of an iteration before its first step; another rule takes the steps.
 
     Args:
         inner: takes the steps.

@@ -46,7 +46,7 @@ class Returns:
     @property
     def margin(self) -> float:
         """Return half the width of the 95 % confidence interval of the mean; NaN for one episode."""
-        if len(self.values) < 2:  # noqa: PLR2004
+        if len(self.values) < 2:
             return math.nan
         return float(_CONFIDENCE * np.std(self.values, ddof=1) / math.sqrt(len(self.values)))
 

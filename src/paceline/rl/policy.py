@@ -9,6 +9,7 @@ Source of the hash: Steele et al. 2014, Fast Splittable Pseudorandom Number Gene
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -141,7 +142,7 @@ class ActorCritic(nn.Module):
     """A policy and a value of the same observation.
 
     Args:
-        policy: returns logits [N, A], or (mean, deviation) [N, D]; without `value` a pair of that and a value.
+        policy: returns logits [N, A], or (mean, deviation) [N, D]; without `value` a pair with the value.
         value: returns the value of each observation, [N] or [N, 1].
     """
 
@@ -191,7 +192,7 @@ def tanh_network(num_inputs: int, hidden: tuple[int, ...], num_outputs: int, gai
     """
     widths = (num_inputs, *hidden, num_outputs)
     layers: list[nn.Module] = [nn.Flatten()]
-    for number, (inputs, outputs) in enumerate(zip(widths, widths[1:], strict=False)):
+    for number, (inputs, outputs) in enumerate(pairwise(widths)):
         layer = nn.Linear(inputs, outputs)
         is_last = number == len(widths) - 2
         nn.init.orthogonal_(layer.weight, gain if is_last else 2**0.5)

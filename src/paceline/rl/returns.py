@@ -1,9 +1,9 @@
 """Returns and generalized advantage estimates of rows in the order of time, with correct ends of episodes.
 
-An episode ends in one of two ways. Where it terminated, nothing comes after it: the value of the next state is
-zero. Where a time limit truncated it, the next state has the value of the final observation, which is not that
-of the next row: there another episode begins. A step that is both has terminated. No advantage is carried over
-the end of an episode.
+An episode ends in one of two ways. Where it terminated, nothing comes after it: the value of the next state
+is zero. Where a time limit truncated it, the next state has the value of the final observation, which is not
+that of the next row: there another episode begins. A step that is both has terminated. No advantage is
+carried over the end of an episode.
 
 All functions take arrays with time first, [T, N], for N environments, and compute in float64.
 Source: Schulman et al. 2016, arXiv:1506.02438, equation 16; Pardo et al. 2018, arXiv:1712.00378, section 3.

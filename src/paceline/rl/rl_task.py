@@ -73,8 +73,8 @@ def Task(
     """Return the task of a policy that learns from environments.
 
     Args:
-        policy: returns logits [N, A], or (mean, deviation) [N, D], for observations [N, ...]; without `value` a
-            pair of that and the value.
+        policy: returns logits [N, A], or (mean, deviation) [N, D], for observations [N, ...]; without `value`
+            a pair of that and the value.
         value: returns the value of each observation, [N] or [N, 1].
         env: a Gymnasium id, "file.py:make", or a function that makes an environment; None: `rl.env` of the
             recipe. Every rank makes its own.
@@ -192,7 +192,7 @@ def _policy(spaces: SpaceShapes, hidden: tuple[int, ...]) -> nn.Module:
 
 
 def _tensor_plan(spaces: SpaceShapes, num_hidden: int) -> dict[str, str]:
-    """Return how tensor=N splits the networks: pairs of layers, of which the first is split by its outputs."""
+    """Return how tensor=N splits the networks: pairs of layers, the first of them by its outputs."""
     policy = "policy" if spaces.num_actions else "policy.mean"
     plan: dict[str, str] = {}
     for name in (policy, "value"):

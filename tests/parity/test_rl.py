@@ -134,7 +134,7 @@ def noisy_logits() -> Task:
 
 @pytest.mark.capability("T1")
 def test_groups_below_four_rows_have_other_bits_than_the_learner() -> None:
-    """The twin of a batch shape: groups of two are refused where bits matter, and differ where they do not."""
+    """The twin of a batch shape: groups of two are refused where bits matter, and differ elsewhere."""
     counts = {}
     for shards in (8, 4):
         chosen = recipe(reproducible=False, iterations=6, rl={"shards": shards}, options={"hidden": [64, 64]})

@@ -1,4 +1,4 @@
-"""`paceline bench rl`: steps per second of an environment, of rollouts and of the learner, by number of actors.
+"""`paceline bench rl`: steps per second of an environment, rollouts and learner, by number of actors.
 
 Rollouts and learner are measured in real runs of a few iterations, whose metrics have the seconds of each.
 """

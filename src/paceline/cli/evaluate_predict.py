@@ -106,7 +106,7 @@ def evaluate(
 
 def _print_returns(opened: OpenedRun, run: Path, *, as_json: bool) -> None:
     """Play episodes with the policy of a run, and print its returns; collective."""
-    from paceline.rl.play import play_opened
+    from paceline.rl.played_episodes import play_opened
 
     played = play_opened(opened)
     if not opened.session.is_first:

@@ -11,8 +11,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from paceline.rl.play import Returns as Returns
-    from paceline.rl.play import play as play
+    from paceline.rl.played_episodes import Returns as Returns
+    from paceline.rl.played_episodes import play as play
     from paceline.rl.policy import ActorCritic as ActorCritic
     from paceline.rl.policy import distribution as distribution
     from paceline.rl.ppo import ppo_loss as ppo_loss
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "ActorCritic": "policy",
-    "Returns": "play",
+    "Returns": "played_episodes",
     "Rows": "rollouts",
     "Task": "rl_task",
     "distribution": "policy",
-    "play": "play",
+    "play": "played_episodes",
     "ppo_loss": "ppo",
 }
 __all__ = ["ActorCritic", "Returns", "Rows", "Task", "distribution", "play", "ppo_loss"]

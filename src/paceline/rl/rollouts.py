@@ -420,7 +420,7 @@ class Rollouts:
             if np.array_equal(saved, now):
                 return False
         elif not actions:
-            # Its reset alone cannot be compared, and an environment that repeats nothing may differ there too.
+            # An environment that repeats nothing may differ in its reset, too.
             group.begin(index, number)
             return not np.array_equal(episodes.observation[environment], group.observation[index])
         group.begin(index, number + 1)

@@ -180,7 +180,8 @@ class StrategyVerifier:
         stats = next(rounds, None)
         if stats is None:
             return False
-        self._compare_with_actor(step)
+        if not self._is_the_actor(step):
+            return False
         records = self.recorder.take() or [OracleUpdateRecord()]
         parts = self.loop.parts() if self.loop is not None else ("",)
         for number, (self.part, record) in enumerate(zip(parts, records[-len(parts) :], strict=True)):
@@ -201,14 +202,15 @@ class StrategyVerifier:
         )
         return not self._stop_requested()
 
-    def _compare_with_actor(self, step: int) -> None:
-        """Add how many rows of a first minibatch have other log-probabilities in learner and actor: none may."""
+    def _is_the_actor(self, step: int) -> bool:
+        """Add how many rows of a first minibatch have other bits in learner and actor; return if none has."""
         rule = self.session.rule
         if isinstance(rule, OnPolicyRounds) and rule.expects_equal_bits and rule.num_not_equal is not None:
             errors = (float(rule.num_not_equal),) * self.session.mesh.world.size
             self.report.add([TensorComparison(step, "log-probability", "first minibatch", errors, 0.0)])
-            if self.report.failure is not None:
-                self.report.diagnosis = ACTOR_DIFFERS
+        if self.report.failure is not None:
+            self.report.diagnosis = ACTOR_DIFFERS
+        return self.report.failure is None
 
     def _evaluate_for_schedule(self, before: int) -> None:
         """Compare the evaluation that is due after a step if the rates follow evaluations, and count it."""

@@ -1,7 +1,7 @@
 """Playing: the returns of a policy over keyed episodes that it was not trained on, greedy and sampled.
 
-All episodes are played side by side, with one forward for all of them, so an episode's actions do not depend on
-when the others end. Resets are keyed by (seed, "play", episode), other keys than those of training.
+All episodes are played side by side, with one forward for all of them, so an episode's actions do not
+depend on when the others end. Resets are keyed by (seed, "play", episode), other keys than those of training.
 """
 
 from __future__ import annotations

@@ -87,7 +87,6 @@ class RLRecipe(RecipeTable):
     )
     algorithm: Annotated[
         Literal["ppo", "dqn"],
-        _IS_RL,
         FieldNeed(
             lambda table: table.algorithm == "ppo",
             keys=(),
@@ -161,7 +160,6 @@ class RLRecipe(RecipeTable):
     )
     age: Annotated[
         int,
-        _IS_RL,
         FieldNeed(
             lambda table: table.age == 0,
             reason="expected 0, found {t.age}: actors that are older than the learner, with V-trace, are not"

@@ -132,7 +132,8 @@ DIFFERENT_START = ErrorDiagnosis(
 ACTOR_DIFFERS = ErrorDiagnosis(
     "the learner is not the actor",
     "log-probabilities of the first minibatch have other bits than when its rows were made: dropout or"
-    " BatchNorm in the policy, fewer than four rows in a micro-batch or in a group of environments, or other threads",
+    " BatchNorm in the policy, fewer than four rows in a micro-batch or a group of environments, or other"
+    " threads",
     0.0,
 )
 

@@ -111,7 +111,7 @@ def test_the_seed_decides_weights_and_the_callers_stream_stays(folder: Path) -> 
 @pytest.mark.parametrize(
     ("spec", "options", "says"),
     [
-        ("digit", {}, "did you mean 'digits'.*byte-gpt, digits, sum"),
+        ("digit", {}, "did you mean 'digits'.*byte-gpt, digits, rl, sum"),
         ("my_task.py", {}, "no task 'my_task.py'"),
         ("my_task.py:", {}, "no task"),
         ("missing.py:build", {}, "no file .*missing.py"),

@@ -17,13 +17,13 @@ SMALLEST_GROUP = 4
 
 _IS_RL = FieldNeed(
     lambda table: table.total_steps,
-    "with total_steps, the length of a run with environments",
+    "with total_steps",
     "found 0",
     keys=("total_steps",),
 )
 _IS_RL_RECIPE = FieldNeed(
     lambda recipe: recipe.rl.total_steps,
-    "with rl.total_steps, the length of a run with environments",
+    "with rl.total_steps",
     "found 0",
     keys=("rl.total_steps",),
     scope="recipe",

@@ -45,7 +45,7 @@ class RecipeKey(NamedTuple):
 
 
 def recipe_keys() -> Iterator[RecipeKey]:
-    """Yield every key of a recipe, top-level keys first, and those of a table before those of tables in it."""
+    """Yield every key of a recipe: top-level keys first, those of a table before the tables in it."""
     yield from _keys_of("", Recipe)
 
 

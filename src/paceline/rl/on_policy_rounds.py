@@ -47,13 +47,15 @@ class OnPolicyRounds:
         rounds = cast("Generator[StepStats, None, None]", self.inner.rounds(feed, runner, update_step))
         with closing(rounds):
             while state.step < feed.num_steps:
-                begins = state.step % settings.updates_per_iteration == 0
+                # Not only at its first step, which a roll-back may have skipped.
+                begins = self.rollouts.episodes.iteration != state.step // settings.updates_per_iteration
                 # After the caller has saved the state, if it did: the open episodes of a checkpoint are those
                 # from which the iteration begins.
                 record = self.rollouts.collect(self._session) if begins else None
                 stats = next(rounds)
                 if record is not None:
-                    self._check_ratio(stats)
+                    if stats.step % settings.updates_per_iteration == 0:
+                        self._check_ratio(stats)
                     self._report(stats, record)
                 yield stats
 

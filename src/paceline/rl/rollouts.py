@@ -210,6 +210,7 @@ class OpenEpisodes(ExtraState):
         observation: the present one, float32 [E, ...].
         recent: returns of the last episodes.
         repeats: whether the environment repeats an episode.
+        iteration: of the rows; -1: there are none yet.
         is_restored: the state was loaded, so the environments do not stand where it says.
     """
 
@@ -220,7 +221,7 @@ class OpenEpisodes(ExtraState):
         self.total = np.zeros(num_envs)
         self.observation = np.zeros((num_envs, *spaces.observation), dtype=np.float32)
         self.recent: list[float] = []
-        self.repeats, self.is_restored = _UNKNOWN, False
+        self.repeats, self.is_restored, self.iteration = _UNKNOWN, False, -1
 
     @property
     def rows(self) -> Rows:
@@ -273,6 +274,7 @@ class OpenEpisodes(ExtraState):
             "observation": torch.from_numpy(self.observation.copy()),
             "recent": torch.tensor(self.recent, dtype=torch.float64),
             "repeats": torch.tensor([self.repeats]),
+            "iteration": torch.tensor([self.iteration]),
             **{f"rows/{name}": column for name, column in zip(Rows._fields, self.rows, strict=True)},
         }
         # A tensor without values has no box that a rank could hold.
@@ -293,6 +295,7 @@ class OpenEpisodes(ExtraState):
         self.observation = tensors["observation"].numpy().copy()
         self.recent = tensors["recent"].tolist() if "recent" in tensors else []
         self.repeats, self.is_restored = int(tensors["repeats"]), True
+        self.iteration = int(tensors["iteration"])
         lengths = tensors["length"].tolist()
         taken = list(tensors["actions"].numpy().copy()) if "actions" in tensors else []
         ends = np.cumsum(lengths).tolist()
@@ -363,7 +366,9 @@ class Rollouts:
             columns for block in blocks for columns in read_groups(block[len(version) :].tobytes(), like)
         ]
         seconds["exchange"] = time.perf_counter() - began
+        session.wait_for_save()  # a save in the background may still read the rows that are replaced
         self._write_rows(groups, session.state.num_updates)
+        self.episodes.iteration = iteration
         record = self.episodes.follow(groups)
         record.sha256, record.seconds = self.episodes.rows.sha256(), seconds
         return record

@@ -486,7 +486,8 @@ def describe_rollouts(rollouts: Sequence[MetricsRecord]) -> list[str]:
         differing = f"{other:,} rows" if other else "no row"
         ratio = f"In first minibatches {differing} had another log-probability in learner and actor."
     return [
-        f"{rollouts[-1]['environment_steps']:,} steps of environments; {format_count(episodes, 'episode')} ended:"
+        f"{rollouts[-1]['environment_steps']:,} steps of environments;"
+        f" {format_count(episodes, 'episode')} ended:"
         f" {ended:,} terminated, {cut:,} were truncated. Open episodes are in no mean.",
         f"Rows by the age of their weights, in versions: {by_age}.",
         ratio,

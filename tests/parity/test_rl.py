@@ -120,7 +120,7 @@ def broken(cluster: Cluster, twin: str, chosen: Recipe) -> tuple[list[str], str]
 @pytest.mark.capability("T1")
 def test_four_broken_versions_depend_on_the_number_of_actors() -> None:
     small = recipe(iterations=2)
-    twins = [("stream", small), ("generator", small), ("normalized", small)]
+    twins = [(twin, small) for twin in ("size", "stream", "generator", "normalized")]
     alone = [broken(Cluster.single(), *twin) for twin in twins]
     both = run_ranks(each_case, 2, broken, twins)
     for (twin, _), one, two in zip(twins, alone, both[0], strict=True):

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -94,10 +94,9 @@ def describe_spaces(environment: Any) -> SpaceShapes:
     Raises:
         TaskError: it has no time limit, or a space that is not supported; says what to do.
     """
-    from gymnasium.spaces import Box, Discrete
+    from gymnasium.spaces import Box
 
-    seen, act = environment.observation_space, environment.action_space
-    empty = np.zeros(0, dtype=np.float32)
+    seen = environment.observation_space
     if not isinstance(seen, Box):
         raise TaskError(
             f"the observations are {type(seen).__name__}, and a policy needs numbers of one shape",
@@ -111,13 +110,20 @@ def describe_spaces(environment: Any) -> SpaceShapes:
             where="rl.env",
             next_step="wrap it in gymnasium.wrappers.TimeLimit(env, max_episode_steps=...)",
         )
-    if isinstance(act, Discrete):
-        return SpaceShapes(seen.shape, str(seen.dtype), int(act.n), int(act.start), empty, empty, max_steps)
-    if isinstance(act, Box) and len(act.shape) == 1 and np.issubdtype(act.dtype, np.floating):
-        low, high = act.low.astype(np.float32), act.high.astype(np.float32)
-        return SpaceShapes(seen.shape, str(seen.dtype), 0, 0, low, high, max_steps)
+    return SpaceShapes(seen.shape, str(seen.dtype), *_describe_actions(environment.action_space), max_steps)
+
+
+def _describe_actions(space: Any) -> tuple[int, int, NDArray[np.float32], NDArray[np.float32]]:
+    """Return number and first of discrete actions, and the bounds of a box."""
+    from gymnasium.spaces import Box, Discrete
+
+    if isinstance(space, Discrete):
+        empty = np.zeros(0, dtype=np.float32)
+        return int(space.n), int(space.start), empty, empty
+    if isinstance(space, Box) and len(space.shape) == 1 and np.issubdtype(space.dtype, np.floating):
+        return 0, 0, space.low.astype(np.float32), space.high.astype(np.float32)
     raise TaskError(
-        f"the actions are {act}, and only discrete ones and a box of floats in one dimension are supported",
+        f"the actions are {space}, and only discrete ones and a box of floats in one dimension are supported",
         where="rl.env",
         next_step="wrap the environment so that it takes such actions",
     )
@@ -184,6 +190,34 @@ class StepTimer:
             if other:  # a timer that was running before, as that of a test
                 passed = time.monotonic() - began
                 signal.setitimer(signal.ITIMER_REAL, max(0.001, other - passed), interval)
+
+
+class EnvironmentCall:
+    """A call of an environment: its time is limited, and an error in it is named.
+
+    Args:
+        timer: learns what is running.
+        place: the environment, its episode and its step.
+    """
+
+    def __init__(self, timer: StepTimer, place: str) -> None:
+        self._timer, self._place = timer, place
+
+    def __enter__(self) -> None:
+        self._timer.present = self._place
+        self._timer.count += 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._timer.present = ""
+        if isinstance(error, Exception) and not isinstance(error, DeadlineError):
+            raise TaskError(
+                f"{self._place} raised {type(error).__name__}: {error}",
+                where="rl.env",
+                next_step="repair the environment; `paceline train --resume RUN` continues from the last"
+                " checkpoint",
+            ) from error
 
 
 class EnvironmentGroup:
@@ -291,22 +325,9 @@ class EnvironmentGroup:
         return np.clip(np.asarray(action, dtype=np.float32), self.spaces.low, self.spaces.high)
 
     def _call(self, index: int, method: str, argument: Any) -> Any:
-        environment, timer = self._environments[index], self._timer
-        timer.present = self._place(index, method)
-        timer.count += 1
-        try:
+        environment = self._environments[index]
+        with EnvironmentCall(self._timer, self._place(index, method)):
             return environment.reset(seed=argument) if method == "reset" else environment.step(argument)
-        except DeadlineError:
-            raise
-        except Exception as error:
-            raise TaskError(
-                f"{timer.present} raised {type(error).__name__}: {error}",
-                where="rl.env",
-                next_step="repair the environment; `paceline train --resume RUN` continues from the last"
-                " checkpoint",
-            ) from error
-        finally:
-            timer.present = ""
 
     def _require_numbers(self, reward: NDArray[np.float64]) -> None:
         """Raise a TaskError if a reward or an observation is not finite."""

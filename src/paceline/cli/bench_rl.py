@@ -64,8 +64,9 @@ def bench_rl(
     most = actors or find_cores().number
     with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
         path = Path(folder) / "recipe.toml"
+        shared: Any = {"shards": 4}
         first: Any = {"env": _absolute(environment), "total_steps": 32 * 64}
-        path.write_text(to_toml(Recipe(task="rl", rl=first, batch={"shards": 4})), encoding="utf-8")
+        path.write_text(to_toml(Recipe(task="rl", rl=first, batch=shared)), encoding="utf-8")
         recipe = load_recipe(path, settings or ())
         length = [f"rl.total_steps={iterations * recipe.rl.num_rows}", *(settings or ())]
         recipe = load_recipe(path, length)

@@ -302,8 +302,8 @@ class EnvironmentGroup:
             if (truncated & ~terminated).any():
                 final = self.observation.copy()
             self._require_numbers(reward)  # before the reset, which would hide the observation
-            for index in np.flatnonzero(ended):
-                self._reset(int(index), self.episode[index] + 1)
+            for index in np.flatnonzero(ended).tolist():
+                self._reset(index, self.episode[index] + 1)
         else:
             self._require_numbers(reward)
         return final

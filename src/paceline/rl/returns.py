@@ -68,4 +68,4 @@ def gae(
 
 def normalized(advantages: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return advantages with mean 0 and deviation 1 over all rows of an iteration, on all ranks."""
-    return (advantages - float(advantages.mean())) / (float(advantages.std()) + 1e-8)
+    return np.asarray((advantages - advantages.mean()) / (advantages.std() + 1e-8), dtype=np.float64)

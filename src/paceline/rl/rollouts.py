@@ -79,13 +79,11 @@ class Rows(NamedTuple):
 def empty_rows(num_rows: int, spaces: SpaceShapes) -> TensorDataset:
     """Return the data set of an iteration; until the first rollout its rows only have the right shapes."""
     draws = torch.Generator().manual_seed(0)
-    numbers = [torch.randn(num_rows, generator=draws) for _ in range(5)]
+    columns = [torch.randn(num_rows, generator=draws) for _ in range(5)]
     shape = (num_rows, *spaces.action_shape)
     action = torch.zeros(shape, dtype=torch.int64 if spaces.num_actions else torch.float32)
     observation = torch.randn(num_rows, *spaces.observation, generator=draws)
-    return TensorDataset(
-        *Rows(observation, action, *numbers, version=torch.zeros(num_rows, dtype=torch.int64))
-    )
+    return TensorDataset(observation, action, *columns, torch.zeros(num_rows, dtype=torch.int64))
 
 
 class GroupColumns(NamedTuple):
@@ -111,12 +109,14 @@ def empty_columns(steps: int, size: int, spaces: SpaceShapes) -> GroupColumns:
     """Return columns of zeros."""
     by_step, action = (steps, size), np.int64 if spaces.num_actions else np.float32
     return GroupColumns(
-        np.zeros((*by_step, *spaces.observation), dtype=np.float32),
-        np.zeros((*by_step, *spaces.action_shape), dtype=action),
-        *(
-            np.zeros(by_step, dtype=kind)
-            for kind in (np.float32, np.float32, np.float64, bool, bool, np.float32)
-        ),
+        observation=np.zeros((*by_step, *spaces.observation), dtype=np.float32),
+        action=np.zeros((*by_step, *spaces.action_shape), dtype=action),
+        log_prob=np.zeros(by_step, dtype=np.float32),
+        value=np.zeros(by_step, dtype=np.float32),
+        reward=np.zeros(by_step),
+        terminated=np.zeros(by_step, dtype=bool),
+        truncated=np.zeros(by_step, dtype=bool),
+        final=np.zeros(by_step, dtype=np.float32),
         last=np.zeros((1, size), dtype=np.float32),
         after=np.zeros((1, size, *spaces.observation), dtype=np.float32),
     )

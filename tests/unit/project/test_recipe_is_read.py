@@ -110,6 +110,8 @@ def test_every_field_is_read_outside_the_recipe_room(read: set[tuple[str, str]],
     elsewhere |= {("DebugRecipe", "replay_arrivals")}
     # Read where a run goes back; see tests/parity/test_rollback.py.
     elsewhere |= {("HealthRecipe", "max_roll_backs")}
+    # Read where there are environments; see tests/parity/test_rl.py.
+    elsewhere |= {name for name in fields_of(Recipe) if name[0] in ("RLRecipe", "PPORecipe")}
     # Read where ranks hold different bits; see tests/parity/test_reproducible_runs.py.
     elsewhere |= {("Recipe", "on_divergence")}
     assert fields_of(Recipe) - read - refused - elsewhere == set()

@@ -58,7 +58,7 @@ def gae(
         decay: lambda; 1: the return minus the value, 0: the error of one step.
     """
     errors = reward.astype(np.float64) + gamma * after - values
-    advantages = np.zeros_like(errors)
+    advantages = np.zeros(errors.shape)
     following = np.zeros(errors.shape[1])
     for step in reversed(range(len(errors))):
         following = errors[step] + gamma * decay * ~ended[step] * following
@@ -68,4 +68,4 @@ def gae(
 
 def normalized(advantages: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return advantages with mean 0 and deviation 1 over all rows of an iteration, on all ranks."""
-    return np.asarray((advantages - advantages.mean()) / (advantages.std() + 1e-8), dtype=np.float64)
+    return (advantages - advantages.mean()) / (advantages.std() + 1e-8)

@@ -11,12 +11,15 @@ JOBS ?= 3
 TORCH = 2.13.0
 # Debian packages, each with a program of its name.
 SYSTEM = chromium prometheus
+# Programs of the engines that start jobs, and their Debian packages.
+ENGINES = slurmctld slurmd srun munged mpirun
+ENGINE_PACKAGES = slurmctld slurmd slurm-client munge openmpi-bin
 
 BIN = $(VENV)/bin
 PIP_INSTALL = $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help system venv train test soak bench check format docs site constraints clean
+.PHONY: help system engines venv train test soak bench check format docs site constraints clean
 
 help: ## list the targets
 	@echo "make TARGET [PYTHON=python3] [VENV=.venv]"
@@ -27,6 +30,16 @@ system: ## install the Debian packages that some tests need, as root; no service
 	if test -n "$$missing"; then \
 		test -e /usr/sbin/policy-rc.d || { printf '#!/bin/sh\nexit 101\n' >/usr/sbin/policy-rc.d && chmod +x /usr/sbin/policy-rc.d && remove=1; }; \
 		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing >/dev/null; code=$$?; \
+		test -z "$$remove" || rm /usr/sbin/policy-rc.d; \
+		exit $$code; \
+	fi
+
+engines: $(VENV)/.dev ## install Slurm, Open MPI and a validator for Kubernetes, for tests; as root on Debian
+	@$(PIP_INSTALL) -e '.[engines]'
+	@missing="$$(for tool in $(ENGINES); do PATH="$$PATH:/usr/sbin" command -v $$tool >/dev/null || echo $$tool; done)"; \
+	if test -n "$$missing"; then \
+		test -e /usr/sbin/policy-rc.d || { printf '#!/bin/sh\nexit 101\n' >/usr/sbin/policy-rc.d && chmod +x /usr/sbin/policy-rc.d && remove=1; }; \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(ENGINE_PACKAGES) >/dev/null; code=$$?; \
 		test -z "$$remove" || rm /usr/sbin/policy-rc.d; \
 		exit $$code; \
 	fi

@@ -47,6 +47,8 @@ NAMES = (
     "diloco_libraries",
     "server",
     "server_libraries",
+    "federated",
+    "tune",
 )
 _RESULTS = Path(__file__).resolve().parent / "results"
 _DEADLINE_SECONDS = 1800.0  # the longest takes 1200 on two free cores of a machine with bf16

@@ -7,7 +7,7 @@ of every row of logits by (prompt, text): two different ones for one text are a 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -48,7 +48,9 @@ class RecordingEngine(Engine):
         super().__init__(forward)
         self.logits: dict[Text, set[bytes]] = {}
 
-    def _sample(self, tickets: Sequence[Ticket], rows: Sequence[LogitRow] | None) -> list[TokenEvent]:
+    def _sample(
+        self, tickets: Sequence[Ticket], rows: Sequence[LogitRow] | None
+    ) -> Callable[[], list[TokenEvent]]:
         for ticket, row in zip(tickets, rows or (), strict=True):
             text = ticket.request.prompt, tuple(ticket.text)
             self.logits.setdefault(text, set()).add(row.tobytes())

@@ -12,6 +12,7 @@ from paceline._version import VERSION
 
 if TYPE_CHECKING:
     from paceline.api import train as train
+    from paceline.api import tune as tune
     from paceline.api import verify as verify
     from paceline.errors import PacelineError as PacelineError
     from paceline.job.cluster import Cluster as Cluster
@@ -57,6 +58,7 @@ _HOMES = {
     "own_loop": "session",
     "support": "recipe",
     "train": "api",
+    "tune": "api",
     "verify": "api",
 }
 __all__ = [
@@ -82,6 +84,7 @@ __all__ = [
     "own_loop",
     "support",
     "train",
+    "tune",
     "verify",
 ]
 

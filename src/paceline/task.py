@@ -126,8 +126,12 @@ class Task:
         for_recipe: `for_recipe(task, recipe) -> Task`: completes a task whose data follows from the recipe,
             such as the rows of environments (`paceline.rl`); called again on its result, it changes nothing.
         attach: `attach(session)`: called with every session that is built for the task, once it is complete.
+        test: samples that no evaluation during training reads; with `evaluate.validation` it becomes
+            `held_out`.
         clients: map-style data of each client of sync=federated, by name, in place of `data`, which is then
             all of it; `federated.partition = "natural"` keeps it apart.
+        keeper: what is kept of each client of sync=federated between rounds, and how it corrects local steps
+            (`paceline.federated.ClientKeeper`), as the control variates of SCAFFOLD.
         vocabulary: hash of the vocabulary of the data, as
             `paceline.data.tokenizer.vocabulary_of(text)` returns it for a tokenizer.json; weights with
             another one are refused. Empty: nothing is compared.
@@ -153,9 +157,11 @@ class Task:
     order: Any = None
     buffers: Mapping[str, BufferRule] = field(default_factory=dict)
     vocabulary: str = ""
+    test: Any = None
     clients: Mapping[str, Any] = field(default_factory=dict)
     for_recipe: Callable[[Task, Any], Task] | None = None
     attach: Callable[[Any], None] | None = None
+    keeper: Any = None
 
     def __post_init__(self) -> None:
         if self.loss is _REQUIRED:

@@ -37,7 +37,8 @@ FAILURES = {
 
 
 def fails(folder: Path, what: str) -> End:
-    with start(folder, "-n", "2", "--set", f"options.what={what}") as process:
+    words = ("--set", f"options.what={what}", "--set", "elastic.mode=off")
+    with start(folder, "-n", "2", *words) as process:
         return end_of(process, folder)
 
 

@@ -27,13 +27,13 @@ SETTINGS = [
 ]
 
 
-def start_nodes(run_dir: Path, steps: int, strategy: str) -> list[Command]:
+def start_nodes(run_dir: Path, steps: int, strategy: str, *more: str) -> list[Command]:
     port = free_port()
     settings = [*SETTINGS, f"steps={steps}", f"run_dir={run_dir}"]
     command = ["train", str(ROOT / "recipes" / "digits.toml"), "-n", "2"]
     command += [word for setting in settings for word in ("--set", setting)]
     command += ["--nodes", "2", "--rendezvous", f"127.0.0.1:{port}", "--insecure"]
-    command += ["--strategy", strategy]
+    command += ["--strategy", strategy, *more]
     return [start(run_dir, *command, "--node-rank", node) for node in range(2)]
 
 
@@ -72,7 +72,7 @@ def test_two_nodes_of_two_end_where_one_process_ends(strategy: str, group: str, 
 @pytest.mark.capability("O2", "A8")
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("multi-worker-mirrored", marks=pytest.mark.soak)])
 def test_a_worker_that_dies_ends_both_nodes(strategy: str, tmp_path: Path) -> None:
-    nodes = start_nodes(tmp_path, 1_000_000, strategy)
+    nodes = start_nodes(tmp_path, 1_000_000, strategy, "--set", "elastic.mode=off")
     try:
         expires = time.monotonic() + 240
         while not (tmp_path / "metrics.jsonl").exists() or not (tmp_path / "metrics.jsonl").read_text():
@@ -86,3 +86,28 @@ def test_a_worker_that_dies_ends_both_nodes(strategy: str, tmp_path: Path) -> No
     assert "was killed by SIGKILL" in errors[1]
     assert errors[1].startswith("rank 3 ")
     assert nodes[0].returncode not in (0, None) and "look at the other nodes" in errors[0]
+
+
+@pytest.mark.capability("N8")
+def test_both_nodes_continue_without_a_worker_that_dies(tmp_path: Path) -> None:
+    """Also without rank 0, whose node goes on with its other process; then a signal stops all of them."""
+    nodes, metrics = start_nodes(tmp_path, 1_000_000, "ddp"), tmp_path / "metrics.jsonl"
+    expires = time.monotonic() + 240
+
+    def wait_for(text: str) -> None:
+        while not metrics.exists() or text not in metrics.read_text():
+            assert time.monotonic() < expires and all(node.poll() is None for node in nodes)
+            time.sleep(0.05)
+
+    try:
+        wait_for('"event": "step"')
+        for rank, left in ((3, 3), (0, 2)):
+            os.kill(worker(tmp_path, rank), signal.SIGKILL)
+            wait_for(f'"lost": [{rank}], "joined": [], "ranks": {left}')
+        nodes[0].send_signal(signal.SIGTERM)
+        errors = finish(nodes, 100)
+    finally:
+        for node in nodes:
+            node.kill()
+    assert [node.returncode for node in nodes] == [143, 143], errors
+    assert "rank 0 was killed by SIGKILL" in errors[0] and "rank 3 was killed by SIGKILL" in errors[1]

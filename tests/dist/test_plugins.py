@@ -209,6 +209,30 @@ def _nothing(weight):
 def kfac(model, groups, recipe, *, fused):
     return KFac(model, groups, recipe.lr)
 '''
+NORMALISED = '''
+"""A gradient by the norm of its whole tensor, however ranks divide it."""
+
+from paceline.optim import SlotOptimizer, slot_norms
+from paceline.recipe.registry import OptimizerSpec
+
+SPEC = OptimizerSpec(word="normalised", summary="unit steps", build="normalised_optimizer:normalised")
+
+
+class Normalised(SlotOptimizer):
+    def __init__(self, groups, lr):
+        super().__init__(groups, {"lr": lr})
+
+    def update_tensors(self):
+        slots = self.slot_group.slots
+        moved = [(p, options["lr"]) for options in self.param_groups for p in options["params"]]
+        (norms,) = slot_norms([{slots[p]: p.grad for p, _ in moved}], self.slot_group)
+        for p, lr in moved:
+            p.sub_(p.grad / norms[slots[p]], alpha=lr)
+
+
+def normalised(model, groups, recipe, *, fused):
+    return Normalised(groups, recipe.lr)
+'''
 SINK = '''
 """The step and loss of every step, in a file that the argument names."""
 
@@ -268,6 +292,7 @@ MODULES = {
     "noted_rule": ("paceline.sync", "noted", RULE),
     "tensor_layout": ("paceline.layout", "by-tensor", LAYOUT),
     "kfac_optimizer": ("paceline.optimizer", "kfac", OPTIMIZER),
+    "normalised_optimizer": ("paceline.optimizer", "normalised", NORMALISED),
     "csv_sink": ("paceline.sink", "table", SINK),
     "broken_sink": ("paceline.sink", "broken", BROKEN_SINK),
 }
@@ -318,6 +343,13 @@ KFAC_STRATEGIES = {
     "kfac-in-parts": "replicas=1 shard=2 zero=1",
 }
 
+NORMALISED_STEPS = ("optimizer={name='normalised', lr=0.05}", "schedule={}")
+NORMALISED_STRATEGIES = {
+    "normalised": "replicas=2",
+    "normalised-in-parts": "replicas=1 shard=2 zero=1",
+    "normalised-by-tensor": "replicas=1 tensor=2",
+}
+
 
 @pytest.fixture(scope="module")
 def trained(site: Path) -> Path:
@@ -327,6 +359,7 @@ def trained(site: Path) -> Path:
     (site.parent / "asked.json").write_text(json.dumps([*REFUSED]))
     every = {name: [strategy] for name, strategy in {"plain": "replicas=2", **STRATEGIES}.items()}
     every["sinks"] = ["replicas=2", "log.sinks=['jsonl', 'broken', 'table:losses.csv']"]
+    every |= {name: [strategy, *NORMALISED_STEPS] for name, strategy in NORMALISED_STRATEGIES.items()}
     every |= {name: [strategy, *KFAC] for name, strategy in KFAC_STRATEGIES.items()}
     done = run(site, "-m", "paceline", "run", "-n", "2", str(script), DIGITS, json.dumps(every), *SETTINGS)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -386,6 +419,15 @@ def test_an_optimizer_from_another_package_has_hooks_sums_and_state(name: str, t
 
 def test_an_optimizer_from_another_package_that_looks_at_whole_tensors_gets_no_parts(trained: Path) -> None:
     assert "KFac" in (trained / "refused-kfac-in-parts").read_text()
+
+
+@pytest.mark.capability("Z1", "J13")
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ["normalised-in-parts", "normalised-by-tensor"])
+def test_an_optimizer_from_another_package_takes_norms_of_whole_tensors(name: str, trained: Path) -> None:
+    replicated = losses(trained / "normalised")
+    assert replicated[-1] < 2.1 < replicated[0]
+    assert losses(trained / name) == pytest.approx(replicated, rel=1e-4)
 
 
 @pytest.mark.capability("Z1")

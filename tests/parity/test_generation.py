@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import importlib
+import itertools
+import logging
+import random
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from unittest.mock import patch
 
@@ -13,6 +17,8 @@ from paceline.errors import StrategyError
 from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe
 from paceline.serving import Engine, GenerationRequest, SamplingOptions, Ticket, TokenEvent, build_engine
+from paceline.serving.kv_cache import SlotSettings
+from paceline.serving.rank_engine import RankEngine, lead_ranks
 from paceline.serving.sampling import LogitRow
 from paceline.testing import run_ranks
 from paceline.testing.parity import build_test_session
@@ -28,6 +34,7 @@ REQUESTS = [
     GenerationRequest((7, 8), 1, DRAWN),
 ]
 SIZES = {"context": 16, "slots": 2, "chunk": 4}
+SETTINGS = SlotSettings(**SIZES)
 Rows = dict[tuple[int, ...], bytes]
 
 
@@ -39,7 +46,7 @@ def recorded_logits() -> Iterator[Rows]:
 
     def record(
         engine: Engine, tickets: Sequence[Ticket], rows: Sequence[LogitRow] | None
-    ) -> list[TokenEvent]:
+    ) -> Callable[[], list[TokenEvent]]:
         for ticket, row in zip(tickets, rows or (), strict=rows is not None):
             rows_by_text[(len(ticket.request.prompt), *ticket.text)] = row.tobytes()
         return sample(engine, tickets, rows)
@@ -70,6 +77,42 @@ def texts(cluster: Cluster, recipe: Recipe) -> tuple[list[list[int]], list[list[
     return together, alone, len(placed), num_other, next(rounds).applied
 
 
+def trials(cluster: Cluster, recipe: Recipe) -> tuple[list[int], list[str], bool]:
+    """Settings of the recipe and options: numbers of trials after each call, what was logged, equal texts."""
+    session = build_test_session(cluster, recipe)
+    next(session.rounds())
+    counts, lines = [], list[str]()
+    log, module = logging.getLogger("paceline"), importlib.import_module("paceline.serving.generation")
+    with (
+        patch.object(module, "choose_forward", wraps=module.choose_forward) as choose,
+        patch.object(log, "warning", lambda text, *args: lines.append(text % args)),
+    ):
+        texts = []
+        for options in ({}, {}, {"context": 16}, {"slots": 3}, {"slots": 3}):
+            texts.append(paceline.generate(session, REQUESTS, **options))
+            counts.append(choose.call_count)
+    used = {key[0].slots: key[0] for key in session.generation_trials}
+    assert (used[2].chunk, used[2].attention, used[2].context) == (4, "masked", 16)
+    return (
+        counts,
+        lines,
+        texts[0] == texts[1] == texts[2]
+        and [len(text) for text in texts[3]] == [len(text) for text in texts[0]],
+    )
+
+
+@pytest.mark.capability("W3", "W7")
+def test_settings_are_those_of_the_recipe_and_are_tried_once() -> None:
+    serve = {"slots": 2, "chunk": 4, "attention": "masked", "context": 16}
+    recipe = gpt("replicas=1 pipeline=2", steps=24).replace(serve=serve)
+    for counts, lines, has_equal_texts in run_ranks(trials, 2, recipe):
+        assert counts == [1, 1, 1, 2, 2] and has_equal_texts
+        assert lines in ([], ["generate: " + OTHER_SETTINGS] * 2)
+
+
+OTHER_SETTINGS = "not the settings of the recipe, so texts may have other bits: slots = 3 in place of 2"
+
+
 @pytest.mark.capability("W7", "W4")
 @pytest.mark.parametrize(
     "strategy",
@@ -98,6 +141,100 @@ def test_ranks_together_write_what_the_whole_model_writes(strategy: str) -> None
     assert sum(rank[2] for rank in found) >= sum(len(tokens) for tokens in together) - 1
     if "tensor" not in strategy:
         assert [rank[3] for rank in found] == [0] * ranks
+
+
+@contextmanager
+def recorded_groups() -> Iterator[set[int]]:
+    """Record how many engines of this rank are within a step that has texts, at each time."""
+    counts, busy = {0}, set[int]()
+    begin, end = Engine.begin_step, Engine.end_step
+
+    def begin_step(engine: Engine) -> None:
+        begin(engine)
+        busy.update([id(engine)] if engine.num_running else [])
+        counts.add(len(busy))
+
+    def end_step(engine: Engine) -> list[TokenEvent]:
+        busy.discard(id(engine))
+        return end(engine)
+
+    with patch.object(Engine, "begin_step", begin_step), patch.object(Engine, "end_step", end_step):
+        yield counts
+
+
+SERVED = [
+    *REQUESTS,
+    GenerationRequest((3, 1), None, SamplingOptions(temperature=1.2, logprobs=3, top_k=5)),
+    GenerationRequest(tuple(range(90, 103)), 2, DRAWN),
+    GenerationRequest((80, 97), 14, GREEDY, stop_tokens=frozenset({32})),
+]
+
+
+def serve_mix(engine: RankEngine) -> list[tuple[list[int], bool, list[float | None]]]:
+    """Texts that arrive at random times, each twice; every second copy is cancelled at some time."""
+    draws, waiting = random.Random(5), [(r, k % 2 == 1) for k, r in enumerate([*SERVED, *SERVED])]
+    tickets: list[tuple[Ticket, bool]] = []
+    logprobs: dict[int, list[float | None]] = {}
+    for _ in range(3):
+        engine.step()  # of an idle engine
+    while waiting or not engine.is_idle:
+        if waiting and draws.random() < 0.7:
+            request, ends_early = waiting.pop()
+            tickets.append((engine.submit(request), ends_early))
+        for ticket, ends_early in tickets:
+            if ends_early and draws.random() < 0.1:
+                engine.cancel(ticket)
+        for event in engine.step():
+            logprobs.setdefault(event.request_id, []).append(event.logprob)
+    assert engine.num_running == engine.num_queued == 0
+    return [(t.tokens, t.finish_reason == "cancelled", logprobs.get(t.request_id, [])) for t, _ in tickets]
+
+
+Served = tuple[list[tuple[list[int], bool, list[float | None]]], list[list[int]], set[int], int, int]
+
+
+def served_texts(cluster: Cluster, recipe: Recipe) -> Served:
+    """Texts of a mix on the ranks, those of the whole model, groups at a time, and rows with other bits."""
+    session = build_test_session(cluster, recipe)
+    for _ in itertools.islice(session.rounds(), 2):
+        pass
+    with recorded_logits() as placed, recorded_groups() as counts, lead_ranks(session, SETTINGS) as engine:
+        mix = [] if engine is None else serve_mix(engine)
+    with recorded_logits() as whole:
+        alone = build_engine(session.complete(), **SIZES)
+        tickets = [alone.submit(request) for request in SERVED]
+        alone.run()
+    num_other = sum(whole.get(text) != row for text, row in placed.items())
+    return mix, [ticket.tokens for ticket in tickets], counts, len(placed), num_other
+
+
+@pytest.mark.capability("W7", clause="a server over ranks; stages work on different slots at a time")
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "replicas=2",
+        "replicas=1 pipeline=2",
+        "replicas=1 tensor=2",
+        pytest.param("replicas=1 shard=2 zero=3", marks=pytest.mark.soak),
+        pytest.param("replicas=2 pipeline=2", marks=pytest.mark.soak),
+        pytest.param("replicas=1 tensor=2 pipeline=2", marks=pytest.mark.soak),
+    ],
+)
+def test_a_server_over_ranks_has_the_texts_of_one_process(strategy: str) -> None:
+    ranks = 4 if strategy.count("=2") - strategy.count("zero=2") == 2 else 2
+    found = run_ranks(served_texts, ranks, gpt(strategy, steps=24))
+    mix, alone = found[0][:2]
+    expected = [*reversed([*SERVED, *SERVED])]
+    for (tokens, is_cancelled, logprobs), request in zip(mix, expected, strict=True):
+        whole = alone[SERVED.index(request)]
+        assert tokens == (whole[: len(tokens)] if is_cancelled else whole)
+        assert len(logprobs) == len(tokens)
+        assert all((logprob is None) == (request.sampling.logprobs is None) for logprob in logprobs)
+    assert sum(is_cancelled for _, is_cancelled, _ in mix) > 2
+    assert all(max(rank[2]) == (2 if "pipeline" in strategy else 1) for rank in found)
+    assert sum(rank[3] for rank in found) > 20
+    if "tensor" not in strategy:
+        assert [rank[4] for rank in found] == [0] * ranks
 
 
 def test_a_text_grows_by_one_position_so_a_context_is_refused() -> None:

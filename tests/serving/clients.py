@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -94,13 +94,15 @@ def events_of(body: bytes) -> list[dict[str, Any]]:
 class ServerProcess(Client):
     """`paceline serve` in a process of its own."""
 
-    def __init__(self, source: Path, *words: object) -> None:
-        super().__init__(free_port())
+    def __init__(
+        self, source: Path, *words: object, token: str = "", environ: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(free_port(), token)
         self._words = ["paceline", "serve", str(source), "--port", str(self.port), *map(str, words)]
-        self._folder = source.parent
+        self._folder, self._environ = source.parent, environ or {}
 
     def __enter__(self) -> Self:
-        self._command = Command(self._words, self._folder, {})
+        self._command = Command(self._words, self._folder, self._environ)
 
         def is_ready() -> bool:
             assert self._command.poll() is None, self._command.communicate()
@@ -127,11 +129,34 @@ class ServerProcess(Client):
     def stop(self) -> int:
         """Send SIGTERM and return the exit code."""
         self.terminate()
+        return self.wait()
+
+    def wait(self) -> int:
+        """Wait for the end and return the exit code."""
         return self._command.wait(SECONDS)
 
-    def private_bytes(self) -> int:
-        """Return the memory that only this process has."""
-        lines = Path(f"/proc/{self._command.pid}/smaps_rollup").read_text().splitlines()
+    @property
+    def is_running(self) -> bool:
+        """True before the end."""
+        return self._command.poll() is None
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._command.pid
+
+    def processes(self) -> list[int]:
+        """Return the server and all processes below it."""
+        found = [self.pid]
+        for pid in found:
+            with suppress(OSError):
+                found += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+        return found
+
+    @staticmethod
+    def private_bytes_of(pid: int) -> int:
+        """Return the memory that only one process has."""
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
         return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Private_Dirty"))
 
     def communicate(self) -> tuple[str, str]:
@@ -140,11 +165,19 @@ class ServerProcess(Client):
 
 
 @contextmanager
-def served_here(served: ServedModel, engine: Engine, token: str = "", **limits: Any) -> Iterator[Client]:
-    """Serve in a thread of this process; the engine can be looked at."""
+def served_here(
+    served: ServedModel, engine: Engine, token: str = "", *, buffer_bytes: int = 0, **limits: Any
+) -> Iterator[Client]:
+    """Serve in a thread of this process; the engine can be looked at.
+
+    Args:
+        buffer_bytes: that the system keeps of what a client does not take; 0: as many as it likes.
+    """
     from paceline.serving.server import GenerationServer, ServerLimits
 
     with socket.create_server(("127.0.0.1", 0), backlog=512) as listener:
+        if buffer_bytes:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
         server = GenerationServer(served, engine, token, ServerLimits(**limits))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="test-server")
         thread.start()

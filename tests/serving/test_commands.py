@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -40,7 +41,7 @@ def test_the_command_and_the_server_have_one_answer(gpt_run: Path, server: Serve
         (["--temperature", "-1"], 2, "temperature is -1.0"),
         (["--temperature", "nan"], 2, "temperature is nan"),
         (["--seed", str(2**79)], 2, f"seed is {2**79}"),
-        (["--context", "1000"], 2, "--context is 1000, and the model's context is 128"),
+        (["--context", "1000"], 2, "serve.context is 1000, and the model's context is 128"),
         (["--stop", ""], 2, "a stop string has 0 characters"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -50,6 +51,31 @@ def test_bad_options_are_refused_with_the_numbers(
 ) -> None:
     done = commands.run(gpt_run.parent, "generate", gpt_run, "a", *words)
     assert done.returncode == code and message in done.stderr.replace("\n", " "), done.stderr
+
+
+@pytest.mark.capability("W3", clause="settings of the recipe")
+def test_the_settings_are_those_of_the_recipe_unless_an_option_changes_them(
+    gpt_run: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(gpt_run, run)
+    text = (run / "recipe.toml").read_text("utf-8")
+    assert "[serve]\nslots = 8\nchunk = 64\n" in text
+    (run / "recipe.toml").write_text(text.replace("slots = 8\nchunk = 64", "slots = 3\nchunk = 16"), "utf-8")
+    records = []
+    for words in ([], ["--slots", "3"], ["--slots", "5", "--attention", "masked"]):
+        done = commands.run(tmp_path, "generate", run, "import ", *PARAMETERS, *words, "--json")
+        assert done.returncode == 0, done.stderr
+        records.append(json.loads(done.stdout))
+        changes = "may have other bits: slots = 5 in place of 3, attention = masked in place of by_slot"
+        assert (changes in done.stderr.replace("\n", " ")) == (len(words) > 2)
+    assert [(r["slots"], r["chunk"], r["attention"], r["context"]) for r in records] == [
+        (3, 16, "by_slot", 128),
+        (3, 16, "by_slot", 128),
+        (5, 16, "masked", 128),
+    ]
+    prints = [record["fingerprint"] for record in records]
+    assert prints[0] == prints[1] != prints[2]
 
 
 def test_other_hosts_need_a_token(gpt_run: Path) -> None:

@@ -10,7 +10,7 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -220,6 +220,24 @@ def test_long_bodies_slow_ones_and_slow_readers_hold_nobody(served: ServedModel,
         half.sendall(b"GET /health HT")
         assert half.recv(64) == b""  # closed: the request did not arrive in time
         assert slow_reader.recv(12) == b"HTTP/1.1 200"
+
+
+@pytest.mark.parametrize("send_seconds, is_cut", [(0.3, True), (60.0, False)])
+def test_a_client_that_takes_nothing_more_is_cut(
+    served: ServedModel, engine: Engine, send_seconds: float, is_cut: bool
+) -> None:
+    with served_here(served, engine, send_seconds=send_seconds, buffer_bytes=4096) as client:
+        with client.open_stream(prompt="a", max_tokens=LONG, n=6, logprobs=20) as stream:
+            wait_until(lambda: client.metric("paceline_server_tokens_total", kind="generated") > LONG)
+            wait_until(lambda: client.metric("paceline_server_slots", state="used") == 0)
+            time.sleep(1.0)
+            got = bytearray()
+            with suppress(ConnectionResetError):
+                while part := stream.recv(2**16):
+                    got += part
+                    if got.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"):
+                        break
+        assert (b"[DONE]" not in got) == is_cut
 
 
 def test_the_access_token_is_needed_but_for_health(served: ServedModel, engine: Engine) -> None:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from paceline.parallel.session_context import Components
     from paceline.recipe.recipe import Recipe
+    from paceline.search import Study
     from paceline.session.arguments import RecipeLike, TaskLike
     from paceline.session.callback import Callback
     from paceline.session.fit_loop import Result
@@ -300,3 +301,72 @@ def verify(
         return verify_here(recipe, task, **options)
     call = call_on_processes(verify_here, recipe, task, options, processes=cast(int, processes))
     return cast("VerificationReport", call.result)
+
+
+_STUDY_RECIPE = "base.toml"
+
+
+def tune(
+    recipe: RecipeLike,
+    space: str | PathLike[str] | Mapping[str, Any],
+    build: Callable[..., Any] | None = None,
+    *,
+    trials: int | None = None,
+    workers: int = 1,
+    objective: Callable[[Recipe], float] | None = None,
+    out: str | PathLike[str] = "studies/tune",
+    reuse: str | PathLike[str] | None = None,
+    log: Callable[[str], None] | None = None,
+) -> Study:
+    """Search for the best settings of a recipe, as `paceline tune` does, or continue where that stopped.
+
+    Args:
+        recipe: the base recipe, or the path of its file.
+        space: the path of a study file, or its tables: {"study": {...}, "stop": {...}, "space": {...}}.
+        build: builds the task, in place of the one that the recipe names; it is pickled by value.
+        trials: number of trials; None: the size of a grid.
+        workers: trials that run at the same time, at most `proposals` of the study.
+        objective: `objective(recipe) -> float`, called in a thread of this process for each trial in place of
+            a training, with `[study] objective = "value"`.
+        out: folder of the study.
+        reuse: folder of a study whose complete runs are taken where recipes are equal.
+        log: receives a line for each trial; None: nothing is printed.
+    Returns:
+        The study, with `best`, `trials` and `replay()`.
+    Raises:
+        RecipeError: recipe and space are wrong or do not go together, or `out` holds another study.
+    """
+    from paceline.cli import common_options
+    from paceline.recipe.recipe import Recipe, to_toml
+    from paceline.search import StudyRequest, plan_study, read_study_file, run_study
+    from paceline.session.arguments import resolve_recipe
+
+    folder, base_dir = Path(out), Path.cwd()
+    folder.mkdir(parents=True, exist_ok=True)
+    resolved, _ = resolve_recipe(recipe, build or objective, None)
+    if isinstance(recipe, Recipe):
+        path = folder / _STUDY_RECIPE
+        path.write_text(to_toml(resolved), encoding="utf-8")
+    else:
+        path = Path(recipe)
+        base_dir = path.resolve().parent
+
+    def load(overrides: Sequence[str], strategy: str | None) -> Recipe:
+        from paceline.recipe.recipe_loading import load_recipe
+
+        return common_options.absolute_paths(load_recipe(path, overrides, strategy), base_dir)
+
+    plan = plan_study(space) if isinstance(space, Mapping) else read_study_file(Path(space))
+    request = StudyRequest(
+        plan=plan,
+        load=load,
+        count_processes=lambda resolved: common_options.processes_for(resolved, None, 1),
+        folder=folder,
+        trials=trials,
+        workers=workers,
+        reuse=None if reuse is None else Path(reuse),
+        function=objective,
+        task=build,
+        report=log or (lambda line: None),
+    )
+    return run_study(request)

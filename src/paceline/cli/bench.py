@@ -130,9 +130,7 @@ def parse_selection(*texts: str) -> CommSelection:
 
 def run_link(nodes: NodeArgs, out: Path | None, deadline: float) -> None:
     """Start the ranks, or be one of them and measure the links."""
-    from paceline.job.cluster import Cluster
-
-    cluster = Cluster.of_worker()
+    cluster = nodes.worker()
     if cluster is not None:
         _measure_links(cluster, out, deadline)
         return
@@ -141,9 +139,7 @@ def run_link(nodes: NodeArgs, out: Path | None, deadline: float) -> None:
 
 def run_comm(nodes: NodeArgs, args: CommArgs) -> None:
     """Start the ranks, or be one of them and measure the all-reduce or compare codecs on a task."""
-    from paceline.job.cluster import Cluster
-
-    cluster = Cluster.of_worker()
+    cluster = nodes.worker()
     if args.in_lab:
         _report_in_lab(nodes, args)
     elif cluster is None:
@@ -159,6 +155,7 @@ def _launch_ranks(nodes: NodeArgs, why_two: str, deadline: float) -> None:
     """Run this command in every process of this node, and exit with its exit code."""
     from paceline.cli.relaunch import relaunch
 
+    nodes = nodes.on_engine()
     # The fewest ranks with a link: two on one node, else one on each.
     count = nodes.processes or (1 if nodes.nodes > 1 else 2)
     if count * nodes.nodes < 2:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
@@ -17,6 +17,8 @@ import typer
 from paceline.errors import RecipeError, StrategyError, format_count
 
 if TYPE_CHECKING:
+    from paceline.job.cluster import Cluster
+    from paceline.job.engines import EnginePlace
     from paceline.recipe.recipe import Recipe
 
 NEWEST = "newest"
@@ -50,6 +52,14 @@ TokenFile = Annotated[
         help="File with the secret key of a multi-node job; - reads standard input. Or set PACELINE_TOKEN.",
     ),
 ]
+ServerTokenFile = Annotated[
+    str,
+    typer.Option(
+        "--token-file",
+        metavar="FILE",
+        help="File with the access token of the server; - reads standard input. Or set PACELINE_TOKEN.",
+    ),
+]
 Insecure = Annotated[
     bool,
     typer.Option("--insecure", help="Let nodes connect without a key. Only for a network that you trust."),
@@ -81,6 +91,67 @@ class NodeArgs:
     token_file: str
     insecure: bool
 
+    def worker(self, tls: Literal["auto", "on", "off"] = "auto") -> Cluster | None:
+        """Return this process in its job if a launcher or an engine started it as a rank; else None.
+
+        Under an engine, the options for the rendezvous and the key are those of this rank.
+
+        Raises:
+            RecipeError: `-n` or `--nodes` contradicts the engine.
+            CommunicationError: as for `Cluster.from_env`.
+        """
+        from paceline.job.cluster import Cluster, change_environment, current_place
+        from paceline.job.engines import RENDEZVOUS
+
+        place = current_place()
+        if place is None or place.engine == "torchrun":
+            return Cluster.of_worker()
+        if self._launches_in(place):
+            return None
+        if self.processes is not None and self.processes != place.local_world_size:
+            raise RecipeError(
+                f"-n {self.processes} asks for {format_count(self.processes, 'process')} on this node, and"
+                f" {place.command} has started {place.local_world_size}",
+                where=f"the variables of {place.engine}: {place.settings}",
+                next_step="leave -n out; or start one task on each node, and Paceline starts -n there",
+            )
+        # Without a key, `Cluster.from_env` refuses several nodes.
+        key = read_token(self.token_file, self.insecure, 1) or (place.job if self.insecure else "")
+        given = {RENDEZVOUS: self.rendezvous, "PACELINE_TOKEN": key, "PACELINE_TLS": tls}
+        change_environment({name: value for name, value in given.items() if value})
+        return Cluster.from_env()
+
+    def on_engine(self) -> NodeArgs:
+        """Return the options of a launcher: under an engine with one task on each node, from its variables.
+
+        Raises:
+            RecipeError: `--nodes` or `--node-rank` contradicts the engine.
+            CommunicationError: the rendezvous cannot be found.
+        """
+        from paceline.job.addresses import format_address
+        from paceline.job.cluster import current_place, process_environment
+        from paceline.job.engines import store_endpoint_of
+
+        place = current_place()
+        if place is None or not self._launches_in(place):
+            return self
+        if self.rendezvous and (self.nodes, self.node_rank) == (place.world_size, place.global_rank):
+            return self
+        if self.nodes > 1 and (self.rendezvous or self.nodes != place.world_size):
+            raise RecipeError(
+                f"--nodes {self.nodes} --node-rank {self.node_rank}, but this is task {place.global_rank} of"
+                f" {place.world_size} of {place.command}",
+                where=f"the variables of {place.engine}: {place.settings}",
+                next_step="leave both options out; one task on each node is one node of the job",
+            )
+        rendezvous = self.rendezvous or format_address(*store_endpoint_of(place, process_environment()))
+        return replace(self, nodes=place.world_size, node_rank=place.global_rank, rendezvous=rendezvous)
+
+    def _launches_in(self, place: EnginePlace) -> bool:
+        """Return whether this process starts the ranks of its node, rather than be one of them."""
+        asks_for_ranks = self.nodes > 1 or (self.processes or 1) > 1
+        return place.starts_launchers or (place.has_one_task_per_node and asks_for_ranks)
+
     def placement(self, processes: int, tls: Literal["auto", "on", "off"] = "auto") -> JobPlacement:
         """Return this node's share of the job, with the key of the job.
 
@@ -88,11 +159,7 @@ class NodeArgs:
             processes: number of processes on each node.
         Raises:
             RecipeError: a job of several nodes has no key, or the key cannot be read.
-            CommunicationError: `srun` or `mpirun` runs this command several times, as a job of one node.
         """
-        from paceline.job.cluster import process_environment, refuse_foreign_tasks
-
-        refuse_foreign_tasks(process_environment(), self.nodes)
         token = read_token(self.token_file, self.insecure, self.nodes)
         return JobPlacement(processes, self.nodes, self.node_rank, self.rendezvous, token, tls)
 
@@ -239,3 +306,20 @@ def processes_for(recipe: Recipe, processes: int | None, nodes: int) -> int:
 def _absolute(location: str) -> str:
     """Return a path from the root; a URL is absolute already."""
     return location if "://" in location else str(Path(location).resolve())
+
+
+def read_task_options(options: list[str] | None) -> dict[str, Any]:
+    """Return the options of `--option KEY=VALUE`, with values as in a recipe.
+
+    Raises:
+        RecipeError: one of them is no such text.
+    """
+    from paceline.recipe.recipe_loading import apply_override
+
+    values: dict[str, Any] = {}
+    for text in options or ():
+        _, problem = apply_override(values, f"options.{text}")
+        if problem is not None:
+            raise RecipeError(f"--option {text}: {problem.message}", next_step="use --option KEY=VALUE")
+    arguments: dict[str, Any] = values.get("options", {})
+    return arguments

@@ -43,7 +43,9 @@ def compare_strategies(
 ) -> None:
     """Train RECIPE with every strategy of a file over several seeds; write tables and a page."""
     from paceline.cli.comparison_runs import CompareArgs, run_compare
+    from paceline.job.cluster import current_place, refuse_engine_tasks
 
+    refuse_engine_tasks(current_place(), "paceline compare")
     run_compare(
         CompareArgs(
             recipe=recipe,

@@ -108,3 +108,11 @@ def print_error(error: PacelineError) -> None:
     console.print(
         escape_controls(f"error: {error}"), style="red", markup=False, highlight=False, soft_wrap=True
     )
+
+
+def write_text(text: str) -> None:
+    """Write text to the terminal at once, without a new line; its control characters are written out."""
+    from paceline.observe.terminal_text import escape_controls
+
+    sys.stdout.write(escape_controls(text))
+    sys.stdout.flush()

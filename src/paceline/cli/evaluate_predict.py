@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from paceline.cli.common_options import JobPlacement, Trust
+from paceline.cli.common_options import JobPlacement, Trust, read_task_options
 from paceline.cli.console import error_output, print_json, print_plain
 from paceline.errors import DataError, RecipeError, format_count
 
@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 _MAX_EXPONENT = 700.0  # the largest whose exponential is a float
 
 Run = Annotated[Path, typer.Argument(help="A run folder, or a checkpoint inside one.", show_default=False)]
-_SOURCE = 'Samples: "file.py:function", which returns them, or the name of a set of the task: held_out, data.'
+_SOURCE = (
+    'Samples: "file.py:function", which returns them, or the name of a set of the task: held_out, data, test.'
+)
 Options = Annotated[
     list[str] | None,
     typer.Option("--option", help="An argument of that function: --option path=new.csv. Repeatable."),
@@ -202,14 +204,12 @@ class _RunArgs:
 def _open_run(args: _RunArgs) -> Iterator[OpenedRun]:
     """Open the run on this process, or launch several that do, and exit."""
     from paceline.cli.resume import find_recipe, require_own_run
-    from paceline.job.cluster import Cluster, process_environment, refuse_foreign_tasks
+    from paceline.job.cluster import Cluster
     from paceline.launch.worker_guard import guard
 
     recipe = find_recipe(args.run)
     require_own_run(args.run, args.trust)
     cluster = Cluster.of_worker()
-    if cluster is None:
-        refuse_foreign_tasks(process_environment())
     if cluster is None and args.processes > 1:
         sys.exit(_launch(args, recipe))
     # Not at the top: a process that only launches others needs no torch.
@@ -263,22 +263,11 @@ def _samples(opened: OpenedRun, spec: str, options: list[str] | None) -> Any:
     if ":" not in spec:
         raise DataError(
             f"the task has no set of samples '{spec}'",
-            next_step='name one of its sets (data, held_out), or "file.py:function"',
+            next_step='name one of its sets (data, held_out, test), or "file.py:function"',
         )
-    return load_samples(spec, _arguments(options), opened.session.recipe.seed, Path.cwd(), cache_folder())
-
-
-def _arguments(options: list[str] | None) -> dict[str, Any]:
-    """Parse KEY=VALUE options, with values as in a recipe."""
-    from paceline.recipe.recipe_loading import apply_override
-
-    values: dict[str, Any] = {}
-    for text in options or ():
-        _, problem = apply_override(values, f"options.{text}")
-        if problem is not None:
-            raise RecipeError(f"--option {text}: {problem.message}", next_step="use --option KEY=VALUE")
-    arguments: dict[str, Any] = values.get("options", {})
-    return arguments
+    return load_samples(
+        spec, read_task_options(options), opened.session.recipe.seed, Path.cwd(), cache_folder()
+    )
 
 
 def _write(rows: list[Any], to: Path | None) -> None:

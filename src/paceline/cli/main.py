@@ -39,6 +39,7 @@ class CommandEntry(NamedTuple):
 
 COMMANDS = (
     CommandEntry("train", "train:train", "Train a recipe and print the result."),
+    CommandEntry("submit", "submit:submit", "Start RECIPE by Slurm, MPI, ssh or Kubernetes."),
     CommandEntry("new", "new:new", "Write a model, a recipe and a test for you to edit to a new folder."),
     CommandEntry(
         "verify",
@@ -62,7 +63,7 @@ COMMANDS = (
     CommandEntry("serve", "generate:serve", "Serve completions and chats over HTTP until Ctrl-C or SIGTERM."),
     CommandEntry(
         "chat",
-        "generate:chat",
+        "chat:chat",
         "Chat with the model of a server, until the end of the input or Ctrl-C.",
     ),
     CommandEntry(
@@ -74,6 +75,11 @@ COMMANDS = (
         "compare",
         "compare_strategies:compare_strategies",
         "Train RECIPE with every strategy of a file over several seeds; write tables and a page.",
+    ),
+    CommandEntry(
+        "tune",
+        "tune:tune",
+        "Search for the best settings of RECIPE; the same command continues where it stopped.",
     ),
     CommandEntry(
         "run", "run_script:run", "Run SCRIPT with its arguments on every process, as torchrun does.", _ANY
@@ -116,6 +122,11 @@ COMMANDS = (
         "certificate",
         "certificate_command:certificate",
         "Create a certificate for a job, and its own certificate authority, for channel=grpc.",
+    ),
+    CommandEntry(
+        "client",
+        "client:client",
+        "Train on this client's data in the federated rounds of a job, until the run is complete.",
     ),
     CommandEntry(
         "recipe show",

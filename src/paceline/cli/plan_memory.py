@@ -14,6 +14,7 @@ from paceline.errors import format_count
 
 if TYPE_CHECKING:
     from paceline.plan.memory_budget import BudgetVerdict
+    from paceline.recipe.tables import ServeRecipe
 
 
 def memory(
@@ -31,8 +32,12 @@ def memory(
     serves: Annotated[
         bool, typer.Option("--serve", help="Plan `paceline serve` with the recipe's model instead.")
     ] = False,
-    slots: Annotated[int, typer.Option(min=1, help="With --serve: texts at a time.")] = 8,
-    chunk: Annotated[int, typer.Option(min=1, help="With --serve: tokens of a prompt at a time.")] = 64,
+    slots: Annotated[
+        int | None, typer.Option(min=1, help="With --serve: texts at a time. Default: serve.slots.")
+    ] = None,
+    chunk: Annotated[
+        int | None, typer.Option(min=1, help="With --serve: tokens of a prompt at a time; serve.chunk.")
+    ] = None,
     context: Annotated[
         int | None, typer.Option(min=2, help="With --serve: longest text. Default: that of the model.")
     ] = None,
@@ -50,7 +55,9 @@ def memory(
     resolved = common_options.read_recipe(recipe, settings, strategy)
     if serves:
         task = build_task(resolved, None, common_options.task_directory(recipe))
-        _show_slots(task.model, slots, chunk, context, as_json=as_json)
+        options = {"slots": slots, "chunk": chunk, "context": context}
+        given = {name: value for name, value in options.items() if value is not None}
+        _show_slots(task.model, resolved.serve.replace(**given), as_json=as_json)
         return
     world_size = common_options.processes_for(resolved, processes, nodes) * nodes
     task = build_task(resolved, None, common_options.task_directory(recipe))
@@ -64,12 +71,12 @@ def memory(
         sys.exit(verdict.refusal.exit_code)
 
 
-def _show_slots(model: Any, slots: int, chunk: int, context: int | None, *, as_json: bool) -> None:
+def _show_slots(model: Any, recipe: ServeRecipe, *, as_json: bool) -> None:
     """Print the memory of a served model."""
     from paceline.serving.kv_cache import SlotSettings
     from paceline.serving.load_model import model_limits, plan_slots
 
-    settings = SlotSettings(slots, chunk, context or model_limits(model)[0])
+    settings = SlotSettings.from_recipe(recipe, model_limits(model)[0])
     plan = plan_slots(model, settings)
     if as_json:
         print_json({**asdict(settings), **asdict(plan), "total": plan.total})

@@ -25,6 +25,7 @@ def relaunch(
     log_dir: Path | None = None,
     prefixed: bool = False,
     servers: int = 0,
+    max_replacements: int = 0,
 ) -> LaunchOutcome:
     """Run the arguments of this command, followed by `more`, in every process of this node.
 
@@ -34,6 +35,7 @@ def relaunch(
         log_dir: folder for the output of every rank but the first.
         prefixed: print that output as well, each line with its rank in front.
         servers: number of server ranks, which come first; see `LaunchJob`.
+        max_replacements: how many lost workers may be replaced; see `LaunchJob`.
     """
     timeouts = ShutdownTimeouts(stuck_seconds=stuck_seconds)
     if grace_seconds is not None:
@@ -48,6 +50,7 @@ def relaunch(
         timeouts=timeouts,
         announces=grace_seconds is not None,
         servers=servers,
+        max_replacements=max_replacements,
     )
     return launch(job)
 
@@ -62,6 +65,7 @@ def build_job(
     timeouts: ShutdownTimeouts | None = None,
     announces: bool = False,
     servers: int = 0,
+    max_replacements: int = 0,
 ) -> LaunchJob:
     """Return the processes of this node as a value that `launch` takes."""
     return LaunchJob(
@@ -78,4 +82,5 @@ def build_job(
         timeouts=timeouts or ShutdownTimeouts(),
         announces=announces,
         servers=servers,
+        max_replacements=max_replacements,
     )

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from paceline.cli import common_options
+from paceline.errors import RecipeError
 
 
 def run(
@@ -29,6 +30,7 @@ def run(
 ) -> None:
     """Run SCRIPT with its arguments on every process, as torchrun does."""
     from paceline.cli.relaunch import build_job
+    from paceline.job.cluster import current_place
     from paceline.launch.job_spec import script_command
     from paceline.launch.launcher import launch
 
@@ -40,6 +42,16 @@ def run(
         token_file=token_file,
         insecure=insecure,
     )
+    launcher = args.on_engine()
+    place = current_place()
+    if place is not None and launcher.nodes == 1:
+        raise RecipeError(
+            f"this is task {place.global_rank} of {place.world_size} of {place.command}, which has started"
+            " the ranks already",
+            where=f"the variables of {place.engine}: {place.settings}",
+            next_step=f"{place.command} python {script}, which paceline.train and own_loop understand; or one"
+            " task on each node, and -n or --nodes",
+        )
     command = script_command(script, *context.args)
-    job = build_job(command, args.placement(processes or 1), threads, logs, prefixed=True)
+    job = build_job(command, launcher.placement(processes or 1), threads, logs, prefixed=True)
     sys.exit(launch(job).exit_code)

@@ -63,6 +63,9 @@ def sweep(
     as_json: common_options.AsJson = False,
 ) -> None:
     """Train RECIPE for every combination of some settings; write a table, a plot and results.json."""
+    from paceline.job.cluster import current_place, refuse_engine_tasks
+
+    refuse_engine_tasks(current_place(), "paceline sweep")
     _check_options(over, find_lr, lr_range is not None or lr_steps is not None, target)
     folder = out or Path("sweeps") / f"{datetime.now():%Y%m%d-%H%M%S}-{recipe.stem}"
     if find_lr:

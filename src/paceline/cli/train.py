@@ -47,6 +47,13 @@ def train(
         str | None,
         typer.Option("--name", help="Name of the new folder runs/TIME-NAME. Default: the recipe's name."),
     ] = None,
+    auto_resume: Annotated[
+        bool,
+        typer.Option(
+            "--auto-resume",
+            help="Continue the run in run_dir if there is one, else start it; for jobs that are restarted.",
+        ),
+    ] = False,
     nodes: common_options.Nodes = 1,
     node_rank: common_options.NodeRank = 0,
     rendezvous: common_options.Rendezvous = None,
@@ -65,6 +72,7 @@ def train(
             strategy=strategy,
             settings=settings,
             resume=resume,
+            auto_resume=auto_resume,
             name=name,
             nodes=NodeArgs(processes, nodes, node_rank, rendezvous, token_file, insecure),
             trust=trust,
@@ -81,6 +89,7 @@ class TrainArgs:
     strategy: str | None
     settings: list[str] | None
     resume: str | None
+    auto_resume: bool
     name: str | None
     nodes: NodeArgs
     trust: bool
@@ -90,7 +99,6 @@ class TrainArgs:
 def run_train(args: TrainArgs) -> None:
     """Train as one rank, or launch the processes of this node; exits with the exit code of the job."""
     from paceline.cli.resume import find_recipe, find_run, require_own_run
-    from paceline.job.cluster import Cluster
 
     run = None if args.resume is None else find_run(args.resume)
     path = args.recipe if args.recipe is not None or run is None else find_recipe(run)
@@ -99,20 +107,89 @@ def run_train(args: TrainArgs) -> None:
             "train needs a recipe, or --resume with a run folder",
             next_step="paceline train recipes/digits.toml",
         )
+    _require_shared(path)
     recipe = common_options.read_recipe(path, args.settings, args.strategy)
     run_name = args.name or path.stem
-    cluster = Cluster.of_worker()
+    cluster = args.nodes.worker(recipe.security.tls)
+    has_launcher = cluster is not None and cluster.error_dir is not None
+    if args.auto_resume and args.resume is None:
+        run = _run_to_continue(recipe)
     # A worker skips the checks below, which its launcher has made.
-    if cluster is not None:
+    if cluster is not None and has_launcher:
         _train_rank(cluster, recipe, path, run, run_name)
     if run is not None:
         require_own_run(run, args.trust)
+    if cluster is not None:
+        _check_engine(cluster, recipe, args)
+        _train_rank(cluster, recipe, path, run, run_name)
     _check_name(args.name, recipe, run)
-    nodes = args.nodes.nodes
-    processes = _num_processes(run, args.nodes.processes, args.strategy, nodes)
-    count = common_options.processes_for(recipe, processes, nodes)
-    placement = args.nodes.placement(count, recipe.security.tls)
+    node_args = args.nodes.on_engine()
+    processes = _num_processes(run, node_args.processes, args.strategy, node_args.nodes)
+    count = common_options.processes_for(recipe, processes, node_args.nodes)
+    placement = node_args.placement(count, recipe.security.tls)
+    if recipe.federated.is_networked and not placement.token:
+        raise RecipeError(
+            "clients of a network need a key: without it, anyone who reaches the server could join",
+            where='federated.clients = "network"',
+            next_step="pass the same --token-file or PACELINE_TOKEN to the job and to every client",
+        )
     sys.exit(_launch(placement, recipe, run, run_name, args.logs))
+
+
+def _require_shared(path: Path) -> None:
+    """Refuse a recipe that only other nodes of an engine's job have."""
+    from paceline.job.cluster import current_place
+
+    place = None if path.is_file() else current_place()
+    if place is not None and place.num_nodes > 1:
+        raise RecipeError(
+            f"node {place.node_rank} of {place.num_nodes} has no file {path}",
+            where=f"the variables of {place.engine}: {place.settings}",
+            next_step="put the recipe and its run folder into a folder that all nodes share",
+        )
+
+
+def _run_to_continue(recipe: Recipe) -> Path | None:
+    """Return the run folder of the recipe if it holds a run; None: the run has not begun.
+
+    Nodes may look at different moments while rank 0 creates the folder. Ranks only differ by it if there is a
+    checkpoint, which there cannot be before all ranks have joined.
+
+    Raises:
+        RecipeError: the recipe names no folder.
+    """
+    from paceline.report.run_files import is_run_folder
+
+    if recipe.run_dir is None:
+        raise RecipeError(
+            "--auto-resume needs the folder of the run, the same at every start",
+            next_step="--set run_dir=runs/NAME",
+        )
+    return Path(recipe.run_dir) if is_run_folder(Path(recipe.run_dir)) else None
+
+
+def _check_engine(cluster: Cluster, recipe: Recipe, args: TrainArgs) -> None:
+    """Refuse what does not fit the ranks that an engine has started.
+
+    Raises:
+        StrategyError: the strategy does not fit their number, or has another number of servers.
+    """
+    from paceline.job.cluster import current_place
+
+    common_options.processes_for(recipe, cluster.world_size, 1)
+    if args.logs is not None:
+        raise RecipeError(
+            "--logs has no effect here: the engine that starts the processes writes their output",
+            next_step="leave it out; srun has --output, mpirun has --output-filename",
+        )
+    place, servers = current_place(), recipe.strategy.servers
+    if place is not None and place.num_servers not in (None, servers):
+        raise RecipeError(
+            f"the cluster has {format_count(place.num_servers or 0, 'server')}, and the strategy"
+            f" '{recipe.strategy}' has {servers}",
+            where=f"the variables of {place.engine}: {place.settings}",
+            next_step=f"use servers={place.num_servers}, or another table of tasks",
+        )
 
 
 def _num_processes(run: Path | None, processes: int | None, strategy: str | None, nodes: int) -> int | None:
@@ -165,14 +242,34 @@ def _launch(
         run_dir = resolve_run_folder(run)
         worker_options = ["--resume", str(run)]
     try:
-        outcome = _run_workers(placement, recipe, worker_options, logs)
-        if outcome.failures and placement.node_rank == 0:
-            record_failure(run_dir, outcome)
+        outcome = _run_with_restarts(placement, recipe, run_dir, worker_options, logs)
     finally:
         if run is None and recipe.run_dir is None:
             with suppress(OSError):  # removes the folder only if it is empty: the run never began
                 run_dir.rmdir()
     return outcome.exit_code
+
+
+def _run_with_restarts(
+    placement: common_options.JobPlacement,
+    recipe: Recipe,
+    run_dir: Path,
+    worker_options: Sequence[str],
+    logs: Path | None,
+) -> LaunchOutcome:
+    """Run the workers; start them again from the newest checkpoint after the loss of a process."""
+    from paceline.cli.restarts import RestartPolicy
+
+    policy = RestartPolicy(recipe, run_dir, placement.nodes, is_resumed="--resume" in worker_options)
+    while True:
+        outcome = _run_workers(placement, recipe, worker_options, logs)
+        if outcome.failures and placement.node_rank == 0:
+            record_failure(run_dir, outcome)
+        checkpoint = policy.next_checkpoint(outcome)
+        if checkpoint is None:
+            return outcome
+        print_plain(f"restart {policy.num_restarts} of {recipe.elastic.max_restarts} from {checkpoint}")
+        worker_options = ["--resume", str(run_dir)]
 
 
 def _claim_folder(recipe: Recipe, placement: common_options.JobPlacement, run_name: str) -> Path:
@@ -190,6 +287,7 @@ def _run_workers(
     placement: common_options.JobPlacement, recipe: Recipe, worker_options: Sequence[str], logs: Path | None
 ) -> LaunchOutcome:
     from paceline.cli.relaunch import relaunch
+    from paceline.recipe.recovery import recovery_of
 
     return relaunch(
         placement,
@@ -200,6 +298,7 @@ def _run_workers(
         log_dir=logs,
         prefixed=True,
         servers=recipe.strategy.servers,
+        max_replacements=recipe.elastic.max_restarts if recovery_of(recipe).kind == "in process" else 0,
     )
 
 

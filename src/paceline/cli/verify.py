@@ -110,7 +110,6 @@ class VerifyArgs:
 def run_verify(args: VerifyArgs) -> None:
     """Verify as one rank, or launch the processes of this node; exits with the exit code of the job."""
     from paceline.cli.resume import require_own_run
-    from paceline.job.cluster import Cluster
     from paceline.report.html_page import write_report
     from paceline.report.run_files import CERTIFICATE, RECIPE, resolve_run_folder
     from paceline.report.run_reader import read_run
@@ -120,20 +119,21 @@ def run_verify(args: VerifyArgs) -> None:
     run = resolve_run_folder(args.recipe) if args.recipe.is_dir() else None
     path = args.recipe if run is None else run / RECIPE
     recipe = common_options.read_recipe(path, args.settings, args.strategy)
-    cluster = Cluster.of_worker()
+    cluster = args.nodes.worker(recipe.security.tls)
     if cluster is not None:
         _verify_and_exit(cluster, recipe, path, args)
-    nodes, processes = args.nodes.nodes, args.nodes.processes
+    node_args = args.nodes.on_engine()
+    nodes, processes = node_args.nodes, node_args.processes
     if run is not None and processes is None and args.strategy is None:
         processes = read_run(run).ranks // nodes or None
     count = common_options.processes_for(recipe, processes, nodes)
     if run is not None:
         require_own_run(run, args.trust)
-    placement = args.nodes.placement(count, recipe.security.tls)
+    placement = node_args.placement(count, recipe.security.tls)
     # a certificate of a changed recipe says nothing about the run, so it does not go into its folder
     stored = run / CERTIFICATE if run is not None and args.is_unchanged_run else args.certificate
     code = _launch(placement, recipe.runtime, stored, args.as_json)
-    if run is not None and args.is_unchanged_run and args.nodes.node_rank == 0:
+    if run is not None and args.is_unchanged_run and node_args.node_rank == 0:
         try:
             write_report(run)
         except OSError as error:
@@ -262,6 +262,12 @@ def _verify_rank(cluster: Cluster, recipe: Recipe, path: Path, args: VerifyArgs)
             raise RecipeError(
                 f"'{plant}' is a fault of sync=federated, and the strategy is {recipe.strategy}",
                 next_step='add --strategy "sync=federated:1"',
+            )
+        if plant is not None and PLANTED_FAULTS[plant].of_norms and recipe.optimizer.spec.elementwise:
+            raise RecipeError(
+                f"'{plant}' is a fault of optimizers that take norms of tensors, and this recipe names"
+                f" {recipe.optimizer.name}",
+                next_step='set optimizer.name = "lamb" or "lars", and a strategy with shard or tensor',
             )
         from paceline.checkpoint.checkpoint_certificate import code_identity, task_file_sha256
         from paceline.recipe.recipe import to_toml

@@ -10,6 +10,7 @@ no data, and it does not divide a batch among ranks (see `work`).
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
@@ -57,6 +58,47 @@ class BatchOrder(Protocol):
         """Return the sample indices of the global batch of a step, or of a contiguous part of it, int64."""
 
 
+def permute(num_samples: int, permutation_keys: Sequence[int], positions: SampleIndices) -> SampleIndices:
+    """Evaluate several permutations of range(num_samples) at the same positions.
+
+    Args:
+        permutation_keys: of each permutation, as for `KeyedPermutation`.
+        positions: int64 [N].
+    Returns:
+        int64 [permutations, N], the bits of one `KeyedPermutation` after another in about the time of one.
+    """
+    sides = _grid_of(num_samples)
+    keys: _UintArray = np.array(
+        [[key(k, "round", i) for k in permutation_keys] for i in range(_NUM_ROUNDS)], dtype=np.uint64
+    )
+    cells = _encrypt(
+        np.tile(positions.astype(np.uint64), (len(permutation_keys), 1)), keys[..., None], *sides
+    )
+    rows, columns = np.nonzero(cells >= num_samples)
+    # Cycle walking: a permutation of the grid leads back into the range, so this loop ends.
+    while rows.size:
+        cells[rows, columns] = _encrypt(cells[rows, columns], keys[:, rows], *sides)
+        outside = cells[rows, columns] >= num_samples
+        rows, columns = rows[outside], columns[outside]
+    return cells.astype(np.int64)
+
+
+def _grid_of(num_samples: int) -> tuple[int, int]:
+    """Return the columns and rows of the grid of a permutation."""
+    side = math.isqrt(num_samples - 1) + 1
+    columns = side + side % 2
+    return columns, -(-num_samples // columns)
+
+
+def _encrypt(cells: _UintArray, round_keys: Any, num_columns: int, num_rows: int) -> _UintArray:
+    """Permute cells of the grid; the keys of each round have the shape of the cells, or broadcast to it."""
+    row, column = np.divmod(cells, np.uint64(num_columns))
+    for even, odd in zip(round_keys[::2], round_keys[1::2], strict=True):
+        column = _add_modulo(column, _hash_below(row ^ even, num_columns), num_columns)
+        row = _add_modulo(row, _hash_below(column ^ odd, num_rows), num_rows)
+    return row * np.uint64(num_columns) + column
+
+
 class KeyedPermutation:
     """A bijection of range(num_samples) that is evaluated on demand.
 
@@ -71,31 +113,14 @@ class KeyedPermutation:
     """
 
     def __init__(self, num_samples: int, permutation_key: int) -> None:
-        self.num_samples = num_samples
-        side = math.isqrt(num_samples - 1) + 1
-        self._columns = side + side % 2
-        self._rows = -(-num_samples // self._columns)
-        self._round_keys = [np.uint64(key(permutation_key, "round", i)) for i in range(_NUM_ROUNDS)]
+        self.num_samples, self._key = num_samples, permutation_key
 
     def __len__(self) -> int:
         return self.num_samples
 
     def __getitem__(self, positions: SampleIndices) -> SampleIndices:
         """Map positions, int64 [N] in range(num_samples), to sample indices, int64 [N]."""
-        cells = self._encrypt(positions.astype(np.uint64))
-        outside = np.flatnonzero(cells >= self.num_samples)
-        # Cycle walking: the permutation of the grid leads back into the range, so this loop ends.
-        while outside.size:
-            cells[outside] = self._encrypt(cells[outside])
-            outside = outside[cells[outside] >= self.num_samples]
-        return cells.astype(np.int64)
-
-    def _encrypt(self, cells: _UintArray) -> _UintArray:
-        row, column = np.divmod(cells, np.uint64(self._columns))
-        for even, odd in zip(self._round_keys[::2], self._round_keys[1::2], strict=True):
-            column = _add_modulo(column, _hash_below(row ^ even, self._columns), self._columns)
-            row = _add_modulo(row, _hash_below(column ^ odd, self._rows), self._rows)
-        return row * np.uint64(self._columns) + column
+        return permute(self.num_samples, (self._key,), positions)[0]
 
 
 def _hash_below(words: _UintArray, bound: int) -> _UintArray:
@@ -120,16 +145,21 @@ class _OrderCache:
     def __init__(self) -> None:
         self._epoch = -1
         self._start = 0
-        self._samples: SampleIndices = np.empty(0, dtype=np.int64)
+        self._samples: SampleIndices = np.empty((0, 0), dtype=np.int64)
 
     def take(self, order: KeyedOrder, epoch: int, start: int, stop: int) -> SampleIndices:
         """Return the sample indices at positions start..stop-1 of an epoch, int64; a copy."""
-        inside = self._start <= start and stop <= self._start + len(self._samples)
-        if epoch != self._epoch or not inside:
-            end = min(order.num_samples, max(stop, start + _WINDOW_POSITIONS))
-            self._samples = order.permutation(epoch)[np.arange(start, end, dtype=np.int64)]
-            self._epoch, self._start = epoch, start
-        return self._samples[start - self._start : stop - self._start].copy()
+        num_epochs, num_positions = self._samples.shape
+        inside = self._start <= start and stop <= self._start + num_positions
+        if not (self._epoch <= epoch < self._epoch + num_epochs and inside):
+            # Of a small data set whole epochs, as many as take the time of one.
+            num_epochs = max(1, _WINDOW_POSITIONS // order.num_samples)
+            first = 0 if num_epochs > 1 else start
+            end = min(order.num_samples, max(stop, first + _WINDOW_POSITIONS))
+            keys = [key(order.seed, "order", e) for e in range(epoch, epoch + num_epochs)]
+            self._samples = permute(order.num_samples, keys, np.arange(first, end, dtype=np.int64))
+            self._epoch, self._start = epoch, first
+        return self._samples[epoch - self._epoch, start - self._start : stop - self._start].copy()
 
 
 @dataclass(frozen=True)

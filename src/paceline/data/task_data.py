@@ -11,6 +11,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -21,13 +22,16 @@ from torch.utils.data import (
     default_collate,
 )
 
-from paceline.data.sample_order import BatchOrder, KeyedOrder, SamplerOrder
+from paceline.data.sample_order import BatchOrder, KeyedOrder, KeyedPermutation, SamplerOrder
 from paceline.data.stream import StreamOrder, StreamPositions
 from paceline.errors import DataError, RecipeError
+from paceline.state.keys import key
 from paceline.task import SampleSource, Task, held_out_sets, is_stream, require_samples
 
 if TYPE_CHECKING:
     from paceline.recipe.recipe import Recipe
+
+_MIN_SPLIT_SAMPLES = 2
 
 
 def unpack_data_loader(task: Task, recipe: Recipe) -> Task:
@@ -186,6 +190,51 @@ def _held_out_settings(loader: DataLoader[Any], recipe: Recipe) -> _Settings:
     return settings
 
 
+class SplitSamples(Subset):
+    """One side of the keyed split of the training samples that `evaluate.validation` makes."""
+
+
+def split_validation(task: Task, share: float, recipe: Recipe) -> Task:
+    """Return the task with a part of its training samples as `held_out`, and its held-out ones as `test`.
+
+    The split is a function of the number of samples and the share alone: every seed and every setting that
+    is searched has the same one. It is by index, so samples that are copies of each other can be on both
+    sides.
+
+    Args:
+        share: of the samples that are held out, rounded to whole samples, at least one on each side.
+    Raises:
+        DataError: the data has no fixed length, an order of its own, or fewer than two samples.
+    """
+    if isinstance(task.data, DataLoader):
+        task = unpack_data_loader(task, recipe)
+    refusals = {
+        "it is a stream, whose samples have no index": is_stream(task.data),
+        "it belongs to clients, and the split would be another one for each": bool(task.clients),
+        "a sampler or order of its own chooses among all samples": not (task.sampler is None is task.order),
+    }
+    refusals["it has fewer than two samples"] = (
+        not any(refusals.values()) and len(task.data) < _MIN_SPLIT_SAMPLES
+    )
+    for why, holds in refusals.items():
+        if holds:
+            raise DataError(
+                f"the training data cannot be split for validation: {why}",
+                where="evaluate.validation",
+                next_step="leave evaluate.validation out; Task(held_out=...) can have validation samples",
+            )
+    num_samples = len(task.data)
+    num_held_out = min(max(1, round(share * num_samples)), num_samples - 1)
+    order = KeyedPermutation(num_samples, key("validation"))[np.arange(num_samples)]
+    held_out, rest = np.sort(order[:num_held_out]).tolist(), np.sort(order[num_held_out:]).tolist()
+    return replace(
+        task,
+        data=SplitSamples(task.data, rest),
+        held_out=SplitSamples(task.data, held_out),
+        test=task.held_out,
+    )
+
+
 def prepare_data(task: Task, recipe: Recipe) -> Task:
     """Return the task with map-style data; a task that has it already is returned unchanged.
 
@@ -200,6 +249,10 @@ def prepare_data(task: Task, recipe: Recipe) -> Task:
             where="rl.total_steps",
             next_step='return paceline.rl.Task(...) from the task, set task = "rl", or remove [rl]',
         )
+    share = recipe.evaluate.validation
+    # before anything reads the held-out samples, which become the test set
+    if share is not None and not isinstance(task.data, SplitSamples):
+        task = split_validation(task, share, recipe)
     # First the held-out sets: their loaders have collate functions apart from that of the training data.
     held_out = {
         name: read_held_out(name, source, recipe, task)

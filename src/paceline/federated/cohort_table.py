@@ -4,22 +4,103 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from paceline.comm.net import Net
 from paceline.comm.tally import StepTally
+from paceline.errors import DataError
 from paceline.federated.cohorts import CohortMember
 from paceline.job.mesh import RankGroup
+from paceline.report.run_reader import read_run
 
-RETURNED, NOT_FINITE, NO_SAMPLES = 1.0, 2.0, 3.0
-LEFT_OUT_REASONS = {NOT_FINITE: "its loss or update is not finite", NO_SAMPLES: "it has no samples"}
+RETURNED, NOT_FINITE, NO_SAMPLES, LATE, LOST, INVALID = 1.0, 2.0, 3.0, 4.0, 5.0, 6.0
+LEFT_OUT_REASONS = {
+    NOT_FINITE: "its loss or update is not finite",
+    NO_SAMPLES: "it has no samples",
+    LATE: "it was late",
+    LOST: "it could not be reached",
+    INVALID: "its update has other tensors than the model",
+}
 COHORT_COLUMNS = ("status", "weight", "samples", "steps", "total", "count")
 
 
+def status_of(reason: str) -> float:
+    """Return the status with a reason of `LEFT_OUT_REASONS`."""
+    return next(status for status, text in LEFT_OUT_REASONS.items() if text == reason)
+
+
+class CohortReplay:
+    """The part of a recorded run that its seed does not decide: who was late, and what a buffer held.
+
+    Args:
+        cohorts: events `cohort` of the run.
+        buffers: its events `buffer`; empty if it had none.
+    """
+
+    def __init__(
+        self, cohorts: Sequence[Mapping[str, Any]], buffers: Sequence[Mapping[str, Any]] = ()
+    ) -> None:
+        by_time = {LEFT_OUT_REASONS[LATE], LEFT_OUT_REASONS[LOST]}
+        self._left_out = {
+            int(record["step"]): {n: r for n, r in record["left_out"].items() if r in by_time}
+            for record in cohorts
+        }
+        # First those that were dropped: their clients began other works in the same round.
+        self._taken = {
+            int(record["step"]): [
+                *((name, work) for name, work, _ in record["dropped"]),
+                *zip(record["clients"], record["works"], strict=True),
+            ]
+            for record in buffers
+        }
+        # A client begins each of its works on the weights of the round that the record names.
+        self._begins = {
+            (name, work): int(record["step"]) - age
+            for record in buffers
+            for name, work, age in (
+                *zip(record["clients"], record["works"], record["ages"], strict=True),
+                *record["dropped"],
+            )
+        }
+
+    def left_out(self, step: int) -> Mapping[str, str]:
+        """Return the clients that a round left out for the time that they took, with the reason."""
+        return self._left_out.get(step, {})
+
+    def taken(self, step: int) -> list[tuple[str, int]]:
+        """Return the updates that a round with a buffer dropped and then applied, as client and its work."""
+        return [*self._taken.get(step, ())]
+
+    def next_work(self, name: str, first: int, step: int) -> int | None:
+        """Return the work that a client begins in a round, the first from `first` on; None: there is none."""
+        works = sorted(work for other, work in self._begins if other == name and work >= first)
+        return works[0] if works and self._begins[name, works[0]] == step else None
+
+
+def read_cohort_replay(folder: str | None) -> CohortReplay | None:
+    """Read the cohorts of a run folder; None without one.
+
+    Raises:
+        DataError: the run was not federated, or was resumed.
+    """
+    if folder is None:
+        return None
+    run = read_run(Path(folder))
+    if not run.of("cohort") or len(run.starts) != 1:
+        raise DataError(
+            f"{folder} has no cohorts of a complete federated run",
+            where="debug.replay_arrivals",
+            next_step="name the folder of a run with sync=federated that was not resumed",
+        )
+    return CohortReplay(run.of("cohort"), run.of("buffer"))
+
+
 class CohortTable:
-    """What the ranks agree on in a round: one row of numbers for each position, float64.
+    """Table on which the ranks agree in a round: one row of numbers for each position, float64.
 
     Each rank fills in the rows of its own positions and the others stay zero, so the sum over ranks rounds
     nothing, and everything that is added up afterwards is added in the order of the positions.
@@ -32,8 +113,9 @@ class CohortTable:
 
     def __init__(self, num_positions: int, metric_names: Sequence[str], num_counters: int) -> None:
         self._metric_names = metric_names
-        width = len(COHORT_COLUMNS) + len(metric_names) + num_counters
-        self.rows = torch.zeros(num_positions + 1, width, dtype=torch.float64)
+        self._width = len(COHORT_COLUMNS) + len(metric_names) + num_counters
+        self._written: dict[int, list[float]] = {}
+        self.rows = torch.zeros(num_positions + 1, self._width, dtype=torch.float64)
 
     def write(
         self,
@@ -45,14 +127,16 @@ class CohortTable:
         """Write the row of a position; `head` has the numbers of `COHORT_COLUMNS`."""
         values = [
             *(head.get(name, 0.0) for name in COHORT_COLUMNS),
-            *(metrics[n] for n in self._metric_names if metrics),
+            *(metrics.get(name, 0.0) for name in self._metric_names),
         ]
-        self.rows[position, : len(values)] = torch.tensor(values, dtype=torch.float64)
-        if counters:
-            self.rows[position, -len(counters) :] = torch.tensor(counters, dtype=torch.float64)
+        # One tensor for all rows is made in `agree`: small tensors cost more than their numbers.
+        self._written[position] = [*values, *(counters or [0.0] * (self._width - len(values)))]
 
     def agree(self, net: Net, group: RankGroup, device: torch.device, *, stops: bool) -> None:
         """Sum the rows over the ranks; collective."""
+        if self._written:
+            rows = torch.tensor([*self._written.values()], dtype=torch.float64)
+            self.rows[torch.tensor([*self._written])] = rows
         self.rows[-1, 0] = float(stops)
         if group.size > 1:
             self.rows = net.all_reduce(self.rows.to(device), group).wait().cpu()
@@ -88,22 +172,46 @@ class CohortTable:
         )
 
 
+class LocalSums(NamedTuple):
+    """The sums of the loss over the local steps of a client.
+
+    Args:
+        totals, counts: of each step.
+        metrics: of each step.
+    """
+
+    totals: list[float]
+    counts: list[float]
+    metrics: list[Mapping[str, float]]
+
+    @classmethod
+    def empty(cls) -> LocalSums:
+        """Return those of a client that has taken no step."""
+        return cls([], [], [])
+
+    def add(self, total: float, count: float, metrics: Mapping[str, float]) -> None:
+        """Append the sums of a step."""
+        self.totals.append(total)
+        self.counts.append(count)
+        self.metrics.append(metrics)
+
+
 def write_returned(
     table: CohortTable,
     member: CohortMember,
-    tallies: Sequence[StepTally],
+    sums: LocalSums,
     weight: float,
     num_samples: int,
     counters: Sequence[float],
 ) -> None:
     """Write the row of a client that returned an update."""
-    metrics = {name: math.fsum(t.metrics[name] for t in tallies) for name in tallies[0].metrics}
+    metrics = {name: math.fsum(m[name] for m in sums.metrics) for name in sums.metrics[0]}
     head = {
         "status": RETURNED,
         "weight": weight,
         "samples": float(num_samples),
-        "steps": float(len(tallies)),
-        "total": math.fsum(t.total for t in tallies),
-        "count": math.fsum(t.count for t in tallies),
+        "steps": float(len(sums.totals)),
+        "total": math.fsum(sums.totals),
+        "count": math.fsum(sums.counts),
     }
     table.write(member.position, head, metrics, counters)

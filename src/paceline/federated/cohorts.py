@@ -13,29 +13,32 @@ Source: McMahan et al. 2017, arXiv:1602.05629, Algorithm 1.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import ConcatDataset, Subset
+from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
-from paceline.data.sample_order import KeyedOrder, KeyedPermutation, SampleIndices
+from paceline.data.sample_order import KeyedOrder, SampleIndices, permute
 from paceline.data.task_data import CollatedSamples
-from paceline.data.work import MicroBatch, split_evenly
+from paceline.data.work import MicroBatch, MicroBatchWork, split_evenly
 from paceline.errors import DataError, TaskError, format_count
 from paceline.federated.data_partition import partition
 from paceline.recipe.federated_recipe import FederatedRecipe
 from paceline.recipe.recipe import Recipe
 from paceline.state.keys import key
-from paceline.task import Task
+from paceline.task import LossFunction, Task
 
 if TYPE_CHECKING:
     from paceline.parallel.session_context import SessionContext
 
 _MAX_TABLE_ROWS = 50
+_NUM_DRAWN, _MAX_COHORTS = 512, 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,12 +50,14 @@ class ClientSamples:
         indices: of the samples of each, int64.
         labels: of all samples; None if the data does not show them.
         num_redraws: how often the draw of the partition was repeated.
+        held_out: indices of the samples of each client that it never trains on; empty: there are none.
     """
 
     names: Sequence[str]
     indices: Sequence[SampleIndices]
     labels: NDArray[Any] | None = None
     num_redraws: int = 0
+    held_out: Sequence[SampleIndices] = ()
 
     def __len__(self) -> int:
         return len(self.names)
@@ -63,6 +68,24 @@ class ClientSamples:
         for indices in self.indices:
             digest.update(len(indices).to_bytes(8, "little") + indices.tobytes())
         return digest.hexdigest()
+
+    def holding_out(self, share: float, seed: int) -> ClientSamples:
+        """Return the same clients, of which each keeps a share of its samples from training.
+
+        Which samples follows from the seed, and a client trains on one sample or more if it has any.
+        """
+        if not share:
+            return self
+        trained, held_out = list[SampleIndices](), list[SampleIndices]()
+        for client, indices in enumerate(self.indices):
+            size = len(indices)
+            num_held_out = max(0, min(size - 1, round(share * size)))
+            draws = np.random.Generator(np.random.Philox(key=key(seed, "client held out", client)))
+            is_held_out = np.zeros(size, dtype=bool)
+            is_held_out[draws.permutation(size)[:num_held_out]] = True
+            trained.append(indices[~is_held_out])
+            held_out.append(indices[is_held_out])
+        return replace(self, indices=trained, held_out=held_out)
 
     def record(self, how: str) -> dict[str, Any]:
         """Return the event `partition`: sizes, and of the first clients the samples of each label."""
@@ -79,6 +102,7 @@ class ClientSamples:
             "how": how,
             "clients": len(self),
             "samples": sum(sizes),
+            "held_out": sum(map(len, self.held_out)),
             "smallest": min(sizes),
             "largest": max(sizes),
             "redraws": self.num_redraws,
@@ -97,11 +121,12 @@ def build_clients(recipe: Recipe, task: Task) -> ClientSamples:
     """
     settings, redraws = recipe.federated, list[int]()
     if settings.partition_rule.word == "natural":
-        return _natural_clients(task, settings.clients)
+        return _natural_clients(task, int(settings.clients))
     needs_labels = settings.partition_rule.word in ("labels", "dirichlet")
     labels = read_labels(task.data, required=needs_labels)
     column = labels if labels is not None else np.zeros(len(task.data), dtype=np.int64)
-    parts = partition(column, settings.partition, settings.clients, recipe.seed, on_redraw=redraws.append)
+    num_clients = int(settings.clients)
+    parts = partition(column, settings.partition, num_clients, recipe.seed, on_redraw=redraws.append)
     names = [f"client-{number}" for number in range(len(parts))]
     return ClientSamples(names, parts, labels, len(redraws))
 
@@ -175,7 +200,7 @@ class CohortMember(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ClientOrder:
-    """Who takes part in a round, and on which samples each client trains.
+    """Cohorts of rounds, and the samples on which each client trains.
 
     Args:
         clients: all clients.
@@ -191,19 +216,33 @@ class ClientOrder:
     seed: int
     shuffle: bool = True
     _orders: dict[int, KeyedOrder] = field(default_factory=dict, init=False, repr=False)
+    _cohorts: dict[int, tuple[CohortMember, ...]] = field(default_factory=dict, init=False, repr=False)
     _present: dict[int, tuple[int, list[SampleIndices]]] = field(default_factory=dict, init=False, repr=False)
 
     def cohort(self, round_number: int) -> tuple[CohortMember, ...]:
         """Return the members of a round, by position and by client."""
+        members = self._cohorts.get(round_number)
+        if members is None:
+            if len(self._cohorts) > _MAX_COHORTS:
+                self._cohorts.clear()
+            self._cohorts.update(self._draw_cohorts(round_number))
+            members = self._cohorts[round_number]
+        return members
+
+    def _draw_cohorts(self, first: int) -> Iterator[tuple[int, tuple[CohortMember, ...]]]:
+        """Yield the cohorts of a round and of those that follow it, as many as take the time of one."""
         size, num_clients = self.settings.cohort_size, len(self.clients)
         if size.rate:
-            draws = np.random.Generator(np.random.Philox(key=key(self.seed, "poisson", round_number)))
-            chosen = np.flatnonzero(draws.random(num_clients) < size.rate)
-            return tuple(CohortMember(int(client), int(client)) for client in chosen)
-        permutation = KeyedPermutation(num_clients, key(self.seed, "cohort", round_number))
+            draws = np.random.Generator(np.random.Philox(key=key(self.seed, "poisson", first)))
+            chosen = np.flatnonzero(draws.random(num_clients) < size.rate).tolist()
+            yield first, tuple(CohortMember(client, client) for client in chosen)
+            return
+        rounds = range(first, first + max(1, _NUM_DRAWN // size.number))
+        keys = [key(self.seed, "cohort", number) for number in rounds]
+        drawn = permute(num_clients, keys, np.arange(size.number, dtype=np.int64))
         # Sorted, so that the order in which clients are drawn has no influence on any bit.
-        drawn = np.sort(permutation[np.arange(size.number, dtype=np.int64)])
-        return tuple(CohortMember(position, int(client)) for position, client in enumerate(drawn))
+        for number, clients in zip(rounds, np.sort(drawn, axis=1).tolist(), strict=True):
+            yield number, tuple(CohortMember(position, client) for position, client in enumerate(clients))
 
     def num_local_steps(self, client: int) -> int:
         """Return the number of steps of a client in a round; 0 if it has no samples."""
@@ -244,6 +283,35 @@ class ClientOrder:
             for step, positions in enumerate(self._positions(len(indices), first, num_steps), first)
         )
 
+    def batched_steps(
+        self, round_number: int, members: Sequence[CohortMember]
+    ) -> list[dict[int, MicroBatch]]:
+        """Return the local steps of several clients in the order in which they run as one computation.
+
+        A batched step has batches of equal size, of clients that are in the same pass over their samples;
+        the largest come first.
+
+        Returns:
+            For each batched step the batches by index of the member.
+        """
+        queues = [deque(self.micro_batches(round_number, member)) for member in members]
+        steps = list[dict[int, MicroBatch]]()
+        while any(queues):
+            # The pass that is behind, so that clients of equal size never drift apart.
+            ranks = {
+                index: (self._pass_of(queue[0], members[index].client, round_number), -len(queue[0].indices))
+                for index, queue in enumerate(queues)
+                if queue
+            }
+            first = min(ranks.values())
+            steps.append({index: queues[index].popleft() for index, rank in ranks.items() if rank == first})
+        return steps
+
+    def _pass_of(self, batch: MicroBatch, client: int, round_number: int) -> int:
+        """Return the pass over the samples of a client, counted from that in which the round begins."""
+        order = self._order(len(self.clients.indices[client]))
+        return order.epoch_of(batch.step) - order.epoch_of(round_number * self.num_local_steps(client))
+
     def _positions(self, size: int, first: int, num_steps: int) -> list[SampleIndices]:
         """Return the positions of the samples of some local steps; of a size kept for the round."""
         start, positions = self._present.get(size, (-1, []))
@@ -268,11 +336,19 @@ class CohortWork:
     Args:
         order: of all clients.
         rank, num_ranks: this rank, and how many share the positions of a round.
+        loss: of the task; for clients that run as one batched computation.
+        joins_batches: the batches of a batched step are read as one, since rows of tensors lie next to each
+            other in it.
     """
 
     order: ClientOrder
     rank: int = 0
     num_ranks: int = 1
+    loss: LossFunction | None = None
+    joins_batches: bool = False
+    _batched: dict[int, list[list[dict[int, MicroBatch]]]] = field(
+        default_factory=dict, init=False, repr=False
+    )
 
     @property
     def shards(self) -> int:
@@ -291,16 +367,43 @@ class CohortWork:
 
     def members(self, step: int) -> list[CohortMember]:
         """Return the members of a round at this rank's positions."""
-        block = split_evenly(self.shards, self.num_ranks, self.rank)
+        settings = self.order.settings
+        block = settings.block(split_evenly(settings.num_groups, self.num_ranks, self.rank))
         return [member for member in self.order.cohort(step) if member.position in block]
+
+    def groups(self, step: int) -> list[list[CohortMember]]:
+        """Return the members at this rank's positions whose local steps are one batched computation.
+
+        A group is a block of positions, so who is in it does not depend on the number of ranks.
+        """
+        groups = groupby(self.members(step), lambda member: member.position // self.order.settings.vectorize)
+        return [list(members) for _, members in groups]
 
     def num_micro_batches(self, step: int) -> int:
         return sum(self.order.num_local_steps(member.client) for member in self.members(step))
 
     def micro_batches(self, step: int, version: int | None = None) -> tuple[MicroBatch, ...]:
+        if self.order.settings.vectorize:
+            batched = [self.order.batched_steps(step, members) for members in self.groups(step)]
+            self._batched[step] = batched
+            return tuple(
+                batch for steps in batched for rows in steps for batch in self._read_batches([*rows.values()])
+            )
         return tuple(
             batch for member in self.members(step) for batch in self.order.micro_batches(step, member)
         )
+
+    def batched_steps(self, step: int) -> list[list[dict[int, MicroBatch]]]:
+        """Return the batched steps of each group of a round, whose batches were requested before."""
+        return self._batched.pop(step, None) or [
+            self.order.batched_steps(step, members) for members in self.groups(step)
+        ]
+
+    def _read_batches(self, batches: list[MicroBatch]) -> list[MicroBatch]:
+        """Return the batches of a batched step as they are read."""
+        if not self.joins_batches:
+            return batches
+        return [replace(batches[0], indices=np.concatenate([batch.indices for batch in batches]))]
 
     def part(self, number: int, of: int) -> CohortWork:
         return replace(self, rank=number, num_ranks=of)
@@ -320,13 +423,17 @@ def build_order_of_clients(recipe: Recipe, task: Task) -> ClientOrder:
             next_step="give the task map-style data without a sampler",
         )
     num_passes = recipe.strategy.sync_word.argument
-    return ClientOrder(
-        build_clients(recipe, task), recipe.federated, num_passes, recipe.seed, recipe.batch.shuffle
-    )
+    clients = build_clients(recipe, task).holding_out(recipe.federated.held_out, recipe.seed)
+    return ClientOrder(clients, recipe.federated, num_passes, recipe.seed, recipe.batch.shuffle)
 
 
-def build_cohort_work(context: SessionContext, task: Task) -> CohortWork:
+def build_cohort_work(context: SessionContext, task: Task) -> MicroBatchWork:
     """Build the work of this rank, and note how the data was divided; for `SyncSpec.work`."""
+    if context.recipe.federated.is_networked:
+        # It needs gRPC, which simulated clients do not.
+        from paceline.federated.network_rounds import build_network_work
+
+        return build_network_work(context, task)
     order, data = build_order_of_clients(context.recipe, task), context.mesh.data
     context.note("partition", order.clients.record(context.recipe.federated.partition))
     if order.clients.num_redraws:
@@ -335,4 +442,15 @@ def build_cohort_work(context: SessionContext, task: Task) -> CohortWork:
             f" {format_count(order.clients.num_redraws, 'draw')} left a client without samples, so the next"
             " key was used"
         )
-    return CohortWork(order, data.rank, data.size)
+    joins = task.collate is None and _has_rows(task.data)
+    return CohortWork(order, data.rank, data.size, task.loss, joins)
+
+
+def _has_rows(data: Any) -> bool:
+    """Return whether the samples are rows of tensors, which the default collate function stacks."""
+    match data:
+        case Subset():
+            return _has_rows(data.dataset)
+        case ConcatDataset():
+            return all(map(_has_rows, data.datasets))
+    return type(data) is TensorDataset

@@ -10,8 +10,9 @@ Updates are differenced, weighted and added in float64, so one client alone give
 Floating-point buffers move by the weighted mean of their changes (ADR 2); a counter, an integer buffer of one
 value such as `num_batches_tracked`, by its largest change.
 
-Invariant: after a round all ranks hold the same bits, whatever their number; no rank keeps anything of a
-client. A client without samples, or whose loss or update is not finite, is left out and named.
+Invariant: after a round all ranks hold the same bits, whatever their number; what is kept of a client
+is in `client_keeper`, and nothing elsewhere. A client without samples, or whose loss or update is not finite,
+is left out and named.
 
 Sources: McMahan et al. 2017, arXiv:1602.05629, Algorithm 1 (FedAvg); Hsu et al. 2019, arXiv:1909.06335
 (FedAvgM); Reddi et al. 2021, arXiv:2003.00295 (FedAdam, FedYogi, FedAdagrad); Li et al. 2020,
@@ -29,34 +30,35 @@ import torch
 from torch import Tensor
 
 from paceline.comm.net import Net
-from paceline.comm.reduction.gradients import GradientReduction, Gradients, LocalReducer
+from paceline.comm.reduction.gradients import GradientReduction, Gradients
 from paceline.comm.tally import StepTally
 from paceline.data.work import BatchStream, MicroBatch, MicroBatchWork, TrainingFeed
 from paceline.errors import CheckpointError, NumericError
+from paceline.federated.client_keeper import KeeperRounds
 from paceline.federated.cohort_table import (
     COHORT_COLUMNS,
     LEFT_OUT_REASONS,
     NO_SAMPLES,
     NOT_FINITE,
     RETURNED,
+    CohortReplay,
     CohortTable,
+    LocalSums,
+    status_of,
     write_returned,
 )
 from paceline.federated.cohorts import CohortMember, CohortWork
-from paceline.federated.server_step import ServerStep
+from paceline.federated.server_step import ServerStep, norm_of
+from paceline.federated.vectorized_clients import VectorizedClients
 from paceline.job.mesh import RankGroup
 from paceline.observe.sinks import EventCallback
 from paceline.observe.step_stats import PhaseTimer, StepStats
-from paceline.parallel.gradient_reduction import build_client_reduction
-from paceline.parallel.model_layout import ModelLayout
 from paceline.parallel.model_runner import ModelRunner
-from paceline.parallel.session_context import SessionContext
 from paceline.recipe.recipe import Recipe
 from paceline.state.slot import TensorSlot
 from paceline.state.train_state import TrainState
 from paceline.sync.every_step import EveryStep
-from paceline.sync.outer_optimizer import AdaptiveServer
-from paceline.sync.sync_rule import SyncRule, step_stats
+from paceline.sync.sync_rule import step_stats
 from paceline.sync.update import PendingUpdate, UpdatePart, UpdateResult, UpdateStep, insert_part_before
 
 _BUFFER_SLOT_NAME = "#buffers"
@@ -125,6 +127,8 @@ class FederatedRounds:
         net, phases: as in `EveryStep`.
         note: receives the event `cohort` of each round.
         stop_requested: returns whether this rank was asked to stop.
+        vectorized: makes the batched computation of several clients from the loss of the task.
+        keeper: what the task keeps of each client.
     Wire: one sum of the parameters in float64 (`TreeNodeOwners.calls`) and one all_reduce of the cohort table
         per round, whatever the number of clients.
     """
@@ -141,27 +145,40 @@ class FederatedRounds:
         phases: PhaseTimer,
         note: EventCallback,
         stop_requested: Callable[[], bool] = lambda: False,
+        vectorized: Callable[..., VectorizedClients] | None = None,
+        keeper: KeeperRounds | None = None,
     ) -> None:
+        self._keeper = keeper
         self.inner, self.server, self.reduction = step, server, reduction
         self.settings, self._health = recipe.federated, recipe.health
         self._group, self._net, self._phases = group, net, phases
         self._note, self._stop_requested = note, stop_requested
         self._is_finite, self._num_skipped = True, 0
         self._undo: Callable[[], None] | None = None
+        self.slots: Mapping[TensorSlot, Tensor] = {}
+        self.replay: CohortReplay | None = None
+        self._vectorized: VectorizedClients | None = None
+        self._build_vectorized = vectorized
 
     def rounds(self, feed: TrainingFeed, runner: ModelRunner, update_step: UpdateStep) -> Iterator[StepStats]:
         state, work = update_step.state, cast("CohortWork", feed.work)
-        state.keep(_PARTITION_KEY, PartitionHash(work.order.clients.sha256()))
+        self.keep_clients(state, work)
         local_step = self._local_update_step(update_step)
+        if self._build_vectorized is not None and work.loss is not None:
+            self._vectorized = self._build_vectorized(work.loss, joins_batches=work.joins_batches)
         with feed.from_step(state.step) as stream:
             while state.step < feed.num_steps:
                 self._phases.take()
-                rate = _set_rate(update_step)
+                rate = set_rate(update_step)
                 tally, norm = self._run_round(work, stream, runner, local_step)
                 update = UpdateResult(math.nan if norm is None else norm, rate, applied=norm is not None)
                 state.step += 1
                 steps = range(state.step - 1, state.step)
                 yield step_stats(steps, work, state, tally, update, self._phases, self._net)
+
+    def keep_clients(self, state: TrainState, work: CohortWork) -> None:
+        """Register what a resumed run must know of the clients as state."""
+        state.keep(_PARTITION_KEY, PartitionHash(work.order.clients.sha256()))
 
     def abort(self) -> None:
         self.inner.abort()
@@ -188,12 +205,13 @@ class FederatedRounds:
             state.num_updates = num_updates
 
         self._undo = undo
-        counters = _counters(runner.buffers.names, buffers)
+        counters = find_counters(runner.buffers.names, buffers)
         table = CohortTable(work.shards, runner.metric_names.names or (), len(counters))
-        for member in work.members(state.step):
-            self._run_client(work, member, stream, runner, local_step, table, counters)
-            # The weights of this client must not be those from which the next one starts.
-            undo()
+        names = list[str]()
+        if self._keeper is not None:
+            names = [work.order.clients.names[member.client] for member in work.order.cohort(state.step)]
+            self._keeper.begin_round(names)
+        self.run_cohort(work, stream, runner, local_step, table, counters, undo)
         self.begin_client(state.optimizer)  # no moment of the last client may reach a checkpoint
         self._phases.begin("communication")
         self.reduction.close()
@@ -201,10 +219,44 @@ class FederatedRounds:
         sums = self.reduction.finish().tensors
         self._phases.begin("optimizer")
         norm = self._apply(table, sums, runner, buffers, counters, state)
+        if self._keeper is not None:
+            self._keeper.end_round(names, sums.get(self._keeper.slot))
         state.num_updates = num_updates + (norm is not None)
         self._report(work, table, state.step)
         self._undo = None
         return table.tally(), norm
+
+    def run_cohort(
+        self,
+        work: CohortWork,
+        stream: BatchStream,
+        runner: ModelRunner,
+        local_step: UpdateStep,
+        table: CohortTable,
+        counters: Sequence[int],
+        undo: Callable[[], None],
+    ) -> None:
+        """Add the updates of the clients at this rank's positions to the tree.
+
+        Args:
+            undo: returns to the start of the round.
+        """
+        step = local_step.state.step
+        if self.settings.vectorize:
+            for members, steps in zip(work.groups(step), work.batched_steps(step), strict=True):
+                self._run_group(work, members, steps, stream, table)
+            return
+        late = {} if self.replay is None else self.replay.left_out(step)
+        for member in work.members(step):
+            if reason := late.get(work.order.clients.names[member.client]):
+                table.write(member.position, {"status": status_of(reason)}, {}, ())
+                # The stream holds its batches nevertheless.
+                for _ in work.order.batch_sizes(step, member.client):
+                    next(stream)
+                continue
+            self._run_client(work, member, stream, runner, local_step, table, counters)
+            # The weights of this client must not be those from which the next one starts.
+            undo()
 
     def _apply(
         self,
@@ -284,12 +336,14 @@ class FederatedRounds:
             return
         buffers, num_updates = runner.buffers.values(), state.num_updates
         self.begin_client(state.optimizer)
-        tallies = list[StepTally]()
-        self._is_finite = True
+        sums, self._is_finite = LocalSums.empty(), True
+        name = work.order.clients.names[member.client]
+        if self._keeper is not None:
+            self._keeper.begin_client(name)
         for number, size in enumerate(sizes):
             state.num_updates = num_updates  # local steps are no updates of the run
             tally, _ = self.inner.step(LocalStepWork(size), stream, runner, local_step)
-            tallies.append(tally)
+            sums.add(tally.total, tally.count, tally.metrics)
             if not (self._is_finite and math.isfinite(tally.total)):
                 # The stream holds the other batches of this client before those of the next one.
                 for _ in sizes[number + 1 :]:
@@ -297,19 +351,73 @@ class FederatedRounds:
                 self._is_finite = False
                 break
         update = self.server.client_update()
-        norm = math.hypot(*(float(n) for n in torch._foreach_norm(update)), 0.0)
+        whole = [vector.clone() for vector in update] if self._keeper is not None else []
+        moved = _moved(runner, buffers, counters)
+        weight = self._add_update(member, num_samples, update, sums, table, moved)
+        if buffers and weight is not None:
+            change = runner.buffers.weighted_change_since(buffers, weight)
+            self.reduction.ready(buffer_slot(change), change)
+        if self._keeper is not None and weight is not None:
+            by_name = {slot.name: value for slot, value in self.server.by_parameter(whole).items()}
+            rate = float(state.optimizer.param_groups[0]["lr"])
+            steps, clients = len(sums.totals), len(work.order.clients)
+            added = self._keeper.end_client(name, by_name, steps, rate, clients)
+            if added.numel():
+                self.reduction.ready(self._keeper.slot, added)
+
+    def _add_update(
+        self,
+        member: CohortMember,
+        num_samples: int,
+        update: list[Tensor],
+        sums: LocalSums,
+        table: CohortTable,
+        moved: Sequence[float] = (),
+    ) -> float | None:
+        """Add the update of a client to the tree, and its numbers to the table.
+
+        Args:
+            update: one vector for each of the server's; changed.
+            moved: by how much its counters have advanced.
+        Returns:
+            The weight of the client; None if it is left out.
+        """
+        norm = norm_of(update)
         if not (self._is_finite and math.isfinite(norm)):
             table.write(member.position, {"status": NOT_FINITE, "samples": num_samples}, {}, ())
-            return
+            return None
         weight, clip = self.client_weight(num_samples), self.settings.clip_norm
+        if clip:
+            # By parameter, so that the factor does not depend on how parameters share vectors.
+            parts = [*self.server.by_parameter(update).values()]
+            norm = math.hypot(*(float(n) for n in torch._foreach_norm(parts)), 0.0)
         torch._foreach_mul_(update, weight * (clip / norm if 0.0 < clip < norm else 1.0))
         self.reduction.micro_batch(range(member.position, member.position + 1), False)
-        for slot, value in zip(self.server.wide, update, strict=True):
+        for slot, value in zip(self.server.vectors, update, strict=True):
             self.reduction.ready(slot, value)
-        if buffers:
-            change = runner.buffers.weighted_change_since(buffers, weight)
-            self.reduction.ready(_buffer_slot(change), change)
-        write_returned(table, member, tallies, weight, num_samples, _moved(runner, buffers, counters))
+        write_returned(table, member, sums, weight, num_samples, moved)
+        return weight
+
+    def _run_group(
+        self,
+        work: CohortWork,
+        members: Sequence[CohortMember],
+        steps: Sequence[Mapping[int, MicroBatch]],
+        stream: BatchStream,
+        table: CohortTable,
+    ) -> None:
+        """Train the clients of a group as one computation, and add their updates."""
+        assert self._vectorized is not None
+        sizes = [len(work.order.clients.indices[member.client]) for member in members]
+        trained, sums = self._vectorized.train(len(members), steps, stream)
+        updates = self.server.client_updates(trained)
+        for index, (member, num_samples) in enumerate(zip(members, sizes, strict=True)):
+            if not num_samples:
+                table.write(member.position, {"status": NO_SAMPLES}, {}, ())
+                continue
+            self._is_finite = all(map(math.isfinite, sums[index].totals))
+            update = [values[index] for values in updates]
+            self._add_update(member, num_samples, update, sums[index], table)
 
     def _local_update_step(self, update_step: UpdateStep) -> UpdateStep:
         """Return the update step of a client: with the proximal term, and without the guard of a global step.
@@ -320,8 +428,20 @@ class FederatedRounds:
         parts = {name: part for name, part in update_step.parts.items() if name not in ("watch", "rate")}
         if self.settings.proximal:
             parts = insert_part_before(parts, "norm", "proximal", self._proximal_part())
+        if self._keeper is not None:
+            parts = insert_part_before(parts, "norm", "correction", self._correct)
         parts["finite"] = self._leave_out
         return UpdateStep(update_step.state, update_step.updates, parts)
+
+    def _correct(self, record: PendingUpdate) -> None:
+        """Add the correction of the client to its gradient: a part of the update step."""
+        assert self._keeper is not None
+        for slot, grad in record.grads.tensors.items():
+            correction = self._keeper.correction.get(slot.name)
+            if correction is not None and grad is not None:
+                grad.add_(correction.to(grad.dtype), alpha=record.divisor)
+        norms = torch._foreach_norm([*record.grads.flats]) if record.grads.norms else ()
+        record.grads = replace(record.grads, norms=norms)
 
     def _leave_out(self, record: PendingUpdate) -> None:
         """End a step whose gradient is not finite: a part of the update step."""
@@ -361,11 +481,12 @@ class FederatedRounds:
             "samples": int(math.fsum(table.returned()[:, COHORT_COLUMNS.index("samples")].tolist())),
             "down_bytes": client_bytes * len(cohort),
             "up_bytes": client_bytes * (len(cohort) - len(left_out)),
+            "bytes": {},
         }
         self._note("cohort", record)
 
 
-def _set_rate(step: UpdateStep) -> float:
+def set_rate(step: UpdateStep) -> float:
     """Set the rates of the round, on a rank without a client as well; return that of the first group."""
     record = PendingUpdate(step.state, {}, Gradients({}, (), ()), _EMPTY_TALLY)
     step.parts["rate"](record)
@@ -375,11 +496,11 @@ def _set_rate(step: UpdateStep) -> float:
 _EMPTY_TALLY = StepTally(0.0, 0.0, 0.0, {}, 0.0, (), torch.zeros(0, dtype=torch.float64))
 
 
-def _buffer_slot(values: Tensor) -> TensorSlot:
+def buffer_slot(values: Tensor) -> TensorSlot:
     return TensorSlot.whole(_BUFFER_SLOT_NAME, values)
 
 
-def _counters(names: Sequence[str], buffers: Sequence[Tensor]) -> list[int]:
+def find_counters(names: Sequence[str], buffers: Sequence[Tensor]) -> list[int]:
     """Return the indices of the counters: integer buffers of one value."""
     return [
         index
@@ -391,39 +512,3 @@ def _counters(names: Sequence[str], buffers: Sequence[Tensor]) -> list[int]:
 def _moved(runner: ModelRunner, before: Sequence[Tensor], counters: Sequence[int]) -> list[float]:
     now = runner.buffers.values() if counters else ()
     return [float(now[index] - before[index]) for index in counters]
-
-
-def build_federated_rounds(context: SessionContext, layout: ModelLayout, state: TrainState) -> SyncRule:
-    """Build the rule, and register the moments of the server optimizer as state; collective."""
-    recipe, runner = context.recipe, layout.runner
-    outer = recipe.outer
-
-    def build(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        if outer.name == "sgd":
-            return torch.optim.SGD(groups, lr=outer.lr, momentum=outer.momentum)
-        return AdaptiveServer(groups, outer.name, outer.lr, outer.betas, outer.eps)
-
-    server = ServerStep(runner.sharded_model.updates, build)
-    tensors: dict[TensorSlot, Tensor] = {slot: p.detach() for slot, p in server.wide.items()}
-    if runner.buffers.num_values:
-        values = torch.zeros(runner.buffers.num_values, dtype=torch.float64, device=context.device)
-        tensors[_buffer_slot(values)] = values
-    state.extra_states["server"] = server
-    step = (context.components.rule or EveryStep)(
-        context.mesh.inside,
-        context.net,
-        LocalReducer(dict(runner.sharded_model.computes)),
-        phases=context.phases,
-        items_per_sample=context.rule_inputs.items_per_sample,
-    )
-    return (context.components.federated or FederatedRounds)(
-        step,
-        server,
-        build_client_reduction(context, tensors),
-        recipe,
-        group=context.mesh.data,
-        net=context.net,
-        phases=context.phases,
-        note=context.note,
-        stop_requested=context.rule_inputs.stop_requested,
-    )

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.errors import CommunicationError
 from paceline.job.addresses import interface_towards
+from paceline.job.engines import EnginePlace, named_by_proxy, place_from, store_endpoint_of
 from paceline.job.epochs import (
     InitialRendezvous,
     MemberCandidate,
@@ -59,43 +60,67 @@ def token_from_environment() -> str:
     return os.environ.get("PACELINE_TOKEN", "")
 
 
-def count_foreign_tasks(values: Mapping[str, str]) -> tuple[str, int]:
-    """Return the command that has started this process as one of several tasks, and their number; pure.
-
-    Args:
-        values: the variables that Slurm, Open MPI or another MPI have set.
-    Returns:
-        An empty name and 1 for a process that nothing of this kind has started. A shell of `salloc` and the
-        script of `sbatch` have no other tasks, although they know the number that `srun` would start.
-    """
-    in_step = "SLURM_PROCID" in values and ("SLURM_STEP_ID" in values or values.get("ENVIRONMENT") != "BATCH")
-    step_tasks = values.get("SLURM_STEP_NUM_TASKS", values.get("SLURM_NTASKS", "")) if in_step else ""
-    counts = {
-        "srun": step_tasks,
-        "mpirun": values.get("OMPI_COMM_WORLD_SIZE", ""),
-        "mpiexec": values.get("PMI_SIZE", ""),
-    }
-    return next(((name, int(n)) for name, n in counts.items() if n.isdecimal() and int(n) > 1), ("", 1))
+def current_place() -> EnginePlace | None:
+    """Return the place that an engine has given to this process; see `place_from`."""
+    return named_by_proxy(place_from(process_environment(), has_terminal=_has_terminal()))
 
 
-def refuse_foreign_tasks(values: Mapping[str, str], num_nodes: int = 1) -> None:
+def _has_terminal() -> bool:
+    try:
+        return os.isatty(0)
+    except OSError:  # standard input is closed
+        return False
+
+
+def refuse_engine_tasks(place: EnginePlace | None, what: str) -> None:
     """Raise an error if this process would do alone what other tasks of the same command do as well; pure.
 
     Args:
-        num_nodes: number of nodes of the job; a launcher on each of several nodes may be one task each.
+        what: the command, as in "paceline sweep".
     Raises:
-        CommunicationError: `srun` or `mpirun` has started several tasks, and none has a rank.
+        CommunicationError: an engine has started several tasks.
     """
-    command, num_tasks = count_foreign_tasks(values)
-    if not command or num_nodes > 1 or _has_rank(values):
+    if place is None:
         return
     raise CommunicationError(
-        f"this is one of {num_tasks} tasks of {command}, and none has a rank: each of them would do the same"
-        " job, on its own",
-        where="the environment variables of this process",
-        next_step=f"start one task on each node ({command} -n 1), and let Paceline start the processes: -n"
-        f" {num_tasks}; for several nodes add --nodes, --node-rank and --rendezvous",
+        f"this is task {place.global_rank} of {place.world_size} of {place.command}, and {what} starts its"
+        " jobs by itself: each task would do all of it",
+        where=f"the variables of {place.engine}: {place.settings}",
+        next_step=f"start it as one task ({place.command} -n 1)",
     )
+
+
+def read_engine_place(place: EnginePlace, values: Mapping[str, str]) -> dict[str, Any]:
+    """Return the arguments of `Cluster` for a process that an engine has started as one rank.
+
+    Raises:
+        CommunicationError: rank 0 cannot be found, or the job has several nodes and no key.
+    """
+    token = values.get("PACELINE_TOKEN", "")
+    if not token and place.num_nodes > 1:
+        raise CommunicationError(
+            f"a job on {place.num_nodes} nodes needs a key: without it, anyone who reaches the rendezvous"
+            " could join",
+            where=f"the variables of {place.engine}: {place.settings}",
+            next_step="export PACELINE_TOKEN=$(openssl rand -hex 32) before the command (srun passes it on;"
+            " mpirun -x PACELINE_TOKEN), or pass --insecure on a network that you trust",
+        )
+    address, port = store_endpoint_of(place, values)
+    return {
+        "global_rank": place.global_rank,
+        "world_size": place.world_size,
+        "local_rank": place.local_rank,
+        "local_world_size": place.local_world_size,
+        "node_rank": place.node_rank,
+        "num_nodes": place.num_nodes,
+        "address": address,
+        "port": port,
+        "listen_fd": None,
+        "token": token or place.job,
+        "error_dir": None,
+        "launched": True,
+        "tls": values.get("PACELINE_TLS", "auto"),
+    }
 
 
 def _has_rank(values: Mapping[str, str]) -> bool:
@@ -135,6 +160,7 @@ def read_rank_variables(values: Mapping[str, str]) -> dict[str, Any]:
         "beacon_port": _integer(values, "PACELINE_BEACON_PORT", 0),
         "tls": values.get("PACELINE_TLS", "auto"),
         "faults_dir": _optional_path(values, "PACELINE_FAULTS"),
+        "joins": values.get("PACELINE_JOINS") == "1",
     }
 
 
@@ -190,6 +216,7 @@ class Cluster:
         beacon_port: port on which this node's launcher can be probed; 0: none.
         faults_dir: folder through which the lab injects faults into this worker; None: no faults.
         tls: whether connections to the store are encrypted: "on", "off", or "auto" (with several nodes).
+        joins: this process joins a running job, in which `global_rank` is its number (`join`).
         membership: the membership that `connect` returned; None: not connected, or a single process.
     """
 
@@ -211,6 +238,7 @@ class Cluster:
     faults_dir: Path | None = None
     store_fd: int | None = None
     tls: str = "auto"
+    joins: bool = False
     membership: JobMembership | None = field(default=None, compare=False, repr=False)
 
     @classmethod
@@ -220,22 +248,33 @@ class Cluster:
 
     @classmethod
     def of_worker(cls) -> Cluster | None:
-        """Return the cluster if Paceline's launcher or torchrun started this process; None if a user did."""
-        return cls.from_env() if _has_rank(process_environment()) else None
+        """Return the cluster if a launcher or an engine started this process as a rank; else None."""
+        values = process_environment()
+        place = current_place()
+        is_rank = _has_rank(values) or (place is not None and not place.starts_launchers)
+        return cls.from_env() if is_rank else None
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Cluster:
-        """Read the variables that torchrun or Paceline's launcher set; without them, return `single()`.
+        """Read the variables of Paceline's launcher, torchrun or another engine; else return `single()`.
 
         Raises:
-            CommunicationError: some variables are missing or contradict each other, or `srun` or `mpirun` has
-                started several processes without a rank.
+            CommunicationError: some variables are missing or contradict each other; the job has several nodes
+                and no key; or this process has to be a launcher (a pod of Kubernetes).
         """
         values = process_environment() if environ is None else environ
-        if not _has_rank(values):
-            refuse_foreign_tasks(values)
+        place = current_place() if environ is None else named_by_proxy(place_from(values))
+        if _has_rank(values) and (place is None or place.engine == "torchrun"):
+            return cls(**read_rank_variables(values))._checked()
+        if place is None:
             return cls.single()
-        return cls(**read_rank_variables(values))._checked()
+        if place.starts_launchers:
+            raise CommunicationError(
+                f"this is pod {place.global_rank} of {place.world_size}, which starts the ranks of its node",
+                where=f"the variables of {place.engine}: {place.settings}",
+                next_step="start a recipe by `paceline train`, or a script by `paceline run SCRIPT`",
+            )
+        return cls(**read_engine_place(place, values))
 
     def _checked(self) -> Cluster:
         one_node = (self.local_rank, self.local_world_size) == (self.global_rank, self.world_size)
@@ -245,7 +284,7 @@ class Cluster:
             and 0 <= self.node_rank < self.num_nodes <= self.world_size
             and (self.num_nodes > 1 or one_node)
         )
-        if not consistent:
+        if not consistent and not self.joins:
             raise environment_error(
                 f"the variables contradict each other: RANK={self.global_rank} of"
                 f" WORLD_SIZE={self.world_size}, LOCAL_RANK={self.local_rank} of"
@@ -330,7 +369,9 @@ class Cluster:
 
     def enter_phase(self, what: str, seconds: float | None = None) -> None:
         """Report to the launcher what this process does, and how long that may take (None: any time)."""
-        enter_phase(self.error_dir, self.global_rank, what, seconds)
+        # The launcher knows a process by its number, which stays when its rank changes.
+        number = self.global_rank if self.membership is None else self.membership.number
+        enter_phase(self.error_dir, number, what, seconds)
 
     def await_ranks(self, what: str, seconds: float, log: Callable[[str], object]) -> None:
         """Wait until every rank has done `what`; a single process does not wait.

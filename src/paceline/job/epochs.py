@@ -188,6 +188,14 @@ def join_running_job(candidate: MemberCandidate) -> JobMembership:
     )
 
 
+def waiting_processes(membership: JobMembership) -> list[int]:
+    """Return the numbers of processes that have asked to join and can be admitted now."""
+    store, members = membership.store, membership.members
+    joining = _join_requests(store)
+    new = set(joining).difference(members)
+    return sorted(new - store.lost()) if new else []
+
+
 def choose_members(
     members: Sequence[int], present: Collection[int], joining: Sequence[int], lost_members: Collection[int]
 ) -> list[int]:

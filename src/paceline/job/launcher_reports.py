@@ -20,6 +20,8 @@ CONNECTED = "running with the others"
 TRAINING = "training"
 TRAINING_FOR_SERVER = "training for a server"
 """The phase in which the job can continue without a worker that is lost."""
+TRAINING_ELASTIC = "training as one of several replicas"
+"""The phase in which the other ranks continue without one that is lost."""
 LEAVING = "leaving"
 NOTHING_TO_SAVE = "stopped before the first step: there was nothing to save"
 
@@ -63,6 +65,21 @@ def read_phase(folder: Path, global_rank: int) -> WorkerPhase | None:
         return WorkerPhase(str(phase["what"]), None if phase["until"] is None else float(phase["until"]))
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
+
+
+def error_file(folder: Path, global_rank: int) -> Path:
+    """Return the file in which a worker reports its exception."""
+    return folder / f"rank-{global_rank}.json"
+
+
+def has_raised(folder: Path | None, global_rank: int) -> bool:
+    """Return whether a worker of this node has reported an exception that is not about a lost rank."""
+    if folder is None:
+        return False
+    try:
+        return not json.loads(error_file(folder, global_rank).read_text(encoding="utf-8"))["connection"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return False
 
 
 def clear_phase(folder: Path, global_rank: int) -> None:

@@ -95,7 +95,8 @@ def _serve_store(access: StoreAccess) -> socket.socket:
             return _connect_once(access, HELLO_SECONDS)
         raise CommunicationError(
             f"rank {access.number} cannot serve the store of {access.job}: {error.strerror or error}",
-            next_step="check that this is an address of node 0 and that the port is free there",
+            next_step="check that this is an address of node 0 and that the port is free there; another port:"
+            " --rendezvous HOST:PORT, or PACELINE_RENDEZVOUS=HOST:PORT on all ranks",
         ) from error
     server = StoreServer()
     server.admit(listener, access.token, tls=access.tls)

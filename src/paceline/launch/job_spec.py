@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 from paceline.errors import RecipeError
+from paceline.job.launcher_reports import error_file
 from paceline.launch.shutdown import ShutdownTimeouts
 
 _ADVICE = (
@@ -43,6 +44,8 @@ class LaunchJob:
             nothing to save, and a signal ends the job at once.
         servers: number of server ranks, which come first. Once a step has begun, only the failure of a server
             ends the job, and rank 0 checks whether enough workers are left; 0: any failure ends it.
+        max_replacements: how many workers may be started in place of lost ones, which the other ranks
+            continue without; on one node only.
         tls: whether the nodes encrypt their connections to the store of the job; "auto": if there are
             several.
     Raises:
@@ -61,6 +64,7 @@ class LaunchJob:
     timeouts: ShutdownTimeouts = field(default_factory=ShutdownTimeouts)
     announces: bool = False
     servers: int = 0
+    max_replacements: int = 0
     tls: Literal["auto", "on", "off"] = "auto"
 
     def __post_init__(self) -> None:
@@ -111,12 +115,15 @@ class LaunchJob:
 STORE_FD, LISTEN_FD = "PACELINE_STORE_FD", "PACELINE_LISTEN_FD"
 """Variables with the number of an inherited open file: the connection to the store, and torch's listener."""
 
+JOINS = "PACELINE_JOINS"
+"""Variable of a process that joins a running job; RANK is its number, which no process of the job has had."""
+
 TORCH_PORT = "torch/port"
 """The key in the store under which workers of other nodes find the port of torch's own store."""
 
 _PACELINE_VARIABLES = (
     *(STORE_FD, LISTEN_FD, "PACELINE_STORE_PORT"),
-    *("PACELINE_TOKEN", "PACELINE_ERROR_DIR", "PACELINE_BEACON_PORT", "PACELINE_TLS"),
+    *("PACELINE_TOKEN", "PACELINE_ERROR_DIR", "PACELINE_BEACON_PORT", "PACELINE_TLS", JOINS),
 )
 _FOREIGN_PREFIX = "TORCHELASTIC_"
 
@@ -200,11 +207,6 @@ def script_command(script: str, *arguments: str) -> tuple[str, ...]:
     return (sys.executable, "-m", "paceline.launch", script, *arguments)
 
 
-def error_file(folder: Path, global_rank: int) -> Path:
-    """Return the file in which a worker reports its exception."""
-    return folder / f"rank-{global_rank}.json"
-
-
 def stack_file(folder: Path, global_rank: int) -> Path:
     """Return the file to which a worker writes its stack when the launcher requests it."""
     return folder / f"rank-{global_rank}.stack"
@@ -225,6 +227,34 @@ def render_workers(
     """
     common = common_environment(environ)
     return tuple(_render_worker(job, context, common, local) for local in range(job.num_processes))
+
+
+def render_replacement(
+    job: LaunchJob, context: NodeContext, environ: Mapping[str, str], number: int, local_rank: int
+) -> WorkerSpec:
+    """Return a worker that joins the running job in place of a lost one.
+
+    Args:
+        context: its `store_fds` has one connection, that of the new process.
+        number: the number of the new process, which no other process of the job has had.
+        local_rank: of the lost worker, whose device it takes over.
+    """
+    spec = _render_worker(job, replace(context, listen_fd=None), common_environment(environ), 0)
+    changed = {
+        "RANK": str(number),
+        "LOCAL_RANK": str(local_rank),
+        JOINS: "1",
+    }
+    folder = context.folder
+    return replace(
+        spec,
+        global_rank=number,
+        local_rank=local_rank,
+        environ={**spec.environ, **changed},
+        log_file=folder / f"rank-{number}.log",
+        error_file=error_file(folder, number),
+        stack_file=stack_file(folder, number),
+    )
 
 
 def _render_worker(

@@ -16,13 +16,22 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 
 from paceline.job.cluster import process_environment
 from paceline.job.cpu_count import num_cores
 from paceline.job.launcher_reports import NOTHING_TO_SAVE, clear_node_list, clear_phase
 from paceline.launch.fork_client import ForkClient, fork_server, is_worthwhile
-from paceline.launch.job_spec import LaunchJob, NodeContext, WorkerSpec, render_workers, socket_folder
+from paceline.launch.job_spec import (
+    JOINS,
+    LaunchJob,
+    NodeContext,
+    WorkerSpec,
+    render_replacement,
+    render_workers,
+    socket_folder,
+)
 from paceline.launch.node_liveness import NodeLivenessProbe
 from paceline.launch.outcome import (
     LaunchOutcome,
@@ -74,16 +83,19 @@ def launch(
         with (
             NodeLivenessProbe(job.nodes, job.node_rank, Path(folder), job.meeting) as peers,
             serve_store(job, write) as (endpoint, token),
-            _running_workers(
-                job, Path(folder), inherited, (endpoint, token, peers.port), shutdown
-            ) as workers,
+            _running_workers(job, Path(folder), inherited, (endpoint, token, peers.port), shutdown) as (
+                workers,
+                replacements,
+            ),
         ):
             shows = job.output in ("prefixed", "shown")
             follower = LogFollower([worker.spec for worker in workers], write) if shows else None
             monitor = StuckWorkerMonitor(
                 workers, job.timeouts.stuck_seconds, time.monotonic(), write, job.servers
             )
-            losses = ToleratedLosses(job.servers, write, endpoint.mark_lost)
+            losses = ToleratedLosses(
+                workers, job.servers, write, endpoint.mark_lost, replacements.is_replacement
+            )
             _supervise(
                 workers,
                 shutdown,
@@ -91,6 +103,7 @@ def launch(
                 follower,
                 losses,
                 lambda worker: _record_end(worker, shutdown, peers, endpoint),
+                replacements.start,
             )
             outcome = _build_outcome(job, losses.judged_workers(workers), shutdown, peers)
     if outcome.report:
@@ -153,8 +166,10 @@ def _running_workers(
     environ: Mapping[str, str],
     rendezvous: tuple[StoreEndpoint, str, int],
     shutdown: ShutdownPlan,
-) -> Iterator[Sequence[WorkerProcess]]:
+) -> Iterator[tuple[list[WorkerProcess], ReplacementStarter]]:
     """Start all workers of the node; at the end of the block, none of their sessions is left.
+
+    Yields the workers, and what starts others in place of lost ones.
 
     Args:
         rendezvous: the store, the key of the job, and the port on which this launcher can be probed.
@@ -176,17 +191,63 @@ def _running_workers(
                 beacon_port,
             )
             specs = render_workers(job, context, environ)
-            # the server may end at once: the processes that it has forked belong to a child of its own
-            with _fork_server_for(specs, num_cores(), environ) as variables:
+            # The server may end at once: the processes that it has forked belong to a child of its own. Where
+            # workers may be replaced it stays, so that a new one starts in a moment.
+            with ExitStack() as serving:
+                stays = forking if job.max_replacements else serving
+                variables = stays.enter_context(_fork_server_for(specs, num_cores(), environ))
                 reaper.remove_at_death(*map(Path, variables.values()))
                 forks = forking.enter_context(ForkClient({**environ, **variables}, shutdown.stop_requested))
                 _start_workers(workers, specs, reaper, forks, shutdown)
             endpoint.hand_over()
-            yield workers
+            yield workers, ReplacementStarter(job, context, environ, endpoint, reaper, forks)
         finally:
             for worker in workers:
                 worker.kill(UNKILLABLE_SECONDS)
                 remove_worker_files(worker.spec)
+
+
+class ReplacementStarter:
+    """A starter of workers that join the running job in place of lost ones.
+
+    Args:
+        job, context: of the node; the store must be served here.
+        environ: the variables that workers inherit.
+    """
+
+    def __init__(
+        self,
+        job: LaunchJob,
+        context: NodeContext,
+        environ: Mapping[str, str],
+        endpoint: StoreEndpoint,
+        reaper: SessionReaper,
+        forks: ForkClient,
+    ) -> None:
+        self._job, self._context, self._environ = job, context, environ
+        self._endpoint, self._reaper = endpoint, reaper
+        self._forks = forks
+        self._num_started = 0
+
+    def is_replacement(self, worker: WorkerProcess) -> bool:
+        """Return whether this worker was started in place of another one."""
+        return worker.spec.global_rank >= self._job.world_size
+
+    def start(self, lost: WorkerProcess) -> WorkerProcess | None:
+        """Start a worker in place of a lost one; None if no more may be started."""
+        job = self._job
+        if self._num_started >= job.max_replacements or job.nodes > 1:
+            return None
+        number = job.world_size + self._num_started
+        connection = self._endpoint.new_connection(number)
+        if connection is None:
+            return None
+        self._num_started += 1
+        with connection:
+            context = replace(self._context, store_fds=(connection.fileno(),))
+            spec = render_replacement(job, context, self._environ, number, lost.spec.local_rank)
+            _remove_earlier_files(spec)
+            return start_worker(spec, self._reaper, self._forks)
 
 
 def _fork_server_for(
@@ -243,14 +304,19 @@ def append_traceback(spec: WorkerSpec) -> None:
 
 
 def _supervise(
-    workers: Sequence[WorkerProcess],
+    workers: list[WorkerProcess],
     shutdown: ShutdownPlan,
     monitor: StuckWorkerMonitor,
     follower: LogFollower | None,
     losses: ToleratedLosses,
     record_end: Callable[[WorkerProcess], None],
+    start_replacement: Callable[[WorkerProcess], WorkerProcess | None],
 ) -> None:
-    """Wait until every worker has ended, and end them when it is time."""
+    """Wait until every worker has ended, and end them when it is time.
+
+    Args:
+        workers: those that are started in place of lost ones are appended.
+    """
     while any(worker.ended_at is None for worker in workers):
         wait_for_end(workers, _TICK_SECONDS)
         now = time.monotonic()
@@ -261,13 +327,25 @@ def _supervise(
         # After the poll: what a worker reported before it ended counts.
         if not shutdown.begun and monitor.begun():
             shutdown.on_begin(now)
+        tolerated = []
         for worker in ended:
-            if not losses.tolerates(worker, shutdown):
+            if losses.tolerates(worker, shutdown):
+                tolerated.append(worker)
+            else:
                 record_end(worker)
         for worker in monitor.late(now):
-            if not losses.kill_if_tolerated(worker, shutdown):
+            if losses.kill_if_tolerated(worker, shutdown):
+                tolerated.append(worker)
+            else:
                 worker.kill(UNKILLABLE_SECONDS)
                 shutdown.on_failure(now)
+        for worker in filter(losses.is_replaceable, tolerated):
+            replacement = start_replacement(worker)
+            if replacement is not None:
+                workers.append(replacement)
+                if follower is not None:
+                    follower.add(replacement.spec)
+        losses.end_unjoined()
         if follower is not None:
             follower.show()
         if _carry_out_shutdown(workers, shutdown, now) == "kill":
@@ -317,14 +395,20 @@ class LogFollower:
     """
 
     def __init__(self, specs: Sequence[WorkerSpec], write: TextOutput) -> None:
-        self._files: dict[int, Path] = {
-            spec.global_rank: spec.log_file for spec in specs if spec.log_file is not None
-        }
-        self._prefixes = {
-            spec.global_rank: f"[rank {spec.global_rank}] " if spec.local_rank else "" for spec in specs
-        }
-        self._offsets = {rank: path.stat().st_size for rank, path in self._files.items()}
+        self._files: dict[int, Path] = {}
+        self._prefixes: dict[int, str] = {}
+        self._offsets: dict[int, int] = {}
         self._write = write
+        for spec in specs:
+            self.add(spec)
+
+    def add(self, spec: WorkerSpec) -> None:
+        """Follow one more worker, if it has a log file."""
+        if spec.log_file is None:
+            return
+        rank = spec.global_rank
+        self._files[rank], self._offsets[rank] = spec.log_file, spec.log_file.stat().st_size
+        self._prefixes[rank] = f"[rank {rank}] " if spec.local_rank or JOINS in spec.environ else ""
 
     def show(self) -> None:
         """Write all complete lines that are new."""

@@ -11,12 +11,13 @@ import errno
 import secrets
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from paceline.errors import CommunicationError
 from paceline.job.addresses import format_address, listen_at, loopback_address
 from paceline.job.cluster import LOOPBACK
+from paceline.job.engines import refuse_loopback_name
 from paceline.job.handshake import needs_encryption
 from paceline.job.store_server import StoreServer
 from paceline.launch.job_spec import TORCH_PORT, LaunchJob
@@ -48,6 +49,10 @@ class StoreEndpoint:
         for connection in (*self.connections, *([] if self.listener is None else [self.listener])):
             connection.close()
         self.connections, self.listener = [], None
+
+    def new_connection(self, global_rank: int) -> socket.socket | None:
+        """Return a connection to the store for one more process; None if the store is on another node."""
+        return None if self.server is None else self.server.connection_for(global_rank)
 
     def mark_lost(self, global_rank: int) -> None:
         """Count a worker that has ended as gone."""
@@ -87,6 +92,8 @@ def bind_endpoint(job: LaunchJob, token: str, log: Callable[[str], object]) -> S
     host, port = job.endpoint if job.rendezvous else (loopback_address(), 0)
     if job.node_rank > 0:
         return StoreEndpoint(host, port)
+    if job.nodes > 1:
+        _refuse_loopback_name(host)
     store_listener = _listen(host, port) if job.nodes > 1 else None
     torch_listener = _listen(host, 0) if job.runs_script else None
     torch_port = 0 if torch_listener is None else int(torch_listener.getsockname()[1])
@@ -96,6 +103,12 @@ def bind_endpoint(job: LaunchJob, token: str, log: Callable[[str], object]) -> S
     if store_listener is not None:
         server.admit(store_listener, token, tls=needs_encryption(job.tls, job.nodes))
     return StoreEndpoint(host, port, torch_port, server, torch_listener, connections)
+
+
+def _refuse_loopback_name(host: str) -> None:
+    with suppress(OSError, UnicodeError):  # a name that is unknown has an error of its own
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
+        refuse_loopback_name(host, str(found))
 
 
 def _listen(host: str, port: int) -> socket.socket:

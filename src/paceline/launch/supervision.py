@@ -10,8 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from paceline.job.launcher_reports import LEAVING, TRAINING, TRAINING_FOR_SERVER, WorkerPhase, read_phase
-from paceline.launch.outcome import STOPPED_EXIT_CODE, diagnose_worker, has_failed
+from paceline.job.launcher_reports import (
+    LEAVING,
+    TRAINING,
+    TRAINING_ELASTIC,
+    TRAINING_FOR_SERVER,
+    WorkerPhase,
+    read_phase,
+)
+from paceline.launch.outcome import STOPPED_EXIT_CODE, WorkerFailure, diagnose_worker, has_failed
 from paceline.launch.process_inspection import read_position, request_stack_dumps
 from paceline.launch.shutdown import ShutdownPlan
 from paceline.launch.worker_process import WorkerProcess
@@ -21,7 +28,7 @@ UNKILLABLE_SECONDS = 5.0  # a process in an uninterruptible call (a lost disk, a
 _CHECK_SECONDS = 0.25
 _SLACK_SECONDS = 5.0  # a worker that can keep its deadline itself ends first, and its error says more
 _STOPPED_FOR_SERVER_SECONDS = 10.0
-_TRAINING_PHASES = (TRAINING, TRAINING_FOR_SERVER, LEAVING)
+_TRAINING_PHASES = (TRAINING, TRAINING_ELASTIC, TRAINING_FOR_SERVER, LEAVING)
 
 
 class StuckWorkerMonitor:
@@ -46,7 +53,8 @@ class StuckWorkerMonitor:
     ) -> None:
         self._servers = servers
         self._workers, self._stuck_seconds, self._log = workers, stuck_seconds, log
-        self._stopped_seconds, self._is_logged = [0.0] * len(workers), [False] * len(workers)
+        self._stopped_seconds: dict[int, float] = {}
+        self._is_logged: set[int] = set()
         self._last_check_at = now
 
     def begun(self) -> bool:
@@ -66,7 +74,8 @@ class StuckWorkerMonitor:
                 continue
             # a longer gap means that the launcher was stopped, too; the worker is not charged for it
             counted = min(passed, 2 * _CHECK_SECONDS)
-            stopped_seconds = self._stopped_seconds[i] + counted if is_stopped(worker.pid) else 0.0
+            before = self._stopped_seconds.get(i, 0.0)
+            stopped_seconds = before + counted if is_stopped(worker.pid) else 0.0
             self._log_stopped(i, stopped_seconds)
             self._stopped_seconds[i] = stopped_seconds
             worker.overdue = self._overdue_reason(worker, stopped_seconds, now)
@@ -74,20 +83,20 @@ class StuckWorkerMonitor:
         return late
 
     def _log_stopped(self, i: int, stopped_seconds: float) -> None:
-        worker, before = self._workers[i], self._stopped_seconds[i]
+        worker, before = self._workers[i], self._stopped_seconds.get(i, 0.0)
         name = f"rank {worker.spec.global_rank}"
         # only at the second check: the first one can see a whole job that is just being continued
-        if stopped_seconds and before and not self._is_logged[i]:
+        if stopped_seconds and before and i not in self._is_logged:
             seconds = self._limit_seconds(worker)
             limit = (
                 f"it must continue within {seconds:g} s" if math.isfinite(seconds) else "the job waits for it"
             )
             doing = _format_phase(read_worker_phase(worker))
             self._log(f"{name} is stopped by a signal (SIGSTOP?){doing}: {limit}\n")
-            self._is_logged[i] = True
-        elif self._is_logged[i] and not stopped_seconds:
+            self._is_logged.add(i)
+        elif i in self._is_logged and not stopped_seconds:
             self._log(f"{name} continues after {before:.1f} s\n")
-            self._is_logged[i] = False
+            self._is_logged.discard(i)
 
     def _limit_seconds(self, worker: WorkerProcess) -> float:
         """Return how long a worker may be stopped."""
@@ -132,15 +141,23 @@ class ToleratedLosses:
     """The workers that this node has lost and that the job continues without.
 
     Args:
+        workers: all workers of the node.
         servers: number of server ranks; see `LaunchJob`.
         log: prints a line for each tolerated loss.
         mark_lost: receives the rank of each one, so that the store counts it as gone.
+        is_replacement: returns whether a worker was started in place of a lost one.
     """
 
     def __init__(
-        self, servers: int, log: Callable[[str], object], mark_lost: Callable[[int], object]
+        self,
+        workers: Sequence[WorkerProcess],
+        servers: int,
+        log: Callable[[str], object],
+        mark_lost: Callable[[int], object],
+        is_replacement: Callable[[WorkerProcess], bool] = lambda worker: False,
     ) -> None:
-        self._servers, self._log, self._mark_lost = servers, log, mark_lost
+        self._workers, self._servers, self._log, self._mark_lost = workers, servers, log, mark_lost
+        self._is_replacement = is_replacement
         self._lost: list[WorkerProcess] = []
 
     def tolerates(self, worker: WorkerProcess, shutdown: ShutdownPlan) -> bool:
@@ -148,6 +165,8 @@ class ToleratedLosses:
         if not (self._is_expendable(worker, shutdown) and has_failed(worker, shutdown)):
             return False
         failure = diagnose_worker(worker, shutdown)
+        if not self._servers and not self._is_unjoined(worker) and not _is_loss(worker, failure):
+            return False
         headline = "has ended" if failure is None else failure.headline
         rank = worker.spec.global_rank
         self._lost.append(worker)
@@ -155,6 +174,8 @@ class ToleratedLosses:
         outlook = "the server continues without it if it can"
         if failure is not None and failure.kind == "connection":
             outlook = "if the server is alive, it continues without it"  # it may be what the worker has lost
+        if not self._servers:
+            outlook = "the other ranks continue without it"
         self._log(f"rank {rank} {headline}; {outlook}\n")
         return True
 
@@ -165,18 +186,50 @@ class ToleratedLosses:
         worker.kill(UNKILLABLE_SECONDS)
         return self.tolerates(worker, shutdown)
 
+    def is_replaceable(self, worker: WorkerProcess) -> bool:
+        """Return whether a process may be started in place of a lost worker."""
+        return not self._servers and not self._is_unjoined(worker)
+
+    def end_unjoined(self) -> None:
+        """End workers that wait to join a job whose other workers have ended."""
+        alive = [worker for worker in self._workers if worker.ended_at is None]
+        if alive and all(map(self._is_unjoined, alive)):
+            for worker in alive:
+                self._lost.append(worker)
+                worker.kill(UNKILLABLE_SECONDS)
+
     def judged_workers(self, workers: Sequence[WorkerProcess]) -> Sequence[WorkerProcess]:
         """Return the workers that decide the outcome: without the losses, if the servers ended well."""
+        remaining = [worker for worker in workers if worker not in self._lost]
         servers = [worker for worker in workers if worker.spec.global_rank < max(1, self._servers)]
-        if not all(worker.process.returncode in (0, STOPPED_EXIT_CODE) for worker in servers):
+        decisive = servers if self._servers else remaining
+        if not all(worker.process.returncode in (0, STOPPED_EXIT_CODE) for worker in decisive):
             return workers
-        return [worker for worker in workers if worker not in self._lost]
+        return remaining
 
     def _is_expendable(self, worker: WorkerProcess, shutdown: ShutdownPlan) -> bool:
         serves = worker.spec.global_rank < self._servers
         # after the end of a server, the others end because of it
-        if not shutdown.begun or shutdown.is_ending or serves or not self._servers:
+        if not shutdown.begun or shutdown.is_ending or serves:
             return False
+        if not self._servers:
+            return self._is_replica(worker) or self._is_unjoined(worker)
         # a run can begin under a sync rule without servers, which needs every worker
         phase = read_worker_phase(worker)
         return phase is None or phase.what != TRAINING
+
+    def _is_unjoined(self, worker: WorkerProcess) -> bool:
+        """Return whether a worker was started in place of a lost one and does not train yet."""
+        phase = read_worker_phase(worker)
+        return self._is_replacement(worker) and (phase is None or phase.what not in _TRAINING_PHASES)
+
+    def _is_replica(self, worker: WorkerProcess) -> bool:
+        """Return whether the worker was one of several replicas, of which another one is well."""
+        phase = read_worker_phase(worker)
+        others = [other for other in self._workers if other is not worker]
+        return phase is not None and phase.what == TRAINING_ELASTIC and any(map(_is_well, others))
+
+
+def _is_loss(worker: WorkerProcess, failure: WorkerFailure | None) -> bool:
+    """Return whether a worker was lost, and did not end by an error that others would raise as well."""
+    return bool(worker.overdue) or (failure is not None and failure.kind in ("signal", "connection"))

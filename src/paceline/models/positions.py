@@ -19,8 +19,8 @@ def positions(x: Tensor, dim: int) -> Tensor | slice:
         dim: its dimension of positions.
     Returns:
         The first `x.size(dim)`; on a rank that runs a part of the sequence an int64 [x.size(dim)]; in
-        generation also an int64 [B, 1, ..., 1] with a dimension for each of `x` up to `dim`, where each
-        sequence of the batch is at its own position. Rows of a table at this index broadcast with `x`.
+        generation an int64 [B, 1, ..., 1, x.size(dim)] with a dimension for each of `x` up to `dim`, where
+        each sequence of the batch has its own positions. Rows of a table at this index broadcast with `x`.
     """
     if has_torch_function_unary(x):
         local: Tensor | slice = handle_torch_function(positions, (x,), x, dim)

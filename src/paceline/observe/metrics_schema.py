@@ -286,6 +286,15 @@ _LOST = {
     "reason": "str: how the rank was lost",
     "workers_left": "int: workers that go on",
 }
+_MEMBERS = {
+    "step": "int: steps taken before the job continued",
+    "lost": "list: numbers of the processes that were lost",
+    "joined": "list: numbers of the processes that joined; a process keeps its number",
+    "ranks": "int: number of processes from here on",
+    "takes_over": "bool: another process is rank 0 from here on, and writes the files",
+    "seconds": "float: from the failed collective until the job continued",
+    "cause": "str: the error with which it was noticed",
+}
 _PARTITION = {
     "how": "str: federated.partition",
     "clients": "int: number of clients",
@@ -305,6 +314,22 @@ _COHORT = {
     "samples": "int: samples that the other clients hold",
     "down_bytes": "int: bytes of the weights that the cohort receives",
     "up_bytes": "int: bytes of the updates that it returns",
+    "bytes": "table: bytes that each network client received and sent; empty if clients are simulated",
+}
+_BUFFER = {
+    "step": "int: index of the round",
+    "clients": "list: names of the clients whose updates were applied, in this order",
+    "works": "list: which of its works each client returned, from 0",
+    "ages": "list: by how many rounds each update was late",
+    "dropped": "list: client, work and age of each update that was too old",
+}
+_WIRE = {
+    "direction": "str: sent or received",
+    "client": "str: name of the client",
+    "kind": "str: of the message",
+    "fields": "table: its fields",
+    "tensors": "list: dtype and shape of each of its tensors",
+    "bytes": "int: of the whole message",
 }
 _ROLLOUT = {
     "step": "int: index of the first update with these rows",
@@ -402,6 +427,7 @@ EVENT_SCHEMAS: Mapping[str, EventSchema] = MappingProxyType(
         "lower-rate": EventSchema("warning", True, _LOWER_RATE),
         "roll-back": EventSchema("warning", True, _ROLL_BACK),
         "lost": EventSchema("warning", True, _LOST),
+        "members": EventSchema("warning", True, _MEMBERS),
         "sync": EventSchema("info", False, _SYNC),
         "switch": EventSchema("info", True, _SWITCH),
         "shares": EventSchema("info", True, _SHARES),
@@ -412,6 +438,8 @@ EVENT_SCHEMAS: Mapping[str, EventSchema] = MappingProxyType(
         "partition": EventSchema("info", False, _PARTITION),
         "cohort": EventSchema("info", False, _COHORT),
         "rollout": EventSchema("info", False, _ROLLOUT),
+        "buffer": EventSchema("info", False, _BUFFER),
+        "wire": EventSchema("debug", False, _WIRE),
         "work": EventSchema("info", False, _WORK),
         "arrivals": EventSchema("debug", False, _ARRIVALS),
         "exporter": EventSchema("info", True, {"address": "str: where Prometheus scrapes"}),

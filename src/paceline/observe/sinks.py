@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 METRICS = "metrics.jsonl"
 LOG = "log.txt"
+WIRE = "wire.jsonl"
 
 
 def system_file(rank: int | None = None) -> str:
@@ -178,6 +179,30 @@ class JsonLinesSink:
         common = self._common_fields[name]
         if common is not None:
             self._lines.append(_encode_line({**common, "time": self._now(), **record}))
+
+    def close(self) -> None:
+        """Close the file."""
+        self._lines.close()
+
+
+class WireLogSink:
+    """The file of the messages of network clients, one JSON object per line; other events are ignored.
+
+    Args:
+        path: appended to.
+        warn: called if the file cannot be written.
+    """
+
+    def __init__(self, path: Path, warn: WarnFunction = warn_on_stderr) -> None:
+        self._lines = JsonLinesSink(path, warn=warn)
+
+    def step(self, stats: StepStats) -> None:
+        """Ignore a step."""
+
+    def event(self, name: str, record: Mapping[str, Any]) -> None:
+        """Write a message."""
+        if name == "wire":
+            self._lines.event(name, record)
 
     def close(self) -> None:
         """Close the file."""

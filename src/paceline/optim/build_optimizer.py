@@ -1,4 +1,4 @@
-"""Optimizers by name, of `torch.optim` but for AdaBound, with parameters grouped by whether they decay.
+"""Optimizers by name, with parameters grouped by whether they decay and adapt.
 
 LBFGS, which evaluates the loss several times in a step, and SparseAdam have no name here.
 
@@ -8,7 +8,7 @@ an optimizer of the user's own is `UserOptimizer` or any `torch.optim.Optimizer`
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -17,6 +17,10 @@ from torch import nn
 
 from paceline.errors import TaskError
 from paceline.optim.adabound import AdaBound
+from paceline.optim.adafactor import Adafactor
+from paceline.optim.adam_to_sgd import AdamToSGD
+from paceline.optim.lamb_lars import Lamb, Lars
+from paceline.optim.muon import Muon
 from paceline.optim.user_optimizer import ByGroup
 from paceline.recipe.optimizer_recipe import OptimizerRecipe
 from paceline.recipe.registry import OptimizerSpec, known_specs
@@ -163,6 +167,15 @@ def adabound(
     )
 
 
+def adam_to_sgd(
+    model: nn.Module, groups: ParamGroups, recipe: OptimizerRecipe, *, fused: bool
+) -> torch.optim.Optimizer:
+    """Build Adam that becomes SGD for `OptimizerSpec`; there is no fused kernel of it."""
+    return AdamToSGD(
+        groups, recipe.lr, betas=recipe.betas, eps=recipe.eps, switch_update=recipe.switch_update
+    )
+
+
 def adadelta(
     model: nn.Module, groups: ParamGroups, recipe: OptimizerRecipe, *, fused: bool
 ) -> torch.optim.Optimizer:
@@ -226,11 +239,59 @@ def rprop(
     return torch.optim.Rprop(parameters, recipe.lr, etas=recipe.etas, step_sizes=recipe.step_sizes)
 
 
+def lamb(
+    model: nn.Module, groups: ParamGroups, recipe: OptimizerRecipe, *, fused: bool
+) -> torch.optim.Optimizer:
+    """Build LAMB for `OptimizerSpec`."""
+    groups = _without_excluded(model, groups, recipe.exclude)
+    return Lamb(groups, recipe.lr, betas=recipe.betas, eps=recipe.eps)
+
+
+def lars(
+    model: nn.Module, groups: ParamGroups, recipe: OptimizerRecipe, *, fused: bool
+) -> torch.optim.Optimizer:
+    """Build LARS for `OptimizerSpec`."""
+    groups = _without_excluded(model, groups, recipe.exclude)
+    return Lars(groups, recipe.lr, momentum=recipe.momentum, trust_coefficient=recipe.trust_coefficient)
+
+
+def _without_excluded(model: nn.Module, groups: ParamGroups, exclude: Collection[str]) -> ParamGroups:
+    """Return the groups without parameters of some kinds, and these in one group that is neither scaled nor
+    decayed.
+    """
+    excluded = {id(p) for kind in exclude for p in _EXCLUDED_KINDS[kind](model)}
+    kept = [
+        group | {"params": [(n, p) for n, p in group["params"] if id(p) not in excluded]} for group in groups
+    ]
+    others = [(n, p) for group in groups for n, p in group["params"] if id(p) in excluded]
+    kept.append({"params": others, "weight_decay": 0.0, "adapt": False})
+    return [group for group in kept if group["params"]]
+
+
+def _of_modules(model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> list[nn.Parameter]:
+    modules = (module for module in model.modules() if isinstance(module, kinds))
+    return [p for module in modules for p in module.parameters(recurse=False)]
+
+
+_NORMALIZATIONS = (
+    nn.modules.batchnorm._NormBase,
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.RMSNorm,
+)
+_EXCLUDED_KINDS: Mapping[str, Callable[[nn.Module], list[nn.Parameter]]] = {
+    "one-dimensional": lambda model: [p for p in model.parameters() if p.dim() < 2],
+    "normalization": lambda model: _of_modules(model, _NORMALIZATIONS),
+    "embeddings": lambda model: _of_modules(model, (nn.Embedding, nn.EmbeddingBag)),
+}
+"""Parameters of a kind, by their shape or by the type of their module; names say nothing."""
+
+
 def adafactor(
     model: nn.Module, groups: ParamGroups, recipe: OptimizerRecipe, *, fused: bool
 ) -> torch.optim.Optimizer:
-    """Build Adafactor for `OptimizerSpec`; it looks at whole tensors, so they cannot be split."""
-    return torch.optim.Adafactor(groups, recipe.lr, beta2_decay=recipe.beta2_decay, d=recipe.d)
+    """Build Adafactor for `OptimizerSpec`."""
+    return Adafactor(groups, recipe.lr, beta2_decay=recipe.beta2_decay, d=recipe.d)
 
 
 def muon(
@@ -250,7 +311,7 @@ def muon(
                 f"the pattern '{pattern}' in optimizer.adamw_on matches no parameter of the model",
                 next_step=f"the model has these parameters: {', '.join(names[:5])}, ...",
             )
-    excluded = _embeddings(model) | {
+    excluded = {id(p) for p in _EXCLUDED_KINDS["embeddings"](model)} | {
         id(p)
         for name, p in model.named_parameters(remove_duplicate=False)
         if any(fnmatchcase(name, pattern) for pattern in recipe.adamw_on)
@@ -269,7 +330,7 @@ def muon(
     optimizers: list[torch.optim.Optimizer] = []
     if matrices := select(True):
         optimizers.append(
-            torch.optim.Muon(
+            Muon(
                 matrices,
                 recipe.lr,
                 momentum=recipe.momentum,
@@ -280,9 +341,3 @@ def muon(
     if others := select(False):
         optimizers.append(torch.optim.AdamW(others, recipe.lr, betas=recipe.betas, eps=recipe.eps))
     return ByGroup(*optimizers)
-
-
-def _embeddings(model: nn.Module) -> set[int]:
-    """Return the ids of the weights of embeddings, with which another layer may share them."""
-    modules = (m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
-    return {id(module.weight) for module in modules}

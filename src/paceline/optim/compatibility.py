@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import StrategyError, TaskError
+from paceline.optim.slot_norms import SlotOptimizer
 from paceline.optim.user_optimizer import member_optimizers
 from paceline.state.slot import ModelShard
 
@@ -116,7 +117,19 @@ def require_layout_support(optimizer: torch.optim.Optimizer, sharded_model: Mode
     if sharded_model.updates_partially or len(sharded_model.updates) < len(sharded_model.slots):
         _require_no_hooks(optimizer)
         for member in member_optimizers(optimizer):
-            require(member, sharded_model)
+            if isinstance(member, SlotOptimizer):
+                _require_one_server(member, sharded_model)
+            else:
+                require(member, sharded_model)
+
+
+def _require_one_server(optimizer: SlotOptimizer, sharded_model: ModelShard) -> None:
+    if sharded_model.is_on_servers:
+        raise StrategyError(
+            f"{type(optimizer).__name__} needs norms or sums of whole tensors, and each of several servers"
+            " updates its part at a time of its own",
+            next_step="set servers=1, or choose an elementwise optimizer (SGD, Adam, ...)",
+        )
 
 
 def require_elementwise(optimizer: torch.optim.Optimizer, sharded_model: ModelShard | None = None) -> None:

@@ -8,7 +8,7 @@ run continues with that of its checkpoint. This module evaluates nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -28,6 +28,7 @@ class ReduceOnPlateau:
         multiplier: of the rate of every parameter group; 1 before the first reduction.
         step: training steps before the last evaluation that was counted; 0: none was.
         best: the best value so far; None: there is none.
+        on_fall: called whenever the multiplier has fallen.
     Source: `torch.optim.lr_scheduler.ReduceLROnPlateau`, with `min_lr` as a fraction of the base rate and
         without its `eps`; tests/unit/optim/test_reduce_on_plateau.py compares every rate.
     """
@@ -36,6 +37,7 @@ class ReduceOnPlateau:
         self._recipe = recipe
         self.multiplier, self.step = 1.0, 0
         self.best: float | None = None
+        self.on_fall: list[Callable[[], None]] = []
         self._num_bad = self._cooldown = 0
 
     def observe(self, step: int, value: float) -> bool:
@@ -58,7 +60,10 @@ class ReduceOnPlateau:
         self._cooldown, self._num_bad = self._recipe.cooldown, 0
         before = self.multiplier
         self.multiplier = max(before * self._recipe.factor, self._recipe.final)
-        return self.multiplier < before
+        has_fallen = self.multiplier < before
+        for call in self.on_fall if has_fallen else ():
+            call()
+        return has_fallen
 
     def _is_better(self, value: float) -> bool:
         sign = 1.0 if self._recipe.better == "higher" else -1.0

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import TaskError
+from paceline.optim.slot_norms import SlotOptimizer
 
 
 class UserOptimizer(torch.optim.Optimizer, ABC):
@@ -118,6 +119,11 @@ class ByGroup(torch.optim.Optimizer):
         self.members = members
         self._gather()
 
+    @property
+    def whole_moments(self) -> frozenset[str]:
+        """Keys of state that is equal on all ranks which hold parts of a tensor."""
+        return frozenset[str]().union(*(getattr(m, "whole_moments", frozenset()) for m in self.members))
+
     def _gather(self) -> None:
         """Share groups and state with the members; a layout may have replaced parameters of the groups."""
         for i, member in enumerate(self.members):
@@ -133,7 +139,8 @@ class ByGroup(torch.optim.Optimizer):
         # A layout or a loaded checkpoint can have replaced groups and state since the last step.
         self._gather()
         for member in self.members:
-            if any(group["params"] for group in member.param_groups):
+            # One with collectives also steps on a rank that has no part of its parameters.
+            if isinstance(member, SlotOptimizer) or any(group["params"] for group in member.param_groups):
                 member.step()
         return loss
 

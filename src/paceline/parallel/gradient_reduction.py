@@ -218,14 +218,18 @@ def _build_sums(
     return _build_tree_sum(context, data)
 
 
-def _build_tree_sum(context: SessionContext, data: RankGroup) -> BucketSum:
+def _build_tree_sum(
+    context: SessionContext, data: RankGroup, blocks: Sequence[range] | None = None
+) -> BucketSum:
     """Return the sum in the tree over shards; collective.
 
     Args:
         context: of an ordered run.
         data: the ranks that share the shards, each a contiguous block.
+        blocks: the shards of each rank; None: as even as possible.
     """
-    blocks = [split_evenly(context.shards, data.size, rank) for rank in range(data.size)]
+    if blocks is None:
+        blocks = [split_evenly(context.shards, data.size, rank) for rank in range(data.size)]
     owners = TreeNodeOwners([covering_nodes(block) for block in blocks], data, context.mesh.replica)
     path = context.collective(data)
     return (
@@ -339,7 +343,9 @@ def build_client_reduction(
     if data.size == 1:
         return TreeReducer(tensors, [_whole_tree(context.shards)])
     ordered = replace(context, recipe=context.recipe.model_copy(update={"reproducible": True}))
-    sums = _build_tree_sum(ordered, data)
+    clients = context.recipe.federated
+    blocks = [clients.block(split_evenly(clients.num_groups, data.size, rank)) for rank in range(data.size)]
+    sums = _build_tree_sum(ordered, data, blocks)
     return BucketReducer(tensors, {slot: (slot,) for slot in tensors}, sums, context.bucket_bytes)
 
 

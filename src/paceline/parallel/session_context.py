@@ -32,6 +32,7 @@ from paceline.models.initialize import InitializeByName
 from paceline.observe.sinks import EventCallback
 from paceline.observe.step_stats import PhaseTimer
 from paceline.optim.lr_schedule import build_schedule
+from paceline.optim.slot_norms import SlotGroup
 from paceline.parallel.data_parallel import ReplicatedRunner
 from paceline.parallel.mixed_precision import MixedPrecision
 from paceline.parallel.model_runner import MetricNames
@@ -63,6 +64,7 @@ class Components:
         scatterer: reduces them after every micro-batch.
         collective: wraps every collective that sums gradients.
         norm: wraps the norm of the whole gradient.
+        slot_group: wraps the group whose ranks hold whole tensors, for optimizers that need their norms.
         gather: wraps the function that gathers parameters after an update.
         update: changes the parts of the update step.
         rule: class in place of `EveryStep`; the other rules have no constructor here.
@@ -77,6 +79,7 @@ class Components:
     scatterer: Callable[..., ScatterReducer] = ScatterReducer
     collective: Callable[[Collective], Collective] = _identity
     norm: Callable[[GradientNorm], GradientNorm] = _identity
+    slot_group: Callable[[SlotGroup], SlotGroup] = _identity
     gather: Callable[[Callable[[], None]], Callable[[], None]] = _identity
     update: Callable[[dict[str, UpdatePart]], dict[str, UpdatePart]] = _identity
     rule: Callable[..., EveryStep] | None = None
@@ -94,6 +97,7 @@ class RuleInputs:
         loss_tolerant_rules: filled by the constructor of a rule that continues without some ranks.
         choices: rules among which the run chooses after its first steps were measured; empty: no choice.
         awaited_rank: the slow rank whose recovery ends the present rule, if there is one.
+        keeper: what the task keeps of each client of federated rounds (`Task.keeper`).
     """
 
     items_per_sample: int
@@ -101,6 +105,7 @@ class RuleInputs:
     loss_tolerant_rules: list[SurvivingRule] = field(default_factory=list)
     choices: Sequence[str] = ()
     awaited_rank: AwaitedRank | None = None
+    keeper: Any = None
 
 
 @dataclass(frozen=True)

@@ -140,6 +140,15 @@ STREAMING_NEEDS = (_sync_need(lambda recipe: recipe.strategy.sync_spec.can_strea
 FEDERATED_NEEDS = (
     _sync_need(lambda recipe: recipe.strategy.sync_spec.trains_clients, "with sync=federated:E"),
 )
+WIRE_NEEDS = (
+    FieldNeed(
+        lambda recipe: recipe.federated.is_networked,
+        'with federated.clients = "network"',
+        "whose messages it lists",
+        keys=("federated.clients",),
+        scope="recipe",
+    ),
+)
 GLOBAL_BATCH_NEEDS = (
     _sync_need(
         lambda recipe: not recipe.strategy.sync_spec.trains_clients,
@@ -204,8 +213,8 @@ DELAY_NEEDS = (
 
 REPLAY_NEEDS = (
     FieldNeed(
-        lambda recipe: recipe.strategy.sync_spec.needs_server,
-        "with a rule that has servers",
+        lambda recipe: recipe.strategy.sync_spec.needs_server or recipe.strategy.sync_spec.trains_clients,
+        "with a rule that has servers, or with sync=federated:E",
         "found sync={t.strategy.sync}",
         keys=("strategy.sync",),
         scope="recipe",
@@ -222,8 +231,10 @@ CERTIFICATE_NEEDS = (
 )
 TLS_NEEDS = (
     FieldNeed(
-        lambda facts: facts.num_nodes > 1 or facts.recipe.strategy.servers,
-        "with a server, or where a job has several nodes",
+        lambda facts: (
+            facts.num_nodes > 1 or facts.recipe.strategy.servers or facts.recipe.federated.is_networked
+        ),
+        "with a server or clients of a network, or where a job has several nodes",
         "there is one node, and no server",
         scope="session",
     ),
@@ -313,7 +324,7 @@ PARTITION_NEEDS = (
 CHANNEL_NEEDS = (
     _strategy_need(
         lambda s: uses_channel(s.sync_spec),
-        "with servers or gossip",
+        "with servers, gossip or clients of a network",
         "this rule sends no messages from rank to rank: leave out channel",
     ),
 )

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from paceline.recipe.constraints import FEDERATED_NEEDS
+from paceline.recipe.log_recipe import check_address
 from paceline.recipe.validation import (
     ExpectedText,
     FieldNeed,
@@ -94,16 +95,110 @@ def _check_cohort(value: Any) -> Any:
     return value
 
 
+_CLIENTS_EXPECTED = 'a number of clients >= 1, or "network"'
+
+
+def _check_clients(value: Any) -> Any:
+    if value != NETWORK_CLIENTS and (type(value) is not int or value < 1):
+        raise value_error(expected_message(_CLIENTS_EXPECTED, value, (NETWORK_CLIENTS,)))
+    return value
+
+
+NETWORK_CLIENTS = "network"
+"""The value of `federated.clients` with which clients connect over a network."""
+
+
+def _network_need(only: str, reason: str) -> FieldNeed:
+    return FieldNeed(
+        lambda table: table.is_networked,
+        only,
+        reason=f"expected only {only}: {reason}",
+        keys=("clients",),
+    )
+
+
+NETWORK_NEEDS = (
+    _network_need('with clients = "network"', "simulated clients are cut from the data of the job"),
+    *FEDERATED_NEEDS,
+)
+DEADLINE_NEEDS = (
+    _network_need('with clients = "network"', "simulated clients take turns on a rank, so none is late"),
+    FieldNeed(
+        lambda table: not table.buffer,
+        "without buffer",
+        "with which a round waits for no particular client",
+        keys=("buffer",),
+    ),
+    *FEDERATED_NEEDS,
+)
+BUFFER_NEEDS = (
+    _network_need('with clients = "network"', "simulated clients take turns, so none runs ahead"),
+    *FEDERATED_NEEDS,
+)
+SIMULATED_NEEDS = (
+    *FEDERATED_NEEDS,
+    FieldNeed(
+        lambda table: not table.is_networked,
+        'without clients = "network"',
+        "whose clients bring their own data",
+        keys=("clients",),
+    ),
+)
+CLIENTS_NEEDS = (
+    *FEDERATED_NEEDS,
+    FieldNeed(
+        lambda recipe: recipe.strategy.channel_spec.uses_certificate,
+        keys=("strategy.channel",),
+        scope="recipe",
+        when=lambda clients: clients == NETWORK_CLIENTS,
+        reason='expected channel=grpc with clients = "network", found channel={t.strategy.channel}',
+        is_conflict=True,
+        next_step="add channel=grpc to the strategy",
+    ),
+    FieldNeed(
+        lambda recipe: recipe.steps is not None,
+        keys=("steps",),
+        scope="recipe",
+        when=lambda clients: clients == NETWORK_CLIENTS,
+        reason='expected steps in place of epochs with clients = "network": nobody knows all samples',
+        is_conflict=True,
+        next_step="set steps to the number of rounds",
+    ),
+    FieldNeed(
+        lambda recipe: not recipe.schedule.follows_evaluations,
+        keys=("schedule.decay",),
+        scope="recipe",
+        when=lambda clients: clients == NETWORK_CLIENTS,
+        reason='expected another schedule.decay than "plateau" with clients = "network": clients see no'
+        " evaluation",
+        is_conflict=True,
+    ),
+    FieldNeed(
+        lambda recipe: (
+            not recipe.strategy.sync_spec.trains_clients or not recipe.strategy.channel_spec.uses_certificate
+        ),
+        keys=("strategy.channel",),
+        scope="recipe",
+        when=lambda clients: clients != NETWORK_CLIENTS,
+        reason="expected no channel={t.strategy.channel} with simulated clients, which send no messages",
+        is_conflict=True,
+        next_step='leave out channel, or set federated.clients = "network"',
+    ),
+)
+
+
 class FederatedRecipe(RecipeTable):
     """The clients of sync=federated:E, and what each of them does in a round."""
 
-    clients: Annotated[int, *FEDERATED_NEEDS] = Field(
+    clients: Annotated[
+        int | str, BeforeValidator(_check_clients), ExpectedText(_CLIENTS_EXPECTED), *CLIENTS_NEEDS
+    ] = Field(
         default=100,
-        ge=1,
-        description='clients among which the data is divided; with "natural" those of the task',
+        description='clients among which the data is divided; with "natural" those of the task; "network":'
+        " those that `paceline client` connects, each with data of its own",
     )
     partition: Annotated[
-        str, AfterValidator(_check_partition), ExpectedText(PARTITION_EXPECTED), *FEDERATED_NEEDS
+        str, AfterValidator(_check_partition), ExpectedText(PARTITION_EXPECTED), *SIMULATED_NEEDS
     ] = Field(
         default="iid",
         description="how samples are divided among clients: iid; labels:L (L shards of the samples sorted by"
@@ -116,7 +211,7 @@ class FederatedRecipe(RecipeTable):
         ExpectedText(_COHORT_EXPECTED),
         *FEDERATED_NEEDS,
         FieldNeed(
-            lambda table: table.num_positions >= 1,
+            lambda table: table.is_networked or table.num_positions >= 1,
             keys=("clients",),
             reason="expected a cohort of one client or more, found {t.cohort} of clients = {t.clients}, which"
             " rounds to 0",
@@ -125,7 +220,15 @@ class FederatedRecipe(RecipeTable):
             next_step="set federated.cohort to a number of clients, or to a larger fraction",
         ),
         FieldNeed(
-            lambda table: table.num_positions <= table.clients,
+            lambda table: not table.is_networked or type(table.cohort) is int,
+            keys=("clients",),
+            reason='expected a number of clients with clients = "network", found {t.cohort}: nobody knows'
+            " how many will connect",
+            is_conflict=True,
+            next_step="set federated.cohort to the most clients that a round may have",
+        ),
+        FieldNeed(
+            lambda table: table.is_networked or table.num_positions <= table.clients,
             keys=("clients",),
             reason="expected at most federated.clients = {t.clients}, found {t.cohort}: a client takes part"
             " once in a round",
@@ -135,7 +238,8 @@ class FederatedRecipe(RecipeTable):
         ),
     ] = Field(
         default=10,
-        description='clients of a round: a number, a fraction as 0.1, or each by chance: "poisson:0.1"',
+        description='clients of a round: a number, a fraction as 0.1, or each by chance: "poisson:0.1"; of a'
+        " network at most so many, and all if fewer have connected",
     )
     batch: Annotated[
         int,
@@ -162,15 +266,77 @@ class FederatedRecipe(RecipeTable):
         default=0.0, ge=0, description="largest norm of the whole update of a client; 0: no clip"
     )
 
+    at_least: Annotated[int, *NETWORK_NEEDS] = Field(
+        default=1, ge=1, description="clients that must be connected for a round to begin"
+    )
+    listen: Annotated[str, AfterValidator(check_address), *NETWORK_NEEDS] = Field(
+        default="127.0.0.1:0", description='"HOST:PORT" at which clients connect; port 0: any'
+    )
+    deadline_seconds: Annotated[float, *DEADLINE_NEEDS] = Field(
+        default=0.0,
+        ge=0,
+        description="time after which a round leaves out the clients that have not returned; 0: it waits",
+    )
+    buffer: Annotated[int, *BUFFER_NEEDS] = Field(
+        default=0,
+        ge=0,
+        description="updates that are applied as one when so many have arrived, of whatever round; 0: rounds",
+    )
+    age: Annotated[
+        int,
+        FieldNeed(lambda table: table.buffer > 0, "with buffer", "which is 0", keys=("buffer",)),
+        *FEDERATED_NEEDS,
+    ] = Field(
+        default=4,
+        ge=0,
+        description="largest number of rounds by which an update in the buffer may be late; older ones are"
+        " dropped",
+    )
+
+    @property
+    def is_networked(self) -> bool:
+        """Return whether clients connect over a network, with data of their own."""
+        return self.clients == NETWORK_CLIENTS
+
+    held_out: Annotated[float, *SIMULATED_NEEDS] = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="share of the samples of each client that it keeps from training; evaluations then report"
+        " `clients.` metrics on them",
+    )
+    vectorize: Annotated[int, *SIMULATED_NEEDS] = Field(
+        default=0,
+        ge=0,
+        description="clients that train as one batched computation (torch.func), with plain SGD; 0: one"
+        " after another",
+    )
+
     @property
     def cohort_size(self) -> CohortSize:
-        """Return the size of a cohort."""
-        return parse_cohort(self.cohort, self.clients)
+        """Return the size of a cohort; of a network the largest."""
+        return parse_cohort(self.cohort, self.clients if isinstance(self.clients, int) else 0)
 
     @property
     def num_positions(self) -> int:
-        """Return the number of positions of a cohort: under "poisson" one for each client."""
-        return self.cohort_size.number if not self.cohort_size.rate else self.clients
+        """Return the number of positions of a cohort: under "poisson" one for each client, and of a buffer
+        one for each update.
+        """
+        if self.buffer:
+            return self.buffer
+        return int(self.clients) if self.cohort_size.rate else self.cohort_size.number
+
+    @property
+    def num_groups(self) -> int:
+        """Return the number of groups of positions; the clients of a group run on one rank."""
+        return -(-self.num_positions // max(1, self.vectorize))
+
+    def block(self, groups: range) -> range:
+        """Return the positions of some groups."""
+        size = max(1, self.vectorize)
+        return range(
+            min(groups.start * size, self.num_positions), min(groups.stop * size, self.num_positions)
+        )
 
     @property
     def partition_rule(self) -> PartitionRule:

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
+from paceline.recipe.constraints import WIRE_NEEDS
 from paceline.recipe.registry import SinkSpec, known_specs
 from paceline.recipe.registry.sink_specs import check_sinks, complete_sinks
 from paceline.recipe.strategy_text import check_word
@@ -40,7 +41,8 @@ def split_address(text: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def _check_address(text: str) -> str:
+def check_address(text: str) -> str:
+    """Check "HOST:PORT", for a field of a recipe."""
     try:
         split_address(text)
     except ValueError:
@@ -71,7 +73,7 @@ class LogRecipe(RecipeTable):
         strict=False,
         description="where steps and events go; jsonl is always among them",
     )
-    prometheus: Annotated[str, AfterValidator(_check_address)] | None = Field(
+    prometheus: Annotated[str, AfterValidator(check_address)] | None = Field(
         default=None,
         description='"HOST:PORT" at which Prometheus scrapes the run; port 0: any; left out: no exporter',
     )
@@ -79,6 +81,10 @@ class LogRecipe(RecipeTable):
         default=0.0,
         ge=0,
         description="time between two samples of CPU, memory, network, disk and GPU; 0: no sampler",
+    )
+    wire: Annotated[bool, *WIRE_NEEDS] = Field(
+        default=False,
+        description="list every message of network clients in wire.jsonl: kind, fields, shapes and bytes",
     )
     trace: Annotated[str | None, AfterValidator(check_step_range), ExpectedText(STEP_RANGE_EXPECTED)] = Field(
         default=None,

@@ -54,8 +54,29 @@ class OptimizerRecipe(RecipeTable):
     gamma: Annotated[float, need_of_optimizer("gamma")] = Field(
         default=1e-3, gt=0, description="how fast Adam becomes SGD: in about 1 / gamma updates"
     )
+    switch_update: Annotated[
+        int | None,
+        need_of_optimizer("switch_update"),
+        FieldNeed(
+            lambda recipe: (
+                "switch_update" not in recipe.optimizer.spec.reads or recipe.schedule.follows_evaluations
+            ),
+            keys=("optimizer.name", "schedule.decay"),
+            scope="recipe",
+            when=lambda update: update is None,
+            reason='expected a number of updates, or schedule.decay = "plateau", at whose first fall it'
+            " switches",
+            is_conflict=True,
+        ),
+    ] = Field(
+        default=None,
+        ge=1,
+        description="number of updates of Adam before SGD; left out: until the first fall on a plateau",
+    )
     momentum: Annotated[float, need_of_optimizer("momentum")] = Field(
-        default=0.0, ge=0, description="share of the last update that is kept; muon: 0.95 if left out"
+        default=0.0,
+        ge=0,
+        description="share of the last update that is kept; if left out, muon: 0.95, lars: 0.9",
     )
     nesterov: Annotated[
         bool,
@@ -106,6 +127,17 @@ class OptimizerRecipe(RecipeTable):
         strict=False,
         description='patterns of names of matrices that AdamW updates, as "head.*"; it always updates'
         " embeddings and what is no matrix",
+    )
+    trust_coefficient: Annotated[float, need_of_optimizer("trust_coefficient")] = Field(
+        default=1e-3, gt=0, description="share of its norm by which a tensor changes at rate 1"
+    )
+    exclude: Annotated[
+        tuple[Literal["one-dimensional", "normalization", "embeddings"], ...], need_of_optimizer("exclude")
+    ] = Field(
+        default=("one-dimensional", "normalization"),
+        strict=False,
+        description="kinds of tensors that are neither scaled by norms nor decayed: those of one dimension or"
+        " none, those of PyTorch's normalisation layers, those of embeddings",
     )
     weight_decay: Annotated[float, need_of_optimizer("weight_decay", COUPLED_DECAY)] = Field(
         default=0.0, ge=0, description="decoupled decay per unit of lr; sgd: the same as l2, as in PyTorch"

@@ -28,6 +28,7 @@ from paceline.recipe.tables import (
     BatchRecipe,
     CheckpointRecipe,
     DebugRecipe,
+    ElasticRecipe,
     EvaluateRecipe,
     HealthRecipe,
     LoaderRecipe,
@@ -36,6 +37,7 @@ from paceline.recipe.tables import (
     PrecisionRecipe,
     RuntimeRecipe,
     SecurityRecipe,
+    ServeRecipe,
 )
 from paceline.recipe.toml_text import toml_key, toml_value
 from paceline.recipe.validation import FieldNeed, NeedScope, RecipeTable, value_error
@@ -180,8 +182,14 @@ class Recipe(RecipeTable):
     average: AverageRecipe = Field(
         default_factory=AverageRecipe, description="a moving average of the weights"
     )
+    serve: ServeRecipe = Field(
+        default_factory=ServeRecipe, description="how text is generated from the model"
+    )
     health: Annotated[HealthRecipe, *RATE_LOWERING_NEEDS] = Field(
         default_factory=HealthRecipe, description="the reaction to bad numbers"
+    )
+    elastic: ElasticRecipe = Field(
+        default_factory=ElasticRecipe, description="the reaction to the loss of a process"
     )
     log: LogRecipe = Field(default_factory=LogRecipe, description="what is logged")
     strategy: Strategy = Field(default_factory=Strategy, description="how the work is distributed")
@@ -312,7 +320,8 @@ def max_sharers(recipe: Recipe) -> SharerLimit:
     """Return how many ranks and lanes have work in every batch."""
     batch = recipe.batch
     if recipe.strategy.sync_spec.trains_clients:
-        return SharerLimit(recipe.federated.num_positions, "federated.cohort")
+        groups = " / federated.vectorize" if recipe.federated.vectorize else ""
+        return SharerLimit(recipe.federated.num_groups, f"federated.cohort{groups}")
     if batch.shards is not None:
         return SharerLimit(batch.shards, "batch.shards")
     if recipe.reproducible:

@@ -23,10 +23,12 @@ _REFUSED: Mapping[KeyPath, str] = {
     ("batch", "shuffle"): "a step would mean other samples",
     ("batch", "drop_last"): "a step would mean other samples",
     ("optimizer", "name"): "the moments are those of the other one",
+    ("evaluate", "validation"): "a step would mean other samples",
     ("checkpoint", "folder"): "that is where the checkpoints are",
     ("federated", "clients"): "the data would be divided anew",
     ("federated", "partition"): "the data would be divided anew",
     ("federated", "batch"): "a step would mean other samples",
+    ("federated", "held_out"): "a step would mean other samples",
     ("federated", "local_steps"): "a step would mean other samples",
     ("federated", "full"): "a step would mean other samples",
     ("outer", "name"): "the moments are those of the other one",
@@ -47,8 +49,10 @@ _HARMLESS = (
     "loader",
     "runtime",
     "memory",
+    "elastic",
     "health",
     "log",
+    "serve",
 )
 
 

@@ -146,6 +146,13 @@ class EvaluateRecipe(RecipeTable):
     max_samples: Annotated[int, *HELD_OUT_NEEDS] = Field(
         default=0, ge=0, description="held-out samples that are used; 0: all"
     )
+    validation: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="share of the training samples, chosen by key, that evaluations use in place of the"
+        " held-out ones, which are then the set `test` of `paceline evaluate`; left out: none",
+    )
     metric: Annotated[str, *BEST_VALUE_NEEDS] = Field(
         default="loss", min_length=1, description="what decides which evaluation is best: loss, or a metric"
     )
@@ -205,6 +212,28 @@ class AverageRecipe(RecipeTable):
         lt=1,
         description="share of the average that stays at an update, for example 0.999; left out: no average",
     )
+
+
+class ServeRecipe(RecipeTable):
+    """The shapes of the forwards of generation, on which the bits of a text depend."""
+
+    slots: int = Field(default=8, ge=1, le=4096, description="texts at a time, of each replica")
+    chunk: int = Field(default=64, ge=1, description="tokens of a prompt that run at a time")
+    attention: Literal["by_slot", "masked"] = Field(
+        default="by_slot",
+        description="attention slot by slot at its own length, or over the whole cache under a mask",
+    )
+    context: int | None = Field(
+        default=None, ge=2, description="longest text, in tokens; left out: that of the model"
+    )
+
+    def changes_from(self, other: ServeRecipe) -> str:
+        """Return the settings that differ from those of another table, as text; empty if none does."""
+        return ", ".join(
+            f"{name} = {getattr(self, name)} in place of {getattr(other, name)}"
+            for name in type(self).model_fields
+            if getattr(self, name) != getattr(other, name)
+        )
 
 
 # ---------------------------------------------------------------------- health
@@ -283,6 +312,23 @@ class HealthRecipe(RecipeTable):
     def lowers_rates(self) -> bool:
         """Return whether the run may lower its rates."""
         return "lower-rate" in self.answers
+
+
+# ---------------------------------------------------------------------- elastic
+
+
+class ElasticRecipe(RecipeTable):
+    """The reaction to the loss of a process, for example to a signal that kills it."""
+
+    mode: Literal["auto", "off"] = Field(
+        default="auto",
+        description="auto: replicas continue without a lost process, which is replaced; other layouts and"
+        " rules start again from the newest checkpoint. off: the job ends",
+    )
+    max_restarts: Annotated[
+        int,
+        FieldNeed(lambda table: table.mode == "auto", 'with mode = "auto"', "found {t.mode}", keys=("mode",)),
+    ] = Field(default=3, ge=0, description="processes that may be replaced, and restarts from a checkpoint")
 
 
 # ---------------------------------------------------------------------- memory

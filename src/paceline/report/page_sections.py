@@ -374,7 +374,8 @@ def _ledger_row(name: str, row: MetricsRecord) -> list[str]:
 _MAX_COHORTS = 200  # rows; a run may have a million rounds
 _CLIENTS_NOTE = (
     "Bytes of a round are those of the weights that each client receives and of the updates that come back,"
-    " by their size. Simulated clients send nothing: what ranks sent is under Bytes sent."
+    " by their size; of network clients, those of whole messages. Simulated clients send nothing: what"
+    " ranks sent is under Bytes sent."
 )
 
 
@@ -396,13 +397,42 @@ def render_federated(run: RecordedRun) -> Html:
         listed = table(["round", "clients", "left out", "samples", "down", "up"], rows)
         parts += [tag("details", tag("summary", f"Cohorts of {len(rows)} rounds"), listed)]
         parts.append(tag("p", _CLIENTS_NOTE, class_="note"))
-    return join([*parts, _render_label_table(partitions[-1])])
+    return join([*parts, _render_client_table(cohorts), _render_label_table(partitions[-1])])
+
+
+def _render_client_table(cohorts: Sequence[MetricsRecord]) -> Html:
+    """Return the rounds and bytes of each network client, and how often it was left out."""
+    rows: dict[str, list[int]] = {}
+    for cohort in cohorts:
+        for name in cohort["clients"]:
+            row = rows.setdefault(name, [0, 0, 0, 0])
+            row[0] += 1
+        for name in cohort["left_out"]:
+            rows.setdefault(name, [0, 0, 0, 0])[1] += 1
+        for name, (down, up) in cohort.get("bytes", {}).items():
+            row = rows.setdefault(name, [0, 0, 0, 0])
+            row[2], row[3] = row[2] + down, row[3] + up
+    if not any(down + up for _, _, down, up in rows.values()):
+        return Html("")
+    listed = table(
+        ["client", "rounds", "left out", "down", "up"],
+        [
+            [name, f"{rounds:,}", f"{left_out:,}", format_bytes(down), format_bytes(up)]
+            for name, (rounds, left_out, down, up) in sorted(rows.items())
+        ],
+    )
+    return tag("details", tag("summary", "Rounds and bytes by client"), listed)
 
 
 def describe_partition(record: MetricsRecord) -> str:
     """Return how the data was divided, as a sentence."""
     redraws = record["redraws"]
     repeated = f" {format_count(redraws, 'draw')} left a client empty and was repeated." if redraws else ""
+    if record["how"] == "network":
+        return (
+            f"{format_count(record['clients'], 'client')} of a network had connected when the run began, with"
+            f" {record['smallest']:,} to {record['largest']:,} samples of their own."
+        )
     return (
         f"{record['samples']:,} samples were divided among {format_count(record['clients'], 'client')}"
         f' ("{record["how"]}"), who have {record["smallest"]:,} to {record["largest"]:,} samples.{repeated}'

@@ -51,7 +51,8 @@ def _describe_end(run: RecordedRun, facts: RunFacts) -> str:
         " because of kill -9 or a power cut.",
         "new": "Not started: there are no records yet.",
     }
-    num_resumes = len(run.starts) - 1
+    # Another process that becomes rank 0 while the job runs records a start as well.
+    num_resumes = len(run.starts) - 1 - sum(bool(record["takes_over"]) for record in run.of("members"))
     if num_resumes <= 0:
         return sentences[run.status]
     times = "once" if num_resumes == 1 else f"{num_resumes} times, last"

@@ -14,8 +14,8 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, NoReturn
 
@@ -262,6 +262,8 @@ class PreparedRequest:
         includes_usage: whether the last of them has the number of tokens.
         num_logprobs: of each token; None: no log-probabilities.
         created: seconds since 1970.
+        head: the first fields of a part, as JSON without the closing brace; equal in all parts.
+        frames: by text, what is around the text of a part without log-probabilities; filled by `event`.
     """
 
     id: str
@@ -271,6 +273,17 @@ class PreparedRequest:
     includes_usage: bool
     num_logprobs: int | None
     created: int
+    head: str
+    frames: dict[int, list[str]] = field(default_factory=dict)
+
+
+_TEXT = "\0"  # in a frame; names of models have none
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+
+def render_event(value: Mapping[str, Any]) -> str:
+    """Return a server-sent event."""
+    return f"data: {_encode(value)}\n\n"
 
 
 class _Api:
@@ -321,14 +334,16 @@ class _Api:
         for request in requests:
             self._engine.check(request)
         options = body.stream_options or _StreamOptions()
+        name, created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
         return PreparedRequest(
-            id=f"{self.prefix}-{uuid.uuid4().hex}",
+            id=name,
             requests=requests,
             answers=[Answer(served, request, stop) for request in requests],
             streams=body.stream,
             includes_usage=options.include_usage,
             num_logprobs=logprobs,
-            created=int(time.time()),
+            created=created,
+            head=_encode(self._head(name, self.part, created))[:-1],
         )
 
     def _within_limit(self, prompt: tuple[int, ...], max_tokens: int | None, limit: int) -> int | None:
@@ -345,31 +360,40 @@ class _Api:
             events = [event for part in own for event in part.events]
             choice = self._choice(prepared, index, text, events)
             choices.append({**choice, "finish_reason": own[-1].finish_reason})
-        return {**self._head(prepared, self.whole), "choices": choices, "usage": _usage(prepared)}
+        head = self._head(prepared.id, self.whole, prepared.created)
+        return {**head, "choices": choices, "usage": _usage(prepared)}
 
-    def chunk(self, prepared: PreparedRequest, index: int, part: AnswerPart) -> dict[str, Any]:
-        """Return a part of an answer."""
+    def event(self, prepared: PreparedRequest, index: int, part: AnswerPart) -> str:
+        """Return a part of an answer as a server-sent event."""
+        if prepared.num_logprobs is None and part.finish_reason is None and part.text != _TEXT:
+            if index not in prepared.frames:
+                whole = self.event(prepared, index, AnswerPart(_TEXT, (), None))
+                prepared.frames[index] = whole.split(_encode(_TEXT))
+            before, after = prepared.frames[index]
+            return f"{before}{_encode(part.text)}{after}"
         choice = self._delta(prepared, index, part.text, part.events)
-        return self._chunk(prepared, [{**choice, "finish_reason": part.finish_reason}])
+        return self._event(prepared, [{**choice, "finish_reason": part.finish_reason}])
 
-    def first_chunks(self, prepared: PreparedRequest) -> Iterator[dict[str, Any]]:
+    def first_events(self, prepared: PreparedRequest) -> Iterator[str]:
         """Yield what comes before all parts."""
         return iter(())
 
-    def last_chunks(self, prepared: PreparedRequest) -> Iterator[dict[str, Any]]:
+    def last_events(self, prepared: PreparedRequest) -> Iterator[str]:
         """Yield what comes after all parts."""
         if prepared.includes_usage:
-            yield {**self._head(prepared, self.part), "choices": [], "usage": _usage(prepared)}
+            yield self._event(prepared, [], _usage(prepared))
 
-    def _chunk(self, prepared: PreparedRequest, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        usage = {"usage": None} if prepared.includes_usage else {}
-        return {**self._head(prepared, self.part), "choices": choices, **usage}
+    def _event(
+        self, prepared: PreparedRequest, choices: list[dict[str, Any]], usage: dict[str, int] | None = None
+    ) -> str:
+        fields = {"choices": choices, "usage": usage} if prepared.includes_usage else {"choices": choices}
+        return f"data: {prepared.head},{_encode(fields)[1:]}\n\n"
 
-    def _head(self, prepared: PreparedRequest, kind: str) -> dict[str, Any]:
+    def _head(self, name: str, kind: str, created: int) -> dict[str, Any]:
         return {
-            "id": prepared.id,
+            "id": name,
             "object": kind,
-            "created": prepared.created,
+            "created": created,
             "model": self.served.name,
             "system_fingerprint": self._engine.fingerprint,
         }
@@ -526,10 +550,10 @@ class ChatApi(_Api):
     ) -> dict[str, Any]:
         return {"index": index, "delta": {"content": text}, **self._facts(prepared, index, events)}
 
-    def first_chunks(self, prepared: PreparedRequest) -> Iterator[dict[str, Any]]:
+    def first_events(self, prepared: PreparedRequest) -> Iterator[str]:
         for index in range(len(prepared.requests)):
             delta = {"role": "assistant", "content": ""}
-            yield self._chunk(prepared, [{"index": index, "delta": delta, "finish_reason": None}])
+            yield self._event(prepared, [{"index": index, "delta": delta, "finish_reason": None}])
 
     def _facts(self, prepared: PreparedRequest, index: int, events: Sequence[TokenEvent]) -> dict[str, Any]:
         content = None if prepared.num_logprobs is None else [self._logprob(event) for event in events]

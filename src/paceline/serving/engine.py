@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
+from typing import ClassVar, Literal, NamedTuple, Protocol
 
 from paceline.errors import QueueFullError, RequestError, format_count
 from paceline.serving.sampling import LogitRow, SampledToken, SamplingOptions, sample
@@ -23,6 +23,8 @@ FinishReason = Literal["stop", "length", "error"]
 
 MAX_CHUNKS_PER_STEP = 4
 """Most chunks of prompts that run between two tokens of the other texts; does not change any bit."""
+MAX_CHUNKS_AT_ONCE = 4
+"""Most chunks of prompts in one forward; more than one only where that does not change any bit."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,20 @@ class Ticket:
         return self.slot is not None and self.num_prefilled == len(self.request.prompt)
 
 
+class PromptChunk(NamedTuple):
+    """A part of a prompt that runs in one forward.
+
+    Args:
+        slot: of the text.
+        prompt: all of its tokens.
+        start: of the part, which has as many tokens as a chunk if there are so many.
+    """
+
+    slot: int
+    prompt: Sequence[int]
+    start: int
+
+
 class SlotForward(Protocol):
     """Forward of a model on the slots of an engine, on one rank or several.
 
@@ -113,12 +129,12 @@ class SlotForward(Protocol):
     def clear(self, slot: int) -> None:
         """Empty a slot, so that nothing of its text can be seen by the next one."""
 
-    def prefill(self, slot: int, prompt: Sequence[int], start: int) -> LogitRow | None:
-        """Append the tokens of a prompt from `start` on to a slot's text, at most `chunk` of them.
+    def prefill(self, chunks: Sequence[PromptChunk]) -> Sequence[LogitRow | None] | None:
+        """Append chunks of prompts to the texts of their slots, in order; at most `MAX_CHUNKS_AT_ONCE`.
 
         Returns:
-            Logits after the last token of the prompt, float32 [V]. None before the last chunk, and on ranks
-            that do not sample.
+            For each, the logits after the last token of the prompt, float32 [V]; None before the last chunk.
+            None on ranks that do not sample.
         """
 
     def decode(self, slots: Sequence[int], tokens: Sequence[int]) -> Sequence[LogitRow] | None:
@@ -128,8 +144,16 @@ class SlotForward(Protocol):
             Logits of each, float32 [V]; None on ranks that do not sample.
         """
 
-    def share(self, samples: Sequence[SampledToken] | None, num_samples: int) -> Sequence[SampledToken]:
-        """Return on all ranks what the rank that samples has sampled."""
+    def share(
+        self, samples: Sequence[SampledToken] | None, num_samples: int, num_logprobs: int
+    ) -> Callable[[], Sequence[SampledToken]]:
+        """Begin to send the samples of the rank that has some to all ranks.
+
+        Args:
+            num_samples, num_logprobs: of all samples, and the most `top_logprobs` of one.
+        Returns:
+            A function that waits for them and returns them.
+        """
 
 
 class Engine:
@@ -138,13 +162,26 @@ class Engine:
     Args:
         forward: the model on its slots; `build_engine` makes one for a model in this process.
         max_queued: most requests that wait for a slot.
+
+    Attributes:
+        heartbeat_seconds: how often an idle engine has to step, so that other ranks do not wait too long;
+            None: never.
     """
+
+    heartbeat_seconds: ClassVar[float | None] = None
 
     def __init__(self, forward: SlotForward, *, max_queued: int = 1024) -> None:
         self.forward, self._max_queued = forward, max_queued
         self._queue: deque[Ticket] = deque()
         self._slots: list[Ticket | None] = [None] * forward.num_slots
         self._num_submitted = 0
+        self._prefilled: list[TokenEvent] = []
+        self._receive: Callable[[], list[TokenEvent]] = list
+
+    @property
+    def num_slots(self) -> int:
+        """Number of texts at a time."""
+        return self.forward.num_slots
 
     @property
     def fingerprint(self) -> str:
@@ -235,8 +272,25 @@ class Engine:
         Returns:
             Tokens in the order in which they were sampled; a text whose prompt ends here may get two.
         """
+        self.begin_step()
+        return self.end_step()
+
+    def begin_step(self) -> None:
+        """Run the forwards of a step; ranks that do not sample return before its tokens are known."""
         self._assign_slots()
-        return [*self._prefill(), *self._decode()]
+        self._prefilled, self._receive = self._prefill(), self._decode()
+
+    def end_step(self) -> list[TokenEvent]:
+        """Wait for the tokens of the step that has begun, and return them as `step` does; empty without one.
+
+        No request may be cancelled between the two halves of a step.
+        """
+        events = [*self._prefilled, *self._receive()]
+        self._prefilled, self._receive = [], list
+        return events
+
+    def close(self) -> None:
+        """End the ranks that follow this engine, of which there are none here."""
 
     def run(self) -> None:
         """Step until all submitted requests have ended."""
@@ -253,32 +307,53 @@ class Engine:
         """Run chunks of prompts in the order of submission; all of them if no text would wait for it."""
         waiting = [ticket for ticket in self._slots if ticket is not None and not ticket.decodes]
         waiting.sort(key=lambda ticket: ticket.request_id)
-        num_left = MAX_CHUNKS_PER_STEP if len(waiting) < self.num_running else len(waiting) * self.context
+        pieces = [
+            (ticket, PromptChunk(ticket.slot, ticket.request.prompt, start))
+            for ticket in waiting
+            if ticket.slot is not None
+            for start in range(ticket.num_prefilled, len(ticket.request.prompt), self.forward.chunk)
+        ]
+        if len(waiting) < self.num_running:
+            pieces = pieces[:MAX_CHUNKS_PER_STEP]
         events: list[TokenEvent] = []
-        for ticket in waiting:
-            prompt, slot = ticket.request.prompt, ticket.slot
-            while num_left and slot is not None and ticket.num_prefilled < len(prompt):
-                logits_V = self.forward.prefill(slot, prompt, ticket.num_prefilled)
-                ticket.num_prefilled = min(ticket.num_prefilled + self.forward.chunk, len(prompt))
-                num_left -= 1
-                if ticket.num_prefilled == len(prompt):
-                    events += self._sample([ticket], None if logits_V is None else [logits_V])
+        for first in range(0, len(pieces), MAX_CHUNKS_AT_ONCE):
+            batch = pieces[first : first + MAX_CHUNKS_AT_ONCE]
+            rows = self.forward.prefill([chunk for _, chunk in batch])
+            for ticket, chunk in batch:
+                ticket.num_prefilled = min(chunk.start + self.forward.chunk, len(chunk.prompt))
+            # The last chunk of a prompt ends it; its other chunks are before it in the same batch or earlier.
+            ended = {ticket.request_id: i for i, (ticket, _) in enumerate(batch) if ticket.decodes}
+            if ended:
+                tickets = [batch[i][0] for i in ended.values()]
+                found = (
+                    None if rows is None else [row for i in ended.values() if (row := rows[i]) is not None]
+                )
+                events += self._sample(tickets, found)()
         return events
 
-    def _decode(self) -> list[TokenEvent]:
+    def _decode(self) -> Callable[[], list[TokenEvent]]:
         running = [ticket for ticket in self._slots if ticket is not None and ticket.decodes]
         if not running:
-            return []
+            return list
         slots = [ticket.slot for ticket in running if ticket.slot is not None]
         return self._sample(running, self.forward.decode(slots, [ticket.text[-1] for ticket in running]))
 
-    def _sample(self, tickets: Sequence[Ticket], rows: Sequence[LogitRow] | None) -> list[TokenEvent]:
-        """Choose the next token of some texts; on ranks without logits, receive it."""
+    def _sample(
+        self, tickets: Sequence[Ticket], rows: Sequence[LogitRow] | None
+    ) -> Callable[[], list[TokenEvent]]:
+        """Choose the next token of some texts, or receive it on ranks without logits; the function that is
+        returned waits for them.
+        """
         samples = None
         if rows is not None:
             samples = [_sample_or_fail(ticket, row) for ticket, row in zip(tickets, rows, strict=True)]
-        shared = self.forward.share(samples, len(tickets))
-        return [self._append(ticket, sampled) for ticket, sampled in zip(tickets, shared, strict=True)]
+        num_logprobs = max(ticket.request.sampling.logprobs or 0 for ticket in tickets)
+        receive = self.forward.share(samples, len(tickets), num_logprobs)
+
+        def append() -> list[TokenEvent]:
+            return [self._append(ticket, sampled) for ticket, sampled in zip(tickets, receive(), strict=True)]
+
+        return append
 
     def _append(self, ticket: Ticket, sampled: SampledToken) -> TokenEvent:
         request = ticket.request

@@ -2,12 +2,12 @@
 
 `KVCache` is a function mode around a forward, as in `parallel.context`: it stores the keys and values that
 attention receives, in the order of the calls, and supplies positions. The model is not changed. A prompt runs
-in chunks of one size, each alone; a token of every slot runs as one batch whose shape never changes.
+in chunks of one size; a token of every slot runs as one batch whose shape never changes.
 
 Invariant: what a slot computes depends on its own text alone. Attention sees either the whole cache under a
-mask ("masked"), or the slot's own positions, slot by slot ("by_slot"); never as many positions as the longest
-neighbour has, since the length decides in which order a kernel adds. `build_engine` runs a short text cached
-and uncached, and takes `WholeForward` for a model whose logits differ.
+mask ("masked"), or the slot's own positions in whole blocks, slot by slot ("by_slot"); never as many
+positions as the longest neighbour has, since the length decides in which order a kernel adds. `build_engine`
+runs a short text cached and uncached, and takes `WholeForward` for a model whose logits differ.
 
 Shapes: S rows, of which the first are the slots, P tokens of a chunk, L positions of the cache, H heads of
 keys, G queries for each of them, D width of a head.
@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -25,9 +26,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from paceline.errors import TaskError
+from paceline.errors import RequestError, TaskError
 from paceline.models.positions import positions
 from paceline.parallel.context.context_attention import MULTI_HEAD_BODY
+from paceline.recipe.tables import ServeRecipe
+from paceline.serving.recorded_forward import ForwardRecorder
 
 AttentionForm = Literal["masked", "by_slot"]
 
@@ -67,12 +70,54 @@ class SlotSettings:
         object.__setattr__(self, "chunk", min(self.chunk, self.context))
         object.__setattr__(self, "rows", max(self.rows, self.slots))
 
+    @classmethod
+    def from_recipe(cls, recipe: ServeRecipe, context: int) -> SlotSettings:
+        """Return the settings of a recipe.
 
-class _LayerCache(NamedTuple):
-    """Keys and values of one call of attention, [S, H, L, D]."""
+        Args:
+            context: of the model.
+        Raises:
+            RequestError: the recipe has a longer one.
+        """
+        if recipe.context is not None and recipe.context > context:
+            raise RequestError(
+                f"serve.context is {recipe.context}, and the model's context is {context}",
+                parameter="context",
+                next_step="leave it out, or give less",
+            )
+        return cls(recipe.slots, recipe.chunk, recipe.context or context, recipe.attention)
+
+
+_BLOCK = 16
+"""Positions by which the length grows that a slot attends to; the last ones are masked."""
+
+
+class _SeenPositions(NamedTuple):
+    """Views of one slot in one layer.
+
+    Args:
+        keys, values: of the positions that its next token sees, [H, D, N] and [H, N, D].
+        attended: where the result of attention is written, [H, G, D].
+    """
 
     keys: Tensor
     values: Tensor
+    attended: Tensor
+
+
+class _LayerCache(NamedTuple):
+    """Cache of one call of attention.
+
+    Args:
+        keys, values: [S, H, L, D].
+        attended: result of the last token of every slot, [S, H, G, D].
+        seen: views by slot.
+    """
+
+    keys: Tensor
+    values: Tensor
+    attended: Tensor
+    seen: dict[int, _SeenPositions]
 
 
 class KVCache(TorchFunctionMode):
@@ -97,14 +142,18 @@ class KVCache(TorchFunctionMode):
         self._lengths_S = torch.zeros(settings.rows, dtype=torch.int64, device=device)
         self._rows_S = torch.arange(settings.rows, device=device)
         self._decodes: Sequence[int] = ()
-        self._chunk: tuple[int, int] | None = None  # slot and start
+        self._chunks: Sequence[tuple[int, int]] | None = None  # slot and start; None: a token of each slot
+        self._places = self.places  # of the forward that runs
         self._num_calls = 0
+        self._recorder: ForwardRecorder | None = None
         # During a trial, the first reason why the model cannot use the cache; its forward still completes, so
         # that no other rank waits for it.
         self.is_trial, self.refusal = False, ""
         self._causal: dict[tuple[int, torch.dtype], Tensor] = {}
         # 0 where a slot has a position, -inf elsewhere: updated where texts grow, never made anew.
         self._mask_S11L = torch.empty(0)
+        self._num_blocks: dict[int, int] = {}
+        self._seen_masks: dict[int, Tensor] = {}
 
     @property
     def num_layers(self) -> int:
@@ -114,7 +163,7 @@ class KVCache(TorchFunctionMode):
     @property
     def num_bytes(self) -> int:
         """Bytes of the keys and values of all slots."""
-        return sum(x.numel() * x.element_size() for layer in self._layers for x in layer)
+        return sum(x.nbytes for layer in self._layers for x in (layer.keys, layer.values))
 
     @property
     def places(self) -> Tensor:
@@ -128,6 +177,7 @@ class KVCache(TorchFunctionMode):
             # A masked position counts 0 times its value, which would be NaN for a value that is not finite.
             layer.keys[slot].zero_()
             layer.values[slot].zero_()
+            layer.attended[slot].zero_()
 
     def copy_slot(self, source: int, target: int) -> None:
         """Copy the text of a slot to another one."""
@@ -143,36 +193,46 @@ class KVCache(TorchFunctionMode):
             self._mask_S11L[slot, ..., length:] = -torch.inf
 
     @contextmanager
-    def prefilling(self, slot: int, start: int, num_tokens: int) -> Iterator[None]:
-        """Return the context manager of a forward of one chunk, whose first tokens are the slot's next ones.
+    def prefilling(self, chunks: Sequence[tuple[int, int, int]], places_CP: Tensor) -> Iterator[None]:
+        """Return the context manager of a forward of chunks, in the order in which they are appended.
 
         Args:
-            start: position of the first token of the chunk.
-            num_tokens: tokens that are not padding.
+            chunks: for each its slot, the position of its first token, and how many tokens are not padding.
+            places_CP: positions, int64; rows past the last chunk are padding.
         """
-        self._chunk = slot, start
-        with self._forward():
-            yield
-        self._set_length(slot, start + num_tokens)
+        self._chunks, self._places = [(slot, start) for slot, start, _ in chunks], places_CP
+        yield
+        for slot, start, num_tokens in chunks:
+            self._set_length(slot, start + num_tokens)
 
     @contextmanager
-    def decoding(self, slots: Sequence[int]) -> Iterator[None]:
-        """Return the context manager of a forward of one token of every slot; `slots` are those with a text.
+    def decoding(self, slots: Sequence[int]) -> Iterator[Tensor]:
+        """Return the context manager of a forward of one token of every slot, which returns their positions.
+
+        Args:
+            slots: those with a text.
 
         The other slots compute a token after their text, which their next chunk overwrites.
         """
-        self._chunk, self._decodes = None, slots
+        self._chunks, self._decodes, self._places = None, slots, self.places
         if self._layers:
             self._mask_S11L[self._rows_S, 0, 0, self._lengths_S] = 0.0
-        with self._forward():
-            yield
+        if self.settings.attention == "by_slot":
+            for slot in slots:
+                self._look_at(slot)
+        yield self._places
         for slot in slots:
             self._lengths[slot] += 1
         self._lengths_S.copy_(torch.tensor(self._lengths))
 
     @contextmanager
-    def _forward(self) -> Iterator[None]:
-        self._num_calls = 0
+    def within_model(self, recorder: ForwardRecorder | None = None) -> Iterator[None]:
+        """Return the context manager in which the model calls this cache; inside of one of the above.
+
+        Args:
+            recorder: of this forward. It records a call of attention as one function.
+        """
+        self._num_calls, self._recorder = 0, recorder
         with self if self._config is None else self._attention_interface():
             yield
         if self._num_calls != len(self._layers) or not self._layers:
@@ -243,12 +303,11 @@ class KVCache(TorchFunctionMode):
                 return MULTI_HEAD_BODY(*args, **{**(kwargs or {}), "need_weights": False})
         return func(*args, **kwargs) if kwargs else func(*args)
 
-    def _positions(self, x: Tensor, dim: int) -> Tensor | slice:
-        if self._chunk is not None:
-            start = self._chunk[1]
-            return slice(start, start + self.settings.chunk)
-        # One position a row; size 1 in the dimensions before that of positions, so that table rows broadcast.
-        return self._lengths_S.view(-1, *[1] * (dim % x.dim()))
+    def _positions(self, x: Tensor, dim: int) -> Tensor:
+        # Size 1 in the dimensions between that of sequences and that of positions, so that rows of a table
+        # broadcast.
+        num_rows, num_tokens = self._places.shape
+        return self._places.view(num_rows, *[1] * (dim % x.dim() - 1), num_tokens)
 
     def _attend(
         self,
@@ -272,25 +331,34 @@ class KVCache(TorchFunctionMode):
             return F.scaled_dot_product_attention(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
+        index = self._num_calls
+        self._num_calls += 1
+        attend = partial(self._attend_layer, index, scale)
+        if self._recorder is None:
+            return attend(query, key, value)
+        return self._recorder.call(attend, query, key, value)  # as one function
+
+    def _attend_layer(
+        self, index: int, scale: float | None, query: Tensor, key: Tensor, value: Tensor
+    ) -> Tensor:
+        """Attend in one layer; called by the model, and again in each replay."""
+        if index == len(self._layers):
+            self._allocate(query, key, value)
+        layer = self._layers[index]
         num_sequences, num_heads, num_tokens, width = query.shape
-        groups = num_heads // key.shape[1]
-        layer = self._next_layer(key, value)
         # Queries that share keys are rows of one product, so keys are not repeated.
-        grouped = query.reshape(num_sequences, -1, groups * num_tokens, width)
-        if self._chunk is None:
-            attended = self._attend_token(grouped, key, value, layer, scale)
-        else:
-            attended = self._attend_chunk(grouped, key, value, layer, scale)
+        grouped = query.reshape(num_sequences, key.shape[1], -1, width)
+        attend = self._attend_token if self._chunks is None else self._attend_chunks
+        attended = attend(grouped, key, value, layer, scale)
         return attended.reshape(num_sequences, num_heads, num_tokens, -1)
 
     def _find_misfit(
         self, query: Tensor, key: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool
     ) -> str:
-        """Return why this is not causal attention of one chunk, or of one token a row; empty if it is."""
+        """Return why this is not causal attention of chunks, or of one token a row; empty if it is."""
         num_tokens = query.shape[-2]
-        expected = (self.settings.rows, 1) if self._chunk is None else (1, self.settings.chunk)
         reason = ""
-        if query.dim() != 4 or (query.shape[0], num_tokens) != expected:
+        if query.dim() != 4 or (query.shape[0], num_tokens) != self._places.shape:
             reason = f"queries have the shape {tuple(query.shape)}"
         elif key.shape[-2] != num_tokens or key.shape[0] != query.shape[0]:
             reason = f"{num_tokens} queries attend to {key.shape[-2]} keys"
@@ -304,38 +372,46 @@ class KVCache(TorchFunctionMode):
             reason = "it is not causal"
         return reason
 
-    def _next_layer(self, key: Tensor, value: Tensor) -> _LayerCache:
-        """Return the cache of the next call of attention; the first chunk allocates it."""
-        index = self._num_calls
-        self._num_calls += 1
-        if index == len(self._layers):
-            rows, length = self.settings.rows, self.settings.context
-            sizes = (rows, key.shape[1], length)
-            self._layers.append(
-                _LayerCache(key.new_zeros(*sizes, key.shape[-1]), value.new_zeros(*sizes, value.shape[-1]))
+    def _allocate(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """Allocate the cache of one more call of attention, in the first chunk."""
+        rows, length = self.settings.rows, self.settings.context
+        sizes = (rows, key.shape[1], length)
+        if not self._layers:
+            self._mask_S11L = key.new_full((rows, 1, 1, length), -torch.inf)
+        heads, width = key.shape[1], value.shape[-1]
+        self._layers.append(
+            _LayerCache(
+                key.new_zeros(*sizes, key.shape[-1]),
+                value.new_zeros(*sizes, width),
+                value.new_zeros(rows, heads, query.shape[1] // heads, width),
+                {},
             )
-            if index == 0:
-                self._mask_S11L = key.new_full((rows, 1, 1, length), -torch.inf)
-        return self._layers[index]
+        )
 
-    def _attend_chunk(
+    def _attend_chunks(
         self, query: Tensor, key: Tensor, value: Tensor, layer: _LayerCache, scale: float | None
     ) -> Tensor:
-        """Attend from a chunk, [1, H, G P, D], to its own and all earlier positions of its slot."""
-        assert self._chunk is not None
-        (slot, start), size = self._chunk, self.settings.chunk
-        stop = start + size
-        layer.keys[slot, :, start:stop] = key[0]
-        layer.values[slot, :, start:stop] = value[0]
+        """Attend from chunks, [C, H, G P, D], each to its own and all earlier positions of its slot."""
+        assert self._chunks is not None
+        size = self.settings.chunk
         mask = self._causal_mask(query.shape[-2] // size, query.dtype)
-        return F.scaled_dot_product_attention(
-            query,
-            layer.keys[slot : slot + 1, :, :stop],
-            layer.values[slot : slot + 1, :, :stop],
-            # The last `stop` columns: query i of the chunk sees the positions up to start + i.
-            mask[:, mask.shape[1] - stop :],
-            scale=scale,
-        )
+        parts: list[Tensor] = []
+        for row, (slot, start) in enumerate(self._chunks):
+            stop = start + size
+            layer.keys[slot, :, start:stop] = key[row]
+            layer.values[slot, :, start:stop] = value[row]
+            parts.append(
+                F.scaled_dot_product_attention(
+                    query[row : row + 1],
+                    layer.keys[slot : slot + 1, :, :stop],
+                    layer.values[slot : slot + 1, :, :stop],
+                    # The last `stop` columns: query i of the chunk sees the positions up to start + i.
+                    mask[:, mask.shape[1] - stop :],
+                    scale=scale,
+                )
+            )
+        parts += [torch.zeros_like(parts[0])] * (len(query) - len(parts))
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def _causal_mask(self, groups: int, dtype: torch.dtype) -> Tensor:
         """Return the mask of a chunk at the end of the cache, [G P, L]."""
@@ -356,17 +432,26 @@ class KVCache(TorchFunctionMode):
         layer.values[self._rows_S, :, self._lengths_S] = value[:, :, 0]
         if self.settings.attention == "masked":
             return self._attend_masked(query, layer, scale)
-        # Rows without a text get zeros, which nothing reads.
-        parts = [query.new_zeros(1, *query.shape[1:-1], value.shape[-1])] * len(query)
+        queries = query.unbind()
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
         for slot in self._decodes:
-            stop = self._lengths[slot] + 1
-            parts[slot] = F.scaled_dot_product_attention(
-                query[slot : slot + 1],
-                layer.keys[slot : slot + 1, :, :stop],
-                layer.values[slot : slot + 1, :, :stop],
-                scale=scale,
-            )
-        return torch.cat(parts)
+            seen, mask = layer.seen[slot], self._seen_masks[slot]
+            scores = torch.baddbmm(mask, queries[slot], seen.keys, alpha=scale)
+            torch.bmm(_softmax(scores), seen.values, out=seen.attended)
+        # Rows without a text keep what was there, which nothing reads.
+        return layer.attended
+
+    def _look_at(self, slot: int) -> None:
+        """Make views of the positions that the next token of a slot sees, where there are more of them."""
+        num_blocks = self._lengths[slot] // _BLOCK + 1
+        if self._num_blocks.get(slot) == num_blocks:
+            return
+        stop = min(num_blocks * _BLOCK, self.settings.context)
+        for layer in self._layers:
+            keys = layer.keys[slot, :, :stop].transpose(1, 2)
+            layer.seen[slot] = _SeenPositions(keys, layer.values[slot, :, :stop], layer.attended[slot])
+        if self._layers:
+            self._num_blocks[slot], self._seen_masks[slot] = num_blocks, self._mask_S11L[slot, :, :, :stop]
 
     def _attend_masked(self, query: Tensor, layer: _LayerCache, scale: float | None) -> Tensor:
         """Attend to the whole cache under the mask, as two batched products.
@@ -378,7 +463,14 @@ class KVCache(TorchFunctionMode):
         query = (query * (width**-0.5 if scale is None else scale)).reshape(num_rows * num_heads, -1, width)
         scores = torch.bmm(query, layer.keys.view(-1, length, width).transpose(1, 2))
         scores.view(num_rows, num_heads, -1, length).add_(self._mask_S11L)
-        return torch.bmm(scores.softmax(-1), layer.values.view(num_rows * num_heads, length, -1))
+        return torch.bmm(_softmax(scores), layer.values.view(num_rows * num_heads, length, -1))
+
+
+def _softmax(scores: Tensor) -> Tensor:
+    """Return probabilities along the last dimension, summed in fp32 at least."""
+    if scores.dtype in (torch.float32, torch.float64):
+        return scores.softmax(-1)
+    return scores.softmax(-1, dtype=torch.float32).to(scores.dtype)
 
 
 def _is_causal_mask(mask: Tensor, num_tokens: int) -> bool:

@@ -53,9 +53,11 @@ from paceline.models.gpt import GPT
 from paceline.models.initialize import replace_parameters
 from paceline.observe.process_info import cache_folder
 from paceline.recipe.recipe_loading import load_recipe
+from paceline.recipe.tables import ServeRecipe
 from paceline.recipe.toml_text import parse_toml
 from paceline.report.number_format import format_bytes
 from paceline.report.run_files import RECIPE
+from paceline.serving.engine import MAX_CHUNKS_AT_ONCE
 from paceline.serving.kv_cache import SlotSettings
 from paceline.serving.slot_forward import model_call
 from paceline.serving.text_stream import ServingTokenizer
@@ -65,6 +67,7 @@ from paceline.session.hugging_face_export import find_model, find_tokenizer
 from paceline.session.run_folder import run_folder_of
 from paceline.session.saved_run import task_for_inference
 from paceline.state.slot import first_tied_names
+from paceline.task import Task
 from paceline.tasks.byte_gpt import ByteGptOptions, build_model
 from paceline.tasks.task_options import read_options
 from paceline.tasks.task_registry import load_task
@@ -86,6 +89,9 @@ class ServedModel:
         source: where the weights were found.
         chat_template: of the folder; None: there is none.
         marker_texts: texts of the special tokens that a chat template may name, such as `bos_token`.
+        settings: of the recipe of the weights; None: they have no recipe.
+        task: of a run of your own, which knows how ranks split the model; None: there is none, or its model
+            is only a part of another.
     """
 
     model: nn.Module
@@ -96,6 +102,8 @@ class ServedModel:
     source: str
     chat_template: str | None
     marker_texts: Mapping[str, str]
+    settings: ServeRecipe | None
+    task: Task | None = None
 
 
 @dataclass(frozen=True)
@@ -107,6 +115,8 @@ class _Parts:
     vocabulary: str
     source: str
     folder: Path | None  # with a chat template, perhaps
+    settings: ServeRecipe | None = None
+    task: Task | None = None
 
 
 def load_served_model(
@@ -160,6 +170,8 @@ def load_served_model(
         source=parts.source,
         chat_template=template,
         marker_texts=markers,
+        settings=parts.settings,
+        task=parts.task if model is parts.model else None,
     )
 
 
@@ -242,6 +254,7 @@ def _load_run(
     checkpoint = find_checkpoint(checkpoint_files(recipe, folder), warn, name, map_checkpoint)
     source = f"{folder}, {checkpoint.name}"
     if task is None and recipe.task == "byte-gpt":
+        built = None
         model, own = _build_byte_gpt(recipe.options, folder, tokenizer)
         chat = recipe.options.get("tokenizer")
     else:
@@ -257,7 +270,8 @@ def _load_run(
     vocabulary = checkpoint.manifest.origin.versions.get(VOCABULARY_KEY, "")
     require_same_vocabulary(own.vocabulary, vocabulary, source)  # its size is that of the model
     _fill(model, model_weights_of(checkpoint, which), source)
-    return _Parts(model, own, vocabulary, source, Path(chat) if isinstance(chat, str) else None)
+    place_of_template = Path(chat) if isinstance(chat, str) else None
+    return _Parts(model, own, vocabulary, source, place_of_template, recipe.serve, built)
 
 
 def _build_byte_gpt(
@@ -322,7 +336,8 @@ def _load_export(path: Path, task: str | None, tokenizer: str | None) -> _Parts:
         own = read_tokenizer(tokenizer or str(beside)) if has_tokenizer else ServingTokenizer.of_bytes()
     require_same_vocabulary(own.vocabulary, vocabulary, str(path))
     _fill(model, weights, str(path))
-    return _Parts(model, own, vocabulary, str(path), path.parent)
+    settings = ServeRecipe(**recipe.get("serve", {}))
+    return _Parts(model, own, vocabulary, str(path), path.parent, settings)
 
 
 def _load_transformers(path: Path, tokenizer: str | None, warn: Callable[[str], None]) -> _Parts:
@@ -486,7 +501,7 @@ class SlotMemory:
         weights: parameters and buffers; of a mapped file, pages that other processes share.
         cache: keys and values of all slots over the whole context.
         masks: of attention, for all slots and for a chunk.
-        logits: of one token of every slot, and of a chunk.
+        logits: of one token of every slot, and of the chunks that run together.
     """
 
     weights: int
@@ -557,7 +572,7 @@ def plan_slots(model: nn.Module, settings: SlotSettings) -> SlotMemory:
         weights=weights,
         cache=rows * context * shapes.bytes_per_token,
         masks=(rows + shapes.groups * chunk) * context * shapes.itemsize,
-        logits=(rows + chunk) * logits.shape[-1] * logits.element_size(),
+        logits=(rows + MAX_CHUNKS_AT_ONCE * chunk) * logits.shape[-1] * logits.element_size(),
     )
 
 

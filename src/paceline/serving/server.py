@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import json
 import math
 import resource
 import socket
@@ -31,7 +30,7 @@ from prometheus_client.registry import Collector
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -44,6 +43,7 @@ from paceline.serving.answers import (
     CompletionApi,
     PreparedRequest,
     parse_json,
+    render_event,
 )
 from paceline.serving.engine import Engine
 from paceline.serving.engine_thread import (
@@ -103,6 +103,8 @@ class GenerationServer(uvicorn.Server):
         limits: of requests.
         is_loopback: whether only this host reaches it; then requests for other host names are refused, so
             that no page in a browser can use the server under a name of its own.
+        ends_with_engine: whether the server ends when its engine fails; `thread.error` has the reason.
+            Otherwise it answers every request with 503.
     """
 
     def __init__(
@@ -113,6 +115,7 @@ class GenerationServer(uvicorn.Server):
         limits: ServerLimits | None = None,
         *,
         is_loopback: bool = True,
+        ends_with_engine: bool = False,
     ) -> None:
         self.limits = _within_open_files(limits or ServerLimits())
         self.thread = EngineThread(
@@ -129,6 +132,11 @@ class GenerationServer(uvicorn.Server):
             timeout_graceful_shutdown=math.ceil(self.limits.stop_seconds),
         )
         super().__init__(config)
+        if ends_with_engine:
+            self.thread.on_failure = self._end
+
+    def _end(self) -> None:
+        self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Refuse texts that wait, finish those that have begun, and end the server."""
@@ -179,12 +187,19 @@ class IdleConnections:
             timer.cancel()
 
 
+_CONNECTION = "paceline.connection"  # among the extensions of a scope
+
+
 class _Connection(H11Protocol):
-    """A connection that is closed if it sends no request in time; uvicorn waits for the first one forever."""
+    """A connection that is closed if it sends no request, or takes no answer, in time.
+
+    uvicorn waits for the first request, and for a full buffer to be read, forever.
+    """
 
     def __init__(self, *args: Any, idle: IdleConnections, **options: Any) -> None:
         super().__init__(*args, **options)
         self._idle = idle
+        self._full: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -200,8 +215,39 @@ class _Connection(H11Protocol):
         if not self.transport.is_closing():
             self._idle.add(self)
 
+    def handle_events(self) -> None:
+        super().handle_events()
+        if self.scope is not None:
+            cast(Any, self.scope).setdefault("extensions", {})[_CONNECTION] = self
+
+    async def write_part(self, data: bytes) -> None:
+        """Write a part of the body of the present answer, which has begun.
+
+        Not through the layers of ASGI and h11, which take longer for a token than all else.
+        """
+        if self.flow.write_paused:
+            await self.flow.drain()
+        if not self.transport.is_closing():
+            is_chunked = self.conn.their_http_version == b"1.1"
+            self.transport.write(b"%x\r\n%b\r\n" % (len(data), data) if is_chunked else data)
+
+    def pause_writing(self) -> None:
+        # Only here, where the client is slow: a timer for each token would cost more than its JSON.
+        super().pause_writing()
+        self._stop_timer()
+        self._full = asyncio.get_running_loop().call_later(self._idle.limits.send_seconds, self.drop)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_timer()
+
+    def _stop_timer(self) -> None:
+        if self._full is not None:
+            self._full.cancel()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._idle.remove(self)
+        self._stop_timer()
         super().connection_lost(exc)
 
     def drop(self) -> None:
@@ -232,9 +278,7 @@ def build_app(
         Route("/ready", views.ready),
         Route("/metrics", views.metrics),
     ]
-    gate = Middleware(
-        _Gate, token=token, limits=limits, statistics=thread.statistics, is_loopback=is_loopback
-    )
+    gate = Middleware(_Gate, token=token, statistics=thread.statistics, is_loopback=is_loopback)
     handlers: Any = {404: _not_found, 405: _not_found}
     return Starlette(routes=routes, lifespan=lifespan, middleware=[gate], exception_handlers=handlers)
 
@@ -261,18 +305,10 @@ def _describe(error: PacelineError) -> str:
 
 
 class _Gate:
-    """Middleware: the token, the host name, the time that a client has to take an answer, and statuses."""
+    """Middleware: the token, the host name, and statuses."""
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        token: str,
-        limits: ServerLimits,
-        statistics: ServerStatistics,
-        *,
-        is_loopback: bool,
-    ) -> None:
-        self._app, self._token, self._limits, self._statistics = app, token, limits, statistics
+    def __init__(self, app: ASGIApp, token: str, statistics: ServerStatistics, *, is_loopback: bool) -> None:
+        self._app, self._token, self._statistics = app, token, statistics
         self._is_loopback = is_loopback
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -280,19 +316,14 @@ class _Gate:
             await self._app(scope, receive, send)
             return
 
-        async def send_in_time(message: Message) -> None:
+        async def send_and_count(message: Message) -> None:
             if message["type"] == "http.response.start":
                 counts = self._statistics.statuses
                 counts[message["status"]] = counts.get(message["status"], 0) + 1
-            # A client that takes nothing more is treated as one that has left.
-            async with asyncio.timeout(self._limits.send_seconds):
-                await send(message)
+            await send(message)
 
         refusal = self._refusal(Request(scope))
-        try:
-            await (refusal or self._app)(scope, receive, send_in_time)
-        except TimeoutError as error:
-            raise ClientDisconnect from error
+        await (refusal or self._app)(scope, receive, send_and_count)
 
     def _refusal(self, request: Request) -> Response | None:
         host = request.url.hostname or ""
@@ -403,7 +434,7 @@ class _Views:
     ) -> Response:
         """Wait for the whole answer, or for the client to leave."""
         answer = asyncio.ensure_future(self._collect(prepared, stream))
-        gone = asyncio.ensure_future(_disconnected(request))
+        gone = asyncio.ensure_future(_disconnected(request.receive))
         try:
             await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
@@ -418,7 +449,7 @@ class _Views:
 
     async def _collect(self, prepared: PreparedRequest, stream: GenerationStream) -> list[list[AnswerPart]]:
         parts: list[list[AnswerPart]] = [[] for _ in prepared.answers]
-        async for index, part in _answer_parts(prepared.answers, stream):
+        async for index, part, _ in _answer_parts(prepared.answers, stream):
             parts[index].append(part)
         return parts
 
@@ -426,17 +457,20 @@ class _Views:
         self, api: CompletionApi | ChatApi, prepared: PreparedRequest, stream: GenerationStream
     ) -> AsyncIterator[str]:
         """Yield an answer as server-sent events."""
+        text = ""
         try:
-            for chunk in api.first_chunks(prepared):
-                yield _event(chunk)
-            async for index, part in _answer_parts(prepared.answers, stream):
-                yield _event(api.chunk(prepared, index, part))
-            for chunk in api.last_chunks(prepared):
-                yield _event(chunk)
-            yield "data: [DONE]\n\n"
+            for event in api.first_events(prepared):
+                yield event
+            async for index, part, is_last in _answer_parts(prepared.answers, stream):
+                text += api.event(prepared, index, part)
+                # A write costs more than all of its text: one for what has come at the same time.
+                if not (is_last or stream.has_event):
+                    yield text
+                    text = ""
+            yield f"{text}{''.join(api.last_events(prepared))}data: [DONE]\n\n"
         except PacelineError as error:
             status, code, _ = _status_of(error)
-            yield _event(_error_body(status, _describe(error), code=code))
+            yield text + render_event(_error_body(status, _describe(error), code=code))
 
 
 class _BodyError(RequestError):
@@ -466,19 +500,15 @@ def _status_of(error: PacelineError) -> tuple[int, str, dict[str, str]]:
             return 503, "unavailable", {"Retry-After": "5"}
 
 
-def _event(value: Mapping[str, Any]) -> str:
-    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
         pass
 
 
 async def _answer_parts(
     answers: Sequence[Answer], stream: GenerationStream
-) -> AsyncIterator[tuple[int, AnswerPart]]:
-    """Yield the parts of all answers as they become final."""
+) -> AsyncIterator[tuple[int, AnswerPart, bool]]:
+    """Yield the parts of all answers as they become final, and whether it is the last one."""
     open_answers = set(range(len(answers)))
     while open_answers:
         index, event = await stream.next()
@@ -486,22 +516,39 @@ async def _answer_parts(
             continue
         part = answers[index].push(event)
         if part is not None:
-            yield index, part
             if part.finish_reason is not None:
                 open_answers.remove(index)
                 stream.end(index)
+            yield index, part, not open_answers
 
 
-class _EventStream(StreamingResponse):
+class _EventStream(Response):
     """Server-sent events, whose texts end when the client leaves."""
 
+    media_type = "text/event-stream"
+
     def __init__(self, events: AsyncIterator[str], stream: GenerationStream) -> None:
-        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
-        self._stream = stream
+        super().__init__(headers={"Cache-Control": "no-store"})
+        del self.headers["Content-Length"]
+        self._events, self._stream = events, stream
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # Also where the client has left before the first event, so that the generator never ran.
         try:
-            await super().__call__(scope, receive, send)
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            written = asyncio.ensure_future(self._write(scope["extensions"][_CONNECTION]))
+            gone = asyncio.ensure_future(_disconnected(receive))
+            try:
+                await asyncio.wait((written, gone), return_when=asyncio.FIRST_COMPLETED)
+                if written.done():
+                    await written
+                    await send({"type": "http.response.body", "body": b"", "more_body": False})
+            finally:
+                written.cancel()
+                gone.cancel()
         finally:
             self._stream.close()
+
+    async def _write(self, connection: _Connection) -> None:
+        async for event in self._events:
+            await connection.write_part(event.encode())

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from inspect import signature
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +25,9 @@ from paceline.errors import TaskError
 from paceline.parallel.forward_errors import FORWARD_ERRORS
 from paceline.parallel.state_hash import state_sha256
 from paceline.parallel.tensor.vocab_parallel import VocabParallelLogits
-from paceline.serving.engine import Engine
+from paceline.serving.engine import MAX_CHUNKS_AT_ONCE, Engine, PromptChunk
 from paceline.serving.kv_cache import AttentionForm, KVCache, SlotSettings
+from paceline.serving.recorded_forward import ForwardRecorder, RecordedForward
 from paceline.serving.sampling import LogitRow, SampledToken
 
 log = logging.getLogger("paceline")
@@ -37,16 +38,30 @@ not have them.
 """
 
 
+SampleExchange = Callable[[Sequence[SampledToken] | None, int, int], Callable[[], Sequence[SampledToken]]]
+"""Function that begins to send the samples of one rank to the others; see `SlotForward.share`."""
+
+
+def keep_samples(
+    samples: Sequence[SampledToken] | None, num_samples: int, num_logprobs: int
+) -> Callable[[], Sequence[SampledToken]]:
+    """Return the samples: there are no other ranks."""
+    assert samples is not None
+    return lambda: samples
+
+
 class CacheTrial(NamedTuple):
     """Result of `try_cache`.
 
     Args:
         error: why the model cannot run with a cache; empty if it can.
         has_equal_rows: equal texts have the same bits in all slots.
+        has_equal_chunks: a chunk has the same bits alone and beside others.
     """
 
     error: str
     has_equal_rows: bool = True
+    has_equal_chunks: bool = True
 
 
 class _ModelForward:
@@ -61,6 +76,8 @@ class _ModelForward:
         device: of the model.
         gather: returns a text of every rank that runs the model, in the same order on all of them.
         without_gradients: context manager of every forward.
+        records: forwards with a cache may be recorded and replayed: no rank communicates in them.
+        share: see `SlotForward`.
     """
 
     def __init__(
@@ -73,30 +90,39 @@ class _ModelForward:
         device: torch.device,
         gather: Callable[[str], list[str]] = lambda text: [text],
         without_gradients: Callable[[], AbstractContextManager[Any]] = torch.inference_mode,
+        records: bool = False,
+        share: SampleExchange = keep_samples,
     ) -> None:
-        self._gather, self.without_gradients = gather, without_gradients
+        self._gather, self.without_gradients, self._records = gather, without_gradients, records
+        self._share = share
         self._model = model
         self._call, self.settings, self.vocab, self.fingerprint = call, settings, vocab, fingerprint
         self.num_slots, self.chunk, self.context = settings.slots, settings.chunk, settings.context
         self._device = device
         self._places_1L = torch.arange(settings.context, device=device)[None]
 
-    def share(self, samples: Sequence[SampledToken] | None, num_samples: int) -> Sequence[SampledToken]:
-        """Return the samples of the rank that has some."""
-        texts = self._gather("" if samples is None else json.dumps(samples))
-        if len(texts) == 1 and samples is not None:
-            return samples
-        rows = json.loads(next(filter(None, texts)))
-        assert len(rows) == num_samples
-        return [
-            SampledToken(token, logprob, tuple(map(tuple, likeliest))) for token, logprob, likeliest in rows
-        ]
+    def share(
+        self, samples: Sequence[SampledToken] | None, num_samples: int, num_logprobs: int
+    ) -> Callable[[], Sequence[SampledToken]]:
+        """Begin to send the samples of the rank that has some."""
+        return self._share(samples, num_samples, num_logprobs)
+
+    def twin(self) -> Self:
+        """Return a forward of the same model with slots of its own."""
+        return type(self)(
+            *(self._call, self._model, self.settings, self.vocab, self.fingerprint, self._device),
+            *(self._gather, self.without_gradients, self._records, self._share),
+        )
 
     def agree_all(self, trial: CacheTrial) -> CacheTrial:
-        """Return the first error of any rank, and whether rows are equal on all of them."""
+        """Return the first error of any rank, and whether rows and chunks are equal on all of them."""
         trials = [CacheTrial(*json.loads(text)) for text in self._gather(json.dumps(trial))]
         errors = [trial.error for trial in trials if trial.error]
-        return CacheTrial(errors[0] if errors else "", all(trial.has_equal_rows for trial in trials))
+        return CacheTrial(
+            errors[0] if errors else "",
+            all(trial.has_equal_rows for trial in trials),
+            all(trial.has_equal_chunks for trial in trials),
+        )
 
 
 class CachedForward(_ModelForward):
@@ -106,36 +132,83 @@ class CachedForward(_ModelForward):
         super().__init__(*args, **options)
         self.cache = KVCache(self.settings, self._device, self._model)
         self._tokens_S1 = torch.zeros(self.settings.rows, 1, dtype=torch.int64)
-        self._tokens_1P = torch.zeros(1, self.chunk, dtype=torch.int64)
+        # Several chunks run together if that changes no bit of them (`try_cache`).
+        self.joins_chunks = False
+        # By shape, of chunks and of a token of every slot; None: not to be recorded.
+        self._recorded: dict[tuple[int, ...], RecordedForward | None] = {}
+
+    def twin(self) -> Self:
+        """Return a forward of the same model with slots of its own."""
+        twin = super().twin()
+        twin.joins_chunks = self.joins_chunks
+        return twin
+
+    def _run(self, tokens: Tensor, places: Tensor) -> Tensor | None:
+        """Return the logits of the model; a trial records forwards, and all later ones replay them."""
+        tokens = tokens.to(self._device)
+        shape = tuple(tokens.shape)
+        recorded = self._recorded.get(shape)
+        if recorded is not None:
+            return recorded(tokens, places)
+        if not self._records or shape in self._recorded or not self.cache.is_trial:
+            with self.cache.within_model():
+                return self._call(tokens, places)
+        recorder = ForwardRecorder([tokens, places])
+        with recorder.recording(), self.cache.within_model(recorder):
+            logits = self._call(tokens, places)
+        assert logits is not None
+        self._recorded[shape] = recorder.finish(logits)
+        if recorder.refusal:
+            log.info("generation runs the model's Python code in every step: %s", recorder.refusal)
+        return logits
 
     def clear(self, slot: int) -> None:
         """Empty a slot."""
         with self.without_gradients():
             self.cache.clear(slot)
 
-    def prefill(self, slot: int, prompt: Sequence[int], start: int) -> LogitRow | None:
-        """Run one chunk of a prompt."""
-        # The last chunk may not pass the end of the context: it then begins earlier.
-        first = min(start, self.context - self.chunk)
-        tokens = prompt[first : first + self.chunk]
+    def prefill(self, chunks: Sequence[PromptChunk]) -> Sequence[LogitRow | None] | None:
+        """Run chunks of prompts."""
+        if len(chunks) > 1 and not self.joins_chunks:
+            found = [self.prefill([chunk]) for chunk in chunks]
+            return [row for rows in found if rows is not None for row in rows] or None
+        logits_CPV = self.chunk_logits(chunks)
+        if logits_CPV is None:
+            return None
+        ends = [len(prompt) - self._first(start) - 1 for _, prompt, start in chunks]
+        return [
+            _row(logits_PV[end]) if end < self.chunk else None
+            for logits_PV, end in zip(logits_CPV, ends, strict=False)
+        ]
+
+    def _first(self, start: int) -> int:
+        """Return where a chunk begins: earlier if it would pass the end of the context."""
+        return min(start, self.context - self.chunk)
+
+    def chunk_logits(self, chunks: Sequence[PromptChunk]) -> Tensor | None:
+        """Return the logits of chunks that run together, [C, P, V]; several are padded to their most."""
+        num_rows = 1 if len(chunks) == 1 else MAX_CHUNKS_AT_ONCE
+        tokens_CP = torch.zeros(num_rows, self.chunk, dtype=torch.int64)
+        places, sizes = [], []
+        for row, (slot, prompt, start) in enumerate(chunks):
+            first = self._first(start)
+            tokens = prompt[first : first + self.chunk]
+            tokens_CP[row, : len(tokens)] = torch.tensor(tokens)
+            places.append(self._places_1L[:, first : first + self.chunk])
+            sizes.append((slot, first, len(tokens)))
+        places += [self._places_1L[:, : self.chunk]] * (num_rows - len(chunks))
         with self.without_gradients():
-            self._tokens_1P.zero_()
-            self._tokens_1P[0, : len(tokens)] = torch.tensor(tokens)
-            with self.cache.prefilling(slot, first, len(tokens)):
-                logits_1PV = self._call(
-                    self._tokens_1P.to(self._device), self._places_1L[:, first : first + self.chunk]
-                )
-            is_last = start + self.chunk >= len(prompt)
-            return _row(logits_1PV[0, len(tokens) - 1]) if is_last and logits_1PV is not None else None
+            places_CP = torch.cat(places)
+            with self.cache.prefilling(sizes, places_CP):
+                return self._run(tokens_CP, places_CP)
 
     def decode(self, slots: Sequence[int], tokens: Sequence[int]) -> Sequence[LogitRow] | None:
         """Run one token of every slot."""
         with self.without_gradients():
             self._tokens_S1.zero_()
             self._tokens_S1[list(slots), 0] = torch.tensor(tokens)
-            places_S1 = self.cache.places
-            with self.cache.decoding(slots):
-                logits_S1V = self._call(self._tokens_S1.to(self._device), places_S1)
+            with self.cache.decoding(slots) as places_S1:
+                logits_S1V = self._run(self._tokens_S1, places_S1)
             if logits_S1V is None:
                 return None
             rows_SV = logits_S1V[:, -1].float().cpu().numpy()
@@ -155,17 +228,21 @@ class WholeForward(_ModelForward):
         fingerprint = settings_fingerprint(weights, settings)
         return CachedForward(
             *(self._call, self._model, settings, self.vocab, fingerprint),
-            *(self._device, self._gather, self.without_gradients),
+            *(self._device, self._gather, self.without_gradients, self._records, self._share),
         )
 
     def clear(self, slot: int) -> None:
         """Forget a text."""
         self._texts[slot] = []
 
-    def prefill(self, slot: int, prompt: Sequence[int], start: int) -> LogitRow | None:
-        """Run the prompt if this chunk is its last."""
-        self._texts[slot] = list(prompt[: start + self.chunk])
-        return self._run(slot) if start + self.chunk >= len(prompt) else None
+    def prefill(self, chunks: Sequence[PromptChunk]) -> Sequence[LogitRow | None] | None:
+        """Run the prompts whose last chunk is here."""
+        rows: list[LogitRow | None] = []
+        for slot, prompt, start in chunks:
+            self._texts[slot] = list(prompt[: start + self.chunk])
+            is_last = start + self.chunk >= len(prompt)
+            rows.append(self._run(slot) if is_last else None)
+        return rows if any(row is not None for row in rows) else None
 
     def decode(self, slots: Sequence[int], tokens: Sequence[int]) -> Sequence[LogitRow] | None:
         """Run each text with its new token."""
@@ -222,7 +299,8 @@ def build_engine(
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     call, settings = model_call(model), SlotSettings(slots, chunk, context, attention)
     vocab, weights = _count_logits(call, device), state_sha256(model.state_dict())
-    whole = WholeForward(call, model, settings, vocab, settings_fingerprint(weights, settings), device)
+    fingerprint = settings_fingerprint(weights, settings)
+    whole = WholeForward(call, model, settings, vocab, fingerprint, device, records=True)
     text = trial_text(model, settings, vocab)
     expected = whole.logits(text)
     if expected is None or not bool(torch.isfinite(expected).all()):
@@ -245,7 +323,7 @@ def choose_forward(
     """
     for num_rows in _row_counts(whole.num_slots):
         cached = whole.with_cache(num_rows, weights)
-        error, has_equal_rows = cached.agree_all(try_cache(cached, text, expected_TV))
+        error, has_equal_rows, cached.joins_chunks = cached.agree_all(try_cache(cached, text, expected_TV))
         if error:
             log.warning("generation without a cache, one whole forward for each token: %s", error)
             return whole
@@ -322,8 +400,10 @@ def try_cache(cached: CachedForward, text: Sequence[int], expected_TV: Tensor | 
     num_prompt, slots, cache = max(1, len(text) - 3), range(cached.num_slots), cached.cache
     cache.is_trial = True
     try:
-        for start in range(0, num_prompt, cached.chunk):
-            last = cached.prefill(0, text[:num_prompt], start)
+        chunks = [PromptChunk(0, text[:num_prompt], i) for i in range(0, num_prompt, cached.chunk)]
+        has_equal_chunks = _has_equal_chunks(cached, chunks[0])
+        for chunk in chunks:
+            rows = cached.prefill([chunk])
         with cached.without_gradients():
             for slot in slots[1:]:
                 cache.copy_slot(0, slot)
@@ -334,16 +414,23 @@ def try_cache(cached: CachedForward, text: Sequence[int], expected_TV: Tensor | 
         cache.is_trial = False
         for slot in slots:
             cached.clear(slot)
-    if cache.refusal or expected_TV is None or last is None:
+    if cache.refusal or expected_TV is None or rows is None:
         return CacheTrial(cache.refusal)
     logits = [step for step in steps if step is not None]
-    got = torch.stack([torch.from_numpy(row) for row in (last, *(step[0] for step in logits))])
+    got = torch.stack([torch.from_numpy(row) for row in (rows[0], *(step[0] for step in logits))])
     expected = expected_TV[num_prompt - 1 :].float().cpu()
     tolerance = _TOLERANCES.get(expected_TV.dtype, _LOW_PRECISION_TOLERANCE)
     difference = float((got - expected).abs().max() / expected.abs().max())
     if not difference <= tolerance:
         return CacheTrial(f"logits differ by {difference:.1e} of the largest, more than {tolerance:.1e}")
-    return CacheTrial("", all((row == step[0]).all() for step in logits for row in step))
+    has_equal_rows = all((row == step[0]).all() for step in logits for row in step)
+    return CacheTrial("", has_equal_rows, has_equal_chunks)
+
+
+def _has_equal_chunks(cached: CachedForward, chunk: PromptChunk) -> bool:
+    """Run a chunk alone, and as all of those that run together; return whether the logits are equal."""
+    alone, together = cached.chunk_logits([chunk]), cached.chunk_logits([chunk] * MAX_CHUNKS_AT_ONCE)
+    return alone is None or together is None or bool((alone == together).all())
 
 
 def _describe_bad_weights(model: nn.Module) -> str:

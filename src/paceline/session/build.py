@@ -111,7 +111,10 @@ def build_session(
         phases=PhaseTimer(net.activity),
         components=components or Components(),
         rule_inputs=RuleInputs(
-            max(1, task.num_tokens_per_sample), stop_requested, choices=strategy.sync_choices
+            max(1, task.num_tokens_per_sample),
+            stop_requested,
+            choices=strategy.sync_choices,
+            keeper=task.keeper,
         ),
         warn=warn,
         note=events.add,

@@ -31,9 +31,9 @@ from paceline.checkpoint.publish import FullDiskPatience, RetentionCounts, claim
 from paceline.checkpoint.saver import CheckpointSaver, SaveSettings
 from paceline.checkpoint.storage import StorageFolder
 from paceline.checkpoint.writers import PartWriter, ProcessWriter, ThreadWriter
-from paceline.errors import CheckpointError, NumericError, format_count
+from paceline.errors import CheckpointError, CommunicationError, NumericError, format_count
 from paceline.job.cluster import process_environment
-from paceline.job.launcher_reports import TRAINING_FOR_SERVER
+from paceline.job.launcher_reports import TRAINING_ELASTIC, TRAINING_FOR_SERVER
 from paceline.observe.sinks import Sink
 from paceline.recipe.recipe import Recipe, to_toml
 from paceline.recipe.tables import CheckpointRecipe
@@ -133,7 +133,7 @@ def build_saver(session: Session, run_dir: Path, warn: Callable[[str], None]) ->
         writer=_writer(files, options, patience),
         certifier=Certifier(run_dir / CERTIFICATE, task_file_sha256(session.recipe.task, Path.cwd())),
         left=partial(_present_ranks, session),
-        survives_lost_ranks=lambda: session.launcher_phase == TRAINING_FOR_SERVER,
+        survives_lost_ranks=lambda: session.launcher_phase in (TRAINING_FOR_SERVER, TRAINING_ELASTIC),
     )
     saver = CheckpointSaver(
         session.state, catalog, _origin(session, run), settings, partial(gather_from_all, session)
@@ -331,6 +331,11 @@ def open_checkpoint_schedule(
         schedule.best = EvaluationScores(session.recipe.evaluate, schedule.scores())
         schedule.begin()
         yield schedule
+    except CommunicationError:
+        # The session may continue on the remaining ranks and change the state that is being saved.
+        if saver is not None and session.is_elastic:
+            saver.finish()
+        raise
     finally:
         if saver is not None:
             saver.close()

@@ -23,21 +23,22 @@ def require_metrics(recipe: Recipe, task: Task, probe: Loss) -> None:
     Raises:
         RecipeError: no evaluation will have one of them, or there will be no evaluation for the schedule.
     """
-    _require_metric("evaluate.metric", recipe.evaluate.metric, task, probe)
+    keeps = recipe.federated.held_out > 0
+    _require_metric("evaluate.metric", recipe.evaluate.metric, task, probe, of_clients=keeps)
     if not recipe.schedule.follows_evaluations:
         return
-    if task.held_out is None:
+    if task.held_out is None and not keeps:
         raise RecipeError(
             f'schedule.decay = "{recipe.schedule.decay}" reduces the rate by evaluations, but the task has no'
             " held-out data",
             where="schedule.decay",
             next_step="return Task(..., held_out=...), or choose another decay",
         )
-    _require_metric("schedule.metric", recipe.schedule.metric, task, probe)
+    _require_metric("schedule.metric", recipe.schedule.metric, task, probe, of_clients=keeps)
 
 
-def _require_metric(key: str, name: str, task: Task, probe: Loss) -> None:
-    if name == "loss" or task.held_out is None:
+def _require_metric(key: str, name: str, task: Task, probe: Loss, *, of_clients: bool) -> None:
+    if name == "loss" or (task.held_out is None and not of_clients):
         return
     count = float(probe.count)
     means = {metric: float(value) / count for metric, value in probe.metrics.items()}
@@ -49,6 +50,8 @@ def _require_metric(key: str, name: str, task: Task, probe: Loss) -> None:
     metrics = ["loss", *finished]
     sets = held_out_sets(task.held_out)
     known = ["loss"] + [f"{held_out}.{m}" if held_out else m for held_out in sets for m in metrics]
+    if of_clients:
+        known += [f"clients.{m}{suffix}" for m in metrics for suffix in ("", "_worst_decile")]
     if name not in known:
         near = closest_word(name, known)
         raise RecipeError(

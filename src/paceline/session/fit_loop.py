@@ -8,17 +8,17 @@ after a stop signal, when evaluations have not improved, or when a callback asks
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from math import nan
 from pathlib import Path
 from statistics import median
 from typing import Any, cast
 
 from torch import nn
 
-from paceline.errors import DivergenceError, format_count
+from paceline.errors import CommunicationError, DivergenceError, RecipeError, format_count
 from paceline.observe.sinks import Sink
 from paceline.observe.step_stats import StepStats
 from paceline.observe.step_trace import TraceWindow
@@ -29,6 +29,7 @@ from paceline.session.checkpointing import CheckpointSchedule, interval_passed, 
 from paceline.session.early_stopping import value_of_metric
 from paceline.session.evaluation import Evaluation, evaluate
 from paceline.session.freed_memory import FreedMemory
+from paceline.session.membership_change import JoinRequests
 from paceline.session.run_records import RankRecords
 from paceline.session.session import Session, gather_from_all, repeat_until_agreed
 from paceline.session.step_profile import build_step_profile
@@ -94,10 +95,12 @@ class RunSchedule:
         reason: why the run ends before its last step; empty while it continues.
         stopped: a signal has ended the run.
         checks_stop_requests: `Session.stop` may be called although there are no callbacks.
+        pause_step: the step after which the run is saved and stops, as if by a signal; None: its last one.
     """
 
     def __init__(self, session: Session, checkpoints: CheckpointSchedule, sinks: Sequence[Sink]) -> None:
         self._session, self._checkpoints, self._sinks = session, checkpoints, sinks
+        self.pause_step: int | None = None
         self.reason, self.stopped, self.checks_stop_requests = "", False, False
         self._evaluation: Evaluation | None = None
         self._compile_cost = CompileCost() if session.recipe.runtime.compile else None
@@ -108,6 +111,7 @@ class RunSchedule:
         # A resumed run may have used up its patience before.
         if self._checkpoints.best.is_over():
             self.reason = self._patience()
+        self._pause_if_due()
         while not self.is_over():
             try:
                 for stats in session.rounds():
@@ -156,7 +160,14 @@ class RunSchedule:
         elif not self.done:
             hashes |= self._evaluate_and_save(before)
             self._check_stop_requests()
+            self._pause_if_due()
         return hashes or self._may_be_stopped
+
+    def _pause_if_due(self) -> None:
+        """Stop at the pause step, after what is due at that step, so that a resumed run repeats nothing."""
+        step = self._session.state.step
+        if self.pause_step is not None and step >= self.pause_step and not self.is_over():
+            self.stopped, self.reason = True, f"paused after {format_count(step, 'step')}"
 
     def evaluate(self) -> Evaluation | None:
         """Return the evaluation of the present state, evaluating it if that was not done yet; collective."""
@@ -200,6 +211,15 @@ class RunSchedule:
         is_best = evaluated is not None and best.is_best(evaluated.step)
         return self._checkpoints.at_interval(before, is_best=is_best) or evaluated is not None
 
+    def repeat_interrupted(self, before: int) -> None:
+        """Do again what is due after the present step, which the loss of a rank has interrupted; collective.
+
+        Args:
+            before: the step at which the round before it began.
+        """
+        if not self.done:
+            self._evaluate_and_save(before)
+
     def make_missed_evaluation(self) -> None:
         """Make the evaluation that was due when the run stopped, if the rate depends on it; collective.
 
@@ -219,7 +239,7 @@ class RunSchedule:
             return
         value = value_of_metric("schedule.metric", schedule.metric, evaluation)
         if plateau.observe(evaluation.step, value):
-            best = nan if plateau.best is None else plateau.best
+            best = math.nan if plateau.best is None else plateau.best
             record = {"metric": schedule.metric, "best": best, "multiplier": plateau.multiplier}
             self.send_event("plateau", {"step": evaluation.step, **record})
 
@@ -281,17 +301,23 @@ class FitInProgress:
     def __init__(
         self, session: Session, run_dir: Path | None, sinks: Sequence[Sink], checkpoints: CheckpointSchedule
     ) -> None:
-        self._session, self._run_dir, self._sinks = session, run_dir, sinks
-        self._checkpoints = checkpoints
+        self._run_dir, self._sinks = run_dir, sinks
+        self.session, self._session, self._checkpoints = session, session, checkpoints
         self.schedule = RunSchedule(session, checkpoints, sinks)
         self._ranks = RankRecords(session, sinks, written=run_dir is not None)
         self._before, self._last = session.state.step, cast("StepStats | None", None)
+        session.reported = self._before, session.reported[1]
         self._profile = build_step_profile(session, run_dir, self.schedule.send_event)
         self._trace = _open_trace(session, run_dir, self.schedule)
         self._freed_memory = FreedMemory(session.recipe, session.mesh)
         self._freed_memory.return_to_system()  # the whole model that was partitioned, and trial steps
         session.run_callbacks(lambda callback: callback.on_begin(session))
-        self.schedule.make_missed_evaluation()
+        if session.interrupted_at is None:
+            self.schedule.make_missed_evaluation()
+        else:
+            self._last = session.reported[1]
+            self.schedule.repeat_interrupted(session.interrupted_at)
+            session.interrupted_at = None
         if self._profile is not None:
             self._profile.before_step(session.state.step)
         if self._trace is not None:
@@ -300,6 +326,7 @@ class FitInProgress:
     def after_round(self, stats: StepStats) -> None:
         """Report a round, and do what is due after it; collective."""
         self._last = stats
+        self._session.reported = self._before, stats
         self._ranks.step(stats)
         is_interrupted = self.schedule.after_round(stats, self._before)
         if self._freed_memory.is_returned:
@@ -312,6 +339,7 @@ class FitInProgress:
             # The time of evaluations and saves belongs to no round.
             self._ranks.begin()
         self._before = self._session.state.step
+        self._session.reported = self._before, stats
 
     def close(self) -> None:
         """Write the profile and the trace of a run that ends, also by an error, inside of their ranges."""
@@ -347,11 +375,18 @@ class FitInProgress:
         return result
 
 
+Recover = Callable[[CommunicationError], Sequence[Sink]]
+"""Function that lets a session continue after the loss of ranks; it returns the sinks of this rank, or raises
+the error again."""
+
+
 @contextmanager
-def fitting(session: Session, run_dir: Path | None, sinks: Sequence[Sink]) -> Iterator[FitInProgress]:
+def fitting(
+    session: Session, run_dir: Path | None, sinks: Sequence[Sink], *, closes_sinks: bool = True
+) -> Iterator[FitInProgress]:
     """Return a context manager around a fit whose rounds the caller makes; see `fit`."""
     with ExitStack() as stack:
-        for sink in sinks:
+        for sink in sinks if closes_sinks else ():
             # Closed after the checkpoint schedule below, which sends its last events while it
             # closes.
             stack.callback(sink.close)
@@ -362,20 +397,75 @@ def fitting(session: Session, run_dir: Path | None, sinks: Sequence[Sink]) -> It
         yield fit_in_progress
 
 
-def fit(session: Session, run_dir: Path | None = None, sinks: Sequence[Sink] = ()) -> Result:
-    """Train to the end of the run.
+def find_pause_step(session: Session, until: str) -> int:
+    """Return the step of the last evaluation of a run at or before a rung of a search.
+
+    Args:
+        until: "steps:N", or "epochs:E" for E passes over the data.
+    Raises:
+        RecipeError: the run has no evaluation until then.
+    """
+    unit, _, number = until.partition(":")
+    limit = float(number) if unit == "steps" else math.ceil(float(number) * session.work.steps_per_epoch)
+    every = session.recipe.evaluate.every_steps
+    step = int(limit // every) * every if every else 0
+    if step < 1:
+        first = f"after step {every}" if every else "at the end of the run"
+        raise RecipeError(
+            f"the first evaluation is {first}, later than the first rung, {until} (step {limit:g})",
+            where="evaluate.every_steps",
+            next_step=f"set evaluate.every_steps to {max(1, int(limit))} or less, or a later [stop] first",
+        )
+    return step
+
+
+def fit(
+    session: Session,
+    run_dir: Path | None = None,
+    sinks: Sequence[Sink] = (),
+    until: str | None = None,
+    recover: Recover | None = None,
+) -> Result:
+    """Train to the end of the run, or pause before it.
 
     Args:
         session: training continues from its state's step.
         run_dir: the folder of the run; None: nothing is saved.
         sinks: receive every step and event; only rank 0 has any.
+        until: the rung of a search at which the run pauses, see `find_pause_step`: it saves and stops, and a
+            resumed run has the same bits as one that did not pause. None: train to the end.
+        recover: called when a collective fails; the fit then continues where it was, on the remaining ranks.
+            None: the error is raised.
     Returns:
         The result. A stop signal on any rank ends all ranks after the same step, which is saved.
     """
-    with fitting(session, run_dir, sinks) as fit_in_progress:
-        for stats in fit_in_progress.schedule.rounds():
-            fit_in_progress.after_round(stats)
-        return fit_in_progress.finish()
+    pause_step = None if until is None else find_pause_step(session, until)
+    if recover is None:
+        with fitting(session, run_dir, sinks) as fit_in_progress:
+            return _run(fit_in_progress, pause_step)
+    with ExitStack() as opened:
+        opened.callback(lambda: _close(sinks))
+        while True:
+            try:
+                with fitting(session, run_dir, sinks, closes_sinks=False) as fit_in_progress:
+                    return _run(fit_in_progress, pause_step)
+            except CommunicationError as error:
+                sinks = recover(error)
+
+
+def _close(sinks: Sequence[Sink]) -> None:
+    for sink in sinks:
+        sink.close()
+
+
+def _run(fit_in_progress: FitInProgress, pause_step: int | None) -> Result:
+    requests = JoinRequests(fit_in_progress.session)
+    fit_in_progress.schedule.pause_step = pause_step
+    for stats in fit_in_progress.schedule.rounds():
+        fit_in_progress.after_round(stats)
+        if not fit_in_progress.schedule.is_over():
+            requests.check()
+    return fit_in_progress.finish()
 
 
 def _open_trace(session: Session, run_dir: Path | None, schedule: RunSchedule) -> TraceWindow | None:

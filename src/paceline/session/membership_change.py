@@ -12,27 +12,40 @@ that others had not; new members receive the state from old ones.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import replace
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from paceline.comm.group_collectives import all_gather_texts
-from paceline.errors import StrategyError
+from paceline.errors import CommunicationError, StrategyError
 from paceline.job.cluster import Cluster
+from paceline.job.cpu_count import find_cores
+from paceline.job.epochs import waiting_processes
+from paceline.job.launcher_reports import has_raised
 from paceline.job.mesh import Mesh
+from paceline.observe.step_stats import StepStats
 from paceline.parallel.data_parallel import ReplicatedRunner
 from paceline.parallel.session_context import Components
 from paceline.parallel.state_transfer import StateSnapshot, share_snapshot
 from paceline.recipe.recipe import Recipe, max_sharers
+from paceline.recipe.recovery import partial_state_reasons
 from paceline.recipe.support import resolve_strategy
+from paceline.session.arguments import TaskLike
 from paceline.session.build import build_rule_parts, build_session
+from paceline.session.callback import Callback
 from paceline.session.session import Session
+from paceline.session.start_rank import build_task, choose_device
 from paceline.state.slot import InMemorySource
 from paceline.state.train_state import TrainState
 from paceline.task import Task
+from paceline.tuning.hardware_defaults import choose_threads
 
 
 def change_members(session: Session, seconds: float | None = None) -> None:
@@ -55,20 +68,137 @@ def change_members(session: Session, seconds: float | None = None) -> None:
     _rebuild(session, session.cluster.renew(limit))
 
 
+class MembersWaitError(CommunicationError):
+    """Processes wait to join the job, which ends the present epoch of its members."""
+
+
+class JoinRequests:
+    """The requests of processes that wait to join, as rank 0 sees them.
+
+    Args:
+        seconds: interval between two looks into the store of the job.
+    """
+
+    def __init__(self, session: Session, seconds: float = 0.2) -> None:
+        self._session, self._seconds, self._next_at = session, seconds, 0.0
+
+    def check(self) -> None:
+        """Raise an error if a process waits, on rank 0 and between two rounds; looks at most once a while.
+
+        Raises:
+            MembersWaitError: `continue_after_loss` admits it; the other ranks see their next collective fail.
+        """
+        session, now = self._session, time.monotonic()
+        membership = session.cluster.membership
+        if not session.is_elastic or not session.is_first or membership is None or now < self._next_at:
+            return
+        self._next_at = now + self._seconds
+        waiting = waiting_processes(membership)
+        if waiting:
+            names = ", ".join(map(str, waiting))
+            raise MembersWaitError(f"process {names} joins", next_step="nothing: the job continues with it")
+
+
+@dataclass(frozen=True)
+class MemberChange:
+    """A change of the members of a job that has happened; equal on all of them.
+
+    Args:
+        lost, joined: numbers of the processes that left and joined; a process keeps its number.
+        has_new_first: rank 0, which writes the files, is another process now.
+    """
+
+    lost: tuple[int, ...]
+    joined: tuple[int, ...]
+    has_new_first: bool
+
+
+def continue_after_loss(session: Session, error: CommunicationError) -> MemberChange:
+    """Continue with the remaining members after an error inside a round or between two; collective.
+
+    Args:
+        error: raised again if it is not the consequence of a lost member.
+    Raises:
+        CommunicationError: all members are still there, or a lost one had raised an error of its own, which
+            another process would raise again.
+    """
+    membership = session.cluster.membership
+    if not session.is_elastic or membership is None:
+        raise error
+    before = membership.members
+    change_members(session)
+    after = session.cluster.connected.members
+    lost = tuple(number for number in before if number not in after)
+    joined = tuple(number for number in after if number not in before)
+    if not lost and not joined:
+        raise error
+    if any(has_raised(session.cluster.error_dir, number) for number in lost):
+        raise error
+    return MemberChange(lost, joined, has_new_first=before[0] != after[0])
+
+
 def prepare_new_member(
-    recipe: Recipe, task: Task, device: torch.device, warn: Callable[[str], None]
+    recipe: Recipe,
+    task: Task,
+    device: torch.device,
+    warn: Callable[[str], None],
+    stop_requested: Callable[[], bool] = lambda: False,
 ) -> Session:
     """Build the session of a process that is about to join a job; `join_as_member` makes it a member.
 
     Args:
         recipe: of the run, as its folder keeps it: with what was chosen on the first machines filled in.
+        stop_requested: returns whether this process was asked to stop.
     """
     components = Components(whole=partial(_with_overlap, ReplicatedRunner))
     strategy = recipe.strategy.replace(replicas=1)
     single = recipe.replace(strategy=strategy)
     return build_session(
-        single, task, Cluster.single(), device, components=components, warn=warn, fresh=False
+        single,
+        task,
+        Cluster.single(),
+        device,
+        components=components,
+        warn=warn,
+        fresh=False,
+        stop_requested=stop_requested,
     )
+
+
+@contextmanager
+def joining(
+    recipe: Recipe,
+    cluster: Cluster,
+    task: TaskLike | None,
+    base_dir: Path | None,
+    *,
+    stop_requested: Callable[[], bool],
+    callbacks: Sequence[Callback],
+) -> Iterator[Session]:
+    """Return a context manager around the session of this process, which joins a running job.
+
+    Args:
+        recipe: as the run folder keeps it.
+        cluster: of this process, with its number in the job as `global_rank`.
+        task, base_dir, stop_requested, callbacks: as in `paceline.session.start_rank.join`.
+    """
+    device = choose_device(recipe.runtime.device, cluster.local_rank, cluster.local_world_size)
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(choose_threads(recipe, cluster.local_world_size, find_cores()).number)
+    try:
+        cluster.enter_phase("building the task to join", recipe.runtime.setup_deadline_seconds)
+        built = build_task(recipe, task, base_dir)
+        session = prepare_new_member(recipe, built, device, lambda text: None, stop_requested)
+        session.add_callbacks(callbacks)
+        cluster.enter_phase("waiting to join the others", recipe.runtime.deadline_seconds)
+        join_as_member(session, cluster)
+        try:
+            yield session
+        finally:
+            session.close()
+    finally:
+        torch.set_num_threads(num_threads)
+    session.cluster.disconnect()
 
 
 def join_as_member(session: Session, cluster: Cluster) -> None:
@@ -82,7 +212,7 @@ def join_as_member(session: Session, cluster: Cluster) -> None:
     """
     require_renewable(session)
     limit = session.recipe.runtime.deadline_seconds
-    _rebuild(session, cluster.join(session.runner.sharded_model.device.type, limit))
+    _rebuild(session, cluster.join(session.runner.sharded_model.device.type, limit), is_new=True)
 
 
 def require_renewable(session: Session) -> None:
@@ -91,15 +221,9 @@ def require_renewable(session: Session) -> None:
     Raises:
         StrategyError: the model is partitioned, or replicas differ.
     """
-    strategy = session.strategy
-    reasons = {
-        "a partitioned model": bool(strategy.cuts),
-        f"sync={strategy.sync}": strategy.is_set("sync"),
-        f"codec={strategy.codec}": strategy.is_coded,
-        "batch.sync_batchnorm": session.recipe.batch.sync_batchnorm,
-        "paceline.gather": session.session_base.rank_gather.is_open,
-    }
-    conflicts = [reason for reason, holds in reasons.items() if holds]
+    conflicts = partial_state_reasons(session.recipe.with_strategy(session.strategy))
+    if session.session_base.rank_gather.is_open:
+        conflicts.append("paceline.gather")
     if conflicts:
         raise StrategyError(
             f"members cannot change in a running process with {', '.join(conflicts)}:"
@@ -115,7 +239,7 @@ def _with_overlap(
     return make(*args, **{**options, "overlap": True})
 
 
-def _rebuild(session: Session, cluster: Cluster) -> None:
+def _rebuild(session: Session, cluster: Cluster, *, is_new: bool = False) -> None:
     context = session.session_base.context
     max_shards, limit_key = max_sharers(context.recipe)
     # The number of replicas follows from the members that are there now.
@@ -140,7 +264,7 @@ def _rebuild(session: Session, cluster: Cluster) -> None:
     for name, tensors in extra_states.items():
         keeper, source = session.state.extra_states[name], InMemorySource(tensors)
         keeper.load(source.read(keeper.wanted(source.shapes)))
-    _catch_up(session)
+    _catch_up(session, is_new=is_new)
 
 
 def _take_extra_states(state: TrainState) -> dict[str, dict[str, Tensor]]:
@@ -153,10 +277,24 @@ def _take_extra_states(state: TrainState) -> dict[str, dict[str, Tensor]]:
     return copies
 
 
-def _catch_up(session: Session) -> None:
+def _share_last_round(session: Session, records: Sequence[dict[str, Any] | None], step: int) -> None:
+    """Take over the record of the last round from a rank that has one, for the files of the run."""
+    found = [record for record in records if record is not None and record["step"] == step - 1]
+    if found:
+        session.reported = session.reported[0], StepStats(**found[0])
+
+
+def _catch_up(session: Session, *, is_new: bool) -> None:
     """Give ranks that are behind the state of the first rank that is not; collective."""
     world, net, device = session.mesh.world, session.net, session.runner.sharded_model.device
-    local = {"step": session.state.step, "compute": session.recipe.precision.compute}
+    done, last = session.reported
+    local = {
+        "step": session.state.step,
+        "compute": session.recipe.precision.compute,
+        # A process that joins has nothing to repeat.
+        "done": None if is_new else done,
+        "last": None if last is None else vars(last),
+    }
     members = [json.loads(text) for text in all_gather_texts(json.dumps(local), world, net)]
     formats = [member["compute"] for member in members]
     if len(set(formats)) > 1:
@@ -165,6 +303,10 @@ def _catch_up(session: Session) -> None:
             next_step="start a joining process with the recipe that the run folder keeps",
         )
     steps = [member["step"] for member in members]
+    # Where some ranks have not done what is due after a step, all of them do it again.
+    done = min((member["done"] for member in members if member["done"] is not None), default=max(steps))
+    session.interrupted_at = done if done < max(steps) else None
+    _share_last_round(session, [member["last"] for member in members], max(steps))
     if len(set(steps)) == 1:
         return
     # Some ranks may have completed a step in which others saw the communication fail.

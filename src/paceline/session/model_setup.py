@@ -23,6 +23,8 @@ from paceline.models.dropout import name_dropouts
 from paceline.models.initialize import InitializeByName
 from paceline.optim.build_optimizer import build_optimizer, reason_not_fused
 from paceline.optim.compatibility import rebind_parameters, require_layout_support, require_one_gradient
+from paceline.optim.slot_norms import SlotGroup, SlotOptimizer
+from paceline.optim.user_optimizer import member_optimizers
 from paceline.parallel.mixed_precision import compile_or_explain
 from paceline.parallel.model_buffers import set_buffer_reductions
 from paceline.parallel.recompute import recompute_blocks
@@ -173,8 +175,52 @@ def build_task_optimizer(
         optimizer = require_one_gradient(task.optimizer(sharded_model.model))
     if task.optimizer is not None or not recipe.optimizer.spec.elementwise:
         _require_layout_support(context, optimizer, sharded_model)
+    _bind_slots(context, optimizer, sharded_model)
     rebind_parameters(optimizer, sharded_model)
     return optimizer
+
+
+def _bind_slots(
+    context: SessionContext, optimizer: torch.optim.Optimizer, sharded_model: ShardedModel
+) -> None:
+    """Give optimizers that need whole tensors the group of ranks that hold them; collective.
+
+    Raises:
+        StrategyError: the run is reproducible, and the sums of an optimizer depend on where tensors are
+            split.
+    """
+    members = [member for member in member_optimizers(optimizer) if isinstance(member, SlotOptimizer)]
+    if not members:
+        return
+    group = build_slot_group(context, sharded_model)
+    for member in members:
+        if group.by_row and group.size > 1 and not member.is_ordered:
+            raise StrategyError(
+                f"reproducible = true, but the sums of {type(member).__name__} over parts of tensors depend"
+                " on where they are split",
+                next_step="leave out shard and tensor, or choose another optimizer",
+            )
+        member.bind(group, {p: slot.name for slot, p in sharded_model.computes.items()})
+
+
+def build_slot_group(context: SessionContext, sharded_model: ShardedModel) -> SlotGroup:
+    """Return the ranks that hold the parts of the tensors of this rank's stage; collective."""
+    # What is whole on the tensor ranks is counted by the first of them.
+    counts_whole = context.mesh.coordinate("tensor") == 0
+    group = SlotGroup(
+        slots={p: slot for slot, p in sharded_model.updates.items()},
+        tensors=tuple(slot for slot in sharded_model.slots if slot.name in sharded_model.held),
+        counted=frozenset(
+            name
+            for name, placement in sharded_model.held.items()
+            if counts_whole or "tensor" in placement.computes.axes
+        ),
+        dtypes={slot.name: p.dtype for slot, p in sharded_model.computes.items()},
+        group=context.mesh.group_over({"shard", "tensor"}),
+        net=context.net,
+        by_row=context.recipe.is_ordered,
+    )
+    return context.components.slot_group(group)
 
 
 def _require_layout_support(

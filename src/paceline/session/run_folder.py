@@ -50,7 +50,7 @@ def prepare_folder(session: Session, resume: Path | None, name: str | None = Non
     if session.is_first:
         if resume is not None:
             refuse_changes(load_recipe(run_dir / RECIPE), session.recipe, chosen)
-            _lock_folder(session, run_dir)
+            lock_folder(session, run_dir)
         _write_recipe(session.recipe, run_dir)
     return run_dir
 
@@ -69,7 +69,7 @@ def _claim(session: Session, name: str | None) -> Path:
         if recipe.run_dir is None
         else Path(recipe.run_dir)
     )
-    _lock_folder(session, folder)
+    lock_folder(session, folder)
     if not is_restart:
         refuse_existing_run(folder)  # again, now that it is locked: another run may have just ended here
     return folder
@@ -91,7 +91,7 @@ def _refuse_used(recipe: Recipe) -> None:
         )
 
 
-def _lock_folder(session: Session, run_dir: Path) -> None:
+def lock_folder(session: Session, run_dir: Path) -> None:
     """Lock the folders of the run and of its checkpoints until the session is closed."""
     exit_callbacks = session.session_base.layout.exit_callbacks
     with explain_os_errors(run_dir):

@@ -368,6 +368,7 @@ def _inference_recipe(
         evaluate=EvaluateRecipe(
             batch=evaluation.batch,
             max_samples=evaluation.max_samples if max_samples is None else max_samples,
+            validation=evaluation.validation,
         ),
         runtime=RuntimeRecipe(device=recipe.runtime.device, deadline_seconds=recipe.runtime.deadline_seconds),
         **{name: getattr(recipe, name) for name in _KEPT_TABLES},
@@ -391,11 +392,12 @@ def _read_weights_only(
 
 
 def find_samples(task: Task, name: str) -> SampleSource | None:
-    """Return the samples "data", "held_out" or those of a named held-out set of a task, if there are any."""
+    """Return the samples "data", "held_out", "test" or those of a named held-out set, if there are any."""
     sets = held_out_sets(task.held_out)
     by_name = {
         "data": getattr(task.data, "stream", task.data),
         **({"held_out": task.held_out} if task.held_out is not None else {}),
+        **({"test": task.test} if task.test is not None else {}),
         **sets,
     }
     return cast("SampleSource | None", by_name.get(name))

@@ -29,7 +29,7 @@ from paceline.data.work import BatchReader, MicroBatch, MicroBatchWork, Training
 from paceline.errors import CommunicationError
 from paceline.job.cluster import Cluster
 from paceline.job.commit import CommitProtocol
-from paceline.job.launcher_reports import TRAINING, TRAINING_FOR_SERVER
+from paceline.job.launcher_reports import TRAINING, TRAINING_ELASTIC, TRAINING_FOR_SERVER
 from paceline.job.mesh import Mesh
 from paceline.observe.step_stats import StepStats
 from paceline.optim.reduce_on_plateau import PLATEAU_KEY, ReduceOnPlateau
@@ -232,6 +232,10 @@ class Session:
         reinstall_hooks: called after new `parts` were built, to install hooks in the new update step.
         wait_for_save: waits until a background save no longer reads the state.
         commit: votes of `repeat_until_agreed`; made at the first of them.
+        is_elastic: `fit` continues on the remaining ranks when others are lost.
+        reported: the step up to which `fit` has done what was due, and the last round that it has reported.
+        interrupted_at: step from which on that is to be repeated, after a change of members; None: nothing.
+        generation_trials: which forwards `paceline.generate` uses, by their settings; kept by `serving`.
     """
 
     recipe: Recipe
@@ -247,6 +251,10 @@ class Session:
     reinstall_hooks: list[Callable[[], None]] = field(default_factory=list)
     wait_for_save: Callable[[], None] = field(default_factory=lambda: _do_nothing)
     commit: CommitProtocol | None = None
+    is_elastic: bool = False
+    reported: tuple[int, StepStats | None] = (0, None)
+    interrupted_at: int | None = None
+    generation_trials: dict[object, Any] = field(default_factory=dict)
     rule_switches: RuleSwitches = field(init=False)
     _unruled_buffers: frozenset[str] = field(init=False)
 
@@ -333,7 +341,9 @@ class Session:
     @property
     def launcher_phase(self) -> str:
         """The phase that is reported to the launcher while this session trains; see `Cluster.enter_phase`."""
-        return TRAINING_FOR_SERVER if self.strategy.sync_spec.needs_server else TRAINING
+        if self.strategy.sync_spec.needs_server:
+            return TRAINING_FOR_SERVER
+        return TRAINING_ELASTIC if self.is_elastic and self.cluster.world_size > 1 else TRAINING
 
     def add_callbacks(self, callbacks: Sequence[Callback]) -> None:
         """Register callbacks with `fit` and their state with checkpoints, before anything is restored."""

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from paceline.errors import RecipeError
-from paceline.observe.sinks import GuardedSink, Sink, SinkSite
+from paceline.observe.sinks import WIRE, GuardedSink, Sink, SinkSite, WireLogSink
 from paceline.recipe.registry import parse_word
 from paceline.recipe.registry.sink_specs import SinkSpec
 from paceline.session.companion_processes import (
@@ -69,6 +69,8 @@ def build_sinks(
         processes.append(exporter)
     if readers:
         processes.append(SinkProcess(readers, site, start_bytes))
+    if session.recipe.log.wire:
+        sinks.append(WireLogSink(run_dir / WIRE, site.warn))
     for sink in sinks:
         sink.event("run", run_record(session))
         if exporter is not None:

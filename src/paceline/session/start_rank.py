@@ -127,6 +127,8 @@ def join(
             yield session
         finally:
             session.close()
+        if session.cluster.membership is not joined.membership:
+            session.cluster.disconnect()  # the members have changed meanwhile
 
 
 def build_task_on_all_ranks(

@@ -40,7 +40,7 @@ def find_unused_keys(recipe: Recipe, task: Task, mesh: Mesh, num_nodes: int = 1)
     facts = SessionFacts(
         recipe,
         has_batch_norm=bool(batch_norms_of(task.model)),
-        has_held_out=task.held_out is not None,
+        has_held_out=task.held_out is not None or recipe.federated.held_out > 0,
         num_nodes=num_nodes,
         num_replicas=mesh.replica.size,
         num_data_ranks=mesh.data.size,

@@ -5,6 +5,7 @@ It does not matter here what has started the processes (Paceline's launcher, tor
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -15,16 +16,20 @@ from pathlib import Path
 from rich.console import Console
 from torch import nn
 
+from paceline.errors import CommunicationError
 from paceline.job.cluster import Cluster
 from paceline.job.launcher_reports import LEAVING
 from paceline.observe.sinks import METRICS, Sink
 from paceline.observe.terminal_text import escape_controls
+from paceline.recipe.recipe_loading import load_recipe
+from paceline.recipe.recovery import recovery_of
 from paceline.report.html_page import write_report
-from paceline.report.run_files import REPORT
+from paceline.report.run_files import RECIPE, REPORT
 from paceline.session import run_folder
 from paceline.session.arguments import RecipeLike, TaskLike, resolve_recipe, resolve_run, run_name_of_call
 from paceline.session.callback import Callback
 from paceline.session.fit_loop import Result, fit, fitting
+from paceline.session.membership_change import continue_after_loss, joining
 from paceline.session.own_loop_steps import OwnLoop
 from paceline.session.session import Session, repeat_until_agreed
 from paceline.session.sink_setup import build_sinks
@@ -86,6 +91,7 @@ def train(
     console: Console | None = None,
     name: str | None = None,
     callbacks: Sequence[Callback] = (),
+    until: str | None = None,
 ) -> Result:
     """Train on this rank of a job of any size.
 
@@ -93,11 +99,17 @@ def train(
         recipe, task, base_dir, resume, name: see `paceline.train`, which also starts processes.
         console: where rank 0 prints; None: nothing is printed.
         callbacks: in addition to those of the task.
+        until: see `fit`.
     Returns:
         The result, equal on every rank.
     """
-    with _begin_run(recipe, task, base_dir, resume, console, name, callbacks) as run:
-        return run.end(fit(run.session, run.folder, run.sinks))
+    begin = _join_run if Cluster.from_env().joins else _begin_run
+    with begin(recipe, task, base_dir, resume, console, name, callbacks) as run:
+        recipe = run.session.recipe
+        run.session.is_elastic = recovery_of(recipe).kind == "in process"
+        run.session.cluster.enter_phase(run.session.launcher_phase)
+        recover = run.recover if run.session.is_elastic else None
+        return run.end(fit(run.session, run.folder, run.sinks, until, recover))
 
 
 @contextmanager
@@ -130,18 +142,54 @@ def own_loop(
         loop.result = run.end(fit_in_progress.finish())
 
 
-@dataclass(frozen=True)
+@dataclass
 class _RunInProgress:
     """Run that has begun: its session, folder and sinks.
 
     Args:
-        console: where this rank prints; None on all but rank 0.
+        job_console: where rank 0 prints, whichever process that is.
     """
 
     session: Session
     folder: Path
     sinks: Sequence[Sink]
-    console: Console | None
+    job_console: Console | None
+
+    @property
+    def console(self) -> Console | None:
+        """Return the console of rank 0; None on all other ranks."""
+        return self.job_console if self.session.is_first else None
+
+    def recover(self, error: CommunicationError) -> Sequence[Sink]:
+        """Continue on the remaining ranks; return the sinks of this rank; collective.
+
+        Raises:
+            CommunicationError: no rank is lost, or the job cannot continue without it.
+        """
+        session, started = self.session, time.monotonic()
+        change = continue_after_loss(session, error)
+        if change.has_new_first:
+            for sink in self.sinks:
+                sink.close()
+            if session.is_first:
+                run_folder.lock_folder(session, self.folder)
+            self.sinks = build_sinks(session, self.folder, self.console)
+            _, last = session.reported
+            for sink in self.sinks:
+                if last is not None:
+                    sink.step(last)
+        record = {
+            "step": session.state.step,
+            "lost": list(change.lost),
+            "joined": list(change.joined),
+            "ranks": session.cluster.world_size,
+            "takes_over": change.has_new_first,
+            "seconds": time.monotonic() - started,
+            "cause": error.what,
+        }
+        for sink in self.sinks:
+            sink.event("members", record)
+        return self.sinks
 
     def end(self, result: Result) -> Result:
         """Write the report page, print the summary, and return the result with its model; collective."""
@@ -176,7 +224,7 @@ def _begin_run(
     name = name or run_name_of_call(recipe, task)
     recipe, base_dir = resolve_recipe(recipe, task, base_dir)
     resumed_run, cluster = resolve_run(resume), Cluster.from_env()
-    console = console if cluster.global_rank == 0 else None
+    job_console, console = console, console if cluster.global_rank == 0 else None
     warn = plain_printer(console)
     source = run_folder.find_checkpoint_to_resume(recipe, resumed_run, warn)
     joins = partial(join, recipe, task, base_dir=base_dir, cluster=cluster, warn=warn, callbacks=callbacks)
@@ -190,8 +238,35 @@ def _begin_run(
         # There is a state to save now, so from here on a signal waits for the end of a step.
         stop.setting_up = False
         cluster.enter_phase(session.launcher_phase)
-        yield _RunInProgress(session, folder, build_sinks(session, folder, console, checkpoint), console)
+        yield _RunInProgress(session, folder, build_sinks(session, folder, console, checkpoint), job_console)
     cluster.enter_phase(LEAVING)  # no deadline: the script may continue for any time
+
+
+@contextmanager
+def _join_run(
+    recipe: RecipeLike,
+    task: TaskLike | None,
+    base_dir: Path | None,
+    resume: str | PathLike[str] | None,
+    console: Console | None,
+    name: str | None,
+    callbacks: Sequence[Callback],
+) -> Iterator[_RunInProgress]:
+    """Join the running job of this launcher in place of a lost process, with the state of its members."""
+    recipe, base_dir = resolve_recipe(recipe, task, base_dir)
+    resumed_run, cluster = resolve_run(resume), Cluster.from_env()
+    folder = Path(recipe.run_dir or "") if resumed_run is None else run_folder.run_folder_of(resumed_run)
+    # The folder keeps the recipe with what was chosen when the run began, such as its number format.
+    recipe = load_recipe(folder / RECIPE)
+    with (
+        stop_on_signals(StopRequest(setting_up=True, has_launcher=cluster.error_dir is not None)) as stop,
+        joining(recipe, cluster, task, base_dir, stop_requested=stop, callbacks=callbacks) as session,
+    ):
+        stop.setting_up = False
+        session.is_elastic = True
+        session.cluster.enter_phase(session.launcher_phase)
+        yield _RunInProgress(session, folder, [], console)
+    cluster.enter_phase(LEAVING)
 
 
 def write_report_page(run_dir: Path, warn: Callable[[str], None]) -> None:

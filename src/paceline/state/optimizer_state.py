@@ -297,6 +297,8 @@ class OptimizerState:
     def __init__(self, optimizer: torch.optim.Optimizer, sharded_model: ModelShard) -> None:
         self._optimizer, self._sharded_model = optimizer, sharded_model
         self._kind = type(optimizer).__name__
+        # Those of a `SlotOptimizer`: whole on every rank, whatever part of the parameter it has.
+        self._whole_keys: frozenset[str] = getattr(optimizer, "whole_moments", frozenset())
 
     def optimized(self) -> list[tuple[TensorSlot, nn.Parameter]]:
         """Return the parameters that it updates with their slots, in the order of its groups."""
@@ -314,7 +316,8 @@ class OptimizerState:
         pieces = []
         for slot, tensors, _ in self._entries():
             for key, value in tensors.items():
-                make_slot = whole_moment if is_nested_name(key) or not slot.name else moment_slot
+                is_whole = is_nested_name(key) or not slot.name or key in self._whole_keys
+                make_slot = whole_moment if is_whole else moment_slot
                 pieces.append(TensorPiece(make_slot(f"optimizer/{slot.name}/{key}", value, slot), value))
         return pieces
 
@@ -345,7 +348,12 @@ class OptimizerState:
 
     def _flatten(self, slot: TensorSlot, entries: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
         try:
-            return flatten_entries(entries, lambda value: splits_with_slot(tuple(value.shape), slot))
+            whole = {key: entries[key] for key in self._whole_keys & entries.keys()}
+            entries = {key: value for key, value in entries.items() if key not in whole}
+            tensors, values = flatten_entries(
+                entries, lambda value: splits_with_slot(tuple(value.shape), slot)
+            )
+            return tensors | whole, values
         except UnsavableEntryError as error:
             key, kind = error.args
             raise CheckpointError(
@@ -419,7 +427,8 @@ class OptimizerState:
             name, key = _split(full)
             if full.startswith("optimizer/") and name in slots:
                 slot = slots[name]
-                yield full, () if slot is None or is_nested_name(key) else moment_part(shape, slot)
+                is_whole = slot is None or is_nested_name(key) or key in self._whole_keys
+                yield full, () if slot is None or is_whole else moment_part(shape, slot)
 
     def take(self, tensors: MutableMapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """Load a saved state in place of the current one.

@@ -147,7 +147,7 @@ def measure_trial(run: RecordedRun) -> TrialMeasurements:
         **_staleness_numbers(run),
         **_final_numbers(run),
     }
-    moments = _evaluation_costs(run)
+    moments = evaluation_costs(run)
     return TrialMeasurements(numbers, moments, (len(compute), len(ranks) - len(compute)))
 
 
@@ -205,7 +205,8 @@ def _final_numbers(run: RecordedRun) -> dict[str, float]:
     return {f"final {name}": to_float(value) for name, value in values.items() if isfinite(to_float(value))}
 
 
-def _evaluation_costs(run: RecordedRun) -> list[EvaluationCost]:
+def evaluation_costs(run: RecordedRun) -> list[EvaluationCost]:
+    """Return the evaluations of a run with the time and the bytes before each."""
     sent_bytes = cumulative_sent_bytes(run)
     costs = []
     for point in evaluation_points(run):

@@ -17,6 +17,7 @@ decisions and make the same update.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,6 +36,9 @@ from paceline.state.slot import TensorSlot
 from paceline.state.train_state import TrainState
 
 _FOLDING_OPTIMIZERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+_KERNEL_STEPS: Mapping[type, Callable[[Any], Any]] = {
+    kind: inspect.unwrap(kind.step) for kind in _FOLDING_OPTIMIZERS
+}
 _HALF_DTYPES = (torch.bfloat16, torch.float16)
 _LARGEST_FLOAT32 = torch.finfo(torch.float32).max
 
@@ -92,12 +96,26 @@ def can_fold_scale(optimizer: torch.optim.Optimizer) -> bool:
     return len(kinds) == 1 and kinds.pop()[0] == torch.float32
 
 
+def _has_own_step(optimizer: Any) -> bool:
+    """Return whether a step must go through the optimizer's wrapper: it was replaced, or hooks follow it."""
+    return "step" in vars(optimizer) or bool(torch_optimizer._global_optimizer_post_hooks)
+
+
 def _folded_step(optimizer: Any, divisor: float) -> None:
     device = next(p.device for group in optimizer.param_groups for p in group["params"])
     scale = torch.from_numpy(np.array(divisor, dtype=np.float32))  # a third of the time of torch.tensor
     optimizer.grad_scale = scale if device.type == "cpu" else scale.to(device)
     try:
-        optimizer.step()
+        if (
+            torch.autograd.profiler._is_profiler_enabled
+            or optimizer._optimizer_step_post_hooks
+            or _has_own_step(optimizer)
+        ):
+            optimizer.step()
+        else:
+            # The wrappers around a step record it for a profiler and call hooks: half of a small step.
+            with torch.no_grad():
+                _KERNEL_STEPS[type(optimizer)](optimizer)
     finally:
         # Left behind, it would also divide the gradients of a step that is not taken through `scaled_step`.
         del optimizer.grad_scale

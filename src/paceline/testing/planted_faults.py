@@ -26,6 +26,7 @@ from paceline.data.work import LoadedBatch, LockstepWork, MicroBatch, MicroBatch
 from paceline.federated.cohort_table import RETURNED, CohortTable
 from paceline.federated.rounds import FederatedRounds
 from paceline.optim.lr_schedule import LearningRateSchedule, build_schedule
+from paceline.optim.slot_norms import SlotGroup
 from paceline.parallel.data_parallel import ReplicatedRunner
 from paceline.parallel.model_buffers import MicroBatchBuffers
 from paceline.parallel.model_runner import LossSums, ModelRunner
@@ -142,6 +143,12 @@ def norm_without_first_tensor(correct: GradientNorm) -> GradientNorm:
         return float(torch.linalg.vector_norm(torch.cat([g.reshape(-1) for g in tensors[1:]])))
 
     return norm
+
+
+def norms_of_parts(group: SlotGroup) -> SlotGroup:
+    """Leave out the sum over ranks, so that each rank has the norms of its parts of tensors."""
+    names = frozenset(slot.name for slot in group.tensors)
+    return replace(group, counted=names, group=None, net=None)
 
 
 class _ConstantSchedule:
@@ -414,11 +421,13 @@ class PlantedFault:
         components: builds the faulty components for a number of replicas.
         causes: the diagnoses that name it correctly.
         of_clients: it is a mistake of sync=federated, and no other rule can have it.
+        of_norms: it is a mistake of optimizers that take norms of tensors, of which ranks have parts.
     """
 
     components: Callable[[int], Components]
     causes: tuple[str, ...]
     of_clients: bool = False
+    of_norms: bool = False
 
 
 PLANTED_FAULTS: Mapping[str, PlantedFault] = {
@@ -445,6 +454,9 @@ PLANTED_FAULTS: Mapping[str, PlantedFault] = {
     "no-clip": PlantedFault(lambda p: Components(update=no_clip), ("wrong clip norm",)),
     "norm-without-a-tensor": PlantedFault(
         lambda p: Components(norm=norm_without_first_tensor), ("wrong clip norm",)
+    ),
+    "norm-per-shard": PlantedFault(
+        lambda p: Components(slot_group=norms_of_parts), ("norm per shard",), of_norms=True
     ),
     "not-divided": PlantedFault(lambda p: Components(update=not_divided), ("not divided by the count",)),
     "divided-twice": PlantedFault(lambda p: Components(update=divided_twice(p)), ("divided twice",)),

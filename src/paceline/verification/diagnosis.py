@@ -447,16 +447,28 @@ def _other_options(v: StrategyVerifier) -> ErrorDiagnosis | None:
 def _other_update(v: StrategyVerifier, update: int, reference: ReferenceUpdate) -> ErrorDiagnosis:
     names = [f"model/{n}" for n in reference.final]
     observed = _change(reference.before, v.now, names)
+    v.oracle_state.load(reference.before, reference.scalars)
+    _step_once(v, update, reference)
+    right = _change(reference.before, v.oracle_state.tensors(), names)
     for cause, text, variant in _VARIANTS:
         v.oracle_state.load(reference.before, reference.scalars)
         variant(v, update, reference)
         predicted = _change(reference.before, v.oracle_state.tensors(), names)
         scale = max(float(observed.norm()), float(predicted.norm()), 1e-300)
+        # A mistake that changes nothing, such as a lost state in the first update, explains nothing.
+        if torch.equal(predicted, right):
+            continue
         if float((observed - predicted).norm()) <= _UPDATE_TOLERANCE * scale:
             return ErrorDiagnosis(cause, text)
     v.oracle_state.load(reference.before, reference.scalars)
     _step_once(v, update, reference)
-    if _is_in_part(observed, _change(reference.before, v.oracle_state.tensors(), names)):
+    if _is_scaled_by_part(v, reference):
+        text = (
+            "each part of a tensor has the right update, times a factor of its own: norms are those of the"
+            " parts, not of the whole tensor"
+        )
+        return ErrorDiagnosis("norm per shard", text)
+    if _is_in_part(observed, right):
         text = "some values are updated and all others are as before: the parts of other ranks did not arrive"
         return ErrorDiagnosis("parameters not gathered", text)
     return ErrorDiagnosis(
@@ -470,6 +482,25 @@ def _is_in_part(observed: Tensor, predicted: Tensor) -> bool:
     left_out = float((predicted[~changed]).norm())
     wrong = float((observed[changed] - predicted[changed]).norm())
     return bool(changed.any()) and wrong <= _UPDATE_TOLERANCE * left_out
+
+
+def _is_scaled_by_part(v: StrategyVerifier, reference: ReferenceUpdate) -> bool:
+    """Return whether the update of every part of a split tensor is a multiple of the right one, and some
+    multiples differ from 1.
+    """
+    factors: list[float] = []
+    for name, placement in v.session.runner.sharded_model.held.items():
+        parts = [slot for slot in placement.parts if slot is not None and not slot.is_whole]
+        key = f"model/{name}"
+        for slot in parts if name in reference.final else ():
+            before = reference.before[key][slot.index]
+            observed = _change({key: before}, {key: v.now[key][slot.index]}, [key])
+            predicted = _change({key: before}, {key: v.oracle_state.tensors()[key][slot.index]}, [key])
+            factor = float(observed @ predicted) / max(float(predicted @ predicted), 1e-300)
+            if float((observed - factor * predicted).norm()) > _UPDATE_TOLERANCE * float(observed.norm()):
+                return False
+            factors.append(factor)
+    return any(abs(factor - 1) > _UPDATE_TOLERANCE for factor in factors)
 
 
 def _change(before: Mapping[str, Tensor], after: Mapping[str, Tensor], names: list[str]) -> Tensor:

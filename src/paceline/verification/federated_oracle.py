@@ -21,6 +21,7 @@ from torch import Tensor
 
 from paceline.comm.group_collectives import broadcast_text
 from paceline.comm.net import Net
+from paceline.errors import StrategyError
 from paceline.federated.cohorts import ClientOrder, CohortMember, build_order_of_clients
 from paceline.parallel.state_hash import state_sha256
 from paceline.recipe.recipe import Recipe
@@ -241,9 +242,16 @@ class FederatedVerifier:
 
     def __init__(self, session: Session, oracle: Oracle) -> None:
         self.session, self._oracle = session, oracle
+        if oracle.task.keeper is not None:
+            raise StrategyError(
+                "the oracle does not know what a task keeps of each client (Task(keeper=...))",
+                next_step="verify the task without its keeper, whose methods a test of yours can call",
+            )
         order = build_order_of_clients(session.session_base.context.recipe, oracle.task)
         self._rounds = FederatedOracle(oracle, session.recipe, order)
         self._net = Net(session.net.deadline_seconds, times_calls=session.net.times_calls)
+        # Clients that are one batched computation use other kernels than one client alone.
+        self._is_bitwise = session.recipe.reproducible and not session.recipe.federated.vectorize
         self.report = VerificationReport(str(session.recipe.strategy), session.cluster.world_size)
 
     def run(self, steps: int, observe: Callable[[int], None] = lambda step: None) -> VerificationReport:
@@ -260,7 +268,7 @@ class FederatedVerifier:
                 break
             self.report.steps += 1
             observe(step)
-        if session.recipe.reproducible and self.report.ok and self.report.steps:
+        if self._is_bitwise and self.report.ok and self.report.steps:
             self.report.sha256 = state_sha256(session.snapshot().tensors())
         return self.report
 
@@ -292,7 +300,7 @@ class FederatedVerifier:
     def _reference_round(self, step: int, update: int, before: Tensors) -> RoundReference:
         results, tensors = self._run_round(step, update, before)
         noise = dict.fromkeys(tensors, 0.0)
-        if not self.session.recipe.reproducible:
+        if not self._is_bitwise:
             generator = torch.Generator().manual_seed(0)
             for _ in range(_DRAWS):
                 _, other = self._run_round(step, update, _moved_by_roundoff(before, generator))
@@ -360,7 +368,7 @@ class FederatedVerifier:
         theirs: Mapping[str, Tensor] | None,
         bounds: Mapping[str, float] | None,
     ) -> None:
-        if self.session.recipe.reproducible and bounds is not None:
+        if self._is_bitwise and bounds is not None:
             # Both sides must have the same bits.
             bounds = dict.fromkeys(bounds, 0.0)
         reference = (theirs, bounds) if self.session.is_first else (None, None)

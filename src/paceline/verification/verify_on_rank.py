@@ -137,6 +137,13 @@ def _oracle_of_session(recipe: Recipe, task: Task, cluster: Cluster, device: tor
 
 
 def _require_comparable(recipe: Recipe, *, has_loop: bool) -> None:
+    if recipe.federated.is_networked:
+        raise StrategyError(
+            "the oracle trains on the data of all clients, and that of network clients stays with them",
+            where='federated.clients = "network"',
+            next_step="verify simulated clients: federated.clients = N without channel=grpc; equal data gives"
+            " equal bits",
+        )
     if has_loop and recipe.schedule.follows_evaluations:
         raise RecipeError(
             f'schedule.decay = "{recipe.schedule.decay}" follows evaluations, which the oracle of an own loop'

@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import tracemalloc
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
 
+from paceline.data import sample_order
 from paceline.data.sample_order import KeyedOrder, KeyedPermutation
 from paceline.errors import DataError
 
@@ -139,13 +141,13 @@ def test_a_part_of_a_batch_is_that_slice() -> None:
 def test_seeking_in_a_billion_samples_costs_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
     """Work and memory of a seek depend on the window, not on the epoch or on how far the seek goes."""
     evaluated = []
-    encrypt = KeyedPermutation._encrypt
+    encrypt = sample_order._encrypt
 
-    def counted(self: KeyedPermutation, cells: np.ndarray) -> np.ndarray:
-        evaluated.append(len(cells))
-        return encrypt(self, cells)
+    def counted(cells: np.ndarray, *grid: Any) -> np.ndarray:
+        evaluated.append(cells.size)
+        return encrypt(cells, *grid)
 
-    monkeypatch.setattr(KeyedPermutation, "_encrypt", counted)
+    monkeypatch.setattr(sample_order, "_encrypt", counted)
     order = KeyedOrder(10**9, 256, 1)
     for step in (0, order.steps_per_epoch - 2, 17 * order.steps_per_epoch + 123_456):
         evaluated.clear()

@@ -156,8 +156,8 @@ def test_the_end_of_a_server_is_no_loss_that_it_outlives(tmp_path: Path) -> None
     for server_is_gone in (True, False):
         said: list[str] = []
         shutdown, lost = ShutdownPlan(ShutdownTimeouts()), list[int]()
-        losses = ToleratedLosses(1, said.append, lost.append)
         server, worker = ended(tmp_path, 0, -9), ended(tmp_path, 1, 4, "CommunicationError", connection=True)
+        losses = ToleratedLosses([server, worker], 1, said.append, lost.append)
         if server_is_gone:
             assert not losses.tolerates(server, shutdown)
             shutdown.on_failure(0.0)

@@ -36,6 +36,9 @@ RUNS = (
     {"optimizer": {"name": "nadam"}},
     {"optimizer": {"name": "asgd"}},
     {"optimizer": {"name": "rprop"}},
+    {"optimizer": {"name": "adam_to_sgd", "switch_update": 1}, "steps": 2},
+    {"optimizer": {"name": "lamb"}},
+    {"optimizer": {"name": "lars"}},
     {"optimizer": {"name": "adafactor"}},
     {"optimizer": {"name": "muon"}},
     {
@@ -44,6 +47,11 @@ RUNS = (
         "steps": 4,
     },
     {"schedule": {"decay": "linear", "final": 0.1, "batch_scaling": "linear", "base_batch": 4}},
+    {
+        "batch": {},
+        "strategy": "sync=federated:1",
+        "federated": {"clients": 20, "cohort": 2, "proximal": 0.1, "clip_norm": 1.0},
+    },
 )
 
 
@@ -108,10 +116,19 @@ def test_every_field_is_read_outside_the_recipe_room(read: set[tuple[str, str]],
     elsewhere |= {("Recipe", "tensor")}
     # Read by a server; see tests/parity/test_bounded_staleness.py.
     elsewhere |= {("DebugRecipe", "replay_arrivals")}
+    # Read by `num_positions` inside the recipe room; see tests/unit/federated/test_cohorts.py.
+    elsewhere |= {("FederatedRecipe", "cohort")}
+    # Read where the job is launched, and by `recovery_of`; see tests/cli/test_elastic.py.
+    elsewhere |= {("ElasticRecipe", "mode"), ("ElasticRecipe", "max_restarts")}
+    # Read where clients connect over a network; see tests/parity/test_network_clients.py.
+    network = ("at_least", "listen", "age", "deadline_seconds", "buffer")
+    elsewhere |= {("FederatedRecipe", name) for name in network}
     # Read where a run goes back; see tests/parity/test_rollback.py.
     elsewhere |= {("HealthRecipe", "max_roll_backs")}
     # Read where there are environments; see tests/parity/test_rl.py.
     elsewhere |= {name for name in fields_of(Recipe) if name[0] in ("RLRecipe", "PPORecipe")}
+    # Read where text is generated; see tests/parity/test_generation.py.
+    elsewhere |= {name for name in fields_of(Recipe) if name[0] == "ServeRecipe"}
     # Read where ranks hold different bits; see tests/parity/test_reproducible_runs.py.
     elsewhere |= {("Recipe", "on_divergence")}
     assert fields_of(Recipe) - read - refused - elsewhere == set()

@@ -65,6 +65,14 @@ def test_a_small_recipe_has_every_default() -> None:
             {"optimizer": {"betas": [0.9]}},
             "optimizer.betas[1]: expected a finite number >= 0 and < 1, but it is missing",
         ),
+        ({"serve": {"slots": 0}}, "serve.slots: expected an integer >= 1 and <= 4096, found 0"),
+        ({"serve": {"slots": 4097}}, "serve.slots: expected an integer >= 1 and <= 4096, found 4097"),
+        ({"serve": {"chunk": 0}}, "serve.chunk: expected an integer >= 1, found 0"),
+        ({"serve": {"context": 1}}, "serve.context: expected an integer >= 2, found 1"),
+        (
+            {"serve": {"attention": "paged"}},
+            'serve.attention: expected one of "by_slot", "masked", found "paged"',
+        ),
         ({"stepz": 1}, "stepz: unknown key, found 1; did you mean steps?"),
         ({"lr": 0.1}, "lr: unknown key, found 0.1; did you mean optimizer.lr?"),
         ({"memory": {"zzz": 1}}, "memory.zzz: unknown key, found 1; expected one of recompute, budget"),
@@ -162,7 +170,7 @@ def test_every_field_is_described() -> None:
     for model in models:  # grows by the tables in each table
         inner = (field.annotation for field in model.model_fields.values())
         models += [table for table in inner if hasattr(table, "model_fields")]
-    assert len(models) == 20
+    assert len(models) == 22
     for model in models:
         for name, field in model.model_fields.items():
             assert field.description, f"{model.__name__}.{name}"

@@ -40,6 +40,8 @@ def draw(rng: random.Random) -> Strategy:
 @pytest.mark.parametrize("seed", range(200))
 def test_text_table_and_object_are_the_same(seed: int) -> None:
     strategy = draw(random.Random(seed))
+    if strategy.sync_spec.trains_clients:  # simulated clients send no messages
+        strategy = strategy.replace(channel=Strategy().channel)
     assert Strategy.parse(str(strategy)) == strategy
     assert str(Strategy.parse(str(strategy))) == str(strategy)
     forms: tuple[Any, ...] = (str(strategy), strategy, strategy.model_dump())

@@ -43,6 +43,7 @@ SKIPS = {"health.non_finite": "skip"}
 SPIKES = {"health.spike_factor": 3.0}
 DILOCO = {"strategy.sync": "diloco:2"}
 FEDERATED = {"strategy.sync": "federated:2"}
+NETWORK = {**FEDERATED, "strategy.channel": "grpc", "federated.clients": "network"}
 FED_ADAM = {**FEDERATED, "outer.name": "adam"}
 SERVED = {"strategy.sync": "server-async", "strategy.servers": 1}
 EVALUATES = {"evaluate.every_steps": 2, "evaluate.patience": 2}
@@ -85,6 +86,9 @@ CASES = {
     "optimizer.d": Case(2.0, {"optimizer.name": "adafactor"}),
     "optimizer.adjust_lr_fn": Case("original", {"optimizer.name": "muon"}),
     "optimizer.adamw_on": Case(("head.*",), {"optimizer.name": "muon"}),
+    "optimizer.trust_coefficient": Case(0.01, {"optimizer.name": "lars"}),
+    "optimizer.exclude": Case(("embeddings",), {"optimizer.name": "lamb"}),
+    "optimizer.switch_update": Case(5, {"optimizer.name": "adam_to_sgd"}),
     "optimizer.l2": Case(0.5, {"optimizer.name": "sgd"}),
     "optimizer.decay_on": Case("all", {"optimizer.weight_decay": 0.1}),
     "schedule.warmup_from": Case(0.5, {"schedule.warmup_steps": 2}),
@@ -134,6 +138,14 @@ CASES = {
     "federated.weights": Case("equal", FEDERATED),
     "federated.proximal": Case(0.1, FEDERATED),
     "federated.clip_norm": Case(1.0, FEDERATED),
+    "federated.held_out": Case(0.2, FEDERATED),
+    "federated.vectorize": Case(5, FEDERATED),
+    "federated.at_least": Case(3, NETWORK),
+    "federated.listen": Case("127.0.0.1:29600", NETWORK),
+    "federated.deadline_seconds": Case(3.0, NETWORK),
+    "federated.buffer": Case(5, NETWORK),
+    "federated.age": Case(2, {**NETWORK, "federated.buffer": 5}),
+    "log.wire": Case(True, NETWORK),
     "outer.name": Case("yogi", FEDERATED),
     "outer.betas": Case((0.8, 0.9), FED_ADAM),
     "outer.eps": Case(0.1, FED_ADAM),
@@ -143,6 +155,7 @@ CASES = {
     "outer.delay_steps": Case(1, DILOCO, {"strategy.sync": "local:2"}),
     "outer.mixing": Case(0.5, DILOCO),
     "security.certificate": Case("certificate", {**SERVED, "strategy.channel": "grpc"}),
+    "elastic.max_restarts": Case(1, {}, {"elastic.mode": "off"}),
     "debug.replay_arrivals": Case("runs/one", SERVED),
     "runtime.bucket_bytes": Case(1024, {}, SERVED),
     "runtime.bucket_latency": Case(0.05, {}, {"strategy.codec": "int8"}),
@@ -210,6 +223,11 @@ CONFLICTS: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("batch.accumulation", {"batch.accumulation": 2, "batch.shards": 2}, "expected one of both"),
     ("batch.sync_batchnorm", {"batch.sync_batchnorm": True, "reproducible": True}, "with this reproducible"),
     (
+        "optimizer.switch_update",
+        {"optimizer.name": "adam_to_sgd"},
+        "expected a number of updates, or schedule",
+    ),
+    (
         "batch.sync_batchnorm",
         {"batch.sync_batchnorm": True, "batch.accumulation": 2},
         "with this batch.accumu",
@@ -273,6 +291,26 @@ CONFLICTS: tuple[tuple[str, dict[str, Any], str], ...] = (
         "at most federated.clients = 100, found 101",
     ),
     (
+        "federated.clients",
+        {**FEDERATED, "federated.clients": "network"},
+        "expected channel=grpc with clients",
+    ),
+    (
+        "federated.clients",
+        {**FEDERATED, "strategy.channel": "grpc"},
+        "expected no channel=grpc with simulated clients",
+    ),
+    (
+        "federated.clients",
+        {**NETWORK, "schedule.decay": "plateau", "evaluate.every_steps": 2},
+        'expected another schedule.decay than "plateau"',
+    ),
+    (
+        "federated.cohort",
+        {**NETWORK, "federated.cohort": 0.5},
+        "nobody knows how many will connect",
+    ),
+    (
         "reproducible",
         {"reproducible": True, "batch.accumulation": 2},
         "batch.accumulation: expected batch.shards",
@@ -323,7 +361,9 @@ CONFLICTS: tuple[tuple[str, dict[str, Any], str], ...] = (
         ("partition", "labels:1.5", 'found "labels:1.5"'),
         ("partition", "dirchlet:0.3", 'expected "iid"'),
         ("partition", "iid:3", 'expected "iid"'),
-        ("deadline_seconds", 3.0, "unknown key"),
+        ("deadline_seconds", 3.0, "simulated clients take turns on a rank, so none is late"),
+        ("buffer", 3, "simulated clients take turns, so none runs ahead"),
+        ("clients", "net", 'a number of clients >= 1, or "network", found "net"'),
     ],
 )
 def test_what_is_no_cohort_or_partition_is_an_error_that_says_what_is(

@@ -51,22 +51,22 @@ from paceline.job.handshake import (
 )
 
 
-def refusal_error(error: grpc.RpcError, rank: int, hub_rank: int, whom: str) -> CommunicationError | None:
+def refusal_error(error: grpc.RpcError, caller: str, hub_rank: int, whom: str) -> CommunicationError | None:
     """Return the error of a call that the server has refused; None: it has not, so the call may be made
     again.
 
     Args:
-        rank: rank of the client.
+        caller: the client, in words.
         hub_rank, whom: the server, as a rank and in words.
     """
     code, refusal = error.code(), None
     if code is grpc.StatusCode.UNAUTHENTICATED:
-        refusal = mismatch_error(f"rank {rank}", whom, has_key=False)
+        refusal = mismatch_error(caller, whom, has_key=False)
     elif code is grpc.StatusCode.FAILED_PRECONDITION and error.details() == PEER_GONE:
         refusal = peer_gone_error(hub_rank)
     elif code is grpc.StatusCode.ALREADY_EXISTS:
         refusal = CommunicationError(
-            f"rank {rank} has already joined {whom}",
+            f"{caller} has already joined {whom}",
             next_step="give each node its own --node-rank; a node that is too late needs a new job",
         )
     if refusal is not None:
@@ -80,16 +80,16 @@ def is_certificate_error(error: grpc.RpcError) -> bool:
     return "Socket closed" in why or "handshake failed" in why
 
 
-def unreachable_error(error: grpc.RpcError, rank: int, whom: str) -> CommunicationError:
+def unreachable_error(error: grpc.RpcError, caller: str, whom: str) -> CommunicationError:
     """Return the error that the server does not answer, or that the encryption cannot begin."""
     why = error.details() or ""
     if is_certificate_error(error):
         return CommunicationError(
-            f"rank {rank} and {whom} do not have the same certificate, or only one of them encrypts: {why}",
+            f"{caller} and {whom} do not have the same certificate, or only one of them encrypts: {why}",
             next_step="give all nodes of one job the same security.tls and security.certificate",
         )
     return CommunicationError(
-        f"rank {rank} cannot reach {whom}: {why}",
+        f"{caller} cannot reach {whom}: {why}",
         next_step="check that the nodes reach each other on all ports",
     )
 
@@ -111,6 +111,7 @@ class GrpcClient:
         token: the key of the job; it is never sent.
         hub_rank: rank of the server.
         credentials: TLS credentials; None: calls are not encrypted.
+        name: the client in words, for errors; empty: its rank.
     """
 
     def __init__(
@@ -123,10 +124,12 @@ class GrpcClient:
         *,
         hub_rank: int = 0,
         credentials: grpc.ChannelCredentials | None = None,
+        name: str = "",
     ) -> None:
         self._queues, self._rank, self._token, self._hub_rank = queues, rank, token, hub_rank
         self._server_name = f"the server at {format_address(address, port)}"
-        self._who = rank, hub_rank, self._server_name
+        self._caller = name or f"rank {rank}"
+        self._who = self._caller, hub_rank, self._server_name
         self._seconds = call_timeout_seconds(queues.grace_seconds)
         self._nonces, self._random = (make_nonce(), b""), random.Random()
         self._closing, self._position_unknown = threading.Event(), False
@@ -162,7 +165,7 @@ class GrpcClient:
                 )
                 if refusal or late:
                     self._channel.close()
-                    raise refusal or unreachable_error(error, self._rank, self._server_name) from error
+                    raise refusal or unreachable_error(error, self._caller, self._server_name) from error
                 self._closing.wait(pause)
         self._queues.add_peer(self._hub_rank)
         for thread in self._threads:
@@ -192,7 +195,7 @@ class GrpcClient:
         # Join even if the proof was wrong: the server then learns, too, that this rank has another key.
         self._call(JOIN_METHOD, _START, seconds)
         if not known:
-            raise mismatch_error(f"rank {self._rank}", self._server_name, has_key=False)
+            raise mismatch_error(self._caller, self._server_name, has_key=False)
 
     def _claim_metadata(self, method: str, position: StreamPosition) -> tuple[tuple[str, bytes]]:
         return CallClaim.make(method, self._rank, position, self._nonces, self._token).metadata()

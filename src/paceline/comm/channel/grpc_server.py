@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import secrets
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -44,6 +45,9 @@ from paceline.observe.file_writing import warn_on_stderr
 
 _SPARE_THREADS = 8
 _CLOSE_SECONDS = 1.0
+_MAX_REJECTED_RANKS = 128
+_SILENT_SECONDS = 1.0
+"""Time without a call after which a caller counts as gone, so that another process may take its place."""
 
 
 class GrpcServer:
@@ -52,10 +56,13 @@ class GrpcServer:
     Args:
         queues: queues of messages.
         address: address by which others reach this host.
-        ranks: ranks that may connect, each once.
+        ranks: ranks that may connect, each once, or a range of numbers.
         token: the key of the job; it is never sent.
         credentials: TLS credentials; None: calls are not encrypted.
         log: called with the number of rejected calls, if there were any.
+        port: where it listens; 0: any free port.
+        max_peers: how many of the ranks are connected at the same time; None: all.
+        returning: a rank whose process is gone may connect again from another process.
     Attributes:
         port: where it listens.
     Raises:
@@ -70,8 +77,13 @@ class GrpcServer:
         token: str,
         credentials: grpc.ServerCredentials | None = None,
         log: Callable[[str], object] = warn_on_stderr,
+        *,
+        port: int = 0,
+        max_peers: int | None = None,
+        returning: bool = False,
     ) -> None:
-        self._queues, self._ranks, self._token, self._log = queues, frozenset(ranks), token, log
+        self._queues, self._ranks, self._token, self._log = queues, ranks, token, log
+        self._max_peers, self._returning = len(ranks) if max_peers is None else max_peers, returning
         # Nonces are derived from it, so nothing is stored for a caller before it has a valid proof.
         self._secret = secrets.token_bytes(32)
         self._changed = threading.Condition()
@@ -79,19 +91,22 @@ class GrpcServer:
         self._nonces: dict[int, bytes] = {}
         # The call of each rank that is being served, by method.
         self._running: dict[tuple[int, str], grpc.ServicerContext] = {}
+        # When the last call of each rank ended.
+        self._ended_at: dict[int, float] = {}
         # Ranks that know that this rank has left, or have left themselves.
         self._informed: set[int] = set()
         self._num_rejected, self._rejected_ranks = 0, set[int]()
         self._seconds = call_timeout_seconds(queues.grace_seconds)
         # Each rank has two long calls, one in each direction; spare threads answer the short ones.
-        self._threads = ThreadPoolExecutor(2 * len(ranks) + _SPARE_THREADS, thread_name_prefix="grpc-hub")
+        num_threads = 2 * self._max_peers + _SPARE_THREADS
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="grpc-hub")
         self._server = grpc.server(
             self._threads,
             options=server_options(queues.grace_seconds),
-            maximum_concurrent_rpcs=4 * len(ranks) + 4 * _SPARE_THREADS,
+            maximum_concurrent_rpcs=4 * self._max_peers + 4 * _SPARE_THREADS,
         )
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, self._calls()),))
-        self.port = self._listen(address, credentials)
+        self.port = self._listen(address, port, credentials)
         self._server.start()
 
     def _calls(self) -> dict[str, grpc.RpcMethodHandler]:
@@ -107,15 +122,16 @@ class GrpcServer:
             LEAVE_METHOD: answers(self._leave),
         }
 
-    def _listen(self, address: str, credentials: grpc.ServerCredentials | None) -> int:
-        position = format_address(address, 0)
+    def _listen(self, address: str, port: int, credentials: grpc.ServerCredentials | None) -> int:
+        position = format_address(address, port)
         try:
             if credentials is None:
                 return int(self._server.add_insecure_port(position))
             return int(self._server.add_secure_port(position, credentials))
         except RuntimeError as error:
             raise CommunicationError(
-                f"this rank cannot serve at {address}: {error}", next_step="look at the address of this node"
+                f"this rank cannot serve at {position}: {error}",
+                next_step="look at the address of this node",
             ) from error
 
     def wait_for_all(self, deadline_seconds: float) -> None:
@@ -137,11 +153,11 @@ class GrpcServer:
             )
 
     def _missing(self) -> list[int]:
-        return sorted(self._ranks - self._nonces.keys())
+        return sorted({*self._ranks} - self._nonces.keys())
 
     def close(self) -> None:
         """Tell all connected ranks that this rank leaves, and end."""
-        connected = self._ranks & {*self._queues.ranks}
+        connected = {rank for rank in self._queues.ranks if rank in self._ranks}
         for rank in connected:
             self._queues.drop(rank)
         with self._changed:
@@ -164,16 +180,28 @@ class GrpcServer:
         )
 
     def _join(self, chunks: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
-        """Let a rank connect; once."""
+        """Let a rank connect; once, or again if it is gone and may return."""
         claim = self._claim(JOIN_METHOD, context)
         with self._changed:
             # The first call with a valid proof is the rank; another process with its number is refused below.
-            if self._nonces.get(claim.rank) is None:
+            if self._may_connect(claim):
                 self._nonces[claim.rank] = claim.nonce
+                self._informed.discard(claim.rank)
+                self._queues.drop(claim.rank)  # what an earlier process of the rank has left
                 self._queues.add_peer(claim.rank)
                 self._changed.notify_all()
         self._require_connected(claim, context)
         return b""
+
+    def _may_connect(self, claim: CallClaim) -> bool:
+        known = self._nonces.get(claim.rank)
+        if known is None:
+            return len(self._nonces) < self._max_peers or len(self._queues.ranks) < self._max_peers
+        is_called = any(rank == claim.rank for rank, _ in self._running)
+        silent_seconds = time.monotonic() - self._ended_at.get(claim.rank, 0.0)
+        return (
+            self._returning and known != claim.nonce and not is_called and silent_seconds >= _SILENT_SECONDS
+        )
 
     def _position(self, chunks: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         """Return the position up to which messages of a rank have arrived."""
@@ -240,6 +268,7 @@ class GrpcServer:
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, PEER_GONE)
         finally:
             with self._changed:
+                self._ended_at[rank] = time.monotonic()
                 if self._running.get((rank, method)) is context:
                     del self._running[rank, method]
 
@@ -250,7 +279,8 @@ class GrpcServer:
             self._reject(context, "this is no call of a job")
         if not claim.is_valid_claim(method, server_nonce(self._secret, claim.rank, claim.nonce), self._token):
             with self._changed:
-                self._rejected_ranks |= {claim.rank} & self._ranks
+                if claim.rank in self._ranks and len(self._rejected_ranks) < _MAX_REJECTED_RANKS:
+                    self._rejected_ranks.add(claim.rank)
             self._reject(context, OTHER_KEY)
         if claim.rank not in self._ranks:
             self._reject(context, f"rank {claim.rank} may not connect here")

@@ -73,6 +73,12 @@ OPTIMIZER_SPECS = (
         elementwise=True,
     ),
     OptimizerSpec(
+        word="adam_to_sgd",
+        summary="Adam, replaced by SGD at an update or on a plateau",
+        build=f"{_BUILD}adam_to_sgd",
+        reads=("betas", "eps", "l2", "switch_update"),
+    ),
+    OptimizerSpec(
         word="adadelta",
         summary="the gradient by the ratio of averages of squared updates and gradients",
         build=f"{_BUILD}adadelta",
@@ -127,6 +133,20 @@ OPTIMIZER_SPECS = (
         defaults=(("lr", 1e-2),),
         elementwise=True,
         follows_rate=False,
+    ),
+    OptimizerSpec(
+        word="lamb",
+        summary="Adam whose update of a tensor has the length of the tensor",
+        build=f"{_BUILD}lamb",
+        reads=("betas", "eps", "weight_decay", "exclude"),
+        defaults=(("eps", 1e-6),),
+    ),
+    OptimizerSpec(
+        word="lars",
+        summary="SGD with a rate for each tensor, from its norm and that of its gradient",
+        build=f"{_BUILD}lars",
+        reads=("momentum", "trust_coefficient", "weight_decay", "exclude"),
+        defaults=(("lr", 0.1), ("momentum", 0.9)),
     ),
     OptimizerSpec(
         word="adafactor",

@@ -141,5 +141,5 @@ CHANNEL_SPECS = (
 
 
 def uses_channel(spec: SyncSpec) -> bool:
-    """Return whether ranks send each other messages under a sync rule."""
-    return spec.sends or spec.needs_server > 0
+    """Return whether ranks send each other messages under a sync rule, or clients of a network do."""
+    return spec.sends or spec.needs_server > 0 or spec.trains_clients

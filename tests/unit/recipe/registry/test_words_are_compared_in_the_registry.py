@@ -18,7 +18,7 @@ import paceline
 from paceline.recipe.registry import ChannelSpec, CodecSpec, RouteSpec, ScheduleSpec, SyncSpec, builtin_specs
 
 SOURCE = Path(paceline.__file__).parent
-ALLOWED = ("recipe/registry/", "recipe/strategy_text.py")
+ALLOWED = ("search/", "recipe/registry/", "recipe/strategy_text.py")
 TERMS = {"sync", "codec", "route", "channel", "schedule", "stages", "balance", "partition"}
 KINDS = (SyncSpec, CodecSpec, RouteSpec, ChannelSpec, ScheduleSpec)
 WORDS = {word for kind in KINDS for word in builtin_specs(kind)}

@@ -1,0 +1,367 @@
+"""`paceline submit`: render the files of a job for another engine, and call the engine's own client."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from paceline.cli import common_options
+from paceline.cli.console import print_plain
+from paceline.errors import PacelineError, RecipeError, StrategyError, TaskError, format_count
+
+if TYPE_CHECKING:
+    from paceline.recipe.recipe import Recipe
+
+SUBMISSIONS = Path("submissions")
+_CLIENT_SECONDS, _POLL_SECONDS = 60.0, 1.0
+_CLIENTS = {"slurm": "sbatch", "mpi": "mpirun", "ssh": "ssh", "kubernetes": "kubectl"}
+_PACKAGES = {
+    "sbatch": "the clients of Slurm (Debian: slurm-client), or run this command on a login node",
+    "scancel": "the clients of Slurm (Debian: slurm-client), or run this command on a login node",
+    "mpirun": "Open MPI (Debian: openmpi-bin)",
+    "ssh": "an SSH client (Debian: openssh-client)",
+    "kubectl": "kubectl, and name your cluster in ~/.kube/config",
+}
+
+
+def submit(
+    recipe: Annotated[
+        Path | None, typer.Argument(help="The recipe, a TOML file.", show_default=False)
+    ] = None,
+    on: Annotated[str, typer.Option("--on", help="slurm, mpi, ssh or kubernetes.")] = "slurm",
+    nodes: common_options.Nodes = 1,
+    processes: common_options.Processes = None,
+    strategy: common_options.StrategyOption = None,
+    settings: common_options.Settings = None,
+    name: Annotated[
+        str | None,
+        typer.Option("--name", help="Name of the job; its run is runs/NAME. Default: recipe, time."),
+    ] = None,
+    options: Annotated[
+        list[str] | None,
+        typer.Option("--option", help="Option of the engine: partition=gpu, image=NAME:TAG. Repeatable."),
+    ] = None,
+    hosts: Annotated[str, typer.Option("--hosts", help="Hosts of mpi and ssh, with commas.")] = "",
+    render: Annotated[
+        Path | None, typer.Option("--render", help="Write the files to this folder, and submit nothing.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the files, the resources and the command; write nothing.")
+    ] = False,
+    attach: Annotated[
+        bool,
+        typer.Option("--attach", help="Print the output of the job until it ends; its exit code is ours."),
+    ] = False,
+    cancel: Annotated[str | None, typer.Option("--cancel", metavar="JOB", help="Cancel a job.")] = None,
+) -> None:
+    """Start RECIPE by Slurm, MPI, ssh or Kubernetes."""
+    if cancel is not None:
+        _cancel(on, cancel, dict(_parse_option(text) for text in options or ()))
+        return
+    if recipe is None:
+        raise RecipeError(
+            "submit needs a recipe, or --cancel JOB", next_step="paceline submit RECIPE --on slurm"
+        )
+    args = SubmitArgs(
+        recipe=recipe,
+        engine=on,
+        nodes=nodes,
+        processes=processes,
+        strategy=strategy,
+        settings=tuple(settings or ()),
+        name=name or f"{recipe.stem}-{datetime.now():%Y%m%d-%H%M%S}",
+        options=tuple(map(_parse_option, options or ())),
+        hosts=tuple(host for host in hosts.split(",") if host),
+    )
+    files = render_files(args, show=print_plain if dry_run else lambda text: None)
+    if dry_run:
+        for file, text in files.items():
+            print_plain(f"== {file}\n{text}")
+        print_plain(f"command: {' '.join(_submit_command(on, SUBMISSIONS / args.name / next(iter(files))))}")
+        return
+    folder = render or SUBMISSIONS / args.name
+    _write(files, folder)
+    if render is None:
+        sys.exit(_submit(args, folder / next(iter(files)), attach=attach))
+
+
+@dataclass(frozen=True)
+class SubmitArgs:
+    """The arguments of `paceline submit`, as the user gave them."""
+
+    recipe: Path
+    engine: str
+    nodes: int
+    processes: int | None
+    strategy: str | None
+    settings: tuple[str, ...]
+    name: str
+    options: tuple[tuple[str, str], ...]
+    hosts: tuple[str, ...]
+
+
+def _parse_option(text: str) -> tuple[str, str]:
+    name, _, value = text.partition("=")
+    return name.lstrip("-"), value
+
+
+def render_files(args: SubmitArgs, show: Callable[[str], object]) -> dict[str, str]:
+    """Return the files of a job by name.
+
+    Args:
+        show: prints what the job requests.
+    Raises:
+        RecipeError, StrategyError: the recipe, the name or an option is wrong, or a file would have a secret.
+    """
+    from paceline.job.cluster import process_environment
+    from paceline.launch.rendered_job import JobTarget, find_secrets, plan_resources
+    from paceline.launch.rendered_job import render as render_job
+    from paceline.recipe.recipe_loading import load_recipe
+
+    if not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?", args.name):
+        raise RecipeError(
+            f"--name '{args.name}' cannot name a job on every engine",
+            next_step="--name with at most 42 lower-case letters, digits and dashes",
+        )
+    in_pod = args.engine == "kubernetes"
+    settings = list(args.settings)
+    checked = common_options.read_recipe(args.recipe, settings, args.strategy)
+    recipe = load_recipe(args.recipe, settings, args.strategy) if in_pod else checked
+    count = common_options.processes_for(checked, args.processes, args.nodes)
+    target = JobTarget(
+        engine=args.engine,
+        name=args.name,
+        nodes=args.nodes,
+        processes=count,
+        command=("paceline",) if in_pod else (sys.executable, "-m", "paceline"),
+        recipe_path=str(args.recipe.resolve()),
+        run_dir=args.name if in_pod else str(Path("runs", args.name).resolve()),
+        arguments=tuple(word for setting in settings for word in ("--set", setting)),
+        options=args.options,
+        hosts=args.hosts,
+        planned_bytes=_planned_bytes(args, checked, count, show),
+    )
+    need = plan_resources(recipe, target)
+    memory = f", {need.memory_mib:,} MiB" if need.memory_mib else ""
+    gpus = f", {format_count(need.gpus, 'GPU')}" if need.gpus else ""
+    show(f"each of {format_count(args.nodes, 'node')}: {format_count(need.cpus, 'core')}{memory}{gpus}")
+    files = render_job(recipe, recipe.strategy, target)
+    leaked = find_secrets(files, process_environment())
+    if leaked:
+        raise RecipeError(
+            f"the value of {', '.join(leaked)} stands in a rendered file",
+            next_step="leave it out of the recipe",
+        )
+    return files
+
+
+def _planned_bytes(args: SubmitArgs, recipe: Recipe, count: int, show: Callable[[str], object]) -> int:
+    """Return the planned peak of a rank; 0 if nothing is requested by it, or it cannot be planned."""
+    if args.engine not in ("slurm", "kubernetes") or any(name.startswith("mem") for name, _ in args.options):
+        return 0
+    from paceline.plan.memory_budget import check_budget
+    from paceline.session.start_rank import build_task
+
+    try:
+        task = build_task(recipe, None, common_options.task_directory(args.recipe))
+        try:
+            verdict = check_budget(recipe, task, count * args.nodes, nodes=args.nodes)
+        except StrategyError:  # of some routes between hosts only the tensors of the ranks can be planned
+            verdict = check_budget(recipe, task, count * args.nodes)
+    except (StrategyError, TaskError) as error:
+        show(f"memory is not requested: {error.what}")
+        return 0
+    if verdict.refusal is not None:
+        raise verdict.refusal
+    return verdict.plan.peak
+
+
+def _write(files: dict[str, str], folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
+        print_plain(f"wrote {folder / name}")
+
+
+# The clients of the engines
+
+
+def _submit_command(engine: str, file: Path) -> list[str]:
+    words = {"slurm": ["sbatch"], "kubernetes": ["kubectl", "apply", "-f"]}.get(engine, ["bash"])
+    return [*words, str(file)]
+
+
+def _submit(args: SubmitArgs, file: Path, *, attach: bool) -> int:
+    """Call the engine's client; returns the exit code."""
+    require_client(_CLIENTS[args.engine])
+    if args.engine in ("mpi", "ssh"):  # these run here, and their output is that of this command
+        return subprocess.run(_submit_command(args.engine, file), check=False).returncode
+    if args.engine == "kubernetes":
+        return _submit_to_kubernetes(args, file, attach=attach)
+    printed = _call(["sbatch", "--parsable", str(file)])
+    job = printed.strip().partition(";")[0]
+    print_plain(f"job {job}: cancel it by `paceline submit --on slurm --cancel {job}`")
+    return _follow_slurm(job) if attach else 0
+
+
+def _submit_to_kubernetes(args: SubmitArgs, file: Path, *, attach: bool) -> int:
+    namespace = [word for name, value in args.options if name == "namespace" for word in ("-n", value)]
+    key = ["create", "secret", "generic", f"{args.name}-key", "--from-file=token=/dev/stdin"]
+    _call(["kubectl", *namespace, *key], text=secrets.token_hex(32))
+    print_plain(_call(["kubectl", *namespace, "apply", "-f", str(file)]).rstrip())
+    print_plain(f"cancel it by `paceline submit --on kubernetes --cancel {args.name}`")
+    if not attach:
+        return 0
+    logs = ["logs", "--follow", "--pod-running-timeout=5m", "-l", f"app.kubernetes.io/instance={args.name}"]
+    done = subprocess.run(["kubectl", *namespace, *logs], stderr=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise explain_client_error("kubectl", done.stderr)
+    return 0
+
+
+def _cancel(engine: str, job: str, options: dict[str, str]) -> None:
+    """Cancel a job by the engine's client."""
+    commands = {
+        "slurm": ["scancel", job],
+        "kubernetes": [
+            *("kubectl", "delete", "job,jobset,service,configmap"),
+            *("-l", f"app.kubernetes.io/instance={job}"),
+            *(("-n", options["namespace"]) if "namespace" in options else ()),
+        ],
+    }
+    if engine not in commands:
+        raise RecipeError(
+            f"a job of {engine} runs in the foreground of the command that started it",
+            next_step="stop it there by Ctrl-C; it saves and exits",
+        )
+    require_client(commands[engine][0])
+    print_plain(_call(commands[engine]).rstrip() or f"cancelled {job}")
+
+
+def require_client(program: str) -> None:
+    """Raise an error that names the package if a client is not installed."""
+    if shutil.which(program) is None:
+        raise PacelineError(
+            f"{program} is not installed on this machine", next_step=f"install {_PACKAGES[program]}"
+        )
+
+
+def _call(words: Sequence[str], text: str = "") -> str:
+    """Run a client to its end; returns what it printed.
+
+    Raises:
+        PacelineError: it failed; the next step follows from what it printed.
+    """
+    try:
+        done = subprocess.run(
+            words, input=text, capture_output=True, text=True, timeout=_CLIENT_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise PacelineError(
+            f"{words[0]} has not answered within {_CLIENT_SECONDS:g} s",
+            next_step="check that this machine reaches the controller of the cluster",
+        ) from error
+    if done.returncode:
+        raise explain_client_error(words[0], done.stderr)
+    return done.stdout
+
+
+_ADVICE = (
+    (
+        r"ErrImagePull|ImagePullBackOff|failing to pull image|manifest unknown",
+        "check --option image: it does not exist, or the cluster has no credentials to pull it",
+    ),
+    (
+        r"denied|forbidden|not permitted|Unauthorized|Invalid account",
+        "ask for access, or name another account, partition or namespace: --option",
+    ),
+    (r"invalid partition", "list the partitions by `sinfo`, and name one: --option partition=NAME"),
+    (
+        r"node configuration is not available|More processors requested|Memory specification",
+        "no node is that large: fewer processes on each node (-n), or another partition (`sinfo -N -l`)",
+    ),
+    (r"time limit", "ask for less time: --option time=HH:MM:SS (limits: `sinfo -o '%P %l'`)"),
+    (
+        r"contact slurm controller|Connection refused|no such host|was refused|Unable to connect",
+        "check that this machine reaches the controller of the cluster, and its configuration",
+    ),
+    (r"AlreadyExists|already exists", "a job of this name exists: another --name, or --cancel NAME first"),
+    (r"no matches for kind \"JobSet\"", "install JobSet in the cluster, or --option kind=job"),
+)
+
+
+def explain_client_error(program: str, printed: str) -> PacelineError:
+    """Return the error for what a client has printed, with the next step for errors that are known; pure."""
+    lines = [line.strip() for line in printed.splitlines() if line.strip()]
+    what = lines[-1] if lines else "it printed nothing"
+    advice = next((step for pattern, step in _ADVICE if re.search(pattern, printed, re.IGNORECASE)), "")
+    return PacelineError(
+        f"{program} failed: {what}", next_step=advice or f"look up this message of {program}"
+    )
+
+
+_REASONS = {
+    "Resources": "the partition is full; the job starts when enough nodes are free",
+    "Priority": "jobs with a higher priority come first",
+    "PartitionNodeLimit": "it has fewer nodes than --nodes: name another by --option partition=NAME",
+    "PartitionTimeLimit": "the partition allows less time: --option time=HH:MM:SS",
+    "ReqNodeNotAvail": "a node that it needs is down or reserved: `sinfo -R`",
+    "BeginTime": "it was queued again, and starts soon",
+    "JobHeldUser": "it is held: scontrol release JOB",
+}
+_ENDED = (
+    "COMPLETED",
+    "FAILED",
+    "CANCELLED",
+    "TIMEOUT",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "BOOT_FAIL",
+    "DEADLINE",
+)
+
+
+def describe_reason(reason: str) -> str:
+    """Return why a job waits, given the reason of Slurm."""
+    return _REASONS.get(reason, "see `squeue` for its place")
+
+
+def _follow_slurm(job: str) -> int:
+    """Print the output of a job until it ends, and why it waits; returns its exit code."""
+    offset, told = 0, ""
+    while True:
+        shown = _call(["scontrol", "show", "job", "-o", job])
+        fields = dict(re.findall(r"(\w+)=(\S*)", shown))
+        state, reason = fields.get("JobState", ""), fields.get("Reason", "")
+        if state == "PENDING" and reason not in ("None", told):
+            told = reason
+            print_plain(f"job {job} waits ({reason}): {describe_reason(reason)}")
+        offset = _show_more(Path(fields.get("StdOut", "")), offset)
+        if state in _ENDED:
+            code, _, number = fields.get("ExitCode", "0:0").partition(":")
+            print_plain(f"job {job}: {state.lower()}")
+            return int(code) or (128 + int(number) if int(number) else int(state != "COMPLETED"))
+        time.sleep(_POLL_SECONDS)
+
+
+def _show_more(file: Path, offset: int) -> int:
+    """Print what a file has beyond an offset; returns its new end."""
+    if not file.is_file():
+        return offset
+    with file.open("rb") as stream:
+        stream.seek(offset)
+        text = stream.read()
+    sys.stdout.write(text.decode(errors="replace"))
+    sys.stdout.flush()
+    return offset + len(text)

@@ -1,0 +1,27 @@
+"""Hyperparameter search: a study whose trials do not depend on how many workers ran it.
+
+A trial is an ordinary run in a folder of its own, a study is an append-only log, and proposals come in
+batches. The number of workers decides only how long a batch takes. Not done here: leases across machines.
+"""
+
+from paceline.search.space import StudyPlan, plan_study, read_study_file
+from paceline.search.study import Study, StudyRequest, open_study, run_study
+from paceline.search.study_log import Trial
+from paceline.search.study_report import StudySummary, render_study, render_study_page, summarize_study
+from paceline.search.study_runner import StudyStopped
+
+__all__ = [
+    "Study",
+    "StudyPlan",
+    "StudyRequest",
+    "StudyStopped",
+    "StudySummary",
+    "Trial",
+    "open_study",
+    "plan_study",
+    "read_study_file",
+    "render_study",
+    "render_study_page",
+    "run_study",
+    "summarize_study",
+]

@@ -1,0 +1,157 @@
+"""A process of a job is lost: replicas continue without it and get another one, other layouts start again."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import pytest
+
+from tests import command_jobs
+
+STEPS = 60
+
+# Rank DIES kills itself before step AT, once.
+TASK = """
+import os, signal, time
+import torch
+from pathlib import Path
+from torch import nn
+from paceline import Loss, Task
+
+def build(seed=0):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.2), nn.ReLU(), nn.Linear(16, 3))
+    rows = torch.randn(96, 8), torch.randint(0, 3, (96,))
+    calls = []
+    def loss(model, batch):
+        inputs, targets = batch
+        calls.append(model.training)
+        died = Path("died")
+        evaluates = os.environ.get("HOW") == "evaluates"
+        if os.environ.get("RANK") == os.environ.get("DIES") and sum(calls) == int(os.environ["AT"]):
+            if model.training is not evaluates and not died.exists():
+                died.touch()
+                if os.environ.get("HOW") == "raises":
+                    raise ValueError("a mistake in the loss")
+                os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(float(os.environ.get("SLOW", 0)))
+        return Loss(nn.functional.cross_entropy(model(inputs), targets, reduction="sum"), len(targets))
+    return Task(model=model, data=torch.utils.data.TensorDataset(*rows), loss=loss,
+                held_out=torch.utils.data.TensorDataset(*(x[:12] for x in rows)))
+"""
+RECIPE = f"""
+task = "task.py:build"
+steps = {STEPS}
+run_dir = "run"
+reproducible = true
+[batch]
+size = 12
+shards = 6
+[checkpoint]
+every_steps = 20
+[evaluate]
+every_steps = 20
+[optimizer]
+name = "adamw"
+lr = 0.01
+[average]
+decay = 0.9
+[runtime]
+deadline_seconds = 60.0
+"""
+
+
+def run(folder: Path, *words: str, **environ: str) -> tuple[int, str, list[dict[str, Any]]]:
+    """The exit code, the output and the events of a job of three processes."""
+    command_jobs.prepare(folder, TASK)
+    (folder / "recipe.toml").write_text(RECIPE)
+    with command_jobs.start(folder, "train", "recipe.toml", "-n", "3", *words, **environ) as command:
+        output = "".join(text or "" for text in command.communicate(timeout=200))
+    path = folder / "run" / "metrics.jsonl"
+    events = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return command.returncode, output, events
+
+
+def sha256_of(output: str) -> str:
+    return output.rpartition("state sha256: ")[2].split()[0]
+
+
+@cache
+def undisturbed() -> str:
+    """The hash of the run that loses nobody."""
+    code, output, _ = run(Path(mkdtemp()))
+    assert code == 0, output
+    return sha256_of(output)
+
+
+def steps_of(events: list[dict[str, Any]]) -> Counter[int]:
+    return Counter(event["step"] for event in events if event["event"] == "step")
+
+
+@pytest.mark.capability("N8")
+@pytest.mark.parametrize(("dies", "at"), [("0", 31), ("2", 41), ("1", 2)])
+def test_replicas_continue_and_end_with_the_same_bits(dies: str, at: int, tmp_path: Path) -> None:
+    """Also without rank 0, right after the first step, and in the step after a checkpoint."""
+    code, output, events = run(tmp_path, DIES=dies, AT=str(at * 2))  # two shards a step and rank
+    assert code == 0, output
+    assert "was killed by SIGKILL" in output and "the other ranks continue without it" in output
+    (change, *_) = [event for event in events if event["event"] == "members" and event["lost"]]
+    assert change["lost"] == [int(dies)] and change["ranks"] == 2
+    assert set(steps_of(events)) == set(range(STEPS))
+    assert sha256_of(output) == undisturbed()
+
+
+def test_what_was_due_when_a_process_was_lost_is_done_again(tmp_path: Path) -> None:
+    """Rank 2 dies in the evaluation after step 20, after which the state is saved."""
+    code, output, events = run(tmp_path, DIES="2", AT="40", HOW="evaluates")
+    assert code == 0, output
+    (change,) = [event for event in events if event["event"] == "members" and event["lost"]]
+    assert change["step"] == 20
+    for kind in ("evaluation", "checkpoint"):
+        assert {event["step"] for event in events if event["event"] == kind} == {20, 40, 60}
+    assert sha256_of(output) == undisturbed()
+
+
+@pytest.mark.capability("N6", clause="a worker joins and leaves while the job runs")
+def test_a_replacement_joins_and_ends_with_the_same_bits(tmp_path: Path) -> None:
+    """Steps last long enough for a new process to start."""
+    code, output, events = run(tmp_path, DIES="1", AT="10", SLOW="0.25")
+    assert code == 0, output
+    changes = [event for event in events if event["event"] == "members"]
+    assert [(change["lost"], change["joined"], change["ranks"]) for change in changes] == [
+        ([1], [], 2),
+        ([], [3], 3),
+    ]
+    assert set(steps_of(events)) == set(range(STEPS))
+    assert sha256_of(output) == undisturbed()
+
+
+@pytest.mark.capability("N8", clause="from the newest checkpoint")
+def test_a_sharded_model_starts_again_from_its_newest_checkpoint(tmp_path: Path) -> None:
+    code, output, events = run(tmp_path, "--strategy", "replicas=1 shard=3 zero=1", DIES="1", AT="90")
+    assert code == 0, output
+    assert "restart 1 of 3 from step-00000040" in output
+    assert [event["step"] for event in events if event["event"] == "resume"] == [40]
+    assert sha256_of(output) == undisturbed()
+
+
+def test_a_job_that_has_saved_nothing_new_is_not_started_again(tmp_path: Path) -> None:
+    code, output, _ = run(tmp_path, "--strategy", "replicas=1 shard=3 zero=1", DIES="1", AT="20")
+    assert code == 137 and "restart" not in output.replace("restarts", "")
+
+
+def test_an_error_ends_the_job(tmp_path: Path) -> None:
+    """Another rank would raise it as well."""
+    code, output, events = run(tmp_path, DIES="1", AT="20", HOW="raises")
+    assert code == 1 and "a mistake in the loss" in output
+    assert not [event for event in events if event["event"] == "members"]
+
+
+def test_without_elastic_the_job_ends(tmp_path: Path) -> None:
+    code, output, _ = run(tmp_path, "--set", "elastic.mode=off", DIES="1", AT="90")
+    assert code == 137 and "continue without it" not in output

@@ -1,0 +1,247 @@
+"""Jobs that Slurm and Open MPI really start: one job each, with the state of the plain run at its end."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from paceline.cli.submit import explain_client_error
+from tests.commands import run
+from tests.slurm_cluster import SlurmCluster, missing_programs, slurm_cluster
+
+pytestmark = pytest.mark.timeout(300)
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 120.0
+TASK = """
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from paceline import Loss, Task
+
+HOLD = Path(__file__).parent / "hold"
+
+
+def build():
+    points = torch.rand(64, 2, generator=torch.Generator().manual_seed(0))
+    data = list(zip(points, (points.sum(1) > 1).long(), strict=True))
+    calls = []
+
+    def loss(model, batch):
+        x, y = batch
+        if model.training:
+            calls.append(1)
+            while len(calls) > 4 and HOLD.exists():  # until the test has done something to the job
+                time.sleep(0.05)
+        return Loss(F.cross_entropy(model(x), y, reduction="sum"), len(y))
+
+    return Task(nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 2)), data=data, loss=loss)
+"""
+RECIPE = """
+task = "task.py:build"
+steps = 12
+reproducible = true
+[batch]
+size = 8
+shards = 2
+[runtime]
+threads = 1
+"""
+PACELINE = (sys.executable, "-m", "paceline")
+
+
+def write_job(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "task.py").write_text(TASK)
+    (folder / "recipe.toml").write_text(RECIPE)
+    return folder
+
+
+def hash_in(printed: str) -> str:
+    found = re.findall(r"state sha256: (\w+)", printed)
+    assert found, printed
+    return str(found[-1])
+
+
+def until(is_done: Callable[[], bool], what: str, seconds: float = SECONDS) -> None:
+    expires = time.monotonic() + seconds
+    while not is_done():
+        assert time.monotonic() < expires, what
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def plain_hash(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = write_job(tmp_path_factory.mktemp("plain") / "job")
+    done = run(folder, "train", "recipe.toml", "-n", 2)
+    assert done.returncode == 0, done.stderr
+    return hash_in(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    missing = missing_programs()
+    if missing:
+        pytest.skip(f"needs {missing} (make engines)")
+    folder = tmp_path_factory.mktemp("slurm")
+    for parent in (folder, folder.parent, folder.parent.parent):
+        parent.chmod(0o755)  # munge refuses a socket in a folder that others cannot enter
+    with slurm_cluster(folder / "cluster") as running:
+        yield running
+
+
+def submit(cluster: SlurmCluster, folder: Path, name: str, *options: str) -> str:
+    words = ["submit", "recipe.toml", "--on", "slurm", "--nodes", "2", "-n", "1", "--name", name]
+    words += [word for option in ("mem=0", "partition=low", *options) for word in ("--option", option)]
+    done = cluster.run(*PACELINE, *words, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    found = re.search(r"job (\d+):", done.stdout)
+    assert found is not None, done.stdout
+    return found[1]
+
+
+def has_trained(folder: Path, name: str) -> bool:
+    metrics = folder / "runs" / name / "metrics.jsonl"
+    return metrics.is_file() and '"event": "step"' in metrics.read_text()
+
+
+@pytest.mark.capability("O3", "B6")
+def test_tasks_of_srun_are_one_job_on_one_node_and_on_two(
+    cluster: SlurmCluster, plain_hash: str, tmp_path: Path
+) -> None:
+    folder = write_job(tmp_path / "job")
+    train = ("train", "recipe.toml", "--set")
+    one = cluster.run("srun", "-n", "2", *PACELINE, *train, "run_dir=one", cwd=folder)
+    two = cluster.run(
+        *("srun", "-N", "2", *PACELINE, *train, "run_dir=two"), cwd=folder, PACELINE_TOKEN="of this test"
+    )
+    assert [one.returncode, two.returncode] == [0, 0], one.stderr + two.stderr
+    assert hash_in(one.stdout) == hash_in(two.stdout) == plain_hash
+    assert '"ranks": 2' in (folder / "two" / "metrics.jsonl").read_text()
+    absent = cluster.run("srun", "-N", "2", *PACELINE, "train", "none.toml", cwd=folder)
+    assert absent.returncode == 2 and "node 1 of 2 has no file none.toml" in absent.stderr
+    keyless = cluster.run("srun", "-N", "2", *PACELINE, *train, "run_dir=none", cwd=folder)
+    assert keyless.returncode == 4 and "a job on 2 nodes needs a key" in keyless.stderr
+    table = '{"cluster": {"worker": ["a:1", "b:1", "c:1"]}, "task": {"type": "worker", "index": 0}}'
+    nested = cluster.run("srun", "-n", "2", *PACELINE, *train, "run_dir=none", cwd=folder, TF_CONFIG=table)
+    assert nested.returncode and "TF_CONFIG says rank 0 of 3" in nested.stderr
+
+
+def preempt(cluster: SlurmCluster, folder: Path, name: str) -> str:
+    """Submit a job, preempt it while it trains, and let it continue; returns what it printed."""
+    (folder / "hold").touch()
+    job = submit(cluster, folder, name)
+    until(lambda: has_trained(folder, name), f"{job} does not train: {cluster.job_state(job)}")
+    first = cluster.run("sbatch", "-p", "high", "-N", "2", "--exclusive", "-o", "/dev/null", "--wrap", "true")
+    assert first.returncode == 0, first.stderr
+    until(lambda: "CANCELLED AT" in _output(folder, name, job), f"{job} was told nothing")
+    (folder / "hold").unlink()
+    until(lambda: cluster.job_state(job) == "PENDING", "it was not queued again")
+    assert not (folder / "runs" / name / "checkpoints" / "step-00000012").exists()
+    # Slurm lets a job that was queued again wait for two minutes, unless somebody says otherwise
+    until(lambda: cluster.job_state(first.stdout.split()[-1]) == "COMPLETED", "the other job does not end")
+    cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+    cluster.wait_for_state(job, "COMPLETED", seconds=SECONDS)
+    return (folder / f"{name}-{job}.out").read_text()
+
+
+@pytest.mark.capability("O3", "N7")
+def test_a_preempted_job_saves_is_queued_again_and_ends_as_one_that_was_not(
+    cluster: SlurmCluster, plain_hash: str, tmp_path: Path
+) -> None:
+    folder = write_job(tmp_path / "job")
+    printed = preempt(cluster, folder, "preempted")
+    assert "Exited with exit code 143" in printed and "resume: step" in printed
+    assert hash_in(printed) == plain_hash
+    assert [path.name for path in (folder / "runs").iterdir()] == ["preempted"]
+
+
+@pytest.mark.capability("O3")
+def test_a_cancelled_job_saves_and_is_not_queued_again(cluster: SlurmCluster, tmp_path: Path) -> None:
+    folder = write_job(tmp_path / "job")
+    (folder / "hold").touch()
+    job = submit(cluster, folder, "cancelled")
+    until(lambda: has_trained(folder, "cancelled"), f"{job} does not train: {cluster.job_state(job)}")
+    done = cluster.run(*PACELINE, "submit", "--on", "slurm", "--cancel", job)
+    assert done.returncode == 0, done.stderr
+    (folder / "hold").unlink()
+    assert cluster.wait_for_state(job, "CANCELLED", "PENDING", "COMPLETED", "FAILED") == "CANCELLED"
+    assert [*(folder / "runs" / "cancelled" / "checkpoints").glob("step-*")]
+
+
+def test_what_slurm_refuses_has_a_next_step(cluster: SlurmCluster, tmp_path: Path) -> None:
+    """What sbatch says here; its texts are those of Slurm 22.05."""
+    script = tmp_path / "job.sh"
+    script.write_text("#!/bin/sh\n")
+    for option, advice in (("--partition=none", "sinfo"), ("--cpus-per-task=99", "no node is that large")):
+        error = explain_client_error("sbatch", cluster.run("sbatch", option, str(script)).stderr)
+        assert advice in error.next_step, error
+
+
+@pytest.mark.soak
+@pytest.mark.capability("O3", "N7")
+def test_twenty_preempted_jobs_of_twenty_continue(
+    cluster: SlurmCluster, plain_hash: str, tmp_path: Path
+) -> None:
+    folder = write_job(tmp_path / "job")
+    ends = [hash_in(preempt(cluster, folder, f"job-{number}")) for number in range(20)]
+    assert ends == [plain_hash] * 20
+
+
+@pytest.mark.soak
+@pytest.mark.capability("O3", "N7")
+def test_a_time_limit_is_announced_and_the_job_continues(
+    cluster: SlurmCluster, plain_hash: str, tmp_path: Path
+) -> None:
+    folder = write_job(tmp_path / "job")
+    (folder / "hold").touch()
+    job = submit(cluster, folder, "limited", "time=2", "signal=TERM@60")
+    until(lambda: "CANCELLED AT" in _output(folder, "limited", job), "no notice", 200.0)
+    (folder / "hold").unlink()
+    until(lambda: cluster.job_state(job) == "PENDING", "it was not queued again")
+    cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+    cluster.wait_for_state(job, "COMPLETED", seconds=SECONDS)
+    assert hash_in(_output(folder, "limited", job)) == plain_hash
+
+
+def _output(folder: Path, name: str, job: str) -> str:
+    path = folder / f"{name}-{job}.out"
+    return path.read_text() if path.is_file() else ""
+
+
+@pytest.mark.capability("O7", "B6")
+def test_processes_of_mpirun_are_one_job(
+    plain_hash: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By hand, and by the script that `paceline submit --on mpi` writes."""
+    if shutil.which("mpirun") is None:
+        pytest.skip("needs mpirun of Open MPI (make engines)")
+    for name in ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"):
+        monkeypatch.setenv(name, "1")
+    folder = write_job(tmp_path / "job")
+    words = [
+        "submit",
+        "recipe.toml",
+        "--on",
+        "mpi",
+        "-n",
+        "2",
+        "--name",
+        "by-mpi",
+        "--option",
+        "oversubscribe",
+    ]
+    done = run(folder, *words, anew=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert hash_in(done.stdout) == plain_hash
+    assert '"ranks": 2' in (folder / "runs" / "by-mpi" / "metrics.jsonl").read_text()

@@ -1,0 +1,131 @@
+"""Files for other engines: the same bytes twice, no secret in any, requests that follow from the strategy."""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from paceline.cli.submit import describe_reason, explain_client_error, require_client
+from paceline.errors import PacelineError, RecipeError
+from paceline.launch.rendered_job import JobTarget, find_secrets, plan_resources, render
+from paceline.recipe import Strategy
+from tests.recipes import recipe_of
+
+RECIPE = recipe_of(task="digits", runtime={"device": "cuda", "threads": 2})
+TARGET = JobTarget(
+    engine="slurm",
+    name="digits-1",
+    nodes=2,
+    processes=4,
+    command=("python", "-m", "paceline"),
+    recipe_path="/home/ada/my recipes/digits.toml",
+    run_dir="/home/ada/runs/digits-1",
+    arguments=("--set", "steps=8"),
+    hosts=("a", "b"),
+    planned_bytes=400 * 2**20,
+)
+ENGINES = {"slurm": (), "mpi": (), "ssh": (), "kubernetes": (("image", "registry.example/paceline:1"),)}
+
+
+@pytest.mark.capability("O3", "O5", "O7")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_same_job_has_the_same_bytes_and_the_strategy_in_its_command(engine: str, tmp_path: Path) -> None:
+    target = replace(TARGET, engine=engine, options=ENGINES[engine])
+    strategy = Strategy.parse("replicas=2 shard=4 zero=3")
+    files = render(RECIPE, strategy, target)
+    assert files == render(RECIPE, strategy, target)
+    text = "".join(files.values())
+    assert "replicas=2 shard=4 zero=3" in text and "--auto-resume" in text
+    first, *_ = files
+    if not first.endswith(".yaml"):
+        (tmp_path / first).write_text(files[first])
+        assert subprocess.run(["bash", "-n", tmp_path / first], check=False).returncode == 0
+
+
+@pytest.mark.capability("O3")
+def test_a_batch_script_requests_what_the_ranks_need() -> None:
+    need = plan_resources(RECIPE, TARGET)
+    assert (need.cpus, need.gpus, need.memory_mib) == (8, 4, 4 * (500 + 700))
+    script = render(RECIPE, RECIPE.strategy, replace(TARGET, options=(("partition", "gpu"),)))[
+        "digits-1.sbatch"
+    ]
+    for line in (
+        "#SBATCH --nodes=2",
+        "#SBATCH --cpus-per-task=8",
+        "#SBATCH --mem=4800M",
+        "#SBATCH --gpus-per-node=4",
+        "#SBATCH --partition=gpu",
+        "#SBATCH --signal=TERM@90",
+        "#SBATCH --requeue",
+    ):
+        assert f"{line}\n" in script
+    assert "'/home/ada/my recipes/digits.toml'" in script
+    assert 'if [ "$code" -eq 143 ] && [ "$state" = RUNNING ]' in script
+
+
+def test_a_secret_is_in_no_file() -> None:
+    with pytest.raises(RecipeError, match="would write a secret"):
+        render(RECIPE, RECIPE.strategy, replace(TARGET, arguments=("--set", "options.api_key=abc")))
+    pod = replace(TARGET, engine="kubernetes", options=ENGINES["kubernetes"])
+    with pytest.raises(RecipeError, match=r"options\.password would write a secret"):
+        render(RECIPE.replace(options={"password": "abc"}), RECIPE.strategy, pod)
+    assert render(RECIPE, RECIPE.strategy, replace(TARGET, arguments=("--set", "options.tokens=8")))
+    files = {"job.sh": "export X=hunter2-hunter2\n"}
+    environment = {"AWS_SECRET_ACCESS_KEY": "hunter2-hunter2", "MY_TOKEN": "short", "HOME": "export X"}
+    assert find_secrets(files, environment) == ["AWS_SECRET_ACCESS_KEY"]
+
+
+def test_what_cannot_be_rendered_is_refused_with_a_next_step() -> None:
+    pod = replace(TARGET, engine="kubernetes", options=ENGINES["kubernetes"])
+    cases = [
+        (RECIPE, replace(TARGET, engine="ray"), "unknown engine"),
+        (RECIPE, replace(TARGET, engine="mpi", hosts=("a",)), "as many hosts"),
+        (RECIPE, replace(pod, options=()), "needs an image"),
+        (RECIPE, replace(pod, options=(*pod.options, ("kind", "deployment"))), "unknown kind"),
+        (RECIPE, replace(pod, options=(*pod.options, ("partition", "gpu"))), "no such option"),
+        (RECIPE.replace(task="task.py:build"), pod, "a pod does not have"),
+    ]
+    for recipe, target, what in cases:
+        with pytest.raises(RecipeError, match=what) as caught:
+            render(recipe, recipe.strategy, target)
+        assert caught.value.next_step
+
+
+@pytest.mark.parametrize(
+    "printed, advice",
+    [  # the first is of Slurm 22.05 here; those of kubectl are from its sources, not recorded
+        (
+            "sbatch: error: invalid partition specified: x\nsbatch: error: Batch job submission failed",
+            "sinfo",
+        ),
+        (
+            'Error from server (Forbidden): jobs.batch is forbidden: User "ada" cannot create',
+            "ask for access",
+        ),
+        (
+            "The connection to the server localhost:8080 was refused - did you specify",
+            "reaches the controller",
+        ),
+        ('no matches for kind "JobSet" in version "jobset.x-k8s.io/v1alpha2"', "kind=job"),
+        ('container "trainer" is waiting to start: trying and failing to pull image', "--option image"),
+        ("something new", "look up this message"),
+    ],
+)
+def test_a_client_that_fails_has_a_next_step(printed: str, advice: str) -> None:
+    error = explain_client_error("sbatch", printed)
+    assert advice in error.next_step and error.what.startswith("sbatch failed: ")
+
+
+def test_a_client_that_is_missing_is_named_with_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(PacelineError, match="sbatch is not installed on this machine") as caught:
+        require_client("sbatch")
+    assert "slurm-client" in caught.value.next_step
+
+
+def test_a_job_that_waits_has_a_reason_in_words() -> None:
+    assert "the partition is full" in describe_reason("Resources")
+    assert "squeue" in describe_reason("SomethingNew")

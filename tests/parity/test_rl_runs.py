@@ -18,7 +18,7 @@ from paceline import rl
 from paceline.errors import DeadlineError, PacelineError, RecipeError, TaskError
 from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe
-from paceline.rl import on_policy_rounds
+from paceline.rl import rollout_rounds
 from paceline.session.train_rank import train
 from paceline.task import Task
 from paceline.testing import run_ranks
@@ -93,14 +93,14 @@ def saved(cluster: Cluster, chosen: Recipe, resume: str | None, stop_at: int) ->
         def lose(*_: Any) -> None:
             raise PacelineError("the actor was killed", next_step="")
 
-        plain = on_policy_rounds.OnPolicyRounds._report
+        plain = rollout_rounds.RolloutRounds._report
 
         def report(self: Any, stats: Any, record: Any) -> None:
             plain(self, stats, record)
             if stats.step >= stop_at:
                 lose()
 
-        with patch.object(on_policy_rounds.OnPolicyRounds, "_report", report):
+        with patch.object(rollout_rounds.RolloutRounds, "_report", report):
             try:
                 train(chosen, resume=resume)
             except PacelineError:
@@ -148,7 +148,7 @@ def test_an_environment_that_repeats_nothing_begins_new_episodes_on_resume(tmp_p
     with patch("paceline.session.train_rank.plain_printer", lambda console: messages.append):
         with (
             patch.object(
-                on_policy_rounds.OnPolicyRounds,
+                rollout_rounds.RolloutRounds,
                 "_report",
                 side_effect=[None, PacelineError("", next_step="")],
             ),

@@ -21,13 +21,20 @@ _IS_RL = FieldNeed(
     "found 0",
     keys=("total_steps",),
 )
-_IS_RL_RECIPE = FieldNeed(
-    lambda recipe: recipe.rl.total_steps,
-    "with rl.total_steps",
-    "found 0",
-    keys=("rl.total_steps",),
-    scope="recipe",
-)
+
+
+def _is_learned_by(algorithm: str) -> FieldNeed:
+    """Return the need of a field that only one algorithm reads."""
+    return FieldNeed(
+        lambda recipe: recipe.rl.total_steps and recipe.rl.algorithm == algorithm,
+        f'with rl.total_steps and rl.algorithm = "{algorithm}"',
+        "found {t.rl.total_steps} and {t.rl.algorithm}",
+        keys=("rl.total_steps", "rl.algorithm"),
+        scope="recipe",
+    )
+
+
+_IS_PPO, _IS_DQN = _is_learned_by("ppo"), _is_learned_by("dqn")
 
 
 def _conflict(met: Any, reason: str, *keys: str, next_step: str = "", scope: Any = "table") -> FieldNeed:
@@ -46,34 +53,105 @@ def _conflict(met: Any, reason: str, *keys: str, next_step: str = "", scope: Any
 class PPORecipe(RecipeTable):
     """The learner of algorithm = "ppo"."""
 
-    epochs: Annotated[int, _IS_RL_RECIPE] = Field(
+    epochs: Annotated[int, _IS_PPO] = Field(
         default=10, ge=1, description="passes over the rows of an iteration; not those of the recipe"
     )
     minibatches: Annotated[
         int,
-        _IS_RL_RECIPE,
+        _IS_PPO,
         _conflict(
-            lambda recipe: not recipe.rl.total_steps or recipe.rl.num_rows % recipe.rl.ppo.minibatches == 0,
+            lambda recipe: (
+                not recipe.rl.total_steps
+                or recipe.rl.algorithm != "ppo"
+                or recipe.rl.num_rows % recipe.rl.ppo.minibatches == 0
+            ),
             "expected a divisor of rl.envs * rl.steps = {t.rl.num_rows}, found {t.rl.ppo.minibatches}",
             "rl.envs",
             "rl.steps",
             scope="recipe",
         ),
     ] = Field(default=4, ge=1, description="updates of a pass; their rows are in a new keyed order each time")
-    clip: Annotated[float, _IS_RL_RECIPE] = Field(
+    clip: Annotated[float, _IS_PPO] = Field(
         default=0.2, gt=0, description="the ratio of probabilities is clipped to 1 - clip and 1 + clip"
     )
-    gamma: Annotated[float, _IS_RL_RECIPE] = Field(
+    gamma: Annotated[float, _IS_PPO] = Field(
         default=0.98, ge=0, le=1, description="discount of a step; 1: undiscounted returns"
     )
-    gae: Annotated[float, _IS_RL_RECIPE] = Field(
+    gae: Annotated[float, _IS_PPO] = Field(
         default=0.8, ge=0, le=1, description="lambda of the generalized advantage estimates"
     )
-    entropy: Annotated[float, _IS_RL_RECIPE] = Field(
+    entropy: Annotated[float, _IS_PPO] = Field(
         default=0.0, ge=0, description="weight of the entropy of the policy in the loss"
     )
-    value: Annotated[float, _IS_RL_RECIPE] = Field(
+    value: Annotated[float, _IS_PPO] = Field(
         default=0.5, ge=0, description="weight of the squared error of values in the loss"
+    )
+
+
+class DQNRecipe(RecipeTable):
+    """The learner of algorithm = "dqn"."""
+
+    batch: Annotated[int, _IS_DQN] = Field(
+        default=64, ge=1, description="rows of an update, drawn from the experience store"
+    )
+    updates: Annotated[int, _IS_DQN] = Field(default=128, ge=1, description="updates after an iteration")
+    capacity: Annotated[
+        int,
+        _IS_DQN,
+        _conflict(
+            lambda recipe: (
+                not recipe.rl.total_steps
+                or recipe.rl.algorithm != "dqn"
+                or recipe.rl.dqn.capacity >= recipe.rl.num_rows
+            ),
+            "expected at least one iteration of rl.envs * rl.steps = {t.rl.num_rows} rows, found"
+            " {t.rl.dqn.capacity}",
+            "rl.envs",
+            "rl.steps",
+            scope="recipe",
+        ),
+    ] = Field(default=50_000, ge=1, description="newest rows that the experience store keeps")
+    start: Annotated[
+        int,
+        _IS_DQN,
+        _conflict(
+            lambda recipe: (
+                not recipe.rl.total_steps
+                or recipe.rl.algorithm != "dqn"
+                or recipe.rl.dqn.start < recipe.rl.total_steps - recipe.rl.num_rows
+            ),
+            "expected fewer than rl.total_steps without one iteration, found {t.rl.dqn.start}: there would be"
+            " no update",
+            "rl.total_steps",
+            scope="recipe",
+        ),
+    ] = Field(default=1_000, ge=0, description="rows before the first update; their actions are random")
+    gamma: Annotated[float, _IS_DQN] = Field(default=0.99, ge=0, le=1, description="discount of a step")
+    n_step: Annotated[int, _IS_DQN] = Field(
+        default=3, ge=1, description="steps whose rewards count before the value of the next observation"
+    )
+    target_every: Annotated[int, _IS_DQN] = Field(
+        default=128, ge=1, description="updates between copies of the network to the target network"
+    )
+    epsilon: Annotated[float, _IS_DQN] = Field(
+        default=0.04, ge=0, le=1, description="probability of a random action at the end"
+    )
+    epsilon_fraction: Annotated[float, _IS_DQN] = Field(
+        default=0.2, gt=0, le=1, description="part of the run in which it falls from 1"
+    )
+    priority: Annotated[float, _IS_DQN] = Field(
+        default=0.0, ge=0, description="exponent of the error of a row in its priority; 0: all rows are equal"
+    )
+    beta: Annotated[
+        float,
+        FieldNeed(
+            lambda table: table.priority,
+            "with priority",
+            "found 0",
+            keys=("priority",),
+        ),
+    ] = Field(
+        default=0.4, ge=0, le=1, description="exponent of the correction for priorities, which grows to 1"
     )
 
 
@@ -85,16 +163,9 @@ class RLRecipe(RecipeTable):
         min_length=1,
         description='a Gymnasium id, or "file.py:make"; left out: that of the task',
     )
-    algorithm: Annotated[
-        Literal["ppo", "dqn"],
-        FieldNeed(
-            lambda table: table.algorithm == "ppo",
-            keys=(),
-            reason='expected "ppo", found "{t.algorithm}": the store of experience that DQN samples from is'
-            " not built yet",
-            is_conflict=True,
-        ),
-    ] = Field(default="ppo", description="how the policy learns: ppo; dqn is not built yet")
+    algorithm: Annotated[Literal["ppo", "dqn"], _IS_RL] = Field(
+        default="ppo", description="how the policy learns: ppo, or dqn from an experience store"
+    )
     envs: Annotated[int, _IS_RL] = Field(default=32, ge=1, description="environments, over all ranks")
     shards: Annotated[
         int,
@@ -171,6 +242,7 @@ class RLRecipe(RecipeTable):
         default=True, description="play an episode twice first: only equal ones are replayed on resume"
     )
     ppo: PPORecipe = Field(default_factory=PPORecipe, description="the learner of ppo")
+    dqn: DQNRecipe = Field(default_factory=DQNRecipe, description="the learner of dqn")
 
     @property
     def num_rows(self) -> int:
@@ -189,18 +261,27 @@ class RLRecipe(RecipeTable):
 
     @property
     def updates_per_iteration(self) -> int:
-        """Return the updates of an iteration."""
-        return self.ppo.epochs * self.ppo.minibatches
+        """Return the updates after an iteration."""
+        return self.dqn.updates if self.algorithm == "dqn" else self.ppo.epochs * self.ppo.minibatches
+
+    @property
+    def first_iterations(self) -> int:
+        """Return the iterations before that of the first update."""
+        return self.dqn.start // self.num_rows if self.algorithm == "dqn" else 0
+
+    def iteration_of(self, step: int) -> int:
+        """Return the iteration after which an update is made."""
+        return self.first_iterations + step // self.updates_per_iteration
 
     @property
     def num_updates(self) -> int:
         """Return the updates of the run."""
-        return self.num_iterations * self.updates_per_iteration
+        return (self.num_iterations - self.first_iterations) * self.updates_per_iteration
 
     @property
     def minibatch_rows(self) -> int:
         """Return the rows of an update."""
-        return self.num_rows // self.ppo.minibatches
+        return self.dqn.batch if self.algorithm == "dqn" else self.num_rows // self.ppo.minibatches
 
 
 TASK_NEEDS = (
@@ -239,12 +320,12 @@ BATCH_SIZE_NEEDS = (
         lambda recipe: (
             not recipe.rl.total_steps
             or recipe.batch.size == recipe.rl.minibatch_rows
-            or recipe.rl.num_rows % recipe.rl.ppo.minibatches
+            or (recipe.rl.algorithm == "ppo" and recipe.rl.num_rows % recipe.rl.ppo.minibatches)
         ),
         keys=("rl.total_steps",),
         scope="recipe",
         when=lambda size: True,
-        reason="expected no batch.size with rl.total_steps: a minibatch has rl.envs * rl.steps /"
-        " rl.ppo.minibatches = {t.rl.minibatch_rows} rows; found {t.batch.size}",
+        reason="expected no batch.size with rl.total_steps: a minibatch has {t.rl.minibatch_rows} rows, which is"
+        " rl.envs * rl.steps / rl.ppo.minibatches, or rl.dqn.batch; found {t.batch.size}",
     ),
 )

@@ -11,6 +11,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from paceline.rl.dqn import Transitions as Transitions
+    from paceline.rl.dqn import dqn_loss as dqn_loss
+    from paceline.rl.experience_store import ExperienceFifo as ExperienceFifo
+    from paceline.rl.experience_store import ExperienceStore as ExperienceStore
+    from paceline.rl.experience_store import SumTree as SumTree
     from paceline.rl.played_episodes import Returns as Returns
     from paceline.rl.played_episodes import play as play
     from paceline.rl.policy import ActorCritic as ActorCritic
@@ -21,6 +26,11 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "ActorCritic": "policy",
+    "ExperienceFifo": "experience_store",
+    "ExperienceStore": "experience_store",
+    "SumTree": "experience_store",
+    "Transitions": "dqn",
+    "dqn_loss": "dqn",
     "Returns": "played_episodes",
     "Rows": "rollouts",
     "Task": "rl_task",
@@ -28,7 +38,20 @@ _HOMES = {
     "play": "played_episodes",
     "ppo_loss": "ppo",
 }
-__all__ = ["ActorCritic", "Returns", "Rows", "Task", "distribution", "play", "ppo_loss"]
+__all__ = [
+    "ActorCritic",
+    "ExperienceFifo",
+    "ExperienceStore",
+    "Returns",
+    "Rows",
+    "SumTree",
+    "Task",
+    "Transitions",
+    "distribution",
+    "dqn_loss",
+    "play",
+    "ppo_loss",
+]
 
 
 def __getattr__(name: str) -> Any:

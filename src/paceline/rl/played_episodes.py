@@ -16,7 +16,7 @@ import torch
 from paceline.errors import TaskError
 from paceline.models.training_mode import evaluating
 from paceline.rl.environments import EnvironmentGroup, StepTimer
-from paceline.rl.on_policy_rounds import OnPolicyRounds
+from paceline.rl.rollout_rounds import RolloutRounds
 from paceline.rl.policy import keyed_uniforms
 from paceline.rl.rollouts import PolicyForward
 from paceline.session.arguments import TaskLike
@@ -97,7 +97,7 @@ def play_opened(opened: OpenedRun, episodes: int = NUM_EPISODES) -> PlayedEpisod
 
 def _play(opened: OpenedRun, episodes: int, *, samples: bool) -> Returns:
     session, rule = opened.session, opened.session.rule
-    if not isinstance(rule, OnPolicyRounds):
+    if not isinstance(rule, RolloutRounds):
         raise TaskError("the run has no environments", next_step="evaluate it with `paceline evaluate`")
     rollouts = rule.rollouts
     spaces, seed = rollouts.spaces, rollouts.recipe.seed

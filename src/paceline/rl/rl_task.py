@@ -19,8 +19,9 @@ from paceline.errors import RecipeError, TaskError
 from paceline.recipe.recipe import Recipe
 from paceline.recipe.rl_recipe import RLRecipe
 from paceline.recipe.validation import RecipeTable
+from paceline.rl.dqn import QNetwork, Replay, Transitions, dqn_loss, empty_transitions
 from paceline.rl.environments import MakeEnvironment, SpaceShapes, describe_spaces, find_environment
-from paceline.rl.on_policy_rounds import attach
+from paceline.rl.rollout_rounds import attach
 from paceline.rl.policy import (
     ActorCritic,
     GaussianHead,
@@ -74,11 +75,12 @@ def Task(
 
     Args:
         policy: returns logits [N, A], or (mean, deviation) [N, D], for observations [N, ...]; without `value`
-            a pair of that and the value.
-        value: returns the value of each observation, [N] or [N, 1].
+            a pair of that and the value. With algorithm = "dqn": the value of each action [N, A].
+        value: returns the value of each observation, [N] or [N, 1]; left out with algorithm = "dqn".
         env: a Gymnasium id, "file.py:make", or a function that makes an environment; None: `rl.env` of the
             recipe. Every rank makes its own.
-        loss: `loss(model, rows) -> Loss` with `Rows`; None: that of the recipe's algorithm.
+        loss: `loss(model, rows) -> Loss` with `Rows`, or with `Transitions` for algorithm = "dqn"; None: that
+            of the recipe's algorithm.
         base_dir: folder to which a file is relative; None: the working directory.
         settings: further fields of `paceline.Task`, such as `tensor` or `optimizer`.
     """
@@ -114,17 +116,50 @@ def _complete(
     sample = make()
     spaces = describe_spaces(sample)
     sample.close()
-    actions = distribution(spaces)
-    data = empty_rows(settings.num_rows, spaces)
-    rollouts = Rollouts(recipe, make, spaces, actions, data)
+    if settings.algorithm == "dqn":
+        return _complete_dqn(replace(task, model=_q_network(task.model)), recipe, make, spaces, loss)
+    data, actions = empty_rows(settings.num_rows, spaces), distribution(spaces)
+    rollouts = Rollouts(recipe, make, spaces, actions, Rows(*data.tensors))
     order = KeyedOrder(settings.num_rows, settings.minibatch_rows, recipe.seed, shuffle=recipe.batch.shuffle)
     return replace(
         task,
         data=data,
-        loss=partial(_loss_of_batch, loss or ppo_loss(settings.ppo, actions)),
+        loss=partial(_loss_of_batch, Rows, loss or ppo_loss(settings.ppo, actions)),
         order=MinibatchOrder(order),
         for_recipe=_keep,
         attach=partial(_attach_and_warn, rollouts),
+    )
+
+
+def _complete_dqn(
+    task: plain_task.Task,
+    recipe: Recipe,
+    make: MakeEnvironment,
+    spaces: SpaceShapes,
+    loss: RowsLoss | None,
+) -> plain_task.Task:
+    """Return the task with the rows of an update, which are drawn before it."""
+    size = recipe.rl.dqn.batch
+    data = empty_transitions(size, spaces)
+    replay = Replay(recipe, make, spaces, task.model, data)
+    return replace(
+        task,
+        data=data,
+        loss=partial(_loss_of_batch, Transitions, loss or dqn_loss(replay.target, replay.errors)),
+        order=MinibatchOrder(KeyedOrder(size, size, recipe.seed, shuffle=False)),
+        for_recipe=_keep,
+        attach=partial(_attach_and_warn, replay),
+    )
+
+
+def _q_network(model: nn.Module) -> QNetwork:
+    """Return the Q-network of a task."""
+    if isinstance(model, ActorCritic) and model.value is None:
+        return QNetwork(model.policy)
+    raise TaskError(
+        "DQN takes no value module: that of an observation is the largest value of an action",
+        where="paceline.rl.Task(value=...)",
+        next_step="leave value out; policy returns the value of each action, [N, A]",
     )
 
 
@@ -148,8 +183,8 @@ def _one_environment(env: str | MakeEnvironment | None, settings: RLRecipe) -> s
     return env if env is not None else str(settings.env)
 
 
-def _loss_of_batch(loss: RowsLoss, model: nn.Module, batch: Any) -> Loss:
-    return loss(model, Rows(*batch))
+def _loss_of_batch(rows: type[Any], loss: RowsLoss, model: nn.Module, batch: Any) -> Loss:
+    return loss(model, rows(*batch))
 
 
 def _attach_and_warn(rollouts: Rollouts, session: Any) -> None:
@@ -172,13 +207,14 @@ def build(recipe: Recipe, base_dir: Path, **options: Any) -> plain_task.Task:
     sample = find_environment(env, base_dir)()
     spaces = describe_spaces(sample)
     sample.close()
+    is_dqn = recipe.rl.algorithm == "dqn"
     # The generator is seeded by the run, so these weights are the same on every rank.
     return Task(
         policy=_policy(spaces, chosen.hidden),
-        value=tanh_network(prod(spaces.observation), chosen.hidden, 1, 1.0),
+        value=None if is_dqn else tanh_network(prod(spaces.observation), chosen.hidden, 1, 1.0),
         env=env,
         base_dir=base_dir,
-        tensor=_tensor_plan(spaces, len(chosen.hidden)),
+        tensor={} if is_dqn else _tensor_plan(spaces, len(chosen.hidden)),
     )
 
 

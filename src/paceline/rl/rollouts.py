@@ -99,14 +99,15 @@ class GroupColumns(NamedTuple):
     final: NDArray[np.float32]  # (T, G) value of the final observation, where one was truncated
     last: NDArray[np.float32]  # (1, G) value of the observation after the last step
     after: NDArray[np.float32]  # (1, G, ...) that observation
+    final_observation: NDArray[np.float32]  # (T, G, ...) where one was truncated; (0, G, ...): not kept
 
     def to_bytes(self) -> bytes:
         """Return all columns as bytes, whose number depends on the shapes only."""
         return b"".join(np.ascontiguousarray(column).tobytes() for column in self)
 
 
-def empty_columns(steps: int, size: int, spaces: SpaceShapes) -> GroupColumns:
-    """Return columns of zeros."""
+def empty_columns(steps: int, size: int, spaces: SpaceShapes, *, keeps_final: bool = False) -> GroupColumns:
+    """Return columns of zeros, with or without room for final observations."""
     by_step, action = (steps, size), np.int64 if spaces.num_actions else np.float32
     return GroupColumns(
         observation=np.zeros((*by_step, *spaces.observation), dtype=np.float32),
@@ -119,6 +120,7 @@ def empty_columns(steps: int, size: int, spaces: SpaceShapes) -> GroupColumns:
         final=np.zeros(by_step, dtype=np.float32),
         last=np.zeros((1, size), dtype=np.float32),
         after=np.zeros((1, size, *spaces.observation), dtype=np.float32),
+        final_observation=np.zeros((steps * keeps_final, size, *spaces.observation), dtype=np.float32),
     )
 
 
@@ -177,6 +179,8 @@ def play_group(
             # The whole group in one forward, whichever of its environments were truncated: a shape of its own
             # would have other bits.
             columns.final[step] = np.where(truncated, forward(final)[1].numpy(), 0.0)
+            if len(columns.final_observation):
+                columns.final_observation[step] = final
     columns.last[0] = forward(group.observation)[1].numpy()
     columns.after[0] = group.observation
     action = torch.from_numpy(columns.action).flatten(0, 1)
@@ -192,8 +196,21 @@ class RolloutRecord:
     lengths: list[int]
     num_terminated: int
     num_truncated: int
+    version: int
     sha256: str
     seconds: dict[str, float]
+
+    def __add__(self, later: RolloutRecord) -> RolloutRecord:
+        """Return the record of this iteration and of the one that followed, with the hash of the latter."""
+        return RolloutRecord(
+            self.returns + later.returns,
+            self.lengths + later.lengths,
+            self.num_terminated + later.num_terminated,
+            self.num_truncated + later.num_truncated,
+            later.version,
+            later.sha256,
+            {name: seconds + later.seconds[name] for name, seconds in self.seconds.items()},
+        )
 
 
 class OpenEpisodes(ExtraState):
@@ -202,7 +219,7 @@ class OpenEpisodes(ExtraState):
     Args:
         num_envs: E.
         spaces: of each environment.
-        data: the rows, whose tensors are written in place.
+        rows: those of the present iteration, written in place; None: they are kept elsewhere.
     Attributes:
         number: of the present episode of each environment, int64 [E].
         actions: those taken in it, by environment.
@@ -214,8 +231,9 @@ class OpenEpisodes(ExtraState):
         is_restored: the state was loaded, so the environments do not stand where it says.
     """
 
-    def __init__(self, num_envs: int, spaces: SpaceShapes, data: TensorDataset) -> None:
-        self._spaces, self.data = spaces, data
+    def __init__(self, num_envs: int, spaces: SpaceShapes, rows: Rows | None) -> None:
+        self._spaces = spaces
+        self._columns: Mapping[str, Tensor] = rows._asdict() if rows is not None else {}
         self.number = np.zeros(num_envs, dtype=np.int64)
         self.actions: list[list[Any]] = [[] for _ in range(num_envs)]
         self.total = np.zeros(num_envs)
@@ -225,12 +243,12 @@ class OpenEpisodes(ExtraState):
 
     @property
     def rows(self) -> Rows:
-        """The rows of the present iteration."""
-        return Rows(*self.data.tensors)
+        """The rows of the present iteration, where they are kept here."""
+        return Rows(**self._columns)
 
     def follow(self, groups: Sequence[GroupColumns]) -> RolloutRecord:
         """Follow the episodes through the rows of an iteration, in the order of the groups."""
-        record = RolloutRecord([], [], 0, 0, "", {})
+        record = RolloutRecord([], [], 0, 0, 0, "", {})
         size = groups[0].reward.shape[1]
         for group, columns in enumerate(groups):
             ended = columns.terminated | columns.truncated
@@ -275,7 +293,7 @@ class OpenEpisodes(ExtraState):
             "recent": torch.tensor(self.recent, dtype=torch.float64),
             "repeats": torch.tensor([self.repeats]),
             "iteration": torch.tensor([self.iteration]),
-            **{f"rows/{name}": column for name, column in zip(Rows._fields, self.rows, strict=True)},
+            **{f"rows/{name}": column for name, column in self._columns.items()},
         }
         # A tensor without values has no box that a rank could hold.
         return [
@@ -300,7 +318,7 @@ class OpenEpisodes(ExtraState):
         taken = list(tensors["actions"].numpy().copy()) if "actions" in tensors else []
         ends = np.cumsum(lengths).tolist()
         self.actions = [taken[end - length : end] for length, end in zip(lengths, ends, strict=True)]
-        for name, column in zip(Rows._fields, self.rows, strict=True):
+        for name, column in self._columns.items():
             column.copy_(tensors[f"rows/{name}"])
 
 
@@ -312,7 +330,9 @@ class Rollouts:
         make: makes an environment.
         spaces: of each environment.
         actions: the distribution of its actions.
-        data: the rows, which the loader reads; written in place.
+        rows: those of an iteration, which the loader reads; written in place. None: they are kept elsewhere.
+    Attributes:
+        extra_states: what a checkpoint has of it, by name.
     """
 
     def __init__(
@@ -321,10 +341,11 @@ class Rollouts:
         make: MakeEnvironment,
         spaces: SpaceShapes,
         actions: ActionDistribution,
-        data: TensorDataset,
+        rows: Rows | None,
     ) -> None:
         self.recipe, self.make, self.spaces, self.actions = recipe, make, spaces, actions
-        self.episodes = OpenEpisodes(recipe.rl.envs, spaces, data)
+        self.episodes = OpenEpisodes(recipe.rl.envs, spaces, rows)
+        self.extra_states: dict[str, ExtraState] = {"rl": self.episodes}
         # The other ranks wait for a step that hangs, and should hear of it before they give up.
         self._timer = StepTimer(recipe.runtime.deadline_seconds / 2)
         self._groups: dict[int, EnvironmentGroup] = {}
@@ -338,8 +359,17 @@ class Rollouts:
         """Return the groups of a rank; none for some if there are more ranks than groups."""
         return split_evenly(self.settings.shards, num_ranks, rank)
 
-    def collect(self, session: Session) -> RolloutRecord:
-        """Make the rows of the iteration that begins at the session's step; collective.
+    def before_step(self, session: Session) -> RolloutRecord | None:
+        """Make the rows of the iteration of the session's step, if they are not made yet; collective."""
+        iteration = self.settings.iteration_of(session.state.step)
+        # Not only at its first step, which a roll-back may have skipped.
+        return self.collect(session, iteration) if self.episodes.iteration != iteration else None
+
+    def after_step(self, session: Session) -> None:
+        """Do nothing: the rows of an iteration do not change."""
+
+    def collect(self, session: Session, iteration: int) -> RolloutRecord:
+        """Make the rows of an iteration; collective.
 
         Raises:
             TaskError, DeadlineError: an environment raised, hung, or returned a value that is not finite.
@@ -347,13 +377,12 @@ class Rollouts:
         Wire: one ragged all_gather of the rows of all groups.
         """
         settings, world = self.settings, session.mesh.world
-        iteration = session.state.step // settings.updates_per_iteration
         seconds = {"policy and environments": 0.0, "exchange": 0.0}
         model, device = session.complete(), session.runner.sharded_model.device
         with self._timer.watching(), evaluating(model), torch.no_grad():
             began = time.perf_counter()
             self._prepare(session, self.group_block(world.rank, world.size))
-            like = empty_columns(settings.steps, settings.group_size, self.spaces)
+            like = self._empty_columns()
             parts = [
                 self._play(group, PolicyForward(model, device), iteration) for group in self._groups.values()
             ]
@@ -367,10 +396,10 @@ class Rollouts:
         ]
         seconds["exchange"] = time.perf_counter() - began
         session.wait_for_save()  # a save in the background may still read the rows that are replaced
-        self._write_rows(groups, session.state.num_updates)
         self.episodes.iteration = iteration
         record = self.episodes.follow(groups)
-        record.sha256, record.seconds = self.episodes.rows.sha256(), seconds
+        record.version, record.seconds = session.state.num_updates, seconds
+        self._write_rows(groups, session, record)
         return record
 
     def close(self) -> None:
@@ -381,12 +410,21 @@ class Rollouts:
 
     def _play(self, group: EnvironmentGroup, forward: PolicyForward, iteration: int) -> NDArray[np.uint8]:
         settings = self.settings
-        columns = empty_columns(settings.steps, settings.group_size, self.spaces)
+        columns = self._empty_columns()
         steps = range(iteration * settings.steps, (iteration + 1) * settings.steps)
         environments = range(group.first, group.first + settings.group_size)
-        noise = self.actions.noise(self.draw(environments, steps))
-        play_group(group, forward, self.actions, noise, columns)
+        play_group(group, forward, self.actions, self.noise(environments, steps), columns)
         return np.frombuffer(columns.to_bytes(), dtype=np.uint8)
+
+    def _empty_columns(self) -> GroupColumns:
+        settings = self.settings
+        return empty_columns(
+            settings.steps, settings.group_size, self.spaces, keeps_final=settings.algorithm == "dqn"
+        )
+
+    def noise(self, environments: range, steps: range) -> NDArray[np.float64]:
+        """Return the noise of the actions of some environments in some of their steps."""
+        return self.actions.noise(self.draw(environments, steps))
 
     def draw(self, environments: range, steps: range) -> NDArray[np.float64]:
         """Return the uniform numbers of the actions of some environments in some of their steps."""
@@ -447,7 +485,7 @@ class Rollouts:
                 " results differ: a resumed run begins new episodes, and rows depend on the number of ranks."
             )
 
-    def _write_rows(self, groups: Sequence[GroupColumns], version: int) -> None:
+    def _write_rows(self, groups: Sequence[GroupColumns], session: Session, record: RolloutRecord) -> None:
         """Compute values after each step and advantages over all rows, and write the rows in place."""
         columns = GroupColumns(*(np.stack(parts) for parts in zip(*groups, strict=True)))  # (V, T, G, ...)
 
@@ -482,7 +520,8 @@ class Rollouts:
         for name, x in written.items():
             column = cast("Tensor", getattr(rows, name))
             column.copy_(torch.from_numpy(np.ascontiguousarray(x)).reshape(column.shape))
-        rows.version.fill_(version)
+        rows.version.fill_(record.version)
+        record.sha256 = rows.sha256()
 
     def normalize(self, advantage: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the advantages of all rows of an iteration, [T, E], with mean 0 and deviation 1."""

@@ -20,7 +20,7 @@ from paceline.comm.net import Net
 from paceline.parallel.sharded_model import unsharded_model
 from paceline.parallel.state_hash import state_sha256
 from paceline.parallel.state_transfer import StateSnapshot, gather_whole, share_snapshot
-from paceline.rl.on_policy_rounds import OnPolicyRounds
+from paceline.rl.rollout_rounds import RolloutRounds
 from paceline.session.callback import Callback
 from paceline.session.checkpointing import interval_passed
 from paceline.session.early_stopping import value_of_metric
@@ -205,7 +205,7 @@ class StrategyVerifier:
     def _is_the_actor(self, step: int) -> bool:
         """Add how many rows of a first minibatch have other bits in learner and actor; return if none has."""
         rule = self.session.rule
-        if isinstance(rule, OnPolicyRounds) and rule.expects_equal_bits and rule.num_not_equal is not None:
+        if isinstance(rule, RolloutRounds) and rule.expects_equal_bits and rule.num_not_equal is not None:
             errors = (float(rule.num_not_equal),) * self.session.mesh.world.size
             self.report.add([TensorComparison(step, "log-probability", "first minibatch", errors, 0.0)])
         if self.report.failure is not None:

@@ -1,4 +1,4 @@
-"""On-policy rounds: rows are made before the first step of an iteration, and another rule takes the steps.
+"""Rounds of rollouts: rows are made before the first step of an iteration, and another rule takes the steps.
 
 Invariant: a checkpoint between two iterations has the open episodes from which the next one begins, and one
 within an iteration has its rows.
@@ -24,7 +24,7 @@ from paceline.sync.update import UpdateStep
 _NUM_REPORTS = 10
 
 
-class OnPolicyRounds:
+class RolloutRounds:
     """A sync rule that makes the rows of an iteration before its first step; another rule takes the steps.
 
     Args:
@@ -47,12 +47,11 @@ class OnPolicyRounds:
         rounds = cast("Generator[StepStats, None, None]", self.inner.rounds(feed, runner, update_step))
         with closing(rounds):
             while state.step < feed.num_steps:
-                # Not only at its first step, which a roll-back may have skipped.
-                begins = self.rollouts.episodes.iteration != state.step // settings.updates_per_iteration
                 # After the caller has saved the state, if it did: the open episodes of a checkpoint are those
                 # from which the iteration begins.
-                record = self.rollouts.collect(self._session) if begins else None
+                record = self.rollouts.before_step(self._session)
                 stats = next(rounds)
+                self.rollouts.after_step(self._session)
                 if record is not None:
                     if stats.step % settings.updates_per_iteration == 0:
                         self._check_ratio(stats)
@@ -88,7 +87,7 @@ class OnPolicyRounds:
 
     def _report(self, stats: StepStats, record: RolloutRecord) -> None:
         settings, episodes = self.rollouts.settings, self.rollouts.episodes
-        iteration = stats.step // settings.updates_per_iteration + 1
+        iteration = settings.iteration_of(stats.step) + 1
         done, recent = iteration * settings.num_rows, mean_or_nan(episodes.recent)
         self._session.events.add(
             "rollout",
@@ -101,7 +100,7 @@ class OnPolicyRounds:
                 "recent_return": recent,
                 "terminated": record.num_terminated,
                 "truncated": record.num_truncated,
-                "version": int(episodes.rows.version[0]),
+                "version": record.version,
                 "ages": {"0": settings.num_rows},
                 "not_equal": -1 if self.num_not_equal is None else self.num_not_equal,
                 "seconds": record.seconds,
@@ -121,8 +120,8 @@ def attach(rollouts: Rollouts, session: Session) -> None:
     """Let a session make its rows with these environments, and keep the open episodes in its state."""
 
     def install() -> None:
-        session.state.extra_states["rl"] = rollouts.episodes
-        session.parts = replace(session.parts, rule=OnPolicyRounds(session.parts.rule, rollouts, session))
+        session.state.extra_states.update(rollouts.extra_states)
+        session.parts = replace(session.parts, rule=RolloutRounds(session.parts.rule, rollouts, session))
 
     install()
     session.reinstall_hooks.append(install)

@@ -143,7 +143,7 @@ def resume_on_rank(cluster: Cluster, chosen: Recipe, folder: str) -> str:
 
 
 def test_an_environment_that_repeats_nothing_begins_new_episodes_on_resume(tmp_path: Path) -> None:
-    chosen = walk_recipe(4, run_dir=str(tmp_path / "run"), checkpoint={"every_steps": 4})
+    chosen = walk_recipe(4, run_dir=str(tmp_path / "run"), checkpoint={"every_steps": 4, "mode": "blocking"})
     messages: list[str] = []
     with patch("paceline.session.train_rank.plain_printer", lambda console: messages.append):
         with (

@@ -261,17 +261,18 @@ class Replay(Rollouts):
             rows = np.zeros(columns.reward.shape, dtype=self._row)
             rows["observation"] = columns.observation
             following = np.concatenate([columns.observation[1:], columns.after])
-            shape = (*columns.truncated.shape, *([1] * len(self.spaces.observation)))
-            rows["after"] = np.where(
-                columns.truncated.reshape(shape), columns.final_observation, following
-            )
+            ended = columns.terminated | columns.truncated
+            by_row = ended.reshape(*ended.shape, *([1] * len(self.spaces.observation)))
+            rows["after"] = np.where(by_row, columns.final_observation, following)
             for name in ("action", "reward", "terminated", "truncated"):
                 rows[name] = getattr(columns, name)
             digest.update(rows.tobytes())
             if number in block:
                 first = self.num_rows + number * settings.group_size
                 steps = np.arange(settings.steps)[:, None] * settings.envs
-                self._store.write((first + steps + np.arange(settings.group_size)).reshape(-1), rows.reshape(-1))
+                self._store.write(
+                    (first + steps + np.arange(settings.group_size)).reshape(-1), rows.reshape(-1)
+                )
         new = np.arange(self.num_rows, self.num_rows + settings.num_rows)
         self.num_rows += settings.num_rows
         if self.errors is not None:

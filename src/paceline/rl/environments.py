@@ -286,8 +286,8 @@ class EnvironmentGroup:
             reward, terminated, truncated: [size], filled.
             chosen: the environments that are stepped, bool [size]; None: all.
         Returns:
-            If an episode was truncated, the observations after the step, float32 [size, ...]: the final ones
-            where an episode has ended. Else None.
+            If an episode has ended, the observations after the step, float32 [size, ...]: the final ones where
+            one has ended. Else None.
         """
         final: NDArray[np.float32] | None = None
         for index in range(len(self._environments)) if chosen is None else np.flatnonzero(chosen).tolist():
@@ -299,8 +299,7 @@ class EnvironmentGroup:
             terminated[index], truncated[index] = ends, is_cut
         ended = terminated | truncated
         if ended.any():
-            if (truncated & ~terminated).any():
-                final = self.observation.copy()
+            final = self.observation.copy()
             self._require_numbers(reward)  # before the reset, which would hide the observation
             for index in np.flatnonzero(ended).tolist():
                 self._reset(index, self.episode[index] + 1)

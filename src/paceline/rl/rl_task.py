@@ -21,7 +21,6 @@ from paceline.recipe.rl_recipe import RLRecipe
 from paceline.recipe.validation import RecipeTable
 from paceline.rl.dqn import QNetwork, Replay, Transitions, dqn_loss, empty_transitions
 from paceline.rl.environments import MakeEnvironment, SpaceShapes, describe_spaces, find_environment
-from paceline.rl.rollout_rounds import attach
 from paceline.rl.policy import (
     ActorCritic,
     GaussianHead,
@@ -29,6 +28,7 @@ from paceline.rl.policy import (
     tanh_network,
 )
 from paceline.rl.ppo import RowsLoss, ppo_loss
+from paceline.rl.rollout_rounds import attach
 from paceline.rl.rollouts import Rollouts, Rows, empty_rows
 from paceline.task import Loss
 from paceline.tasks.task_options import Widths, read_options

@@ -99,7 +99,7 @@ class GroupColumns(NamedTuple):
     final: NDArray[np.float32]  # (T, G) value of the final observation, where one was truncated
     last: NDArray[np.float32]  # (1, G) value of the observation after the last step
     after: NDArray[np.float32]  # (1, G, ...) that observation
-    final_observation: NDArray[np.float32]  # (T, G, ...) where one was truncated; (0, G, ...): not kept
+    final_observation: NDArray[np.float32]  # (T, G, ...) where one has ended; (0, G, ...): not kept
 
     def to_bytes(self) -> bytes:
         """Return all columns as bytes, whose number depends on the shapes only."""
@@ -173,14 +173,14 @@ def play_group(
         outputs.append(output)
         columns.value[step] = value.numpy()
         columns.action[step] = actions.sample(output, noise[step])
-        truncated = columns.truncated[step]
-        final = group.step(columns.action[step], columns.reward[step], columns.terminated[step], truncated)
-        if final is not None:
+        terminated, truncated = columns.terminated[step], columns.truncated[step]
+        final = group.step(columns.action[step], columns.reward[step], terminated, truncated)
+        if final is not None and len(columns.final_observation):
+            columns.final_observation[step] = final
+        if final is not None and (truncated & ~terminated).any():
             # The whole group in one forward, whichever of its environments were truncated: a shape of its own
             # would have other bits.
             columns.final[step] = np.where(truncated, forward(final)[1].numpy(), 0.0)
-            if len(columns.final_observation):
-                columns.final_observation[step] = final
     columns.last[0] = forward(group.observation)[1].numpy()
     columns.after[0] = group.observation
     action = torch.from_numpy(columns.action).flatten(0, 1)

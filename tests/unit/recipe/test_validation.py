@@ -50,6 +50,7 @@ EVALUATES = {"evaluate.every_steps": 2, "evaluate.patience": 2}
 ONE_CYCLE = {"schedule.decay": "one_cycle"}
 PLATEAU = {"schedule.decay": "plateau", "evaluate.every_steps": 2}
 RL: tuple[dict[str, Any], dict[str, Any]] = {"rl.total_steps": 8192, "steps": None}, {"steps": 1}
+RL_DQN = {**RL[0], "rl.algorithm": "dqn"}
 CASES = {
     **{
         f"rl.{key}": Case(value, *RL)
@@ -59,6 +60,7 @@ CASES = {
             "shards": 4,
             "steps": 128,
             "check": False,
+            "algorithm": "dqn",
             "ppo.epochs": 3,
             "ppo.minibatches": 8,
             "ppo.clip": 0.1,
@@ -68,6 +70,22 @@ CASES = {
             "ppo.value": 0.1,
         }.items()
     },
+    **{
+        f"rl.dqn.{key}": Case(value, RL_DQN, RL[0])
+        for key, value in {
+            "batch": 32,
+            "updates": 8,
+            "capacity": 4096,
+            "start": 500,
+            "gamma": 0.9,
+            "n_step": 2,
+            "target_every": 4,
+            "epsilon": 0.1,
+            "epsilon_fraction": 0.5,
+            "priority": 0.5,
+        }.items()
+    },
+    "rl.dqn.beta": Case(0.5, {**RL_DQN, "rl.dqn.priority": 0.6}, RL_DQN),
     "on_divergence": Case("warn", {"hash_every": 2}),
     "optimizer.betas": Case((0.8, 0.9), {"optimizer.name": "adam"}, {"optimizer.name": "sgd"}),
     "optimizer.eps": Case(1e-6, {"optimizer.name": "rmsprop"}, {"optimizer.name": "sgd"}),
@@ -263,7 +281,8 @@ CONFLICTS: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("memory.recompute", {"memory.recompute": "segments", "runtime.compile": True}, 'expected "blocks"'),
     ("precision.compute", {**FP16, **FEDERATED}, "would have to find a loss scale of its own"),
     ("task", {"task": "rl"}, "rl.total_steps: expected rl.total_steps with task"),
-    ("rl.algorithm", {**RL[0], "rl.algorithm": "dqn"}, "the store of experience that DQN samples from"),
+    ("rl.dqn.capacity", {**RL_DQN, "rl.dqn.capacity": 2047}, "rl.envs * rl.steps = 2048 rows, found 2047"),
+    ("rl.dqn.start", {**RL_DQN, "rl.dqn.start": 6144}, "found 6144: there would be no update"),
     ("rl.age", {**RL[0], "rl.age": 1}, "actors that are older than the learner"),
     ("rl.shards", {**RL[0], "rl.shards": 5}, "expected a divisor of envs = 32, found 5"),
     ("rl.shards", {**RL[0], "rl.shards": 16, "reproducible": True}, "at least 4 environments in a group"),

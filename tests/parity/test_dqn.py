@@ -57,13 +57,13 @@ def test_rows_priorities_and_weights_are_equal_on_one_and_two_ranks(priority: fl
 def all_hashes(cluster: Cluster, chosen: Recipe) -> tuple[list[str], str, bytes]:
     """The hashes of rows, of weights, and the priorities, of which ranks share one store."""
     kept = []
-    with patch.object(Replay, "after_step", lambda self, session: kept.append(self) or plain(self, session)):
+    with patch.object(Replay, "before_step", lambda self, session: kept.append(self) or plain(self, session)):
         rows, weights = hashes(cluster, chosen)
     assert kept[0]._shares == (cluster.world_size > 1)
     return rows, weights, kept[0]._tree.priorities.tobytes()
 
 
-plain = Replay.after_step
+plain = Replay.before_step
 
 
 @pytest.mark.capability("T3")

@@ -250,9 +250,8 @@ class Recipe(RecipeTable):
         """Fill in the length and the batch of a run with environments, and defaults of small networks."""
         if self.steps is None and self.epochs is None:
             self.__dict__["steps"] = self.rl.num_updates
-        if (
-            self.rl.algorithm == "dqn" or self.rl.num_rows % self.rl.ppo.minibatches == 0
-        ):  # otherwise that is reported
+        # Where minibatches do not divide the rows, that is reported.
+        if self.rl.algorithm == "dqn" or self.rl.num_rows % self.rl.ppo.minibatches == 0:
             self.__dict__["batch"] = _with_default(self.batch, "size", self.rl.minibatch_rows)
         self.__dict__["precision"] = _with_default(self.precision, "compute", "fp32")
         # Threads inside of an operation only slow down the small networks of policies.

@@ -325,7 +325,7 @@ BATCH_SIZE_NEEDS = (
         keys=("rl.total_steps",),
         scope="recipe",
         when=lambda size: True,
-        reason="expected no batch.size with rl.total_steps: a minibatch has {t.rl.minibatch_rows} rows, which is"
-        " rl.envs * rl.steps / rl.ppo.minibatches, or rl.dqn.batch; found {t.batch.size}",
+        reason="expected no batch.size with rl.total_steps: a minibatch has {t.rl.minibatch_rows} rows, which"
+        " is rl.envs * rl.steps / rl.ppo.minibatches, or rl.dqn.batch; found {t.batch.size}",
     ),
 )

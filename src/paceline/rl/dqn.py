@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from threading import Lock
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -24,10 +23,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from paceline.comm.group_collectives import all_gather_bytes
 from paceline.comm.routes.host_links import connect_single_host_group
 from paceline.comm.routes.shared_memory import SharedMemoryCollective
-from paceline.errors import TaskError
+from paceline.errors import CommunicationError, TaskError
+from paceline.models.training_mode import evaluating
 from paceline.recipe.recipe import Recipe
 from paceline.recipe.rl_recipe import DQNRecipe
 from paceline.rl.environments import MakeEnvironment, SpaceShapes
@@ -73,6 +72,20 @@ def empty_transitions(num_rows: int, spaces: SpaceShapes) -> TensorDataset:
     return TensorDataset(observation, zeros, reward, discount, after, weight, zeros.clone())
 
 
+class PendingErrors(NamedTuple):
+    """The errors of the rows of a step, which become priorities once it is done.
+
+    Args:
+        step: that step; -1: they are applied.
+        number: of the rows, int64 [B].
+        error: absolute, float64 [B].
+    """
+
+    step: int
+    number: Numbers
+    error: NDArray[np.float64]
+
+
 class QNetwork(nn.Module):
     """A network that returns the value of each action; the value of an observation is the largest of them.
 
@@ -114,48 +127,32 @@ class EpsilonGreedy(Categorical):
         return (values if noise is None else values + noise).argmax(1)
 
 
-class ErrorRecord:
-    """The errors of the rows of a step on this rank, from which their priorities follow."""
+def values_and_goals(model: nn.Module, target: nn.Module, rows: Transitions) -> tuple[Tensor, Tensor]:
+    """Return the values of the actions taken, and their goals, float32 [N] each; the goals have no gradient.
 
-    def __init__(self) -> None:
-        self._lock, self._parts = Lock(), list[tuple[Tensor, Tensor]]()
-
-    def add(self, number: Tensor, error: Tensor) -> None:
-        """Add the errors of a micro-batch; lanes call it from their threads."""
-        with self._lock:
-            self._parts.append((number.cpu(), error.detach().abs().cpu()))
-
-    def take(self) -> NDArray[np.float64]:
-        """Return (number, |error|) of all rows since the previous call, float64 [N, 2]."""
-        with self._lock:
-            parts, self._parts = self._parts, []
-        if not parts:
-            return np.empty((0, 2))
-        columns = (torch.cat(column).double() for column in zip(*parts, strict=True))
-        return np.stack([column.numpy() for column in columns], 1)
+    The present network chooses the next action, and the target network values it.
+    """
+    values, _ = model(torch.cat([rows.observation, rows.after]))
+    present, following = values.chunk(2)
+    taken = present.gather(1, rows.action[:, None]).squeeze(1)
+    with torch.no_grad():
+        best = following.argmax(1, keepdim=True)
+        after = target(rows.after)[0].gather(1, best).squeeze(1)
+        return taken, rows.reward + rows.discount * after
 
 
-def dqn_loss(target: nn.Module, errors: ErrorRecord | None) -> RowsLoss:
-    """Return the loss of double DQN: the present network chooses the next action, the other one values it.
+def dqn_loss(target: nn.Module) -> RowsLoss:
+    """Return the loss of double DQN: Huber's, weighted by the importance of rows.
 
     Args:
         target: the target network.
-        errors: learns the errors of rows; None: they are drawn without priorities.
     """
 
     def loss(model: nn.Module, rows: Any) -> Loss:
-        values, _ = model(torch.cat([rows.observation, rows.after]))
-        present, following = values.chunk(2)
-        taken = present.gather(1, rows.action[:, None]).squeeze(1)
-        with torch.no_grad():
-            best = following.argmax(1, keepdim=True)
-            after = target(rows.after)[0].gather(1, best).squeeze(1)
-            goal = rows.reward + rows.discount * after
-        error = taken - goal
-        if errors is not None:
-            errors.add(rows.number, error)
+        taken, goal = values_and_goals(model, target, rows)
         total = (rows.weight * F.smooth_l1_loss(taken, goal, reduction="none")).sum()
-        return Loss(total, len(taken), {"q": taken.detach().sum(), "td_error": error.detach().abs().sum()})
+        error = (taken - goal).detach().abs().sum()
+        return Loss(total, len(taken), {"q": taken.detach().sum(), "td_error": error})
 
     return loss
 
@@ -172,7 +169,6 @@ class Replay(Rollouts):
     Attributes:
         num_rows: rows of the run so far, on all ranks.
         target: the target network.
-        errors: those of the present step, if rows have priorities.
     """
 
     def __init__(
@@ -193,7 +189,6 @@ class Replay(Rollouts):
         super().__init__(recipe, make, spaces, EpsilonGreedy(spaces.num_actions, self.dqn.epsilon), None)
         self.batch = Transitions(*data.tensors)
         self.target = deepcopy(network).requires_grad_(False).eval()
-        self.errors = ErrorRecord() if self.dqn.priority else None
         self._row = np.dtype(
             [
                 ("observation", np.float32, spaces.observation),
@@ -207,7 +202,7 @@ class Replay(Rollouts):
         self.num_rows, self._shares = 0, False
         self._store: ExperienceStore | None = None
         self._tree, self._largest = SumTree(self.dqn.capacity), 1.0
-        self._pending = np.empty((0, 2))
+        self._pending = PendingErrors(-1, np.empty(0, dtype=np.int64), np.empty(0))
         self._loaded: NDArray[Any] | None = None
         self.extra_states["replay"] = self
 
@@ -218,28 +213,18 @@ class Replay(Rollouts):
 
     def before_step(self, session: Session) -> RolloutRecord | None:
         """Make the rows of the iterations that are due, and draw the batch of the step; collective."""
-        self._apply_errors()
+        step, records = session.state.step, list[RolloutRecord]()
         if self._store is None or self._loaded is not None:
             self._open_store(session)
-        step, records = session.state.step, list[RolloutRecord]()
+        self._apply_errors(step)
         while self.episodes.iteration < self.settings.iteration_of(step):
             records.append(self.collect(session, self.episodes.iteration + 1))
         if step % self.dqn.target_every == 0:
             self.target.load_state_dict(session.complete().state_dict())
         self._draw_batch(step)
+        if self.dqn.priority:
+            self._pending = self._find_errors(session)
         return sum(records[1:], records[0]) if records else None
-
-    def after_step(self, session: Session) -> None:
-        """Gather the errors of the rows of the step, from which their priorities follow; collective.
-
-        Wire: with priorities, one ragged all_gather of 16 bytes a row.
-        """
-        if self.errors is not None:
-            data = self.errors.take().tobytes()
-            blocks = all_gather_bytes(data, session.mesh.world, session.net)
-            gathered = np.frombuffer(b"".join(blocks), dtype=np.float64).reshape(-1, 2)
-            # A row can be in a batch twice; and ranks of one replica may have all of them.
-            self._pending = gathered[np.lexsort(gathered.T[::-1])]
 
     # -- the rows
 
@@ -253,10 +238,24 @@ class Replay(Rollouts):
 
     def _write_rows(self, groups: Sequence[GroupColumns], session: Session, record: RolloutRecord) -> None:
         """Write the rows of this rank's groups, or of all groups where no other rank writes here."""
-        assert self._store is not None, "it is opened before the first rows"
-        settings, world = self.settings, session.mesh.world
+        settings, world, first = self.settings, session.mesh.world, self.num_rows
         block = self.group_block(world.rank, world.size) if self._shares else range(settings.shards)
-        digest = hashlib.sha256()
+        record.sha256 = self._write_groups(groups, block, first)
+        new = np.arange(first, first + settings.num_rows)
+        self.num_rows += settings.num_rows
+        if self.dqn.priority:
+            self._tree.update(new % self.dqn.capacity, np.full(len(new), self._largest))
+        if self._shares:
+            try:
+                session.sum(0.0)  # a barrier: all rows are written
+            except CommunicationError:
+                self._write_groups(groups, range(settings.shards), first)  # also those of a rank that is lost
+                raise
+
+    def _write_groups(self, groups: Sequence[GroupColumns], block: range, first: int) -> str:
+        """Write the rows of some groups of an iteration, and return the hash of all its rows."""
+        assert self._store is not None, "it is opened before the first rows"
+        settings, digest = self.settings, hashlib.sha256()
         for number, columns in enumerate(groups):
             rows = np.zeros(columns.reward.shape, dtype=self._row)
             rows["observation"] = columns.observation
@@ -268,24 +267,16 @@ class Replay(Rollouts):
                 rows[name] = getattr(columns, name)
             digest.update(rows.tobytes())
             if number in block:
-                first = self.num_rows + number * settings.group_size
                 steps = np.arange(settings.steps)[:, None] * settings.envs
-                self._store.write(
-                    (first + steps + np.arange(settings.group_size)).reshape(-1), rows.reshape(-1)
-                )
-        new = np.arange(self.num_rows, self.num_rows + settings.num_rows)
-        self.num_rows += settings.num_rows
-        if self.errors is not None:
-            self._tree.update(new % self.dqn.capacity, np.full(len(new), self._largest))
-        record.sha256 = digest.hexdigest()
-        if self._shares:
-            session.sum(0.0)  # a barrier: all rows are written
+                members = number * settings.group_size + np.arange(settings.group_size)
+                self._store.write((first + steps + members).reshape(-1), rows.reshape(-1))
+        return digest.hexdigest()
 
     def _draw_batch(self, step: int) -> None:
         """Draw rows with keyed numbers, and write them to the data of the step."""
         draws = keyed_uniforms(self.recipe.seed, "replay", range(1), range(step, step + 1), self.dqn.batch)
         uniforms, newest = draws.reshape(-1), self.num_rows - 1
-        if self.errors is None:
+        if not self.dqn.priority:
             numbers = newest - (uniforms * self.num_kept).astype(np.int64)
             weight = np.ones(len(numbers))
         else:
@@ -326,20 +317,31 @@ class Replay(Rollouts):
             open_rows[chosen] = ~(rows["terminated"] | rows["truncated"])
         return reward, np.where(is_terminated, 0.0, discount), after, first
 
-    def _apply_errors(self) -> None:
-        """Set the priorities of the rows of the last step."""
-        pending, self._pending = self._pending, np.empty((0, 2))
-        if self.errors is None:
+    def _find_errors(self, session: Session) -> PendingErrors:
+        """Return the errors of all rows of the batch, in one shape on every rank; collective.
+
+        They are computed before the step and not taken from its losses: so a rank that is lost in the step
+        takes none with it.
+        """
+        model, device = session.complete(), session.runner.sharded_model.device
+        rows = Transitions(*(column.to(device) for column in self.batch))
+        with evaluating(model), torch.no_grad():
+            taken, goal = values_and_goals(model, self.target, rows)
+        error = (taken - goal).abs().double().cpu().numpy()
+        return PendingErrors(session.state.step, self.batch.number.numpy().copy(), error)
+
+    def _apply_errors(self, step: int) -> None:
+        """Set the priorities of the rows of the last step; none if the present one is repeated."""
+        pending = self._pending
+        if not 0 <= pending.step < step:
             return
-        self.errors.take()  # of a comparison of the loss between two steps
-        if not len(pending):
-            return
-        numbers = pending[:, 0].astype(np.int64)
-        priority = (pending[:, 1] + _SMALLEST_PRIORITY) ** self.dqn.priority
-        # Sorted by number and error: the largest error of a row comes last, and is the one that counts.
-        last = np.append(numbers[1:] != numbers[:-1], True)
-        kept = last & (numbers > self.num_rows - 1 - self.dqn.capacity)
-        self._tree.update(numbers[kept] % self.dqn.capacity, priority[kept])
+        self._pending = pending._replace(step=-1)
+        priority = (pending.error + _SMALLEST_PRIORITY) ** self.dqn.priority
+        # A row that was drawn twice has the same error twice, up to the rounding of its place in the batch.
+        order = np.lexsort((priority, pending.number))
+        last = np.append(np.diff(pending.number[order]) != 0, True)
+        chosen = order[last]
+        self._tree.update(pending.number[chosen] % self.dqn.capacity, priority[chosen])
         self._largest = max(self._largest, float(priority.max()))
 
     def _open_store(self, session: Session) -> None:
@@ -366,16 +368,23 @@ class Replay(Rollouts):
 
     def pieces(self) -> list[TensorPiece]:
         """Return the rows in the order of their numbers, their priorities, and the target network."""
-        self._apply_errors()
         tensors = {f"target/{name}": value for name, value in self.target.state_dict().items()}
         tensors["count"] = torch.tensor([self.num_rows])
         if self._loaded is not None or (self._store is not None and self.num_rows):
             rows = self._loaded if self._loaded is not None else self._kept_rows()
             tensors["rows"] = torch.from_numpy(rows.view(np.uint8).reshape(len(rows), -1).copy())
-        if self.errors is not None:
+        if self.dqn.priority:
             tensors["priorities"] = torch.from_numpy(self._tree.priorities.copy())
             tensors["largest"] = torch.tensor([self._largest], dtype=torch.float64)
-        return [TensorPiece(TensorSlot.whole(name, value), value) for name, value in tensors.items()]
+            tensors["pending/step"] = torch.tensor([self._pending.step])
+            tensors["pending/number"] = torch.from_numpy(self._pending.number.copy())
+            tensors["pending/error"] = torch.from_numpy(self._pending.error.copy())
+        # A tensor without values has no box that a rank could hold.
+        return [
+            TensorPiece(TensorSlot.whole(name, value), value)
+            for name, value in tensors.items()
+            if value.numel()
+        ]
 
     def _kept_rows(self) -> NDArray[Any]:
         assert self._store is not None, "there are rows"
@@ -388,7 +397,7 @@ class Replay(Rollouts):
         """Load what `pieces` returned; a state of weights alone has none of it."""
         if "count" not in tensors:
             return
-        self.num_rows, self._pending = int(tensors["count"]), np.empty((0, 2))
+        self.num_rows = int(tensors["count"])
         self.target.load_state_dict(
             {
                 name.removeprefix("target/"): value
@@ -398,7 +407,10 @@ class Replay(Rollouts):
         )
         if "rows" in tensors:
             self._loaded = tensors["rows"].numpy().copy().reshape(-1).view(self._row)
-        if self.errors is not None and "priorities" in tensors:
+        if self.dqn.priority and "priorities" in tensors:
             self._tree = SumTree(self.dqn.capacity)
             self._tree.update(np.arange(self.dqn.capacity), tensors["priorities"].numpy())
             self._largest = float(tensors["largest"])
+        if "pending/number" in tensors:
+            number, error = (tensors[f"pending/{name}"].numpy().copy() for name in ("number", "error"))
+            self._pending = PendingErrors(int(tensors["pending/step"]), number, error)

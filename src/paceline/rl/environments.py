@@ -286,8 +286,7 @@ class EnvironmentGroup:
             reward, terminated, truncated: [size], filled.
             chosen: the environments that are stepped, bool [size]; None: all.
         Returns:
-            If an episode has ended, the observations after the step, float32 [size, ...]: the final ones where
-            one has ended. Else None.
+            If an episode has ended, the observations before its reset, float32 [size, ...]. Else None.
         """
         final: NDArray[np.float32] | None = None
         for index in range(len(self._environments)) if chosen is None else np.flatnonzero(chosen).tolist():

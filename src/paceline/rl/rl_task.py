@@ -145,7 +145,7 @@ def _complete_dqn(
     return replace(
         task,
         data=data,
-        loss=partial(_loss_of_batch, Transitions, loss or dqn_loss(replay.target, replay.errors)),
+        loss=partial(_loss_of_batch, Transitions, loss or dqn_loss(replay.target)),
         order=MinibatchOrder(KeyedOrder(size, size, recipe.seed, shuffle=False)),
         for_recipe=_keep,
         attach=partial(_attach_and_warn, replay),

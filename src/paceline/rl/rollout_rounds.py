@@ -51,7 +51,6 @@ class RolloutRounds:
                 # from which the iteration begins.
                 record = self.rollouts.before_step(self._session)
                 stats = next(rounds)
-                self.rollouts.after_step(self._session)
                 if record is not None:
                     if stats.step % settings.updates_per_iteration == 0:
                         self._check_ratio(stats)

@@ -365,9 +365,6 @@ class Rollouts:
         # Not only at its first step, which a roll-back may have skipped.
         return self.collect(session, iteration) if self.episodes.iteration != iteration else None
 
-    def after_step(self, session: Session) -> None:
-        """Do nothing: the rows of an iteration do not change."""
-
     def collect(self, session: Session, iteration: int) -> RolloutRecord:
         """Make the rows of an iteration; collective.
 
@@ -376,7 +373,7 @@ class Rollouts:
             DivergenceError: ranks have acted with different weights.
         Wire: one ragged all_gather of the rows of all groups.
         """
-        settings, world = self.settings, session.mesh.world
+        world = session.mesh.world
         seconds = {"policy and environments": 0.0, "exchange": 0.0}
         model, device = session.complete(), session.runner.sharded_model.device
         with self._timer.watching(), evaluating(model), torch.no_grad():

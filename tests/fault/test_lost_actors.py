@@ -59,6 +59,7 @@ envs = 12
 shards = 3
 steps = 16
 total_steps = 1152
+normalize = ["observations", "rewards"]
 {learner}
 [batch]
 shards = 3
@@ -105,7 +106,7 @@ def undisturbed(algorithm: str) -> str:
 
 # The groups of a rank have 64 calls in an iteration, and 16 steps in the episode that `rl.check` plays twice.
 @pytest.mark.capability("T1", "T3")
-@pytest.mark.parametrize(("algorithm", "dies"), [("ppo", "1"), ("ppo", "0"), ("dqn", "2")])
+@pytest.mark.parametrize(("algorithm", "dies"), [("ppo", "1"), ("dqn", "0")])
 def test_the_groups_of_a_killed_actor_move_and_the_rows_are_the_same(
     algorithm: str, dies: str, tmp_path: Path
 ) -> None:
@@ -129,7 +130,7 @@ def test_the_groups_of_a_killed_actor_move_and_the_rows_are_the_same(
 def test_a_fault_of_an_environment_ends_the_job_by_name_and_a_resume_has_the_same_bits(
     how: str, message: str, tmp_path: Path
 ) -> None:
-    """Rank 2 has group 2, whose first environment is number 8."""
+    """Rank 2 has group 2, which would fail on another rank as well."""
     code, output, _ = run(tmp_path, "ppo", DIES="2", AT="230", HOW=how)
     assert code != 0 and message in output
     assert "(group 2), episode" in output

@@ -241,6 +241,11 @@ class RLRecipe(RecipeTable):
     check: Annotated[bool, _IS_RL] = Field(
         default=True, description="play an episode twice first: only equal ones are replayed on resume"
     )
+    normalize: Annotated[tuple[Literal["observations", "rewards"], ...], _IS_RL] = Field(
+        default=(),
+        strict=False,
+        description="what is divided by its running deviation; observations also lose their mean",
+    )
     ppo: PPORecipe = Field(default_factory=PPORecipe, description="the learner of ppo")
     dqn: DQNRecipe = Field(default_factory=DQNRecipe, description="the learner of dqn")
 
@@ -248,6 +253,11 @@ class RLRecipe(RecipeTable):
     def num_rows(self) -> int:
         """Return the rows of an iteration."""
         return self.envs * self.steps
+
+    @property
+    def gamma(self) -> float:
+        """Return the discount of a step."""
+        return self.dqn.gamma if self.algorithm == "dqn" else self.ppo.gamma
 
     @property
     def group_size(self) -> int:

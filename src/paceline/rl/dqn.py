@@ -285,7 +285,9 @@ class Replay(Rollouts):
             numbers = newest - (newest - places) % self.dqn.capacity
             weight = self._weights(places, step)
         reward, discount, after, first = self._n_steps(numbers)
-        written = (first["observation"], first["action"], reward, discount, after, weight, numbers)
+        observation, after = map(self.normalizers.observations, (first["observation"], after))
+        reward = self.normalizers.rewards(reward)
+        written = (observation, first["action"], reward, discount, after, weight, numbers)
         for column, value in zip(self.batch, written, strict=True):
             column.copy_(torch.from_numpy(np.ascontiguousarray(value)))
 

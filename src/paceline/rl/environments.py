@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.errors import DeadlineError, MissingExtraError, TaskError
+from paceline.errors import MissingExtraError, TaskError
 from paceline.state.keys import key
 from paceline.tasks.task_registry import find_build
 
@@ -147,6 +147,13 @@ def reset_seed(seed: int, purpose: str, environment: int, episode: int) -> int:
     return key(seed, purpose, environment, episode) >> (63 - _SEED_BITS)
 
 
+class EnvironmentHangError(TaskError):
+    """A step or a reset that has not returned in time.
+
+    It is no `DeadlineError`, which says that another rank is gone: the other ranks would wait for this one.
+    """
+
+
 @dataclass
 class StepTimer:
     """A limit for the time of one step of an environment, which a signal interrupts.
@@ -173,8 +180,9 @@ class StepTimer:
         def check(number: int, frame: FrameType | None) -> None:
             nonlocal last_count
             if self.present and self.count == last_count:
-                raise DeadlineError(
+                raise EnvironmentHangError(
                     f"{self.present} has not returned for {self.seconds:g} s",
+                    where="rl.env",
                     next_step="find what it waits for, or raise runtime.deadline_seconds",
                 )
             last_count = self.count
@@ -211,7 +219,7 @@ class EnvironmentCall:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._timer.present = ""
-        if isinstance(error, Exception) and not isinstance(error, DeadlineError):
+        if isinstance(error, Exception) and not isinstance(error, EnvironmentHangError):
             raise TaskError(
                 f"{self._place} raised {type(error).__name__}: {error}",
                 where="rl.env",

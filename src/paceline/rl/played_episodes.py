@@ -105,7 +105,7 @@ def _play(opened: OpenedRun, episodes: int, *, samples: bool) -> Returns:
     group = EnvironmentGroup(0, episodes, rollouts.make, spaces, seed, timer, purpose="play")
     total, length = np.zeros(episodes), np.zeros(episodes, dtype=np.int64)
     is_open, model = np.ones(episodes, dtype=bool), session.complete()
-    forward = PolicyForward(model, session.runner.sharded_model.device)
+    forward = PolicyForward(model, session.runner.sharded_model.device, rollouts.normalizers)
     with session.averaged(), timer.watching(), evaluating(model), torch.no_grad():
         for index in range(episodes):
             group.begin(index, 0)

@@ -35,6 +35,7 @@ from paceline.rl.environments import (
     StepTimer,
     repeats_episodes,
 )
+from paceline.rl.normalizers import Normalizers
 from paceline.rl.policy import ActionDistribution, PolicyOutput, keyed_uniforms
 from paceline.rl.returns import gae, next_values, normalized
 from paceline.session.session import Session, share_with_all
@@ -49,7 +50,7 @@ class Rows(NamedTuple):
     """Rows of an iteration, or of a micro-batch; every field has one entry for each row.
 
     Args:
-        observation: before the step, float32 [N, ...].
+        observation: before the step, float32 [N, ...]; normalized where the recipe says so, as rewards are.
         action: int64 [N], or float32 [N, D].
         log_prob: logarithm of the probability with which the actor took it, float32 [N].
         reward: float32 [N].
@@ -138,14 +139,19 @@ def read_groups(data: bytes, like: GroupColumns) -> list[GroupColumns]:
 
 
 class PolicyForward:
-    """The forward of a policy on observations of one shape, without gradients."""
+    """The forward of a policy on observations of one shape, without gradients.
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self._model, self._device = model, device
+    Args:
+        normalizers: of the run, which are not changed.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device, normalizers: Normalizers) -> None:
+        self._model, self._device, self._normalizers = model, device, normalizers
 
     def __call__(self, observation: NDArray[np.float32]) -> tuple[PolicyOutput, Tensor]:
         """Return the output of the policy and the values, on the CPU."""
-        output, value = self._model(torch.from_numpy(observation).to(self._device))
+        normalized = torch.from_numpy(self._normalizers.observations(observation))
+        output, value = self._model(normalized.to(self._device))
         moved = tuple(x.cpu() for x in output) if isinstance(output, tuple) else output.cpu()
         return moved, value.cpu()
 
@@ -345,7 +351,8 @@ class Rollouts:
     ) -> None:
         self.recipe, self.make, self.spaces, self.actions = recipe, make, spaces, actions
         self.episodes = OpenEpisodes(recipe.rl.envs, spaces, rows)
-        self.extra_states: dict[str, ExtraState] = {"rl": self.episodes}
+        self.normalizers = Normalizers(recipe.rl, spaces.observation)
+        self.extra_states: dict[str, ExtraState] = {"rl": self.episodes, "normalizers": self.normalizers}
         # The other ranks wait for a step that hangs, and should hear of it before they give up.
         self._timer = StepTimer(recipe.runtime.deadline_seconds / 2)
         self._groups: dict[int, EnvironmentGroup] = {}
@@ -369,7 +376,7 @@ class Rollouts:
         """Make the rows of an iteration; collective.
 
         Raises:
-            TaskError, DeadlineError: an environment raised, hung, or returned a value that is not finite.
+            TaskError: an environment raised, hung, or returned a value that is not finite.
             DivergenceError: ranks have acted with different weights.
         Wire: one ragged all_gather of the rows of all groups.
         """
@@ -381,7 +388,8 @@ class Rollouts:
             self._prepare(session, self.group_block(world.rank, world.size))
             like = self._empty_columns()
             parts = [
-                self._play(group, PolicyForward(model, device), iteration) for group in self._groups.values()
+                self._play(group, PolicyForward(model, device, self.normalizers), iteration)
+                for group in self._groups.values()
             ]
             seconds["policy and environments"] = time.perf_counter() - began
         began = time.perf_counter()
@@ -396,7 +404,12 @@ class Rollouts:
         self.episodes.iteration = iteration
         record = self.episodes.follow(groups)
         record.version, record.seconds = session.state.num_updates, seconds
-        self._write_rows(groups, session, record)
+        ended = [columns.terminated | columns.truncated for columns in groups]
+        self.normalizers.follow_rewards([columns.reward for columns in groups], ended)
+        try:
+            self._write_rows(groups, session, record)
+        finally:  # rows that are written stay so where a rank is lost after that
+            self.normalizers.follow_observations([columns.observation for columns in groups])
         return record
 
     def close(self) -> None:
@@ -498,7 +511,8 @@ class Rollouts:
             by_time(columns.truncated),
         )
         ppo = self.settings.ppo
-        advantage = gae(by_time(columns.reward), value, after, ended, ppo.gamma, ppo.gae)
+        reward = self.normalizers.rewards(columns.reward)
+        advantage = gae(by_time(reward), value, after, ended, ppo.gamma, ppo.gae)
         target = advantage + value
 
         def by_group(x: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -506,10 +520,9 @@ class Rollouts:
             return x.reshape(steps, -1, size).swapaxes(0, 1)  # (V, T, G)
 
         written = {
-            **{
-                name: getattr(columns, name)
-                for name in ("observation", "action", "log_prob", "reward", "value")
-            },
+            **{name: getattr(columns, name) for name in ("action", "log_prob", "value")},
+            "observation": self.normalizers.observations(columns.observation),
+            "reward": reward,
             "advantage": by_group(self.normalize(advantage)),
             "target": by_group(target),
         }

@@ -316,7 +316,11 @@ class StrategyVerifier:
         server.
         """
         # Open episodes and rows are the input of the steps, as samples are, and both sides read the same.
-        own = {name: t for name, t in after.tensors().items() if not name.startswith(("rl/", "replay/"))}
+        own = {
+            name: t
+            for name, t in after.tensors().items()
+            if not name.startswith(("rl/", "replay/", "normalizers/"))
+        }
         if not self.session.recipe.strategy.servers:
             return own
         # Without what only a server has, such as its record of pushes: it changes no update.

@@ -60,6 +60,7 @@ CASES = {
             "shards": 4,
             "steps": 128,
             "check": False,
+            "normalize": ("rewards",),
             "algorithm": "dqn",
             "ppo.epochs": 3,
             "ppo.minibatches": 8,

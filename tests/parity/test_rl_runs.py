@@ -243,13 +243,11 @@ BOTH = ("observations", "rewards")
 
 
 @pytest.mark.capability("T1")
-@pytest.mark.parametrize(
-    "settings", [{"env": "Pendulum-v1"}, {"algorithm": "dqn", "ppo": {}, "dqn": SMALL_DQN}]
-)
+@pytest.mark.parametrize("settings", [{"env": "Pendulum-v1"}, SMALL_DQN])
 def test_normalizers_are_state_that_does_not_depend_on_the_number_of_ranks(
     settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    """With a box of actions, and with a store; also after a resume, and in steps that the oracle repeats."""
+    """With a box of actions, and with a store; of a run that goes on with two ranks."""
     chosen = recipe(iterations=4, rl={"normalize": BOTH, **settings}, checkpoint={"every_steps": 6})
     whole = train(chosen.replace(run_dir=str(tmp_path / "whole"))).sha256
     parts = chosen.replace(run_dir=str(tmp_path / "parts"))

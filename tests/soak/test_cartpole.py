@@ -1,4 +1,4 @@
-"""A policy that is trained to its end: `make soak`. A minute and a half on two idle cores."""
+"""Policies that are trained to their end: `make soak`. A few minutes each on two idle cores."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 def paceline(*words: str) -> str:
     """Run a command; return what it printed."""
     command = [sys.executable, "-m", "paceline", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=800, cwd=ROOT, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1700, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -29,3 +29,21 @@ def test_two_actors_solve_cartpole_in_a_hundred_thousand_steps(tmp_path: Path) -
     found = json.loads(paceline("evaluate", str(tmp_path / "run"), "--json"))
     for kind in ("greedy", "sampled"):
         assert len(found[kind]["returns"]) == 100 and found[kind]["mean"] >= 475.0, kind
+
+
+@pytest.mark.soak
+@pytest.mark.capability("T3", "T4")
+@pytest.mark.timeout(1800)
+def test_dqn_learns_cartpole_from_its_store(tmp_path: Path) -> None:
+    paceline("train", "recipes/cartpole-dqn.toml", "-n", "1", "--set", f"run_dir={tmp_path / 'run'}")
+    found = json.loads(paceline("evaluate", str(tmp_path / "run"), "--json"))
+    assert found["greedy"]["mean"] >= 400.0
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_ppo_swings_a_pendulum_up_with_a_box_of_actions(tmp_path: Path) -> None:
+    """A policy that does nothing has about -1,200."""
+    paceline("train", "recipes/pendulum.toml", "-n", "1", "--set", f"run_dir={tmp_path / 'run'}")
+    found = json.loads(paceline("evaluate", str(tmp_path / "run"), "--json"))
+    assert found["greedy"]["mean"] >= -300.0

@@ -233,8 +233,8 @@ class RLRecipe(RecipeTable):
         int,
         FieldNeed(
             lambda table: table.age == 0,
-            reason="expected 0, found {t.age}: every rank acts with the present weights, and actors that are older"
-            " than the learner, with V-trace, are not built yet",
+            reason="expected 0, found {t.age}: every rank acts with the present weights, and actors that are"
+            " older than the learner, with V-trace, are not built yet",
             is_conflict=True,
         ),
     ] = Field(default=0, ge=0, description="versions that actors may be behind the learner; only 0 yet")

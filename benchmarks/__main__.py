@@ -18,6 +18,7 @@ NAMES = (
     "renewal",
     "step_overhead",
     "small_steps",
+    "rl",
     "monitoring",
     "watch_page",
     "replicas",

@@ -14,8 +14,7 @@ from typing import Any
 from pydantic import BaseModel
 
 import paceline
-from paceline.recipe import Recipe
-from paceline.recipe.recipe_reference import json_schema, recipe_keys
+from paceline.recipe.recipe_reference import json_schema, recipe_keys, table_description
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
 _RECIPE_HEAD = """\
@@ -49,7 +48,7 @@ def recipe_page() -> str:
     for key in recipe_keys():
         if key.table != table:
             table = key.table
-            lines += ["", f"## `[{table}]`: {Recipe.model_fields[table].description}", "", *_head()]
+            lines += ["", f"## `[{table}]`: {table_description(table)}", "", *_head()]
         default = f"`{key.default}`" if key.default else ""
         cells = f"`{key.name}`", key.expects, default, key.meaning, key.only
         lines.append(f"| {' | '.join(cells)} |".replace("|  |", "| |"))

@@ -123,6 +123,9 @@ class Task:
             names: "mean" (the default), "sum" (a counter of samples), "first" (the first micro-batch's),
             "ema:0.99" (a moving average, with this decay, of a statistic that is summed over samples), or
             `function(module) -> Tensor`: the buffer's value from the other buffers of its module.
+        for_recipe: `for_recipe(task, recipe) -> Task`: completes a task whose data follows from the recipe,
+            such as the rows of environments (`paceline.rl`); called again on its result, it changes nothing.
+        attach: `attach(session)`: called with every session that is built for the task, once it is complete.
         test: samples that no evaluation during training reads; with `evaluate.validation` it becomes
             `held_out`.
         clients: map-style data of each client of sync=federated, by name, in place of `data`, which is then
@@ -156,6 +159,8 @@ class Task:
     vocabulary: str = ""
     test: Any = None
     clients: Mapping[str, Any] = field(default_factory=dict)
+    for_recipe: Callable[[Task, Any], Task] | None = None
+    attach: Callable[[Any], None] | None = None
     keeper: Any = None
 
     def __post_init__(self) -> None:

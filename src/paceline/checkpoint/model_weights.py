@@ -30,6 +30,7 @@ from paceline.recipe.toml_text import parse_toml
 from paceline.state.slot import SlotIndex
 
 _MODEL_PREFIX, _AVERAGE_PREFIX = "model/", "average/values/"
+_NORMALIZERS_PREFIX = "normalizers/"  # those of the observations of a policy
 _MODEL_PREFIXES = (_MODEL_PREFIX, _AVERAGE_PREFIX)
 WhichWeights = Literal["last", "average"]
 
@@ -86,7 +87,8 @@ def find_checkpoint(
 
 @dataclass(frozen=True)
 class ModelWeightsSource:
-    """The model's part of a stored state; see `paceline.state.slot.TensorSource`.
+    """The model's part of a stored state, with the moments that normalize its inputs; see
+    `paceline.state.slot.TensorSource`.
 
     Args:
         stored: the checkpoint.
@@ -107,7 +109,8 @@ class ModelWeightsSource:
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Return the shapes of the whole tensors, by name."""
-        return {name: shape for name, shape in self.stored.shapes.items() if name.startswith(_MODEL_PREFIX)}
+        prefixes = _MODEL_PREFIX, _NORMALIZERS_PREFIX
+        return {name: shape for name, shape in self.stored.shapes.items() if name.startswith(prefixes)}
 
     def read(self, wanted: Mapping[str, SlotIndex]) -> Mapping[str, Tensor]:
         """Read parts of some tensors into new memory."""

@@ -74,7 +74,7 @@ def evaluate(
     as_json: AsJson = False,
     trust: Trust = False,
 ) -> None:
-    """Evaluate the weights of a run on its held-out samples or on other data.
+    """Evaluate the weights of a run on its held-out samples or on other data; a policy in 100 episodes.
 
     The weights come from the newest valid checkpoint; RUN/checkpoints/best is the best one by evaluation.
     """
@@ -89,6 +89,9 @@ def evaluate(
         trust=trust,
     )
     with _open_run(args) as opened:
+        if opened.session.recipe.rl.total_steps and data is None:
+            _print_returns(opened, run, as_json=as_json)
+            return
         result = opened.evaluate(None if data is None else _samples(opened, data, option))
     if not opened.session.is_first:
         return
@@ -101,6 +104,25 @@ def evaluate(
         return
     for name, value in record.items():
         print_plain(f"{name}  {value:.6g}" if isinstance(value, float) else f"{name}  {value}")
+
+
+def _print_returns(opened: OpenedRun, run: Path, *, as_json: bool) -> None:
+    """Play episodes with the policy of a run, and print its returns; collective."""
+    from paceline.rl.played_episodes import play_opened
+
+    played = play_opened(opened)
+    if not opened.session.is_first:
+        return
+    if not as_json:
+        print_plain(f"checkpoint  {played.checkpoint}")
+        print_plain(f"greedy  {played.greedy}")
+        print_plain(f"sampled  {played.sampled}")
+        return
+    returns = {
+        kind: {"mean": found.mean, "margin": found.margin, "returns": list(found.values)}
+        for kind, found in (("greedy", played.greedy), ("sampled", played.sampled))
+    }
+    print_json({"run": str(run), "checkpoint": played.checkpoint, "step": played.step, **returns})
 
 
 def predict(

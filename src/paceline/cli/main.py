@@ -185,11 +185,16 @@ COMMANDS = (
         "bench_machine:machine",
         "Measure this machine in less than a minute, name slow paths, or compare two machines.",
     ),
+    CommandEntry(
+        "bench rl",
+        "bench_rl:bench_rl",
+        "Measure steps per second of an environment, of rollouts and of the learner, for 1, 2, ... actors.",
+    ),
 )
 GROUPS = {
     "recipe": "Inspect recipes.",
     "lab": "Run a virtual cluster on this machine, with hosts, links and faults.",
-    "bench": "Measure communication and machines.",
+    "bench": "Measure communication, machines and environments.",
     "schedule": "Inspect pipeline schedules.",
     "plan": "Predict what a job needs before it starts.",
 }

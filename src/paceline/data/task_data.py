@@ -241,6 +241,14 @@ def prepare_data(task: Task, recipe: Recipe) -> Task:
     Raises:
         DataError, RecipeError: an argument of the task is not supported; says which to use instead.
     """
+    if task.for_recipe is not None:
+        task = task.for_recipe(task, recipe)
+    elif recipe.rl.total_steps:
+        raise RecipeError(
+            f"the task {recipe.task!r} has no environments",
+            where="rl.total_steps",
+            next_step='return paceline.rl.Task(...) from the task, set task = "rl", or remove [rl]',
+        )
     share = recipe.evaluate.validation
     # before anything reads the held-out samples, which become the test set
     if share is not None and not isinstance(task.data, SplitSamples):

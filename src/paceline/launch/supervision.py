@@ -203,7 +203,10 @@ class ToleratedLosses:
         remaining = [worker for worker in workers if worker not in self._lost]
         servers = [worker for worker in workers if worker.spec.global_rank < max(1, self._servers)]
         decisive = servers if self._servers else remaining
-        if not all(worker.process.returncode in (0, STOPPED_EXIT_CODE) for worker in decisive):
+        # Without anyone left, the losses themselves are the outcome.
+        if not decisive or not all(
+            worker.process.returncode in (0, STOPPED_EXIT_CODE) for worker in decisive
+        ):
             return workers
         return remaining
 

@@ -331,6 +331,22 @@ _WIRE = {
     "tensors": "list: dtype and shape of each of its tensors",
     "bytes": "int: of the whole message",
 }
+_ROLLOUT = {
+    "step": "int: index of the first update with these rows",
+    "environment_steps": "int: steps of all environments so far",
+    "episodes": "int: episodes that ended in this iteration",
+    "mean_return": "float: their mean return, without a discount; NaN if none ended",
+    "mean_length": "float: their mean length in steps",
+    "recent_return": "float: mean return of the last 100 episodes that ended",
+    "terminated": "int: those that ended by themselves",
+    "truncated": "int: those that a time limit ended",
+    "version": "int: updates of the weights with which the rows were made",
+    "ages": "table: number of rows by their age, in versions of the weights",
+    "not_equal": "int: rows of the first minibatch whose log-probability has other bits in the learner than"
+    " in the actor; -1 if the loss does not count them",
+    "seconds": "table: on rank 0, of policy and environments, and of the exchange of rows",
+    "sha256": "str: hash of all rows, in hex",
+}
 _ERROR = {
     "text": "str: what happened, one line",
     "kind": "str: error, signal, connection, stopped or left (before the first step)",
@@ -421,6 +437,7 @@ EVENT_SCHEMAS: Mapping[str, EventSchema] = MappingProxyType(
         "recovered": EventSchema("info", True, _RECOVERED),
         "partition": EventSchema("info", False, _PARTITION),
         "cohort": EventSchema("info", False, _COHORT),
+        "rollout": EventSchema("info", False, _ROLLOUT),
         "buffer": EventSchema("info", False, _BUFFER),
         "wire": EventSchema("debug", False, _WIRE),
         "work": EventSchema("info", False, _WORK),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from datetime import date, time
 from functools import singledispatch
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from pydantic import Field, ValidationInfo, field_validator
 
@@ -19,6 +19,7 @@ from paceline.recipe.constraints import RATE_LOWERING_NEEDS, RATE_SCHEDULE_NEEDS
 from paceline.recipe.federated_recipe import FederatedRecipe
 from paceline.recipe.log_recipe import LogRecipe
 from paceline.recipe.optimizer_recipe import OptimizerRecipe
+from paceline.recipe.rl_recipe import EPOCHS_NEEDS, STEPS_NEEDS, TASK_NEEDS, RLRecipe
 from paceline.recipe.schedule_recipe import ScheduleRecipe
 from paceline.recipe.strategy import Strategy
 from paceline.recipe.support import fill_replicas, num_sharers
@@ -105,6 +106,16 @@ def _check_name(name: Any, key: str) -> str:
 
 
 _LARGEST_SEED = 2**63 - 1
+_TableT = TypeVar("_TableT", bound=RecipeTable)
+
+
+def _with_default(table: _TableT, key: str, value: Any) -> _TableT:
+    """Return a table with another value of a key that was left out."""
+    if key in table.model_fields_set:
+        return table
+    copy = table.model_copy()
+    copy.__dict__[key] = value  # not as an update, after which the key would count as written
+    return copy
 
 
 class Recipe(RecipeTable):
@@ -116,17 +127,23 @@ class Recipe(RecipeTable):
 
     checked_scopes: ClassVar[tuple[NeedScope, ...]] = ("table", "recipe")
 
-    task: str = Field(
+    task: Annotated[str, *TASK_NEEDS] = Field(
         default="",
         min_length=1,
-        description='a task by name ("byte-gpt", "digits", "sum"), "file.py:name" or "package:name"',
+        description='a task by name ("byte-gpt", "digits", "rl", "sum"), "file.py:name" or "package:name"',
     )
     options: dict[str, Any] = Field(
         default_factory=dict, description="keyword arguments of the task's function"
     )
     seed: int = Field(default=1, ge=0, le=_LARGEST_SEED, description="the key of every random number")
-    steps: int | None = Field(default=None, ge=1, description="updates to train; or give epochs")
-    epochs: float | None = Field(
+    # Before the length of the run, which follows from it.
+    rl: RLRecipe = Field(
+        default_factory=RLRecipe, description="environments and the learner of reinforcement learning"
+    )
+    steps: Annotated[int | None, *STEPS_NEEDS] = Field(
+        default=None, ge=1, description="updates to train; or give epochs, or rl.total_steps"
+    )
+    epochs: Annotated[float | None, *EPOCHS_NEEDS] = Field(
         default=None, gt=0, validate_default=True, description="passes over the data to train; or give steps"
     )
     reproducible: Annotated[bool, *REPRODUCIBLE_NEEDS] = Field(
@@ -209,6 +226,8 @@ class Recipe(RecipeTable):
         if "steps" not in info.data:  # steps is wrong itself, and that is reported
             return epochs
         steps = info.data["steps"]
+        if "rl" not in info.data or info.data["rl"].total_steps:  # the length follows from it, or it is wrong
+            return epochs
         if steps is None and epochs is None:
             raise value_error(
                 "expected steps or epochs, found neither",
@@ -224,6 +243,19 @@ class Recipe(RecipeTable):
     def _fill_defaults(self) -> None:
         of_clients = self.strategy.sync_spec.trains_clients
         self.__dict__["outer"] = self.outer.for_rounds(of_clients=of_clients)
+        if self.rl.total_steps:
+            self._fill_length_of_environments()
+
+    def _fill_length_of_environments(self) -> None:
+        """Fill in the length and the batch of a run with environments, and defaults of small networks."""
+        if self.steps is None and self.epochs is None:
+            self.__dict__["steps"] = self.rl.num_updates
+        # Where minibatches do not divide the rows, that is reported.
+        if self.rl.algorithm == "dqn" or self.rl.num_rows % self.rl.ppo.minibatches == 0:
+            self.__dict__["batch"] = _with_default(self.batch, "size", self.rl.minibatch_rows)
+        self.__dict__["precision"] = _with_default(self.precision, "compute", "fp32")
+        # Threads inside of an operation only slow down the small networks of policies.
+        self.__dict__["runtime"] = _with_default(self.runtime, "threads", 1)
 
     def with_strategy(self, strategy: Strategy) -> Recipe:
         """Return this recipe for one phase of its run, without a check: keys of other phases stay."""

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from paceline.recipe.recipe import Recipe
 from paceline.recipe.recipe_files import EXTENDS
 from paceline.recipe.toml_text import toml_key, toml_value
-from paceline.recipe.validation import expected, need_text
+from paceline.recipe.validation import expected, get_value, need_text
 
 _WIDTH = 36
 
@@ -45,15 +45,26 @@ class RecipeKey(NamedTuple):
 
 
 def recipe_keys() -> Iterator[RecipeKey]:
-    """Yield every key of a recipe, top-level keys first."""
-    for name, field in Recipe.model_fields.items():
+    """Yield every key of a recipe: top-level keys first, those of a table before the tables in it."""
+    yield from _keys_of("", Recipe)
+
+
+def _keys_of(table: str, model: Any) -> Iterator[RecipeKey]:
+    for name, field in model.model_fields.items():
         if not _is_table(field.annotation):
-            yield _key("", name, field)
-    for table, field in Recipe.model_fields.items():
+            yield _key(table, name, field)
+    for name, field in model.model_fields.items():
         if _is_table(field.annotation):
-            model: Any = field.annotation
-            for name, inner in model.model_fields.items():
-                yield _key(table, name, inner)
+            yield from _keys_of(f"{table}.{name}" if table else name, field.annotation)
+
+
+def table_description(table: str) -> str:
+    """Return the description of a table, by its dotted name."""
+    *outer, name = table.split(".")
+    model: Any = Recipe
+    for part in outer:
+        model = model.model_fields[part].annotation
+    return model.model_fields[name].description or ""
 
 
 def describe_recipe(recipe: Recipe) -> str:
@@ -62,9 +73,8 @@ def describe_recipe(recipe: Recipe) -> str:
     for key in recipe_keys():
         if key.table != table:
             table = key.table
-            lines += ["", f"[{table}]  # {Recipe.model_fields[table].description}"]
-        holder = getattr(recipe, table) if table else recipe
-        lines.append(_line(key, getattr(holder, key.name)))
+            lines += ["", f"[{table}]  # {table_description(table)}"]
+        lines.append(_line(key, get_value(recipe, f"{table}.{key.name}" if table else key.name)))
     return "\n".join(_options_last(lines, recipe)) + "\n"
 
 

@@ -32,6 +32,12 @@ _REFUSED: Mapping[KeyPath, str] = {
     ("federated", "local_steps"): "a step would mean other samples",
     ("federated", "full"): "a step would mean other samples",
     ("outer", "name"): "the moments are those of the other one",
+    ("rl", "env"): "it is what the policy has learned to act in",
+    ("rl", "envs"): "an iteration would have other rows",
+    ("rl", "shards"): "the groups would have another size",
+    ("rl", "steps"): "an iteration would have other rows",
+    ("rl", "ppo", "epochs"): "a step would mean other rows",
+    ("rl", "ppo", "minibatches"): "a step would mean other rows",
     ("init_from",): "the weights are those of the checkpoint",
 }
 _HARMLESS = (

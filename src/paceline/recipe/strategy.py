@@ -355,6 +355,12 @@ class Strategy(RecipeTable):
         return not (self.sync_spec.exact and all(spec.exact for spec in specs))
 
     @property
+    def runs_every_step(self) -> bool:
+        """Return whether all ranks take every step of the run together, with collectives and no server."""
+        rules = self.sync_words
+        return len(rules) == 1 and rules[0].spec.sums and rules[0].spec.exact and not self.servers
+
+    @property
     def has_steps_of_one_process(self) -> bool:
         """Return whether each step is that of one process, up to rounding; also of a rule that is so only
         with its argument, such as `bounded:0`.

@@ -36,6 +36,7 @@ from paceline.recipe.constraints import (
     SYNC_BATCHNORM_NEEDS,
     TLS_NEEDS,
 )
+from paceline.recipe.rl_recipe import BATCH_SIZE_NEEDS
 from paceline.recipe.validation import (
     BYTES_EXPECTED,
     ExpectedText,
@@ -52,7 +53,7 @@ from paceline.recipe.validation import (
 class BatchRecipe(RecipeTable):
     """The global batch: the samples of one update, independent of the number of processes."""
 
-    size: Annotated[int, *GLOBAL_BATCH_NEEDS] = Field(
+    size: Annotated[int, *GLOBAL_BATCH_NEEDS, *BATCH_SIZE_NEEDS] = Field(
         default=32, ge=1, description="samples per update, over all replicas"
     )
     shards: Annotated[

@@ -26,6 +26,7 @@ from paceline.report.page_sections import (
     render_federated,
     render_hyperparameters,
     render_rank_times,
+    render_returns,
     render_status,
     render_summaries,
     render_tiles,
@@ -39,7 +40,7 @@ from paceline.report.run_reader import MetricsRecord, RecordedRun, read_run, to_
 from paceline.report.svg_chart import ChartCurve, ChartPoint, render_chart
 
 _MAX_EVENTS = 60
-_ROUTINE_EVENTS = ("step", "ranks", "communication", "cache", "timeline", "partition", "cohort")
+_ROUTINE_EVENTS = ("step", "ranks", "communication", "cache", "timeline", "partition", "cohort", "rollout")
 
 
 def write_report(folder: Path) -> Path:
@@ -108,6 +109,7 @@ def _render_one(run: RecordedRun, at: Path | None) -> list[Html]:
         tag("h2", "Curves"),
         render_charts([run]),
         render_federated(run),
+        render_returns(run),
         render_rank_times([run]),
         render_pipeline(run),
         render_traffic([run]),

@@ -480,3 +480,45 @@ def _render_label_table(record: MetricsRecord) -> Html:
     more = f" of the first {len(rows)}" if record["clients"] > len(rows) else ""
     listed = table(["client", "samples", *record["labels"]], rows)
     return tag("details", tag("summary", f"Samples by client and label{more}"), listed)
+
+
+def render_returns(run: RecordedRun) -> Html:
+    """Return the returns of the episodes of a run with environments, and the ages of its rows."""
+    rollouts = run.of("rollout")
+    if not rollouts:
+        return Html("")
+    curves = [
+        ChartCurve(name, color, [(r["step"] + 1, float(r[key])) for r in rollouts])
+        for name, color, key in (
+            ("of the iteration", "c1", "mean_return"),
+            ("of the last 100 episodes", "c2", "recent_return"),
+        )
+    ]
+    chart = render_chart("mean return", curves)
+    lines = tag("div", [tag("p", line) for line in describe_rollouts(rollouts)], class_="card words")
+    return join([tag("h2", "Returns"), lines, chart])
+
+
+def describe_rollouts(rollouts: Sequence[MetricsRecord]) -> list[str]:
+    """Return what the environments of a run did, in sentences."""
+    episodes, ended, cut = (sum(r[key] for r in rollouts) for key in ("episodes", "terminated", "truncated"))
+    ages: dict[str, int] = {}
+    for record in rollouts:
+        for age, count in record["ages"].items():
+            ages[age] = ages.get(age, 0) + count
+    by_age = ", ".join(
+        f"{count:,} of age {age}" for age, count in sorted(ages.items(), key=lambda x: int(x[0]))
+    )
+    other = sum(max(0, record["not_equal"]) for record in rollouts)
+    is_counted = any(record["not_equal"] >= 0 for record in rollouts)
+    ratio = "The learner's log-probabilities were not compared with those of the actors."
+    if is_counted:
+        differing = f"{other:,} rows" if other else "no row"
+        ratio = f"In first minibatches {differing} had another log-probability in learner and actor."
+    return [
+        f"{rollouts[-1]['environment_steps']:,} steps of environments;"
+        f" {format_count(episodes, 'episode')} ended:"
+        f" {ended:,} terminated, {cut:,} were truncated. Open episodes are in no mean.",
+        f"Rows by the age of their weights, in versions: {by_age}.",
+        ratio,
+    ]

@@ -181,6 +181,12 @@ _REQUIRED_FIELDS: Mapping[str, Mapping[str, FieldCheck]] = {
         "clients": partial(_is_list_of, _is_text),
         "left_out": lambda value: _is_table(value) and all(map(_is_text, value.values())),
     },
+    "rollout": {
+        **dict.fromkeys(("step", "environment_steps", "episodes", "terminated", "truncated"), _is_count),
+        **dict.fromkeys(("mean_return", "recent_return"), _is_float),
+        "not_equal": lambda value: type(value) is int,
+        "ages": lambda value: _is_table(value) and all(map(_is_count, value.values())),
+    },
     "end": {"step": _is_count},
 }
 

@@ -168,7 +168,8 @@ def render_chart(
     if not curves:
         return Html("")
     steps = [x for curve in curves for x, _ in curve.points]
-    across = AxisScale(min(0.0, *steps) if len(set(steps)) == 1 else min(steps), max(steps))
+    low = min(0.0, *steps) if len(set(steps)) == 1 else min(steps)
+    across = AxisScale(low, max(steps) if max(steps) > low else low + 1.0)  # a single point at step 0
     values = [y for curve in curves for _, y in downsample(curve.points)]
     up = fit_scale(values, from_zero=from_zero, may_be_logarithmic=may_be_logarithmic)
     head = [tag("h3", title), tag("span", unit + (" · log scale" if up.logarithmic else ""), class_="unit")]

@@ -148,6 +148,8 @@ def _build_from_base(session_base: SessionBase, recipe: Recipe, task: Task, even
     # Optimizers that need more than gradients (for example a closure) may define `on_build(session)`.
     if hasattr(optimizer, "on_build"):
         optimizer.on_build(session)
+    if task.attach is not None:
+        task.attach(session)
     return session
 
 

@@ -186,7 +186,7 @@ def _as_rows(predictions: Any) -> list[Any]:
     return predictions if isinstance(predictions, list) else []
 
 
-_KEPT_TABLES = ("task", "options", "seed", "reproducible", "loader", "log")
+_KEPT_TABLES = ("task", "options", "seed", "reproducible", "rl", "loader", "log")
 
 
 @dataclass(frozen=True)
@@ -355,11 +355,15 @@ def _inference_recipe(
     if catalog.whole:  # its manifest has the number format that "auto" has chosen
         manifest = open_checkpoint(files, catalog.whole[-1].name).manifest
         precision = cast(Any, manifest.origin.versions.get("precision", precision))
+    # This session never trains, but its batch must have a sample for every rank. With environments, the
+    # length and the batch follow from them.
+    length: dict[str, Any] = {
+        "steps": 1,
+        "batch": BatchRecipe(size=max(recipe.batch.size, num_ranks(layout))),
+    }
     return Recipe(
-        steps=1,
+        **({} if recipe.rl.total_steps else length),
         strategy=layout,
-        # This session never trains, but its batch must have a sample for every rank.
-        batch=BatchRecipe(size=max(recipe.batch.size, num_ranks(layout))),
         precision=PrecisionRecipe.model_validate({"compute": precision}),
         evaluate=EvaluateRecipe(
             batch=evaluation.batch,

@@ -161,5 +161,5 @@ def build_task(recipe: Recipe, task: TaskLike | None, base_dir: Path | None) -> 
         return task
     options, folder = dict(recipe.options), base_dir or Path.cwd()
     if task is None:
-        return load_task(recipe.task, options, recipe.seed, folder, cache_folder())
-    return run_build(task, task.__name__, options, recipe.seed, folder, cache_folder())
+        return load_task(recipe.task, options, recipe.seed, folder, cache_folder(), recipe)
+    return run_build(task, task.__name__, options, recipe.seed, folder, cache_folder(), recipe)

@@ -76,7 +76,9 @@ def _longer_run_option(session: Session, result: Result) -> str:
     """Return options that make a complete run longer, without which it would end at once when resumed."""
     if result.stopped:
         return ""
-    epochs = session.recipe.epochs
+    epochs, environment_steps = session.recipe.epochs, session.recipe.rl.total_steps
+    if environment_steps:
+        return f" --set rl.total_steps={2 * environment_steps}"
     return f" --set epochs={2 * epochs:g}" if epochs is not None else f" --set steps={2 * session.num_steps}"
 
 

@@ -30,29 +30,36 @@ BuildFunction = Callable[..., Any]
 SHIPPED: Mapping[str, str] = {
     "byte-gpt": "paceline.tasks.byte_gpt:build",
     "digits": "paceline.tasks.digits:build",
+    "rl": "paceline.rl.rl_task:build",
     "sum": "paceline.tasks.sum:build",
 }
 
 
 def load_task(
-    spec: str, options: Mapping[str, Any], seed: int, base_dir: str | Path, cache_dir: str | Path
+    spec: str,
+    options: Mapping[str, Any],
+    seed: int,
+    base_dir: str | Path,
+    cache_dir: str | Path,
+    recipe: Any = None,
 ) -> Task:
     """Build the task that a recipe names.
 
     Args:
         spec: a shipped name, "file.py:function" or "package.module:function".
-        options: keyword arguments of the function. Parameters named `seed`, `base_dir` and `cache_dir` are
-            also filled in.
+        options: keyword arguments of the function. Parameters named `seed`, `base_dir`, `cache_dir` and
+            `recipe` are also filled in.
         seed: the seed of the run.
         base_dir: folder of the recipe, to which paths and modules are relative.
         cache_dir: folder for prepared data, such as tokenised text.
+        recipe: of the run; None: a function that takes it cannot be called.
     Returns:
         The task; a returned tuple (model, data, loss) is converted.
     Raises:
         TaskError: there is no such function, the options do not fit, or it returned no task.
     """
     build = find_build(spec, Path(base_dir).resolve())
-    return run_build(build, spec, options, seed, base_dir, cache_dir)
+    return run_build(build, spec, options, seed, base_dir, cache_dir, recipe)
 
 
 def run_build(
@@ -62,12 +69,15 @@ def run_build(
     seed: int,
     base_dir: str | Path,
     cache_dir: str | Path,
+    recipe: Any = None,
 ) -> Task:
     """Call a build function with seeded generators, and check its result; arguments as in `load_task`.
 
     Random numbers of torch, `random` and `numpy.random` follow from the seed, so all ranks draw the same.
     """
     run_values = {"seed": seed, "base_dir": Path(base_dir).resolve(), "cache_dir": Path(cache_dir)}
+    if recipe is not None:
+        run_values["recipe"] = recipe
     arguments = fit_arguments(build, spec, options, run_values)
     with seeded_generators(key(seed, "build"), np.random.MT19937()):
         torch.manual_seed(key(seed, "build"))  # also seeds the generators of other devices

@@ -129,6 +129,14 @@ DIFFERENT_START = ErrorDiagnosis(
     "different start", "initial values differ: key weights by name, or broadcast them", 0.0
 )
 
+ACTOR_DIFFERS = ErrorDiagnosis(
+    "the learner is not the actor",
+    "log-probabilities of the first minibatch have other bits than when its rows were made: dropout or"
+    " BatchNorm in the policy, fewer than four rows in a micro-batch or a group of environments, or other"
+    " threads",
+    0.0,
+)
+
 
 def diagnose_gradient(evidence: GradientEvidence) -> ErrorDiagnosis:
     """Return the mistake whose formula fits the observed sums best."""

@@ -20,6 +20,7 @@ from paceline.comm.net import Net
 from paceline.parallel.sharded_model import unsharded_model
 from paceline.parallel.state_hash import state_sha256
 from paceline.parallel.state_transfer import StateSnapshot, gather_whole, share_snapshot
+from paceline.rl.rollout_rounds import RolloutRounds
 from paceline.session.callback import Callback
 from paceline.session.checkpointing import interval_passed
 from paceline.session.early_stopping import value_of_metric
@@ -28,11 +29,12 @@ from paceline.session.session import Session
 from paceline.state.slot import TensorPiece, TensorSlot
 from paceline.state.train_state import TrainState
 from paceline.sync.update import PendingUpdate, UpdateResult, UpdateStep
-from paceline.verification.diagnosis import DIFFERENT_START
+from paceline.verification.diagnosis import ACTOR_DIFFERS, DIFFERENT_START
 from paceline.verification.divergence_evidence import diagnose_failure
 from paceline.verification.error_bounds import (
     UNIT_ROUNDOFF,
     KernelAgreement,
+    TensorComparison,
     compare_tensors,
     final_bounds,
     multiplier_error,
@@ -178,6 +180,8 @@ class StrategyVerifier:
         stats = next(rounds, None)
         if stats is None:
             return False
+        if not self._is_the_actor(step):
+            return False
         records = self.recorder.take() or [OracleUpdateRecord()]
         parts = self.loop.parts() if self.loop is not None else ("",)
         for number, (self.part, record) in enumerate(zip(parts, records[-len(parts) :], strict=True)):
@@ -197,6 +201,16 @@ class StrategyVerifier:
             lambda callback: callback.on_step(self.session, stats) if self.loop is None else None
         )
         return not self._stop_requested()
+
+    def _is_the_actor(self, step: int) -> bool:
+        """Add how many rows of a first minibatch have other bits in learner and actor; return if none has."""
+        rule = self.session.rule
+        if isinstance(rule, RolloutRounds) and rule.expects_equal_bits and rule.num_not_equal is not None:
+            errors = (float(rule.num_not_equal),) * self.session.mesh.world.size
+            self.report.add([TensorComparison(step, "log-probability", "first minibatch", errors, 0.0)])
+        if self.report.failure is not None:
+            self.report.diagnosis = ACTOR_DIFFERS
+        return self.report.failure is None
 
     def _evaluate_for_schedule(self, before: int) -> None:
         """Compare the evaluation that is due after a step if the rates follow evaluations, and count it."""
@@ -301,9 +315,14 @@ class StrategyVerifier:
         """Return the whole state of this rank; a worker has no optimizer state, and gets that of the
         server.
         """
+        # Open episodes and rows are the input of the steps, as samples are, and both sides read the same.
+        own = {
+            name: t
+            for name, t in after.tensors().items()
+            if not name.startswith(("rl/", "replay/", "normalizers/"))
+        }
         if not self.session.recipe.strategy.servers:
-            return after.tensors()
-        own = after.tensors()
+            return own
         # Without what only a server has, such as its record of pushes: it changes no update.
         compared = {name: t for name, t in own.items() if name.startswith(("model/", "optimizer/"))}
         shared = self._share(compared, {}).tensors()

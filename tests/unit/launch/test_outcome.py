@@ -164,3 +164,12 @@ def test_the_end_of_a_server_is_no_loss_that_it_outlives(tmp_path: Path) -> None
         assert losses.tolerates(worker, shutdown) is not server_is_gone
         assert len(said) == len(lost) == (not server_is_gone)
     assert said[0].endswith("; if the server is alive, it continues without it\n")
+
+
+def test_a_job_that_has_lost_all_its_workers_has_failed(tmp_path: Path) -> None:
+    """The twin: one of them has ended well, so the others are losses that do not count."""
+    for last in (4, 0):
+        workers = [ended(tmp_path, 0, 4), ended(tmp_path, 1, last)]
+        losses = ToleratedLosses(workers, 0, lambda text: None, lambda rank: None)
+        losses._lost += workers if last else workers[:1]
+        assert list(losses.judged_workers(workers)) == (workers if last else workers[1:])

@@ -125,6 +125,8 @@ def test_every_field_is_read_outside_the_recipe_room(read: set[tuple[str, str]],
     elsewhere |= {("FederatedRecipe", name) for name in network}
     # Read where a run goes back; see tests/parity/test_rollback.py.
     elsewhere |= {("HealthRecipe", "max_roll_backs")}
+    # Read where there are environments; see tests/parity/test_rl.py and test_dqn.py.
+    elsewhere |= {name for name in fields_of(Recipe) if name[0] in ("RLRecipe", "PPORecipe", "DQNRecipe")}
     # Read where text is generated; see tests/parity/test_generation.py.
     elsewhere |= {name for name in fields_of(Recipe) if name[0] == "ServeRecipe"}
     # Read where ranks hold different bits; see tests/parity/test_reproducible_runs.py.

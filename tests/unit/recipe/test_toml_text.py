@@ -193,6 +193,7 @@ def test_the_text_of_a_dump() -> None:
     assert text.startswith(
         'task = "digits"\nseed = 1\nepochs = 2.0\n'
         'reproducible = false\nhash_every = 0\non_divergence = "stop"\n'
-        "\n[options]\nlayers = [8, 4]\n\n[batch]\nsize = 32\n"
+        '\n[options]\nlayers = [8, 4]\n\n[rl]\nalgorithm = "ppo"\n'
     )
+    assert "}\n\n[batch]\nsize = 32\n" in text
     assert "\nbucket_bytes = 16777216\n" in text

@@ -49,7 +49,44 @@ SERVED = {"strategy.sync": "server-async", "strategy.servers": 1}
 EVALUATES = {"evaluate.every_steps": 2, "evaluate.patience": 2}
 ONE_CYCLE = {"schedule.decay": "one_cycle"}
 PLATEAU = {"schedule.decay": "plateau", "evaluate.every_steps": 2}
+RL: tuple[dict[str, Any], dict[str, Any]] = {"rl.total_steps": 8192, "steps": None}, {"steps": 1}
+RL_DQN = {**RL[0], "rl.algorithm": "dqn"}
 CASES = {
+    **{
+        f"rl.{key}": Case(value, *RL)
+        for key, value in {
+            "env": "CartPole-v1",
+            "envs": 64,
+            "shards": 4,
+            "steps": 128,
+            "check": False,
+            "normalize": ("rewards",),
+            "algorithm": "dqn",
+            "ppo.epochs": 3,
+            "ppo.minibatches": 8,
+            "ppo.clip": 0.1,
+            "ppo.gamma": 0.9,
+            "ppo.gae": 0.9,
+            "ppo.entropy": 0.1,
+            "ppo.value": 0.1,
+        }.items()
+    },
+    **{
+        f"rl.dqn.{key}": Case(value, RL_DQN, RL[0])
+        for key, value in {
+            "batch": 32,
+            "updates": 8,
+            "capacity": 4096,
+            "start": 500,
+            "gamma": 0.9,
+            "n_step": 2,
+            "target_every": 4,
+            "epsilon": 0.1,
+            "epsilon_fraction": 0.5,
+            "priority": 0.5,
+        }.items()
+    },
+    "rl.dqn.beta": Case(0.5, {**RL_DQN, "rl.dqn.priority": 0.6}, RL_DQN),
     "on_divergence": Case("warn", {"hash_every": 2}),
     "optimizer.betas": Case((0.8, 0.9), {"optimizer.name": "adam"}, {"optimizer.name": "sgd"}),
     "optimizer.eps": Case(1e-6, {"optimizer.name": "rmsprop"}, {"optimizer.name": "sgd"}),
@@ -149,13 +186,16 @@ def recipe(**keys: Any) -> Recipe:
     """A recipe of dotted keys."""
     values: dict[str, Any] = dict(DIGITS)
     for key, value in keys.items():
-        table, _, name = key.rpartition(".")
-        (values.setdefault(table, {}) if table else values)[name] = value
+        *tables, name = key.split(".")
+        inner = values
+        for table in tables:
+            inner = inner.setdefault(table, {})
+        inner[name] = value
     return Recipe(**values)
 
 
 def test_there_is_a_case_for_every_key_that_may_have_no_effect() -> None:
-    assert set(needs_of("table", "recipe")) == set(CASES)
+    assert set(needs_of("table", "recipe")) == set(CASES) | {"steps", "epochs"}  # see the test of rl below
     assert set(needs_of("table", "recipe", is_conflict=True)) == {key for key, *_ in CONFLICTS}
     assert set(needs_of("strategy")) == set(STRATEGY_CASES)
     assert set(needs_of("session")) == set(SESSION_CASES)
@@ -241,6 +281,25 @@ CONFLICTS: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("schedule.batch_scaling", {"schedule.batch_scaling": "sqrt"}, "schedule.base_batch: expected with"),
     ("memory.recompute", {"memory.recompute": "segments", "runtime.compile": True}, 'expected "blocks"'),
     ("precision.compute", {**FP16, **FEDERATED}, "would have to find a loss scale of its own"),
+    ("task", {"task": "rl"}, "rl.total_steps: expected rl.total_steps with task"),
+    ("rl.dqn.capacity", {**RL_DQN, "rl.dqn.capacity": 2047}, "rl.envs * rl.steps = 2048 rows, found 2047"),
+    ("rl.dqn.start", {**RL_DQN, "rl.dqn.start": 6144}, "found 6144: there would be no update"),
+    ("rl.age", {**RL[0], "rl.age": 1}, "actors that are older than the learner"),
+    ("rl.shards", {**RL[0], "rl.shards": 5}, "expected a divisor of envs = 32, found 5"),
+    ("rl.shards", {**RL[0], "rl.shards": 16, "reproducible": True}, "at least 4 environments in a group"),
+    (
+        "rl.total_steps",
+        {"rl.total_steps": 2047, "steps": None},
+        "at least one iteration of envs * steps = 2048",
+    ),
+    ("rl.total_steps", {**RL[0], "strategy": "sync=local:2"}, "expected sync=every-step without servers"),
+    ("rl.total_steps", {**RL[0], "loader.workers": 1}, "loader.workers: expected no loader processes"),
+    (
+        "rl.total_steps",
+        {**RL[0], "runtime.compile": True},
+        'expected compute = "fp32" without runtime.compile',
+    ),
+    ("rl.ppo.minibatches", {**RL[0], "rl.ppo.minibatches": 5}, "rl.envs * rl.steps = 2048, found 5"),
     (
         "federated.cohort",
         {**FEDERATED, "federated.cohort": 0.001},
@@ -345,6 +404,22 @@ def test_the_outer_optimizer_has_the_defaults_of_its_rule() -> None:
     assert rate_and_momentum(**FEDERATED, **{"outer.momentum": 0.9}) == (1.0, 0.9)
     again = recipe(**FEDERATED, **{"outer.momentum": 0.9}).replace(strategy=Strategy.parse("sync=diloco:2"))
     assert (again.outer.lr, again.outer.momentum) == (0.7, 0.9)
+
+
+@pytest.mark.capability("T1")
+def test_the_length_and_the_batch_of_a_run_follow_from_its_environments(tmp_path: Path) -> None:
+    """Left out or as they follow; a longer run of the same file has more updates."""
+    from paceline.recipe import to_toml
+
+    whole = recipe(**RL[0])
+    assert (whole.steps, whole.batch.size, whole.precision.compute) == (160, 512, "fp32")
+    (tmp_path / "run.toml").write_text(to_toml(whole))
+    assert load_recipe(tmp_path / "run.toml") == whole
+    longer = load_recipe(tmp_path / "run.toml", ["rl.total_steps=16384", "rl.ppo.minibatches=8"])
+    assert (longer.steps, longer.batch.size) == (640, 256)
+    for keys in ({"steps": 159}, {"epochs": 2.0}, {"batch.size": 32}):
+        with pytest.raises(RecipeError, match=f"{next(iter(keys))}: expected no"):
+            recipe(**RL[0] | keys)
 
 
 @pytest.mark.parametrize(("key", "keys", "message"), CONFLICTS)

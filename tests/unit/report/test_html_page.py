@@ -142,3 +142,23 @@ def test_clients_are_shown_with_their_labels_and_who_was_left_out(tmp_path: Path
     )
     assert "<td>3</td><td>3</td><td></td>" in page and "<td>6</td><td>2</td><td>4</td>" in page
     assert page.count("north: it has no samples") == 1
+
+
+@pytest.mark.capability("T2")
+def test_returns_are_shown_with_the_ages_of_rows(tmp_path: Path) -> None:
+    record = {
+        "step": 0,
+        "environment_steps": 64,
+        "episodes": 3,
+        "terminated": 2,
+        "truncated": 1,
+        "mean_return": 21.5,
+        "recent_return": "nan",
+        "ages": {"0": 64},
+        "not_equal": 0,
+    }
+    bad = {**record, "ages": {"0": "many"}}
+    page = render_page([write(tmp_path, ("run", start()), ("rollout", record), ("rollout", bad), END)])
+    assert "64 steps of environments; 3 episodes ended: 2 terminated, 1 were truncated." in page
+    assert "Rows by the age of their weights, in versions: 64 of age 0." in page
+    assert "no row had another log-probability" in page and "mean return" in page

@@ -75,3 +75,9 @@ def test_ticks_of_a_narrow_range_are_told_apart() -> None:
 def test_an_axis_does_not_begin_at_minus_zero() -> None:
     chart = render_chart("Loss", [ChartCurve("a", "loss", [(-0.0, 1.0), (8.0, 2.0)])])
     assert "-0<" not in chart and ">0<" in chart
+
+
+@pytest.mark.parametrize("step", [0.0, 5.0])
+def test_a_single_point_is_a_dot_even_at_step_zero(step: float) -> None:
+    html = str(render_chart("return", [ChartCurve("mean", "c0", [(step, 3.0)])]))
+    assert 'class="dot"' in html and "nan" not in html

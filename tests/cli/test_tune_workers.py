@@ -118,6 +118,7 @@ def test_a_trial_that_loses_two_workers_has_failed_and_the_study_continues(tmp_p
     study = remote.finish()
     assert [trial.status for trial in study.trials] == ["failed", "complete"]
     assert "killed 2 times" in study.trials[0].reason
+    assert "failed: killed 2 times; it was resumed once" in (study.folder / "study.html").read_text()
     assert [lease.end for lease in study.leases] == ["killed", "killed", "done"]
 
 

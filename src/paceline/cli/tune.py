@@ -205,7 +205,7 @@ Tasks = Annotated[
 
 def study_hpo(
     seeds: Seeds = 5,
-    trials: StudyTrials = 12,
+    trials: StudyTrials = 20,
     workers: Annotated[int, typer.Option("--workers", min=1, help="Trials at the same time.")] = 2,
     tasks: Tasks = None,
     out: common_options.Out = None,

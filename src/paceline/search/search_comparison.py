@@ -31,8 +31,6 @@ from paceline.studies.sweep_summary import MeanAndDeviation
 from paceline.tuning.machine_facts import describe_machine
 
 SEARCHES = ("grid", "random", "tpe")
-NUM_TRIALS = 12
-"""Size of the grids below, so that all searches have equal numbers of trials."""
 
 _NEAR = 0.2
 _COLORS = {"grid": "#0072b2", "random": "#d55e00", "tpe": "#009e73"}
@@ -54,18 +52,20 @@ class SearchTask:
     free: Mapping[str, Any]
 
 
-_RATE, _BATCH = "optimizer.lr", {"choice": [16, 32, 64]}
+# the grids have 20 combinations: TPE draws its first 10 trials at random
+_RATE, _RATES = "optimizer.lr", {"choice": [1e-4, 5.62e-4, 3.16e-3, 1.78e-2, 1e-1]}
+_BATCH = {"choice": [16, 32, 64, 128]}
 TASKS: Mapping[str, SearchTask] = {
     "digits": SearchTask(
         'task = "digits"\nepochs = 4\n[options]\nhidden = [32]\n',
-        {_RATE: {"choice": [1e-4, 1e-3, 1e-2, 1e-1]}, "batch.size": _BATCH},
+        {_RATE: _RATES, "batch.size": _BATCH},
         {_RATE: {"log": [1e-4, 1e-1]}, "batch.size": _BATCH},
     ),
     "text": SearchTask(
         'task = "byte-gpt"\nsteps = 60\n[options]\ncontext = 32\nlayers = 1\nheads = 2\nwidth = 32\n'
         "train_tokens = 65536\nheld_out_tokens = 8192\nsample_tokens = 0\n[batch]\nsize = 16\n"
         '[optimizer]\nname = "adamw"\n',
-        {_RATE: {"choice": [1e-4, 1e-3, 1e-2, 1e-1]}, "schedule.warmup_steps": {"choice": [1, 15, 30]}},
+        {_RATE: _RATES, "schedule.warmup_steps": {"choice": [1, 10, 20, 30]}},
         {_RATE: {"log": [1e-4, 1e-1]}, "schedule.warmup_steps": {"range": [1, 30]}},
     ),
 }

@@ -210,7 +210,7 @@ class LeaseServer:
 
     @property
     def address(self) -> str:
-        """Where workers connect."""
+        """The address at which workers connect."""
         return format_address(self._entrance.host, self.port)
 
     def close(self) -> None:

@@ -150,7 +150,7 @@ def test_a_database_of_optuna_is_read(tmp_path: Path) -> None:
     pytest.importorskip("sqlalchemy")
     record = optuna.create_study(storage=f"sqlite:///{tmp_path}/one.db", direction="maximize")
     record.optimize(lambda trial: -trial.suggest_float("optimizer.lr", 1e-4, 1e-1, log=True), n_trials=4)
-    record.optimize(lambda trial: trial.suggest_float("optimizer.lr", 1.0, 2.0, log=True), n_trials=2)  # outside
+    record.optimize(lambda trial: trial.suggest_float("optimizer.lr", 1.0, 2.0, log=True), n_trials=2)
     values = tables(LR, search=f"optuna:{tmp_path}/one.db", direction="maximize")
     sampler = build_sampler(plan_study(values))
     assert isinstance(sampler, samplers.OptunaSampler)

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -355,3 +356,43 @@ def test_a_study_of_a_function_that_builds_the_task(tmp_path: Path) -> None:
     assert {lease.run for lease in study.leases} == {
         f"trial-{number:04d}{seed}" for number in (0, 1) for seed in ("", "-seed-2")
     }
+
+
+# Settings of distribution, with time to a target (S9, Z21)
+
+
+DISTRIBUTED = """
+[study]
+objective = "seconds to loss<=12"
+search = "grid"
+proposals = 3
+validation = 0.2
+[space]
+"strategy" = { choice = ["replicas=1", "replicas=2 codec=int8", "sync=local:2"] }
+"schedule.decay" = { choice = ["cosine", "linear"] }
+"""
+
+
+@pytest.mark.capability("S9", "Z21")
+def test_settings_of_distribution_are_searched_by_the_time_to_a_target(tmp_path: Path) -> None:
+    recipe = RECIPE.replace("epochs = 8", "epochs = 6").replace("seconds = 0.0", "seconds = 0.01")
+    folder = prepare(tmp_path, DISTRIBUTED, recipe)
+    done = run(folder, *words(6, 2, "--json", "--set", "optimizer.lr=0.05", "--set", "runtime.threads=1"))
+    assert done.returncode == 0, done.stderr
+    said, study = json.loads(done.stdout), open_study(folder / "out")
+    assert [trial.status for trial in study.trials] == ["complete"] * 6
+    assert len(said["strategies"]) == 3 and all(row[0] == 2 for row in said["strategies"].values())
+    # a value is the time of that trial's first evaluation at or below the target
+    for trial in study.trials:
+        recorded = read_run(study.folder / trial.name)
+        loss = next((e for e in recorded.evaluations if e["loss"] <= 12), None)
+        assert (trial.value is None) == (loss is None)
+        steps = [step for step in recorded.steps if loss is not None and step["step"] < loss["step"]]
+        assert trial.value is None or trial.value >= 0.9 * sum(step["seconds"] for step in steps)
+    values = {trial.number: trial.value for trial in study.trials if trial.value is not None}
+    assert values and study.best is not None and study.best.value == min(values.values())
+    # alone: no trial's time has another trial in it, although there are two workers
+    spans = sorted((lease.began, lease.began + lease.seconds) for lease in study.leases)
+    assert all(before[1] <= after[0] for before, after in pairwise(spans))
+    sizes = {read_run(study.folder / trial.name).ranks for trial in study.trials}
+    assert sizes == {1, 2}

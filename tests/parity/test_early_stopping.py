@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from paceline.recipe import EvaluateRecipe, Recipe
 from paceline.session import fit, run_folder
 from paceline.session.early_stopping import EvaluationScores
 from paceline.session.evaluation import Evaluation
+from paceline.session.fit_loop import RunSchedule
 from paceline.task import Loss, Task
 from paceline.testing import run_ranks
 from paceline.testing.parity import build_test_session
@@ -93,6 +95,23 @@ def test_a_run_ends_after_its_patience_on_any_number_of_ranks_and_after_a_resume
     assert run(Cluster.single(), stopping_recipe(tmp_path / "half"), resume=True)[0] <= steps
     shelf = CheckpointCatalog.read(StorageFolder(str(tmp_path / "one" / "checkpoints")))
     assert max(values[kept.step] for kept in shelf.whole) == end["best"]
+
+
+def test_an_evaluation_that_a_stop_has_prevented_is_made_by_the_resumed_run(tmp_path: Path) -> None:
+    """A signal ends a round before what is due after it; here the round is the one to step 10 of 20."""
+
+    def stopped_at_ten(folder: Path) -> list[int]:
+        recipe = stopping_recipe(folder, steps=20, patience=0)
+        session, heard = build_test_session(Cluster.single(), recipe, separable), Heard()
+        with patch.object(RunSchedule, "_evaluate_and_save", lambda self, before: before >= 9):
+            assert fit(session, folder, [heard], until="steps:10").steps == 10
+        return [
+            e["step"] for name, e in run(Cluster.single(), recipe, resume=True)[1] if name == "evaluation"
+        ]
+
+    assert stopped_at_ten(tmp_path / "whole") == [10, 15, 20]
+    with patch.object(RunSchedule, "make_missed_evaluation", lambda self: None):
+        assert stopped_at_ten(tmp_path / "twin") == [15, 20]
 
 
 def test_patience_counts_evaluations_since_the_best() -> None:

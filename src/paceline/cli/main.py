@@ -82,6 +82,16 @@ COMMANDS = (
         "Search for the best settings of RECIPE; the same command continues where it stopped.",
     ),
     CommandEntry(
+        "tune work",
+        "tune:work",
+        "Run trials of a study that another machine coordinates, until it ends.",
+    ),
+    CommandEntry(
+        "study hpo",
+        "tune:study_hpo",
+        "Compare grid, random and TPE searches on digits and on text; write tables, a plot and a page.",
+    ),
+    CommandEntry(
         "run", "run_script:run", "Run SCRIPT with its arguments on every process, as torchrun does.", _ANY
     ),
     CommandEntry("runs", "runs:runs", "List runs, oldest first."),
@@ -197,6 +207,7 @@ GROUPS = {
     "bench": "Measure communication, machines and environments.",
     "schedule": "Inspect pipeline schedules.",
     "plan": "Predict what a job needs before it starts.",
+    "study": "Run a study and write its report.",
 }
 
 
@@ -233,7 +244,9 @@ def build_app(words: Sequence[str] | None = None) -> typer.Typer:
     groups = {name: _group(app, name, about) for name, about in GROUPS.items()}
     for command in COMMANDS:
         group, _, name = command.words.rpartition(" ")
-        is_called = words is None or command.words.split() == list(words[: 1 + bool(group)])
+        if group not in GROUPS:  # "tune work": `tune` is a command
+            group, name = "", command.words
+        is_called = words is None or command.words == " ".join(words[: 1 + bool(group)])
         parent, function = groups[group] if group else app, load(command) if is_called else _not_loaded
         parent.command(name, short_help=command.about, context_settings=command.settings)(function)
     return app
@@ -265,6 +278,8 @@ def main() -> None:
             from paceline.cli.common_options import fill_resume_value
 
             words = fill_resume_value(words)
+        if words[:2] == ["tune", "work"]:
+            words = ["tune work", *words[2:]]
         try:
             build_app(words)(args=words, prog_name="paceline")
         finally:

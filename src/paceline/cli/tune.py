@@ -11,7 +11,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -21,7 +21,7 @@ from paceline.errors import RecipeError
 
 if TYPE_CHECKING:
     from paceline.recipe.recipe import Recipe
-    from paceline.search import Study
+    from paceline.search import Study, WorkerEntrance
 
 _INTERRUPTED_EXIT_CODE = 130
 STUDY_PAGE = "study.html"
@@ -36,11 +36,33 @@ Trials = Annotated[
         "--trials", min=1, help="Number of trials. Default: the size of a grid.", show_default=False
     ),
 ]
-Workers = Annotated[int, typer.Option("--workers", min=1, help="Trials that run at the same time.")]
+Workers = Annotated[
+    int, typer.Option("--workers", min=0, help="Trials that run at the same time on this machine.")
+]
+Listen = Annotated[
+    str | None,
+    typer.Option(
+        "--listen",
+        metavar="HOST:PORT",
+        help="Let workers of other machines join there; needs --token-file. Port 0: a free one.",
+        show_default=False,
+    ),
+]
+LeaseSeconds = Annotated[
+    float, typer.Option("--lease", min=1.0, help="Seconds without a heartbeat after which a worker is lost.")
+]
 Reuse = Annotated[
     Path | None,
     typer.Option(
         "--reuse", help="Take complete runs with equal recipes from this study's folder.", show_default=False
+    ),
+]
+
+
+Export = Annotated[
+    Literal["optuna"] | None,
+    typer.Option(
+        "--export", help="Also write the trials to a storage for optuna-dashboard.", show_default=False
     ),
 ]
 
@@ -50,10 +72,14 @@ def tune(
     space: SpaceFile = None,
     trials: Trials = None,
     workers: Workers = 1,
+    listen: Listen = None,
+    token_file: common_options.TokenFile = "",
+    lease: LeaseSeconds = 20.0,
     reuse: Reuse = None,
     strategy: common_options.StrategyOption = None,
     settings: common_options.Settings = None,
     out: common_options.Out = None,
+    export: Export = None,
     as_json: common_options.AsJson = False,
 ) -> None:
     """Search for the best settings of RECIPE; the same command continues where it stopped."""
@@ -84,6 +110,7 @@ def tune(
         folder=folder,
         trials=trials,
         workers=workers,
+        entrance=_entrance(listen, token_file, lease, workers),
         reuse=reuse,
         report=lambda line: print_plain(line, console),
     )
@@ -95,7 +122,132 @@ def tune(
         print_plain("stopped; the same command continues", console)
         sys.exit(_INTERRUPTED_EXIT_CODE)
     _show(study, as_json)
+    if export is not None:
+        from paceline.search.optuna_storage import export_trials
+
+        path = export_trials(study.folder, study.plan, study.trials)
+        print_plain(f"storage: {path} (optuna-dashboard {path})", console)
     sys.exit(0 if study.best is not None else 1)
+
+
+def _entrance(listen: str | None, token_file: str, lease: float, workers: int) -> WorkerEntrance | None:
+    from paceline.search import WorkerEntrance
+
+    if listen is None:
+        if not workers:
+            raise RecipeError(
+                "0 workers and none that could join",
+                where="--workers",
+                next_step="pass --listen HOST:PORT --token-file KEY, or --workers 1",
+            )
+        return None
+    return WorkerEntrance(*_split(listen, "--listen"), _read_key(token_file), lease)
+
+
+def _split(address: str, where: str) -> tuple[str, int]:
+    from paceline.recipe.log_recipe import split_address
+
+    try:
+        return split_address(address)
+    except ValueError:
+        raise RecipeError(
+            f"expected HOST:PORT, found '{address}'", where=where, next_step="for example 10.0.0.1:29700"
+        ) from None
+
+
+def _read_key(token_file: str) -> str:
+    token = common_options.read_token(token_file, insecure=False, nodes=1)
+    if not token:
+        raise RecipeError(
+            "workers of other machines need a key: without it, anyone could join",
+            next_step="pass the same file on each machine: --token-file KEY; or set PACELINE_TOKEN",
+        )
+    return token
+
+
+Address = Annotated[str, typer.Argument(metavar="HOST:PORT", help="Where the coordinator listens.")]
+StudyFolder = Annotated[
+    Path | None,
+    typer.Option(
+        "--out",
+        help="Folder of the study as this machine sees it. Default: as the coordinator does.",
+        show_default=False,
+    ),
+]
+Patience = Annotated[
+    float, typer.Option("--wait", min=0.0, help="Seconds for which the coordinator may be gone.")
+]
+
+
+def work(
+    address: Address,
+    token_file: common_options.TokenFile = "",
+    out: StudyFolder = None,
+    wait: Patience = 60.0,
+) -> None:
+    """Run trials of a study that another machine coordinates, until it ends."""
+    from paceline.job.rendezvous import StoreAccess
+    from paceline.search import serve_leases
+
+    host, port = _split(address, "HOST:PORT")
+    access = StoreAccess(1, host, port, _read_key(token_file), tls=True)
+    serve_leases(access, out, wait, lambda line: print_plain(line, output()))
+    print_plain("the study needs this worker no more")
+
+
+Seeds = Annotated[int, typer.Option("--seeds", min=1, help="Seeds of each search, from 1.")]
+StudyTrials = Annotated[int, typer.Option("--trials", min=2, help="Trials of each search.")]
+Tasks = Annotated[
+    list[str] | None,
+    typer.Option("--task", help="Only this task: digits or text. Repeatable.", show_default=False),
+]
+
+
+def study_hpo(
+    seeds: Seeds = 5,
+    trials: StudyTrials = 20,
+    workers: Annotated[int, typer.Option("--workers", min=1, help="Trials at the same time.")] = 2,
+    tasks: Tasks = None,
+    out: common_options.Out = None,
+    as_json: common_options.AsJson = False,
+) -> None:
+    """Compare grid, random and TPE searches on digits and on text; write tables, a plot and a page."""
+    from paceline.search import StudyStopped, search_comparison
+
+    unknown = sorted(set(tasks or ()) - set(search_comparison.TASKS))
+    if unknown:
+        raise RecipeError(f"unknown task '{unknown[0]}'", where="--task", next_step="digits or text")
+    folder = out or Path("studies") / "hpo"
+    console = error_output() if as_json else output()
+    request = search_comparison.ComparisonRequest(
+        folder,
+        tasks or list(search_comparison.TASKS),
+        search_comparison.SEARCHES,
+        seeds,
+        trials,
+        workers,
+        lambda resolved: common_options.processes_for(resolved, None, 1),
+        lambda line: print_plain(line, console),
+    )
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        studies = search_comparison.run_comparison(request)
+    except (KeyboardInterrupt, StudyStopped):
+        print_plain("stopped; the same command continues", console)
+        sys.exit(_INTERRUPTED_EXIT_CODE)
+    lines, values = search_comparison.render_lines(studies), search_comparison.summarize_comparison(studies)
+    files = {
+        "results.json": json.dumps(values, indent=1) + "\n",
+        "table.txt": "\n".join(lines) + "\n",
+        "plot.svg": search_comparison.render_search_plot(studies),
+        STUDY_PAGE: search_comparison.render_search_page(studies),
+    }
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    if as_json:
+        print_json(values)
+    for line in (*lines, f"page: {folder / STUDY_PAGE}"):
+        print_plain(line, console)
 
 
 def _show(study: Study, as_json: bool) -> None:

@@ -78,12 +78,16 @@ def open_store(access: StoreAccess, deadline_seconds: float) -> Store:
 
 def read_store_value(access: StoreAccess, key: str, deadline_seconds: float) -> str:
     """Read a value from the store without becoming a member; raises the errors of `open_store`."""
-    visitor = replace(access, number=access.number + VISITOR_OFFSET)
-    client = StoreClient(_connect_with_retry(visitor, deadline_seconds))
+    client = connect_store(replace(access, number=access.number + VISITOR_OFFSET), deadline_seconds)
     try:
         return client.wait([key], deadline_seconds)[0].decode()
     finally:
         client.close()
+
+
+def connect_store(access: StoreAccess, deadline_seconds: float) -> StoreClient:
+    """Connect to a store that another process serves, without torch; raises the errors of `open_store`."""
+    return StoreClient(_connect_with_retry(access, deadline_seconds))
 
 
 def _serve_store(access: StoreAccess) -> socket.socket:

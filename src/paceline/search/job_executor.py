@@ -1,18 +1,17 @@
-"""What runs the runs of a study: jobs in the worker slots of this machine, or a function of the user."""
+"""What runs the runs of a study: jobs in worker slots of this and other machines, or the user's function."""
 
 from __future__ import annotations
 
 import json
 import math
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import DataError
-from paceline.job.cluster import process_environment
 from paceline.job.cpu_count import num_cores
 from paceline.launch.fork_client import fork_server
 from paceline.observe.file_writing import publish_json
@@ -21,11 +20,12 @@ from paceline.recipe.recipe import Recipe, to_toml
 from paceline.report.run_files import CHECKPOINTS, RECIPE, is_run_folder
 from paceline.report.run_reader import read_run
 from paceline.search.objective import Objective
+from paceline.search.study_log import Lease
 from paceline.search.study_runner import TrialRun
 from paceline.search.trial_rank import REQUEST, RESOLVED, RESULT
-from paceline.search.worker_slots import RunEnd, SlotRequest, WorkerSlot
+from paceline.search.worker_slots import RunEnd, RunSlot, SlotRequest, WorkerSlot
 
-_PRELOADED = (
+PRELOADED = (
     "paceline.cli.main",
     "paceline.cli.tune",
     "paceline.search.trial_rank",
@@ -35,33 +35,38 @@ _LOOK, _TEST, _VALUE = "look", "test", "value.json"
 
 
 class JobExecutor:
-    """Runs that are jobs of this machine.
+    """Runs that are jobs.
 
     Args:
         study: folder of the study.
         objective: reads the results.
-        slots: one for each run at a time.
+        slots: by number; others may join. Number 0 is one of this machine.
         sharing: number of jobs among which the cores are divided. It does not depend on the number of slots,
             since the number of threads can change the bits of a sum.
     """
 
-    def __init__(self, study: Path, objective: Objective, slots: list[WorkerSlot], sharing: int) -> None:
-        self._study, self._objective, self._slots, self._sharing = study.resolve(), objective, slots, sharing
+    def __init__(
+        self, study: Path, objective: Objective, slots: MutableMapping[int, RunSlot], sharing: int
+    ) -> None:
+        self._study, self._objective, self._sharing = study.resolve(), objective, sharing
+        self.slots = slots
 
     @classmethod
     @contextmanager
-    def open(cls, study: Path, objective: Objective, workers: int, sharing: int) -> Iterator[JobExecutor]:
-        """Start a fork server and the slots; end them at the end of the block."""
-        with fork_server(_PRELOADED) as variables:
-            environ = {**process_environment(), **variables}
-            slots = [WorkerSlot(number, environ) for number in range(workers)]
+    def open(
+        cls, study: Path, objective: Objective, workers: int, sharing: int, environ: Mapping[str, str]
+    ) -> Iterator[JobExecutor]:
+        """Start a fork server, unless the variables name one, and the slots; end them with the block."""
+        with fork_server(PRELOADED, environ) as variables:
+            environ = {**environ, **variables}
+            slots: dict[int, RunSlot] = {number: WorkerSlot(environ) for number in range(max(1, workers))}
             try:
                 yield cls(study, objective, slots, sharing)
             finally:
-                for slot in slots:
+                for slot in slots.values():
                     slot.close()
 
-    def execute(self, run: TrialRun, until: str | None, slot: int) -> RunEnd:
+    def execute(self, run: TrialRun, lease: Lease) -> RunEnd:
         """Run until a rung or the end, from the last checkpoint if there is one."""
         folder = run.folder.resolve()
         folder.mkdir(parents=True, exist_ok=True)
@@ -69,8 +74,8 @@ class JobExecutor:
         if not resumes:  # an attempt without a checkpoint starts again, so its measurements would count twice
             for path in (folder / METRICS, folder / RECIPE, *rotated_files(folder / METRICS)):
                 path.unlink(missing_ok=True)
-        request = {"work": "train", "until": until, "resumes": resumes}
-        return self._send(folder, run.recipe, run.processes, request, slot)
+        request = {"work": "train", "until": lease.until, "resumes": resumes}
+        return self._send(folder, run.recipe, run.processes, request, lease)
 
     def is_complete(self, run: TrialRun) -> bool:
         """Return whether the run has been trained to its end."""
@@ -102,14 +107,14 @@ class JobExecutor:
 
     def stop(self) -> None:
         """Let runs save and end."""
-        for slot in self._slots:
+        for slot in [*self.slots.values()]:
             slot.stop()
 
     def _work(self, work: str, recipe: Recipe, processes: int, more: Mapping[str, Any]) -> None:
         folder = self._study / work
         folder.mkdir(parents=True, exist_ok=True)
         request = {"work": work, "until": None, "resumes": False, **more}
-        end, reason = self._send(folder, recipe, processes, request, 0)
+        end, reason = self._send(folder, recipe, processes, request, Lease(-1, work, None))
         if end != "done":
             raise DataError(
                 f"the {'task cannot be evaluated' if work == _LOOK else 'test set cannot be evaluated'}:"
@@ -119,12 +124,15 @@ class JobExecutor:
             )
 
     def _send(
-        self, folder: Path, recipe: Recipe, processes: int, request: Mapping[str, Any], slot: int
+        self, folder: Path, recipe: Recipe, processes: int, request: Mapping[str, Any], lease: Lease
     ) -> RunEnd:
         threads = recipe.runtime.threads or max(1, num_cores() // (self._sharing * processes))
         (folder / RESOLVED).write_text(to_toml(recipe), encoding="utf-8")
         publish_json(folder / REQUEST, {**request, "threads": threads})
-        return self._slots[slot].run(
+        slot = self.slots.get(lease.slot)
+        if slot is None:
+            return "lost", "its worker has left"
+        return slot.run(
             SlotRequest(
                 folder=str(folder),
                 processes=processes,
@@ -133,7 +141,8 @@ class JobExecutor:
                 pauses=request["until"] is not None,
                 grace_seconds=recipe.checkpoint.grace_seconds,
                 stuck_seconds=recipe.runtime.deadline_seconds,
-            )
+            ),
+            lease.number,
         )
 
 
@@ -169,7 +178,7 @@ class FunctionExecutor:
     def __init__(self, function: Callable[[Recipe], float]) -> None:
         self._function = function
 
-    def execute(self, run: TrialRun, until: str | None, slot: int) -> RunEnd:
+    def execute(self, run: TrialRun, lease: Lease) -> RunEnd:
         """Call the function, and write its value to the folder of the run."""
         # in a thread, whose future keeps whatever the user's function raises
         with ThreadPoolExecutor(1) as pool:

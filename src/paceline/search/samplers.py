@@ -15,8 +15,14 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Protocol
 
-from paceline.errors import MissingExtraError, RecipeError
-from paceline.search.space import Dimension, Params, Space, StudyPlan, label
+from paceline.errors import RecipeError
+from paceline.search.optuna_storage import (
+    build_distributions,
+    import_optuna,
+    read_trials,
+    to_library_values,
+)
+from paceline.search.space import OPTUNA, Dimension, Params, Space, StudyPlan, label
 from paceline.search.study_log import TrialStatus
 
 _ATTEMPTS = 64
@@ -67,6 +73,8 @@ def build_sampler(plan: StudyPlan) -> Sampler:
         return GridSampler(space)
     if search == "random":
         return RandomSampler(space, seed)
+    if search.startswith(OPTUNA):
+        return OptunaSampler(space, "tpe", seed, read_trials(search.removeprefix(OPTUNA), plan))
     if ":" in search:
         return FunctionSampler(space, seed, _import_function(search))
     return OptunaSampler(space, search, seed)
@@ -173,13 +181,14 @@ def _import_function(path: str) -> ProposalFunction:
 class OptunaSampler:
     """One of Optuna's samplers, without a storage.
 
-    Scores are minimized. A stopped trial is passed as pruned, with its score at its step, which a sampler
-    ranks behind all complete ones of a later step. A failed one has the worst score seen. Refused trials and
-    duplicates are passed as failed, which samplers ignore.
+    `earlier` trials are Optuna's own, from a storage; they are learned from. Scores are minimized. A stopped
+    trial is passed as pruned, with its score at its step, which a sampler ranks behind all complete ones of a
+    later step. A failed one has the worst score seen. Refused trials and duplicates are passed as failed,
+    which samplers ignore.
     """
 
-    def __init__(self, space: Space, search: str, seed: int) -> None:
-        optuna = _import_optuna()
+    def __init__(self, space: Space, search: str, seed: int, earlier: Sequence[Any] = ()) -> None:
+        optuna = import_optuna()
         self._optuna, self._space = optuna, space
         samplers = {"tpe": "TPESampler", "gp": "GPSampler", "cma-es": "CmaEsSampler"}
         arguments: dict[str, Any] = {"seed": seed, "warn_independent_sampling": False}
@@ -189,6 +198,7 @@ class OptunaSampler:
             warnings.simplefilter("ignore")  # of experimental options
             sampler = getattr(optuna.samplers, samplers[search])(**arguments)
         self._study = optuna.create_study(sampler=sampler, direction="minimize")
+        self._study.add_trials(earlier)
         self._distributions = build_distributions(optuna, space.dimensions)
         self._trials: dict[int, Any] = {}
         self._worst = -math.inf
@@ -232,40 +242,6 @@ class OptunaSampler:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self._study.tell(trial, value, state)
-
-
-def _import_optuna() -> Any:
-    try:
-        import optuna
-    except ImportError as error:
-        raise MissingExtraError(
-            "this search needs Optuna, which is not installed",
-            next_step='pip install "paceline[tune]", or search = "random"',
-        ) from error
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    return optuna
-
-
-def build_distributions(optuna: Any, dimensions: Sequence[Dimension]) -> dict[str, Any]:
-    """Return Optuna's distributions by key."""
-    return {dimension.key: _distribution(optuna, dimension) for dimension in dimensions}
-
-
-def to_library_values(dimensions: Sequence[Dimension], params: Params) -> dict[str, Any]:
-    """Return the values of a trial as Optuna has them: choices by index, since it takes no lists."""
-    return {
-        d.key: d.choices.index(params[d.key]) if d.kind == "choice" else params[d.key] for d in dimensions
-    }
-
-
-def _distribution(optuna: Any, dimension: Dimension) -> Any:
-    kinds = optuna.distributions
-    if dimension.kind == "choice":
-        return kinds.CategoricalDistribution(tuple(range(len(dimension.choices))))
-    is_log = dimension.kind == "log"
-    if dimension.whole:
-        return kinds.IntDistribution(dimension.low, dimension.high, log=is_log, step=dimension.step or 1)
-    return kinds.FloatDistribution(dimension.low, dimension.high, log=is_log, step=dimension.step or None)
 
 
 def _from_optuna(dimension: Dimension, value: Any) -> Any:

@@ -61,7 +61,9 @@ class StudyRecipe(RecipeTable):
         default=None,
         description="left out: losses, errors, perplexities and costs are minimized, others maximized",
     )
-    search: str = Field(default="tpe", description='grid, random, tpe, gp, cma-es or "module:function"')
+    search: str = Field(
+        default="tpe", description='grid, random, tpe, gp, cma-es, "optuna:FILE" or "module:function"'
+    )
     proposals: int = Field(default=4, ge=1, description="trials that are proposed together")
     seed: int = Field(default=1, ge=0, lt=2**32, description="the key of all proposals")
     seeds: int = Field(default=1, ge=1, description="runs of a trial, whose mean counts")
@@ -305,6 +307,9 @@ def _check_stop(stop: StopRecipe, locate: KeyLocator) -> None:
         )
 
 
+OPTUNA = "optuna:"
+"""Begins the name of a search that continues from a storage of Optuna."""
+
 SEARCHES = ("grid", "random", "tpe", "gp", "cma-es")
 
 
@@ -312,8 +317,8 @@ def _check_search(search: str, space: Space, locate: KeyLocator) -> None:
     if search not in SEARCHES and ":" not in search:
         near = closest_word(search, SEARCHES)
         raise RecipeError(
-            f'study.search: expected one of {", ".join(SEARCHES)}, or "module:function", found "{search}"'
-            + (f'; did you mean "{near}"?' if near else ""),
+            f'study.search: expected one of {", ".join(SEARCHES)}, "optuna:FILE" or "module:function",'
+            f' found "{search}"' + (f'; did you mean "{near}"?' if near else ""),
             where=locate([("study", "search")]),
         )
     endless = [dimension.key for dimension in space.dimensions if dimension.size is None]

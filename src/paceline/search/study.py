@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import DataError, RecipeError
+from paceline.job.cluster import process_environment
 from paceline.recipe.recipe import Recipe
 from paceline.recipe.toml_text import parse_toml
 from paceline.search.job_executor import FunctionExecutor, JobExecutor, find_complete_runs
+from paceline.search.remote_workers import LeaseServer, WorkerEntrance
 from paceline.search.space import Params, StudyPlan, label, override_texts, plan_study
 from paceline.search.study_log import Event, Lease, StudyLog, Trial
 from paceline.search.study_runner import (
@@ -25,6 +27,7 @@ from paceline.search.study_runner import (
     require_workers,
 )
 from paceline.search.trial_rank import save_task
+from paceline.search.worker_slots import SlotPool
 
 _EVALUATE_EVERY = 20
 """Steps between evaluations at the recipe's own batch size, for a target, if the recipe sets no interval."""
@@ -99,11 +102,13 @@ class StudyRequest:
         count_processes: returns the number of processes of a recipe's job; raises a RecipeError.
         folder: of the study.
         trials: number of trials; None: the size of the grid.
-        workers: runs at the same time.
+        workers: runs at the same time on this machine; 0 with `entrance`: none.
+        entrance: where workers of other machines join; None: there are none.
         reuse: folder of a study, or of several, whose complete runs are taken.
         function: of the user, in place of jobs; None: jobs.
         task: function that builds the task, in place of the one that the recipe names.
         report: receives a line for the user.
+        environ: variables of the jobs; None: those of this process.
     """
 
     plan: StudyPlan
@@ -112,10 +117,12 @@ class StudyRequest:
     folder: Path
     trials: int | None
     workers: int = 1
+    entrance: WorkerEntrance | None = None
     reuse: Path | None = None
     function: Callable[[Recipe], float] | None = None
     task: Callable[..., Any] | None = None
     report: Callable[[str], None] = lambda line: None
+    environ: Mapping[str, str] | None = None
 
 
 def run_study(request: StudyRequest) -> Study:
@@ -142,16 +149,37 @@ def run_study(request: StudyRequest) -> Study:
             resolve = _Resolver(request, base, None)
             StudyRunner(plan, log, executor, resolve, request.workers, request.report).run(trials)
             return Study.of(plan, log)
-        sharing = 1 if plan.alone else plan.study.proposals
-        workers = 1 if plan.alone else request.workers
-        with JobExecutor.open(request.folder, plan.objective, workers, sharing) as jobs:
+        with _open_jobs(request) as (jobs, pool):
             first = base.replace(evaluate=base.evaluate.replace(validation=plan.study.validation))
             task = jobs.look(first, request.count_processes(base))
             plan.objective.require_metric(task["metrics"])
             resolve = _Resolver(request, base, task["samples"])
             resolve.require_early_evaluation(base)
-            StudyRunner(plan, log, jobs, resolve, request.workers, request.report, reusable).run(trials)
+            # with workers of other machines, as many runs at a time as a batch has
+            workers = request.workers if request.entrance is None else plan.study.proposals
+            StudyRunner(plan, log, jobs, resolve, workers, request.report, reusable, slots=pool).run(trials)
             return Study.of(plan, log)
+
+
+@contextmanager
+def _open_jobs(request: StudyRequest) -> Iterator[tuple[JobExecutor, SlotPool]]:
+    """Start the slots of this machine, and listen for workers of others."""
+    plan, workers = request.plan, request.workers
+    if plan.alone:
+        workers = min(1, workers)
+    sharing = 1 if plan.alone else plan.study.proposals
+    pool = SlotPool(range(workers))
+    with ExitStack() as stack:
+        jobs = stack.enter_context(
+            JobExecutor.open(
+                request.folder, plan.objective, workers, sharing, request.environ or process_environment()
+            )
+        )
+        if request.entrance is not None:
+            server = LeaseServer(request.entrance, request.folder, jobs.slots, pool, request.report)
+            stack.callback(server.close)
+            request.report(f"workers: paceline tune work {server.address} --token-file KEY")
+        yield jobs, pool
 
 
 def _check_base(plan: StudyPlan, base: Recipe, request: StudyRequest) -> None:

@@ -270,7 +270,7 @@ class Lease:
         run: name of the run folder.
         until: rung at which it pauses; None: the end.
         end: how it ended; None: it has not. "killed": a process of it, or the slot, was killed. "stopped": by
-            the user. "lost": the coordinator ended before it.
+            the user. "lost": the coordinator ended before it, or its worker left.
         reason: of an end that is no success.
         seconds: between the two lines.
         load: the machine's load when it began, without it.
@@ -306,12 +306,12 @@ class LeaseLog:
         open_leases = [lease.number for lease in self.leases if lease.end is None]
         self._append({"event": "end", "lease": number, "end": "lost", "reason": ""} for number in open_leases)
 
-    def begin(self, run: str, until: str | None, slot: int) -> int:
-        """Give a run to a slot; returns the number of the lease."""
+    def begin(self, run: str, until: str | None, slot: int) -> Lease:
+        """Give a run to a slot; returns the lease."""
         number, load = len(self.leases), round(os.getloadavg()[0], 2)
         event = {"event": "lease", "lease": number, "run": run, "until": until, "slot": slot, "load": load}
         self._append([event])
-        return number
+        return self.leases[number]
 
     def finish(self, number: int, end: LeaseEnd, reason: str) -> None:
         """Record the end of a lease."""

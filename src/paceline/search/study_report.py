@@ -16,7 +16,7 @@ from paceline.errors import format_count
 from paceline.report.html_page import ComparisonTable, render_comparison_page
 from paceline.report.run_files import is_run_folder
 from paceline.report.run_reader import RecordedRun, read_run
-from paceline.search.samplers import build_distributions, to_library_values
+from paceline.search.optuna_storage import build_distributions, to_library_values
 from paceline.search.space import Dimension, Params, label
 from paceline.search.study import Study
 from paceline.search.study_log import Trial
@@ -232,19 +232,21 @@ def _saved_share(trials: Sequence[Trial]) -> float | None:
 
 
 def _waiting_share(study: Study) -> float | None:
-    """Return the idle share of the slots between the first begin and the last end of each batch's rung."""
-    slots = len({lease.slot for lease in study.leases})
+    """Return the idle share of a batch's slots between the first begin and the last end of each rung."""
     batch_of = {trial.name: trial.batch for trial in study.trials}
     phases: dict[tuple[Any, ...], list[tuple[float, float]]] = {}
+    slots: dict[int | None, set[int]] = {}
     for lease in study.leases:
         if lease.end is not None and lease.end != "lost":
             batch = batch_of.get(lease.run[: len("trial-0000")])
+            slots.setdefault(batch, set()).add(lease.slot)
             phases.setdefault((batch, lease.until), []).append((lease.began, lease.began + lease.seconds))
     windows = sum(
-        max(end for _, end in spans) - min(begin for begin, _ in spans) for spans in phases.values()
+        len(slots[batch]) * (max(end for _, end in spans) - min(begin for begin, _ in spans))
+        for (batch, _), spans in phases.items()
     )
     busy = sum(end - begin for spans in phases.values() for begin, end in spans)
-    return max(0.0, 1 - busy / (slots * windows)) if windows and slots else None
+    return max(0.0, 1 - busy / windows) if windows else None
 
 
 # ---------------------------------------------------------------------- text and page

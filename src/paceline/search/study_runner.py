@@ -25,8 +25,8 @@ from paceline.recipe.recipe import Recipe, to_toml
 from paceline.search.samplers import DistinctProposals, Observation, build_sampler
 from paceline.search.space import Params, StudyPlan, label
 from paceline.search.stopping import continues_in_asha, surviving_trials
-from paceline.search.study_log import Event, LeaseEnd, StudyLog, Trial, finite
-from paceline.search.worker_slots import RunEnd
+from paceline.search.study_log import Event, Lease, LeaseEnd, StudyLog, Trial, finite
+from paceline.search.worker_slots import RunEnd, SlotPool
 
 _POLL_SECONDS = 0.2
 _MAX_KILLS = 2
@@ -57,8 +57,8 @@ class TrialRun:
 class RunExecutor(Protocol):
     """What runs the runs of a study: jobs in worker slots, or a function of the user."""
 
-    def execute(self, run: TrialRun, until: str | None, slot: int) -> RunEnd:
-        """Run until a rung, or to the end if `until` is None, and wait for that."""
+    def execute(self, run: TrialRun, lease: Lease) -> RunEnd:
+        """Run until the rung of the lease, or to the end if it has none, and wait for that."""
 
     def is_complete(self, run: TrialRun) -> bool:
         """Return whether the run has been trained to its end."""
@@ -113,6 +113,7 @@ class StudyRunner:
         workers: runs at the same time, at most `study.proposals`.
         report: receives a line for the user.
         reusable: folders of complete runs of other studies, by identity.
+        slots: of the runs; None: as many as workers. Others can join and leave.
     Raises:
         RecipeError: there are more workers than proposals, or the rule contradicts the recipe.
     """
@@ -126,6 +127,8 @@ class StudyRunner:
         workers: int,
         report: Callable[[str], None] = lambda line: None,
         reusable: Mapping[str, Path] | None = None,
+        *,
+        slots: SlotPool | None = None,
     ) -> None:
         require_workers(plan, workers)
         self._plan, self._log, self._executor, self._resolve = plan, log, executor, resolve
@@ -134,7 +137,7 @@ class StudyRunner:
         self._seen: dict[str, int] = {}
         self._known_runs: dict[tuple[int, int], TrialRun] = {}
         self._lock = threading.Lock()
-        self._slots = set(range(self._workers))
+        self._slots = SlotPool(range(self._workers)) if slots is None else slots
         self._sampler = DistinctProposals(plan.space, build_sampler(plan), plan.study.seed)
 
     def run(self, trials: int) -> None:
@@ -148,6 +151,7 @@ class StudyRunner:
         # the pool waits for its runs when the block ends, so an error has to stop them first
         with ThreadPoolExecutor(self._workers) as pool, ExitStack() as on_error:
             on_error.callback(self._executor.stop)
+            on_error.callback(self._slots.close)
             self._pool = pool
             self._run_batches(trials)
             self._confirm()
@@ -264,9 +268,9 @@ class StudyRunner:
         position = iter(ends)
         return {number: [next(position) for _ in of_trial] for number, of_trial in runs.items()}
 
-    def _run_all(self, calls: Sequence[Callable[[int], Any]]) -> list[Any]:
-        """Make calls on the slots, the first ones first; returns their results in this order."""
-        futures: list[Future[Any]] = [self._pool.submit(self._with_slot, call) for call in calls]
+    def _run_all(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Make calls in threads, the first ones first; returns their results in this order."""
+        futures: list[Future[Any]] = [self._pool.submit(call) for call in calls]
         pending = set(futures)
         with ExitStack() as on_error:
             on_error.callback(lambda: [future.cancel() for future in futures])
@@ -277,15 +281,6 @@ class StudyRunner:
                     future.result()
             on_error.pop_all()
         return [future.result() for future in futures]
-
-    def _with_slot(self, call: Callable[[int], Any]) -> Any:
-        with self._lock:
-            slot = self._slots.pop()
-        try:
-            return call(slot)
-        finally:
-            with self._lock:
-                self._slots.add(slot)
 
     def _runs(self, trial: Trial) -> list[TrialRun]:
         return [self._run_of(trial, seed, "trial") for seed in range(self._plan.study.seeds)]
@@ -301,7 +296,7 @@ class StudyRunner:
             self._known_runs[trial.number, seed] = run
         return run
 
-    def _run(self, run: TrialRun, until: str | None, slot: int) -> RunEnd:
+    def _run(self, run: TrialRun, until: str | None) -> RunEnd:
         """Run until a rung, unless that has been done; a run that is killed is resumed once."""
         with self._lock:
             earlier = self._log.leases.of(run.name)
@@ -314,9 +309,11 @@ class StudyRunner:
         if self._executor.is_complete(run):
             return "done", ""
         while num_kills < _MAX_KILLS:
-            end, reason = self._lease(run, until, slot)
+            end, reason = self._lease(run, until)
             if end == "stopped":
                 raise StudyStopped
+            if end == "lost":  # its worker left before a process of the run was killed
+                continue
             if end != "killed":
                 return end, reason
             num_kills += 1
@@ -325,16 +322,20 @@ class StudyRunner:
             )
         return "killed", f"killed {num_kills} times; it was resumed once"
 
-    def _lease(self, run: TrialRun, until: str | None, slot: int) -> RunEnd:
+    def _lease(self, run: TrialRun, until: str | None) -> RunEnd:
+        slot = self._slots.take()
+        if slot is None:
+            raise StudyStopped
         with self._lock:
-            number = self._log.leases.begin(run.name, until, slot)
+            lease = self._log.leases.begin(run.name, until, slot)
         end: LeaseEnd = "lost"
         reason = ""
         try:
-            end, reason = self._executor.execute(run, until, slot)
+            end, reason = self._executor.execute(run, lease)
         finally:
             with self._lock, suppress(OSError):
-                self._log.leases.finish(number, end, reason)
+                self._log.leases.finish(lease.number, end, reason)
+            self._slots.give_back(slot)
         return end, reason
 
     # ------------------------------------------------------------------ results
@@ -397,11 +398,11 @@ class StudyRunner:
         self._log.append({"event": "stopped", "trial": trial.number, "step": step, "value": finite(value)})
         self._report(f"trial {trial.number}  {label(trial.params)}  stopped after step {step}, {value:.6g}")
 
-    def _run_asha(self, trial: Trial, slot: int) -> None:
+    def _run_asha(self, trial: Trial) -> None:
         """Run a trial from rung to rung until it stops or ends."""
         while not trial.has_ended:
             rung = len(trial.rungs)
-            ends = [self._run(run, self._plan.rung(rung), slot) for run in self._runs(trial)]
+            ends = [self._run(run, self._plan.rung(rung)) for run in self._runs(trial)]
             with self._lock:
                 self._log_phase(trial, ends)
                 score = self._plan.objective.rung_score

@@ -2,7 +2,7 @@
 
 A slot is a process that runs `main`; it reads a request per line and answers it with
 how the run ended. Each run has processes of its own, which die with the slot, as the slot does with the
-coordinator.
+coordinator. A slot of a worker on another machine also dies when its lease is not renewed.
 Invariant: a request has exactly one answer, or the slot is gone and a new one takes its place.
 """
 
@@ -10,17 +10,21 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO
+from queue import SimpleQueue
+from typing import IO, Protocol
 
-from paceline.errors import NumericError, RecipeError
+from paceline.errors import DeadlineError, NumericError, RecipeError
 from paceline.job.cluster import process_environment
 from paceline.launch.job_spec import LaunchJob
 from paceline.launch.launcher import launch
@@ -32,6 +36,9 @@ from paceline.search.study_log import LeaseEnd
 _EXIT_SECONDS = 10.0
 _SLOT = "from paceline.search.worker_slots import main; main()"
 _STOP_CODES = (129, 130, STOPPED_EXIT_CODE)
+_READ_BYTES = 1 << 16
+_POLL_SECONDS = 0.2
+_NO_SLOT_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
@@ -43,6 +50,8 @@ class SlotRequest:
         processes, threads, servers: of its job.
         pauses: the run may end before its last step without being stopped.
         grace_seconds, stuck_seconds: see `ShutdownTimeouts`.
+        lease_seconds: the slot kills itself, and so the run, when `renew` was not called for so long; 0:
+            never.
     """
 
     folder: str
@@ -52,41 +61,114 @@ class SlotRequest:
     pauses: bool = False
     grace_seconds: float = 30.0
     stuck_seconds: float = 120.0
+    lease_seconds: float = 0.0
 
 
 RunEnd = tuple[LeaseEnd, str]
 """How a run ended, and the reason if it is no success."""
 
 
-class WorkerSlot:
-    """The coordinator's end of one slot.
+class RunSlot(Protocol):
+    """A place for one run at a time, in this machine or another."""
+
+    def run(self, request: SlotRequest, lease: int) -> RunEnd:
+        """Run a request under the lease with this number, and wait for its end."""
+
+    def stop(self) -> None:
+        """Let the run save and end, and start no other one."""
+
+    def close(self) -> None:
+        """End the processes of the slot."""
+
+
+class SlotPool:
+    """The numbers of slots that have no run. Slots can join and leave; any thread may call.
 
     Args:
-        number: from 0.
+        numbers: of the slots at the beginning.
+        patience_seconds: for how long `take` waits while there is no slot at all.
+    """
+
+    def __init__(self, numbers: Iterable[int] = (), patience_seconds: float = _NO_SLOT_SECONDS) -> None:
+        self._free = deque(numbers)
+        self._known = set(self._free)
+        self._patience_seconds = patience_seconds
+        self._is_closed = False
+        self._changed = threading.Condition()
+
+    def add(self, number: int) -> None:
+        """Let a slot join."""
+        with self._changed:
+            self._known.add(number)
+            self._free.append(number)
+            self._changed.notify()
+
+    def remove(self, number: int) -> None:
+        """Let a slot leave; `give_back` ignores it from now on."""
+        with self._changed:
+            self._known.discard(number)
+            if number in self._free:
+                self._free.remove(number)
+
+    def take(self) -> int | None:
+        """Wait for a slot without a run; None if the pool is closed.
+
+        Raises:
+            DeadlineError: for a long time there was no slot at all.
+        """
+        expires = time.monotonic() + self._patience_seconds
+        with self._changed:
+            while not self._free and not self._is_closed:
+                if self._known:
+                    expires = time.monotonic() + self._patience_seconds
+                elif time.monotonic() > expires:
+                    raise DeadlineError(
+                        f"no worker has joined the study for {self._patience_seconds:g} s",
+                        next_step="start workers: paceline tune work HOST:PORT --token-file KEY; the same"
+                        " command continues the study",
+                    )
+                self._changed.wait(_POLL_SECONDS)
+            return None if self._is_closed else self._free.popleft()
+
+    def give_back(self, number: int) -> None:
+        """Return a slot whose run has ended."""
+        with self._changed:
+            if number in self._known:
+                self._free.append(number)
+                self._changed.notify()
+
+    def close(self) -> None:
+        """Let no run begin any more."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+
+class WorkerSlot:
+    """A slot of this machine, at the end of who uses it.
+
+    Args:
         environ: variables of the slot; they name the fork server, if there is one.
     """
 
-    def __init__(self, number: int, environ: Mapping[str, str]) -> None:
-        self.number = number
+    def __init__(self, environ: Mapping[str, str]) -> None:
         self._environ = environ
         self._process: subprocess.Popen[str] | None = None
         self._stopping = False
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may call `stop` in between
 
     @property
     def pid(self) -> int:
         """Process ID; 0 if it was not started yet."""
         return self._process.pid if self._process is not None else 0
 
-    def run(self, request: SlotRequest) -> RunEnd:
+    def run(self, request: SlotRequest, lease: int) -> RunEnd:
         """Run a request and wait for its end; a slot that dies is a run that was killed."""
         process = self._started()
         if process is None:
             return "stopped", ""
-        stdin, stdout = _pipes(process)
-        with suppress(BrokenPipeError):
-            stdin.write(json.dumps(asdict(request)) + "\n")
-            stdin.flush()
+        self._write(process, json.dumps(asdict(request)))
+        _, stdout = _pipes(process)
         # without a deadline: the launcher in the slot has those of the job
         answer = stdout.readline()
         if not answer.endswith("\n"):
@@ -94,6 +176,24 @@ class WorkerSlot:
             return ("stopped", "") if self._stopping else ("killed", "its worker slot was killed")
         end, reason = json.loads(answer)
         return ("stopped", "") if self._stopping and end == "paused" else (end, reason)
+
+    def renew(self) -> None:
+        """Extend the lease of the run; see `SlotRequest.lease_seconds`."""
+        process = self._process
+        if process is not None:
+            self._write(process, "")
+
+    def kill(self) -> None:
+        """Kill the process, and so its run."""
+        process = self._process
+        if process is not None:
+            process.kill()
+
+    def _write(self, process: subprocess.Popen[str], line: str) -> None:
+        stdin, _ = _pipes(process)
+        with self._lock, suppress(BrokenPipeError):
+            stdin.write(line + "\n")
+            stdin.flush()
 
     def stop(self) -> None:
         """Let the run save and end, and start no other one."""
@@ -170,7 +270,28 @@ def main() -> None:
     """Answer requests until the coordinator closes its end or is gone."""
     die_with_parent(int(sys.argv[1]))
     environ = process_environment()
-    for line in sys.stdin:
-        end, reason = _launch(SlotRequest(**json.loads(line)), environ)
+    requests: SimpleQueue[SlotRequest | None] = SimpleQueue()
+    threading.Thread(target=_read_requests, args=(requests,), daemon=True, name="slot-requests").start()
+    while (request := requests.get()) is not None:
+        end, reason = _launch(request, environ)
         sys.stdout.write(json.dumps([end, reason]) + "\n")
         sys.stdout.flush()
+
+
+def _read_requests(requests: SimpleQueue[SlotRequest | None]) -> None:
+    """Pass requests on; kill this process, and so its run, if the lease is not renewed in time."""
+    received, seconds, renewed = b"", 0.0, time.monotonic()
+    while True:
+        wait_seconds = max(0.0, renewed + seconds - time.monotonic()) if seconds else None
+        if not select.select([0], [], [], wait_seconds)[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        data = os.read(0, _READ_BYTES)
+        renewed = time.monotonic()
+        if not data:
+            requests.put(None)
+            return
+        *lines, received = (received + data).split(b"\n")
+        for line in filter(None, lines):  # an empty line renews
+            request = SlotRequest(**json.loads(line))
+            seconds = request.lease_seconds
+            requests.put(request)

@@ -460,6 +460,10 @@ class CheckpointSchedule:
         scores = {int(step): float(score) for step, score in saved.items()}
         return {step: score for step, score in scores.items() if step <= session.state.step}
 
+    def lacks_score(self, step: int) -> bool:
+        """Return whether a saved run has no evaluation at a step; equal on all ranks."""
+        return self._saver is not None and not self.best.has(step)
+
     def begin_final_save(self) -> None:
         """Begin to save the last state of the fit, unless it has a checkpoint already; collective."""
         if self._saver is None:

@@ -102,6 +102,10 @@ class EvaluationScores:
         self._scores[evaluation.step] = score
         return score
 
+    def has(self, step: int) -> bool:
+        """Return whether there is an evaluation at a step."""
+        return step in self._scores
+
     def is_over(self) -> bool:
         """Return whether the last `patience` evaluations were no better than one before them."""
         patience = self._options.patience

@@ -221,15 +221,16 @@ class RunSchedule:
             self._evaluate_and_save(before)
 
     def make_missed_evaluation(self) -> None:
-        """Make the evaluation that was due when the run stopped, if the rate depends on it; collective.
+        """Make the evaluation that was due when the run stopped; collective.
 
         A run that stops by a signal or at its last step saves before it evaluates, or does not evaluate.
         """
-        session, plateau = self._session, self._session.plateau
+        session, plateau, step = self._session, self._session.plateau, self._session.state.step
         every_steps = session.recipe.evaluate.every_steps
-        if plateau is None or self.done:
+        if not every_steps or not step or self.done:
             return
-        if interval_passed(every_steps, plateau.step, session.state.step):
+        is_missed = self._checkpoints.lacks_score(step) and step % every_steps == 0
+        if is_missed or (plateau is not None and interval_passed(every_steps, plateau.step, step)):
             self._reduce_on_plateau(self.evaluate())
 
     def _reduce_on_plateau(self, evaluation: Evaluation | None) -> None:

@@ -230,7 +230,7 @@ def test_equal_recipes_run_once_and_refused_ones_never(tmp_path: Path) -> None:
 
 # Results that do not depend on workers; replay (S3, S4)
 
-SEARCHES = ["random", "tpe", "cma-es", "tests.unit.search.test_study:towards_best"]
+SEARCHES = ["random", "tpe", "gp", "cma-es", "tests.unit.search.test_study:towards_best"]
 
 
 def towards_best(space: Space, observations: Any, count: int, seed: int) -> list[dict[str, Any]]:
@@ -256,7 +256,7 @@ def slow(delays: dict[int, float]) -> Callable[[Recipe], float]:
 @pytest.mark.capability("S4")
 @pytest.mark.parametrize("search", SEARCHES)
 def test_the_log_does_not_depend_on_workers_and_replays(tmp_path: Path, search: str) -> None:
-    if search in ("tpe", "cma-es"):
+    if search in ("tpe", "gp", "cma-es"):
         pytest.importorskip("optuna")
     space = {**LR, "batch.size": {"choice": [16, 32]}, "optimizer.weight_decay": {"range": [0.0, 0.1]}}
     values = tables(space, search=search)

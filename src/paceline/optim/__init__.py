@@ -4,6 +4,7 @@ from paceline.optim.adafactor import Adafactor
 from paceline.optim.adam_to_sgd import AdamToSGD
 from paceline.optim.build_optimizer import build_optimizer, fused_is_supported, reason_not_fused
 from paceline.optim.compatibility import require_elementwise, require_one_gradient
+from paceline.optim.kfac import KFac
 from paceline.optim.lamb_lars import Lamb, Lars
 from paceline.optim.lr_schedule import LearningRateSchedule, build_schedule
 from paceline.optim.muon import Muon
@@ -16,6 +17,7 @@ __all__ = [
     "Adafactor",
     "AdamToSGD",
     "ByGroup",
+    "KFac",
     "Lamb",
     "Lars",
     "LearningRateSchedule",

@@ -19,6 +19,7 @@ from paceline.errors import TaskError
 from paceline.optim.adabound import AdaBound
 from paceline.optim.adafactor import Adafactor
 from paceline.optim.adam_to_sgd import AdamToSGD
+from paceline.optim.kfac import KFac
 from paceline.optim.lamb_lars import Lamb, Lars
 from paceline.optim.muon import Muon
 from paceline.optim.user_optimizer import ByGroup
@@ -285,6 +286,23 @@ _EXCLUDED_KINDS: Mapping[str, Callable[[nn.Module], list[nn.Parameter]]] = {
     "embeddings": lambda model: _of_modules(model, (nn.Embedding, nn.EmbeddingBag)),
 }
 """Parameters of a kind, by their shape or by the type of their module; names say nothing."""
+
+
+def kfac(
+    model: nn.Module, groups: ParamGroups, recipe: OptimizerRecipe, *, fused: bool
+) -> torch.optim.Optimizer:
+    """Build K-FAC for `OptimizerSpec`."""
+    return KFac(
+        model,
+        groups,
+        recipe.lr,
+        momentum=recipe.momentum,
+        damping=recipe.damping,
+        factor_decay=recipe.factor_decay,
+        factor_interval=recipe.factor_interval,
+        inverse_interval=recipe.inverse_interval,
+        kl_clip=recipe.kl_clip,
+    )
 
 
 def adafactor(

@@ -162,4 +162,19 @@ OPTIMIZER_SPECS = (
         reads=("momentum", "nesterov", "adjust_lr_fn", "adamw_on", "betas", "eps", "weight_decay"),
         defaults=(("momentum", 0.95), ("nesterov", True)),
     ),
+    OptimizerSpec(
+        word="kfac",
+        summary="the gradient of a layer between the inverses of two factors of its curvature",
+        build=f"{_BUILD}kfac",
+        reads=(
+            "momentum",
+            "weight_decay",
+            "damping",
+            "factor_decay",
+            "factor_interval",
+            "inverse_interval",
+            "kl_clip",
+        ),
+        defaults=(("lr", 0.1), ("momentum", 0.9)),
+    ),
 )

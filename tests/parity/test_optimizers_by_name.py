@@ -24,7 +24,7 @@ from tests.recipes import recipe_of
 
 STEPS, SIZE, CLIP = 6, 12, 0.05
 SPECS = {spec.word: spec for spec in OPTIMIZER_SPECS}
-SECOND_ORDER = ("kfac",)
+SECOND_ORDER = ("kfac", "newton_cg")
 WHOLE = [word for word, spec in SPECS.items() if not (spec.elementwise or word in SECOND_ORDER)]
 IN_PARTS = ("replicas=1 shard=2 zero=1", "replicas=1 shard=2 zero=3", "replicas=1 tensor=2")
 WHOLE_TENSORS = ("replicas=2", "replicas=1 pipeline=2", "servers=1 sync=server", "replicas=2 lanes=2")

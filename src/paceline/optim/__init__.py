@@ -8,6 +8,7 @@ from paceline.optim.kfac import KFac
 from paceline.optim.lamb_lars import Lamb, Lars
 from paceline.optim.lr_schedule import LearningRateSchedule, build_schedule
 from paceline.optim.muon import Muon
+from paceline.optim.newton_cg import NewtonCG
 from paceline.optim.reduce_on_plateau import PLATEAU_KEY, PlateauRates, ReduceOnPlateau
 from paceline.optim.slot_norms import SlotGroup, SlotOptimizer, slot_norms
 from paceline.optim.user_optimizer import ByGroup, UserOptimizer
@@ -22,6 +23,7 @@ __all__ = [
     "Lars",
     "LearningRateSchedule",
     "Muon",
+    "NewtonCG",
     "PlateauRates",
     "ReduceOnPlateau",
     "SlotGroup",

@@ -22,6 +22,7 @@ from paceline.optim.adam_to_sgd import AdamToSGD
 from paceline.optim.kfac import KFac
 from paceline.optim.lamb_lars import Lamb, Lars
 from paceline.optim.muon import Muon
+from paceline.optim.newton_cg import NewtonCG
 from paceline.optim.user_optimizer import ByGroup
 from paceline.recipe.optimizer_recipe import OptimizerRecipe
 from paceline.recipe.registry import OptimizerSpec, known_specs
@@ -303,6 +304,13 @@ def kfac(
         inverse_interval=recipe.inverse_interval,
         kl_clip=recipe.kl_clip,
     )
+
+
+def newton_cg(
+    model: nn.Module, groups: ParamGroups, recipe: OptimizerRecipe, *, fused: bool
+) -> torch.optim.Optimizer:
+    """Build Newton-CG for `OptimizerSpec`."""
+    return NewtonCG(groups, recipe.lr, damping=recipe.damping, max_cg_steps=recipe.max_cg_steps)
 
 
 def adafactor(

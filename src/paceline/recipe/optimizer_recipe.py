@@ -129,7 +129,12 @@ class OptimizerRecipe(RecipeTable):
         " embeddings and what is no matrix",
     )
     damping: Annotated[float, need_of_optimizer("damping")] = Field(
-        default=1e-3, ge=0, description="multiple of the identity that is added to the curvature"
+        default=1e-3,
+        ge=0,
+        description="multiple of the identity that is added to the curvature; newton_cg: 0 if left out",
+    )
+    max_cg_steps: Annotated[int, need_of_optimizer("max_cg_steps")] = Field(
+        default=100, ge=1, description="most Hessian-vector products of an update"
     )
     factor_decay: Annotated[_Share, need_of_optimizer("factor_decay")] = Field(
         default=0.95, description="share of the old factors that an update of the factors keeps"

@@ -76,6 +76,7 @@ CASES = {
     "optimizer.factor_interval": Case(2, {"optimizer.name": "kfac"}),
     "optimizer.inverse_interval": Case(5, {"optimizer.name": "kfac"}),
     "optimizer.kl_clip": Case(0.1, {"optimizer.name": "kfac"}),
+    "optimizer.max_cg_steps": Case(5, {"optimizer.name": "newton_cg"}),
     "optimizer.l2": Case(0.5, {"optimizer.name": "sgd"}),
     "optimizer.decay_on": Case("all", {"optimizer.weight_decay": 0.1}),
     "schedule.warmup_from": Case(0.5, {"schedule.warmup_steps": 2}),

@@ -177,4 +177,11 @@ OPTIMIZER_SPECS = (
         ),
         defaults=(("lr", 0.1), ("momentum", 0.9)),
     ),
+    OptimizerSpec(
+        word="newton_cg",
+        summary="Newton's method by conjugate gradients, with a line search",
+        build=f"{_BUILD}newton_cg",
+        reads=("l2", "damping", "max_cg_steps"),
+        defaults=(("lr", 1.0), ("damping", 0.0)),
+    ),
 )

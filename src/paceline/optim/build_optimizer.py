@@ -344,7 +344,7 @@ def muon(
     }
 
     def is_updated_by_muon(p: nn.Parameter) -> bool:
-        return p.dim() == 2 and id(p) not in excluded
+        return p.dim() == 2 and not p.is_complex() and id(p) not in excluded
 
     def select(by_muon: bool) -> ParamGroups:
         selected = [

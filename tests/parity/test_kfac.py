@@ -281,6 +281,34 @@ def test_verify_confirms_convolutions_in_float32(optimizer: dict[str, Any]) -> N
             assert report.ok and report.steps == 4, conclusion_lines(report)
 
 
+def steps_to(optimizer: dict[str, Any], seed: int) -> int:
+    """Return the number of steps after which the mean loss of 8 steps is below 0.05."""
+    recipe = recipe_of(
+        task="digits",
+        steps=200,
+        seed=seed,
+        options={"model": "mlp", "hidden": [64, 64]},
+        batch={"size": 128, "shards": 1},
+        optimizer=optimizer,
+    )
+    session, losses = build_test_session(Cluster.single(), recipe), list[float]()
+    for stats in session.rounds():
+        losses.append(stats.loss)
+        if len(losses) >= 8 and sum(losses[-8:]) / 8 < 0.05:
+            break
+    session.close()
+    return len(losses)
+
+
+@pytest.mark.capability("J6")
+def test_it_takes_fewer_steps_than_sgd_on_digits_over_5_seeds() -> None:
+    """SGD at the best of 8 settings of rate and momentum; docs/howto/optimizers.md has the times."""
+    sgd = [steps_to({"name": "sgd", "lr": 0.2, "momentum": 0.9}, seed) for seed in range(5)]
+    kfac = [steps_to({"name": "kfac"}, seed) for seed in range(5)]
+    assert all(ours < 0.7 * theirs for ours, theirs in zip(kfac, sgd, strict=True)), (kfac, sgd)
+    assert sum(kfac) < 0.5 * sum(sgd)
+
+
 def test_recomputed_blocks_and_fp16_scales_change_nothing() -> None:
     """A block that runs again in backward is no second use, and factors do not have the scale of the loss."""
 

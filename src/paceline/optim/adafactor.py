@@ -51,7 +51,7 @@ class Adafactor(SlotOptimizer, torch.optim.Adafactor):
             group.slots[p]: (p, -p.grad if options["maximize"] else p.grad, options)
             for options in self.param_groups
             for p in options["params"]
-            if p.grad is not None and prod(group.slots[p].shape)
+            if p.grad is not None and 0 not in group.slots[p].shape
         }
         means = self._factor_means({slot: grad for slot, (_, grad, _) in parts.items()}, group)
         updates = {
@@ -74,7 +74,7 @@ class Adafactor(SlotOptimizer, torch.optim.Adafactor):
         shapes = {
             slot.name: ((*slot.shape[:-1], 1), (*slot.shape[:-2], 1, slot.shape[-1]))
             for slot, _ in self.owned_tensors(group)
-            if len(slot.shape) > 1 and prod(slot.shape)
+            if len(slot.shape) > 1 and 0 not in slot.shape
         }
         sizes = [prod(shape) for pair in shapes.values() for shape in pair]
         device = next((grad.device for grad in grads.values()), torch.device("cpu"))

@@ -138,15 +138,15 @@ class KFac(SlotOptimizer):
         self,
         model: nn.Module,
         params: Iterable[Any] | None = None,
-        lr: float = 0.1,
+        lr: float = 0.3,
         *,
-        momentum: float = 0.9,
+        momentum: float = 0.8,
         weight_decay: float = 0.0,
-        damping: float = 1e-3,
+        damping: float = 0.03,
         factor_decay: float = 0.95,
         factor_interval: int = 1,
         inverse_interval: int = 10,
-        kl_clip: float | None = 1e-3,
+        kl_clip: float | None = 0.01,
     ) -> None:
         if damping < 0 or min(factor_interval, inverse_interval) < 1 or not 0 <= factor_decay < 1:
             raise TaskError(

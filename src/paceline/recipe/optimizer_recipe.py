@@ -76,7 +76,7 @@ class OptimizerRecipe(RecipeTable):
     momentum: Annotated[float, need_of_optimizer("momentum")] = Field(
         default=0.0,
         ge=0,
-        description="share of the last update that is kept; if left out, muon: 0.95, lars, kfac: 0.9",
+        description="share of the last update that is kept; if left out, muon: 0.95, lars: 0.9, kfac: 0.8",
     )
     nesterov: Annotated[
         bool,
@@ -129,7 +129,7 @@ class OptimizerRecipe(RecipeTable):
         " embeddings and what is no matrix",
     )
     damping: Annotated[float, need_of_optimizer("damping")] = Field(
-        default=1e-3,
+        default=0.03,
         ge=0,
         description="multiple of the identity that is added to the curvature; newton_cg: 0 if left out",
     )
@@ -146,7 +146,7 @@ class OptimizerRecipe(RecipeTable):
         default=10, ge=1, description="updates from one inversion of the factors to the next"
     )
     kl_clip: Annotated[float, need_of_optimizer("kl_clip")] = Field(
-        default=1e-3,
+        default=0.01,
         gt=0,
         description="largest sum of lr^2 times update times gradient, by which updates are shortened",
     )

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import TaskError
-from paceline.optim import AdaBound, Muon, build_optimizer
+from paceline.optim import Muon, build_optimizer
+from paceline.optim.adabound import AdaBound
 from paceline.recipe.optimizer_recipe import OptimizerRecipe
 from paceline.recipe.registry.optimizer_specs import OPTIMIZER_SPECS
 

@@ -175,7 +175,7 @@ OPTIMIZER_SPECS = (
             "inverse_interval",
             "kl_clip",
         ),
-        defaults=(("lr", 0.1), ("momentum", 0.9)),
+        defaults=(("lr", 0.3), ("momentum", 0.8)),
     ),
     OptimizerSpec(
         word="newton_cg",

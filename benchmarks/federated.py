@@ -9,10 +9,12 @@ from __future__ import annotations
 import copy
 import importlib.util
 import itertools
+import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from typing import Any
@@ -210,25 +212,42 @@ def flower_with_ray(options: Options) -> Table:
     return Table("Flower with Ray on two cores, the same clients and model", columns, [row])
 
 
-def build_large(options: Options, vectorize: int, cluster: Cluster) -> Sequence[Side]:
-    """Clients of a wider model, of which each takes 20 ms or more."""
+class ConvNet(nn.Sequential):
+    """Two convolutions on images of 8 x 8, whose weights fit into the cache of a core."""
+
+    def __init__(self, width: int) -> None:
+        head = [nn.MaxPool2d(2), nn.Flatten(), nn.Linear(16 * width, 10)]
+        body = [nn.Conv2d(1, width, 3, padding=1), nn.ReLU(), nn.Conv2d(width, width, 3, padding=1)]
+        super().__init__(nn.Unflatten(1, (1, 8, 8)), *body, nn.ReLU(), *head)
+
+
+_LARGE = ("convolutions of width 96", "MLP 64-1024-1024-10")
+
+
+def build_large(options: Options, kind: str, cluster: Cluster) -> Sequence[Side]:
+    """Clients of a larger model, of which each takes 20 ms or more."""
     torch.set_num_threads(1)
-    hidden = (64,) if options.quick else (1024, 1024)
-    task = task_of(hidden, 100 * 40)
-    return [session_side("rounds", vectorize, cluster, task, batch=10)]
+    task = task_of((1024, 1024), 100 * 40)
+    if kind != _LARGE[1]:
+        task = replace(task, model=ConvNet(96))
+    return [session_side("rounds", 0, cluster, task, batch=10)]
 
 
 def two_processes(options: Options) -> Table:
-    """One and two processes with the same rounds."""
-    steps = 2 if options.quick else 4
-    found = [
-        measure_pair(partial(build_large, options, 0), repeats=5, steps=steps, warmup=2, num_ranks=ranks)[0]
-        for ranks in (1, 2)
-    ]
-    one, two = (series.median_seconds for series in found)
-    row = (f"{1e3 * one / _COHORT:.1f}", f"{1e3 * one:.0f}", f"{1e3 * two:.0f}", f"{one / two:.2f}")
-    columns = ("ms a client", "ms a round, one process", "two processes", "speed-up")
-    return Table("MLP 64-1024-1024-10, clients of 40 samples, 10 a round", columns, [row])
+    """One and two processes with the same rounds, by turns."""
+    turns, steps = (1, 1) if options.quick else (3, 4)
+    rows = []
+    for kind in _LARGE:
+        seconds: dict[int, list[float]] = {1: [], 2: []}
+        for ranks in (1, 2) * turns:
+            build = partial(build_large, options, kind)
+            found = measure_pair(build, repeats=3, steps=steps, warmup=2, num_ranks=ranks)[0]
+            seconds[ranks].append(found.median_seconds)
+        one, two = (statistics.median(seconds[ranks]) for ranks in (1, 2))
+        cells = (f"{1e3 * one / _COHORT:.1f}", f"{1e3 * one:.0f}", f"{1e3 * two:.0f}", f"{one / two:.2f}")
+        rows.append((kind, *cells))
+    columns = ("model", "ms a client", "ms a round, one process", "two processes", "speed-up")
+    return Table("Clients of 40 samples, 10 a round, batches of 10", columns, rows)
 
 
 def measure(options: Options) -> Report:

@@ -155,7 +155,7 @@ from torch import nn
 
 from paceline.recipe.registry import OptimizerSpec
 
-SPEC = OptimizerSpec(word="kfac", summary="K-FAC over linear layers", build="kfac_optimizer:kfac")
+SPEC = OptimizerSpec(word="own_kfac", summary="K-FAC over linear layers", build="kfac_optimizer:kfac")
 DAMPING, KEPT = 0.1, 0.9
 
 
@@ -291,7 +291,7 @@ MODULES = {
     "half_codec": ("paceline.codec", "half", CODEC),
     "noted_rule": ("paceline.sync", "noted", RULE),
     "tensor_layout": ("paceline.layout", "by-tensor", LAYOUT),
-    "kfac_optimizer": ("paceline.optimizer", "kfac", OPTIMIZER),
+    "kfac_optimizer": ("paceline.optimizer", "own_kfac", OPTIMIZER),
     "normalised_optimizer": ("paceline.optimizer", "normalised", NORMALISED),
     "csv_sink": ("paceline.sink", "table", SINK),
     "broken_sink": ("paceline.sink", "broken", BROKEN_SINK),
@@ -335,7 +335,7 @@ for name, (strategy, *changes) in json.loads(sys.argv[2]).items():
     except StrategyError as error:
         Path(f"refused-{name}").write_text(str(error))
 """
-KFAC = ("optimizer={name='kfac', lr=0.05}", "schedule={}")
+KFAC = ("optimizer={name='own_kfac', lr=0.05}", "schedule={}")
 KFAC_STRATEGIES = {
     "kfac": "replicas=2",
     "kfac-staged": "replicas=1 pipeline=2",

@@ -24,7 +24,8 @@ from tests.recipes import recipe_of
 
 STEPS, SIZE, CLIP = 6, 12, 0.05
 SPECS = {spec.word: spec for spec in OPTIMIZER_SPECS}
-WHOLE = [word for word, spec in SPECS.items() if not spec.elementwise]
+SECOND_ORDER = ("kfac", "newton_cg")
+WHOLE = [word for word, spec in SPECS.items() if not (spec.elementwise or word in SECOND_ORDER)]
 IN_PARTS = ("replicas=1 shard=2 zero=1", "replicas=1 shard=2 zero=3", "replicas=1 tensor=2")
 WHOLE_TENSORS = ("replicas=2", "replicas=1 pipeline=2", "servers=1 sync=server", "replicas=2 lanes=2")
 
@@ -77,7 +78,8 @@ def distance(found: dict[str, Tensor] | str, right: dict[str, Tensor] | str) -> 
 @pytest.mark.capability("A11", "J13")
 def test_every_optimizer_ends_where_one_process_ends() -> None:
     whole = [(strategy, name) for strategy in WHOLE_TENSORS for name in (*WHOLE, "sgd", "nadam")]
-    cases = [*whole, *((strategy, name) for strategy in IN_PARTS for name in SPECS)]
+    in_parts = [(strategy, name) for strategy in IN_PARTS for name in SPECS if name not in SECOND_ORDER]
+    cases = [*whole, *in_parts]
     right = {name: end(Cluster.single(), recipe(name=name)) for name in SPECS}
     for found in run_ranks(ends, 2, cases):
         for strategy, name in cases:

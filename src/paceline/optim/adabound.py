@@ -64,14 +64,17 @@ class AdaBound(torch.optim.Optimizer):
             state["step"] = torch.zeros(())
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
         state["step"] += 1
+        tensors = [p, grad, state["exp_avg"], state["exp_avg_sq"]]
+        # A complex value is two real ones, each with a rate of its own.
+        values, grad, first, second = (torch.view_as_real(x) for x in tensors) if p.is_complex() else tensors
         if group["weight_decay"]:
-            grad = grad.add(p, alpha=group["weight_decay"])
-        first, second, t = state["exp_avg"], state["exp_avg_sq"], float(state["step"])
+            grad = grad.add(values, alpha=group["weight_decay"])
+        t = float(state["step"])
         first.mul_(beta1).add_(grad, alpha=1 - beta1)
         second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
         low, high = rate_bounds(group, t)
         rate = group["lr"] * (1 - beta2**t) ** 0.5 / (1 - beta1**t)
-        p.sub_((rate / second.sqrt().add_(group["eps"])).clamp_(low, high).mul_(first))
+        values.sub_((rate / second.sqrt().add_(group["eps"])).clamp_(low, high).mul_(first))
 
 
 def rate_bounds(group: dict[str, Any], t: float) -> tuple[float, float]:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from paceline.errors import TaskError
 from paceline.optim.slot_norms import SlotGroup, SlotOptimizer, slot_norms
 from paceline.state.slot import TensorSlot
 
@@ -28,16 +29,29 @@ class Adafactor(SlotOptimizer, torch.optim.Adafactor):
     whole_moments: ClassVar[frozenset[str]] = frozenset({"row_var", "col_var"})
 
     def update_tensors(self) -> None:
-        """Update every parameter that has a gradient; collective over the ranks that hold its parts."""
+        """Update every parameter that has a gradient; collective over the ranks that hold its parts.
+
+        Raises:
+            TaskError: a parameter is complex.
+        """
         group = self.slot_group
+        parameters = [p for options in self.param_groups for p in options["params"]]
+        if any(p.is_complex() for p in parameters):
+            raise TaskError(
+                "Adafactor got a complex parameter, and its factors are those of real squares",
+                next_step="give its real and imaginary parts as parameters, or choose another optimizer",
+            )
         if group.size == 1:
+            # The mean of no values is not defined, and there is nothing to update.
+            for p in (p for p in parameters if not p.numel()):
+                p.grad = None
             torch.optim.Adafactor.step(self)
             return
         parts = {
             group.slots[p]: (p, -p.grad if options["maximize"] else p.grad, options)
             for options in self.param_groups
             for p in options["params"]
-            if p.grad is not None
+            if p.grad is not None and 0 not in group.slots[p].shape
         }
         means = self._factor_means({slot: grad for slot, (_, grad, _) in parts.items()}, group)
         updates = {
@@ -60,7 +74,7 @@ class Adafactor(SlotOptimizer, torch.optim.Adafactor):
         shapes = {
             slot.name: ((*slot.shape[:-1], 1), (*slot.shape[:-2], 1, slot.shape[-1]))
             for slot, _ in self.owned_tensors(group)
-            if len(slot.shape) > 1
+            if len(slot.shape) > 1 and 0 not in slot.shape
         }
         sizes = [prod(shape) for pair in shapes.values() for shape in pair]
         device = next((grad.device for grad in grads.values()), torch.device("cpu"))

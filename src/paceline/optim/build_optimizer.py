@@ -19,8 +19,10 @@ from paceline.errors import TaskError
 from paceline.optim.adabound import AdaBound
 from paceline.optim.adafactor import Adafactor
 from paceline.optim.adam_to_sgd import AdamToSGD
+from paceline.optim.kfac import KFac
 from paceline.optim.lamb_lars import Lamb, Lars
 from paceline.optim.muon import Muon
+from paceline.optim.newton_cg import NewtonCG
 from paceline.optim.user_optimizer import ByGroup
 from paceline.recipe.optimizer_recipe import OptimizerRecipe
 from paceline.recipe.registry import OptimizerSpec, known_specs
@@ -287,6 +289,30 @@ _EXCLUDED_KINDS: Mapping[str, Callable[[nn.Module], list[nn.Parameter]]] = {
 """Parameters of a kind, by their shape or by the type of their module; names say nothing."""
 
 
+def kfac(
+    model: nn.Module, groups: ParamGroups, recipe: OptimizerRecipe, *, fused: bool
+) -> torch.optim.Optimizer:
+    """Build K-FAC for `OptimizerSpec`."""
+    return KFac(
+        model,
+        groups,
+        recipe.lr,
+        momentum=recipe.momentum,
+        damping=recipe.damping,
+        factor_decay=recipe.factor_decay,
+        factor_interval=recipe.factor_interval,
+        inverse_interval=recipe.inverse_interval,
+        kl_clip=recipe.kl_clip,
+    )
+
+
+def newton_cg(
+    model: nn.Module, groups: ParamGroups, recipe: OptimizerRecipe, *, fused: bool
+) -> torch.optim.Optimizer:
+    """Build Newton-CG for `OptimizerSpec`."""
+    return NewtonCG(groups, recipe.lr, damping=recipe.damping, max_cg_steps=recipe.max_cg_steps)
+
+
 def adafactor(
     model: nn.Module, groups: ParamGroups, recipe: OptimizerRecipe, *, fused: bool
 ) -> torch.optim.Optimizer:
@@ -318,7 +344,7 @@ def muon(
     }
 
     def is_updated_by_muon(p: nn.Parameter) -> bool:
-        return p.dim() == 2 and id(p) not in excluded
+        return p.dim() == 2 and not p.is_complex() and id(p) not in excluded
 
     def select(by_muon: bool) -> ParamGroups:
         selected = [

@@ -69,6 +69,43 @@ def _require_right_kernels(optimizer: torch.optim.Optimizer) -> torch.optim.Opti
     return optimizer
 
 
+def require_whole_passes(session: Any, name: str, *, allows_shards: bool) -> None:
+    """Refuse a strategy in which a rank does not run whole layers on whole samples of the global step.
+
+    Args:
+        session: of any rank; it has been built.
+        name: of the optimizer, for the message.
+        allows_shards: ranks may share the state of a replica by ZeRO.
+    Raises:
+        StrategyError: with the reason.
+    """
+    strategy, axes = session.recipe.strategy, session.mesh.axes
+    reasons = {
+        "tensor: a rank has parts of the layers": axes["tensor"].size > 1,
+        "pipeline: a rank has some of the layers": axes["pipeline"].size > 1,
+        "context: a rank runs some positions of each sequence": axes["context"].size > 1,
+        "shard: a rank updates parts of the parameters": axes["shard"].size > 1 and not allows_shards,
+        "servers: they update what workers run": strategy.servers > 0,
+        "lanes: threads run micro-batches side by side": strategy.lanes > 1,
+        "sync: replicas do not update together in every step": len(strategy.sync_words) > 1
+        or bool(strategy.sync_choices)
+        or not strategy.sync_spec.exact,
+        "runtime.compile: compiled layers call no hooks": session.recipe.runtime.compile,
+    }
+    if reason := next((reason for reason, holds in reasons.items() if holds), ""):
+        places = "replicas=N, also with shard=M" if allows_shards else "replicas=N"
+        raise StrategyError(
+            f"{name} needs whole layers and whole samples on a rank, which '{strategy}' does not give it:"
+            f" {reason}",
+            next_step=f"use {places}, or choose an optimizer that needs only gradients",
+        )
+    if session.recipe.reproducible:
+        raise StrategyError(
+            f"reproducible = true, but the sums of {name} over ranks have no fixed order",
+            next_step="leave out reproducible, or choose an optimizer that needs only gradients",
+        )
+
+
 _KNOWN = (
     "SGD",
     "Adam",

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import _muon
 
+from paceline.errors import TaskError
 from paceline.optim.slot_norms import SlotGroup, SlotOptimizer
 from paceline.state.slot import TensorSlot
 
@@ -105,6 +106,11 @@ def _orthogonalise(update: Tensor, options: dict[str, Any]) -> Tensor:
     coefficients, steps, eps = options["ns_coefficients"], options["ns_steps"], options["eps"]
     if not update.numel():
         return update
+    if update.is_complex():
+        raise TaskError(
+            "Muon got a complex matrix, and PyTorch's iteration drops imaginary parts",
+            next_step="give it to another optimizer by ByGroup",
+        )
     if update.dtype != torch.float64:
         return _muon._zeropower_via_newtonschulz(update, coefficients, steps, eps)
     a, b, c = coefficients

@@ -171,11 +171,16 @@ class SlotOptimizer(torch.optim.Optimizer):
     Attributes:
         whole_moments: keys of entries of `self.state[p]` that belong to the whole tensor and are equal on
             all ranks; all other tensors of the shape of a part are split as it is.
+        shared_moments: keys of entries of `self.state` that belong to no parameter and are equal on all
+            ranks.
         is_ordered: its result does not depend on where tensors are split, to the bit.
+        collects_in_backward: it takes more than gradients from the passes of a step; see `begin_backward`.
     """
 
     whole_moments: ClassVar[frozenset[str]] = frozenset()
+    shared_moments: ClassVar[frozenset[str]] = frozenset()
     is_ordered: ClassVar[bool] = False
+    collects_in_backward: ClassVar[bool] = False
     _bound: SlotGroup | None = None
     _group_indices: Mapping[str, int] | None = None
 
@@ -184,6 +189,15 @@ class SlotOptimizer(torch.optim.Optimizer):
         hold its parts.
         """
         raise NotImplementedError(f"{type(self).__name__} has no update_tensors")
+
+    def begin_backward(self, scale: float, losses: Callable[[], Iterable[Any]] | None = None) -> None:
+        """Prepare for the backward passes of a step; called before the first of them.
+
+        Args:
+            scale: factor of the losses in backward, which are sums over items.
+            losses: runs the forwards of this process in the step again, and yields the `Loss` of each with
+                its graph; None: the session gives it otherwise, if at all.
+        """
 
     @overload
     def step(self, closure: None = None) -> None: ...

@@ -124,6 +124,19 @@ class ByGroup(torch.optim.Optimizer):
         """Keys of state that is equal on all ranks which hold parts of a tensor."""
         return frozenset[str]().union(*(getattr(m, "whole_moments", frozenset()) for m in self.members))
 
+    @property
+    def shared_moments(self) -> frozenset[str]:
+        """Keys of state that belongs to no parameter and is equal on all ranks."""
+        return frozenset[str]().union(*(getattr(m, "shared_moments", frozenset()) for m in self.members))
+
+    def begin_backward(self, scale: float, losses: Callable[[], Any] | None = None) -> None:
+        """Prepare the members for the backward passes of a step."""
+        # A layout or a loaded checkpoint can have replaced groups and state since the last step.
+        self._gather()
+        for member in self.members:
+            if isinstance(member, SlotOptimizer):
+                member.begin_backward(scale, losses)
+
     def _gather(self) -> None:
         """Share groups and state with the members; a layout may have replaced parameters of the groups."""
         for i, member in enumerate(self.members):

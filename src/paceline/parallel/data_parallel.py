@@ -10,7 +10,7 @@ parameters. It does not communicate: the sink sums over ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
 from typing import Any
@@ -249,6 +249,20 @@ class ReplicatedRunner:
         sharded = self.sharded_model
         is_alone = not sharded.use.gathers and sharded.seen is nullcontext and sharded.device.type == "cpu"
         return self._run_alone if is_alone and all(slot.is_whole for slot in sharded.computes) else None
+
+    def repeat(self, micro_batches: Iterable[LoadedBatch]) -> Iterator[Loss]:
+        """Yield the loss of micro-batches of training with its graph, at the present weights.
+
+        It is for an optimizer that evaluates the loss in its update. Random numbers are those of the step,
+        and buffers keep their values.
+        """
+        before = [b.clone() for b in self._model.buffers()]
+        for loaded in micro_batches:
+            with self.sharded_model.seen(loaded.batch) as batch:
+                yield self._run_forward(loaded.micro_batch, batch)
+        with torch.no_grad():
+            for b, value in zip(self._model.buffers(), before, strict=True):
+                b.copy_(value)
 
     def abort(self) -> None:
         self.gradients.stop()

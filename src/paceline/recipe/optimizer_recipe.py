@@ -76,7 +76,7 @@ class OptimizerRecipe(RecipeTable):
     momentum: Annotated[float, need_of_optimizer("momentum")] = Field(
         default=0.0,
         ge=0,
-        description="share of the last update that is kept; if left out, muon: 0.95, lars: 0.9",
+        description="share of the last update that is kept; if left out, muon: 0.95, lars: 0.9, kfac: 0.8",
     )
     nesterov: Annotated[
         bool,
@@ -127,6 +127,28 @@ class OptimizerRecipe(RecipeTable):
         strict=False,
         description='patterns of names of matrices that AdamW updates, as "head.*"; it always updates'
         " embeddings and what is no matrix",
+    )
+    damping: Annotated[float, need_of_optimizer("damping")] = Field(
+        default=0.03,
+        ge=0,
+        description="multiple of the identity that is added to the curvature; newton_cg: 0 if left out",
+    )
+    max_cg_steps: Annotated[int, need_of_optimizer("max_cg_steps")] = Field(
+        default=100, ge=1, description="most Hessian-vector products of an update"
+    )
+    factor_decay: Annotated[_Share, need_of_optimizer("factor_decay")] = Field(
+        default=0.95, description="share of the old factors that an update of the factors keeps"
+    )
+    factor_interval: Annotated[int, need_of_optimizer("factor_interval")] = Field(
+        default=1, ge=1, description="updates from one update of the factors to the next"
+    )
+    inverse_interval: Annotated[int, need_of_optimizer("inverse_interval")] = Field(
+        default=10, ge=1, description="updates from one inversion of the factors to the next"
+    )
+    kl_clip: Annotated[float, need_of_optimizer("kl_clip")] = Field(
+        default=0.01,
+        gt=0,
+        description="largest sum of lr^2 times update times gradient, by which updates are shortened",
     )
     trust_coefficient: Annotated[float, need_of_optimizer("trust_coefficient")] = Field(
         default=1e-3, gt=0, description="share of its norm by which a tensor changes at rate 1"

@@ -23,6 +23,7 @@ from paceline.job.mesh import Mesh
 from paceline.models.training_mode import describe_modes, enter_training
 from paceline.observe.step_stats import PhaseTimer
 from paceline.optim.reduce_on_plateau import PLATEAU_KEY, PlateauRates, ReduceOnPlateau
+from paceline.optim.user_optimizer import member_optimizers
 from paceline.parallel.batch_gather import GatheringLoss, RankGather, WholeBatch, gather_scope
 from paceline.parallel.gradient_reduction import build_gradient_norm
 from paceline.parallel.model_layout import ModelLayout, place_model
@@ -146,8 +147,9 @@ def _build_from_base(session_base: SessionBase, recipe: Recipe, task: Task, even
     session.enter_rule = partial(enter_rule, session, build_rule_parts)
     session.add_callbacks(task.callbacks)
     # Optimizers that need more than gradients (for example a closure) may define `on_build(session)`.
-    if hasattr(optimizer, "on_build"):
-        optimizer.on_build(session)
+    for member in member_optimizers(optimizer):
+        if hasattr(member, "on_build"):
+            member.on_build(session)
     if task.attach is not None:
         task.attach(session)
     return session

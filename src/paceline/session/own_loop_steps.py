@@ -22,6 +22,8 @@ from paceline.errors import RecipeError, StrategyError, TaskError, format_count
 from paceline.models.dropout import name_dropouts
 from paceline.models.training_mode import enter_training
 from paceline.observe.step_stats import StepStats
+from paceline.optim.slot_norms import SlotOptimizer
+from paceline.optim.user_optimizer import member_optimizers
 from paceline.parallel.batch_gather import gather_scope
 from paceline.parallel.data_parallel import ReplicatedRunner, backward_scaled
 from paceline.parallel.model_runner import LossSums, MetricNames, check_loss
@@ -92,6 +94,10 @@ def refuse_own_loop(session: Session) -> None:
         "gradients or parameters are freed between uses": runner.sharded_model.frees_gradients,
         "the sync rule changes during the run": session.strategy != session.full_strategy,
         "the sync rule runs micro-batches itself": type(rule) is not EveryStep,
+        "the optimizer takes more than gradients from a step": any(
+            isinstance(member, SlotOptimizer) and member.collects_in_backward
+            for member in member_optimizers(session.state.optimizer)
+        ),
         "reproducible sums need the gradients of each micro-batch separately": recipe.is_ordered,
     }
     why = [reason for reason, holds in reasons.items() if holds]

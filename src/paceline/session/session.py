@@ -14,7 +14,7 @@ This module does not decide when to evaluate or save (`fit_loop`), and does not 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
@@ -34,6 +34,7 @@ from paceline.job.mesh import Mesh
 from paceline.observe.step_stats import StepStats
 from paceline.optim.reduce_on_plateau import PLATEAU_KEY, ReduceOnPlateau
 from paceline.parallel.batch_gather import RankGather
+from paceline.parallel.data_parallel import ReplicatedRunner
 from paceline.parallel.model_layout import ModelLayout
 from paceline.parallel.model_runner import ModelRunner
 from paceline.parallel.session_context import SessionContext
@@ -63,7 +64,7 @@ from paceline.sync.bad_value_locator import LossRecorder
 from paceline.sync.sync_rule import SurvivingRule, SyncRule
 from paceline.sync.update import UpdateStep
 from paceline.sync.weight_average import WeightAverage
-from paceline.task import Task, finish_metrics
+from paceline.task import Loss, Task, finish_metrics
 
 T = TypeVar("T")
 
@@ -549,6 +550,21 @@ class Session:
             return float(self.net.all_reduce(local, self.mesh.world).wait())
 
         return repeat_until_agreed(self, attempt)
+
+    def losses_of_step(self) -> Callable[[], Iterable[Loss]]:
+        """Read this rank's micro-batches of the present step; return a function that yields their losses.
+
+        It is for an optimizer that evaluates the loss in its update; each call runs the forwards again.
+        """
+        micro_batches = self.work.micro_batches(self.state.step)
+        with self.feed.open(micro_batches) as stream:
+            loaded = [next(stream) for _ in micro_batches]
+
+        def run() -> Iterator[Loss]:
+            yield from cast(ReplicatedRunner, self.runner).repeat(loaded)
+            self.session_base.loss_recorder.take()  # these losses belong to no step
+
+        return run
 
     def micro_batches(self) -> Iterator[MicroBatch]:
         """Yield this rank's micro-batches from the state's step to the end of the run."""

@@ -299,6 +299,7 @@ class OptimizerState:
         self._kind = type(optimizer).__name__
         # Those of a `SlotOptimizer`: whole on every rank, whatever part of the parameter it has.
         self._whole_keys: frozenset[str] = getattr(optimizer, "whole_moments", frozenset())
+        self._shared_keys: frozenset[str] = getattr(optimizer, "shared_moments", frozenset())
 
     def optimized(self) -> list[tuple[TensorSlot, nn.Parameter]]:
         """Return the parameters that it updates with their slots, in the order of its groups."""
@@ -372,9 +373,10 @@ class OptimizerState:
             )
         model = self._sharded_model
         is_divided = model.updates_partially or len(model.updates) < len(model.slots)
-        if shared and is_divided:
+        unknown = [key for key in shared if key not in self._shared_keys]
+        if unknown and is_divided:
             raise CheckpointError(
-                f"{self._kind} keeps {next(iter(shared))!r} for all parameters together, but each rank"
+                f"{self._kind} keeps {unknown[0]!r} for all parameters together, but each rank"
                 " updates only some of them",
                 next_step=_WHOLE,
             )

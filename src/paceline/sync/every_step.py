@@ -119,10 +119,12 @@ class EveryStep:
         return self.agree(sums, runner, update_step, scale, recorder.shards, work.shards)
 
     def begin_scale(self, work: MicroBatchWork, state: TrainState) -> float:
-        """Return the factor of the losses of the state's step, and pass it to `on_scale`. Call it before
-        backward.
+        """Return the factor of the losses of the state's step, and pass it to `on_scale` and the optimizer.
+        Call it before backward.
         """
         factor = gradient_scale(work, state, self.items_per_sample)
+        if (begin_backward := getattr(state.optimizer, "begin_backward", None)) is not None:
+            begin_backward(factor)
         if self._on_scale is not None:
             self._on_scale(factor, work.num_samples(state.step) * self.items_per_sample)
         return factor

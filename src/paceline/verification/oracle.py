@@ -22,6 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from math import sqrt
 from typing import Any
 
@@ -387,19 +388,33 @@ class Oracle:
         self.set_buffers(before)
 
     def _forward_backward(self, micro_batch: MicroBatch, before: Tensors, scale: float) -> Loss:
+        self.model.zero_grad()
+        loss = self._forward(micro_batch, before)
+        (loss.total * scale).backward()
+        return loss
+
+    def _forward(self, micro_batch: MicroBatch, before: Tensors) -> Loss:
         self.set_buffers(before)
         self.enter_training(self.model)
-        self.model.zero_grad()
         batch = self.load(micro_batch)
         seed_all(self.model, micro_batch.key)
         with self.autocast():
             loss: Loss = self.task.loss(self.model, batch)
-        (loss.total * scale).backward()
         return loss
+
+    def _losses(self, micro_batches: tuple[MicroBatch, ...]) -> Iterator[Loss]:
+        """Yield the loss of each shard with its graph, at the present weights; buffers keep their values."""
+        before = self.buffers()
+        for micro_batch in micro_batches:
+            yield self._forward(micro_batch, before)
+        self.set_buffers(before)
 
     def accumulate(self, micro_batches: tuple[MicroBatch, ...], scale: float = 1.0) -> StepTotals:
         """Return the sums over shards; in an ordered run in its tree of additions."""
         before = self.buffers()
+        # An optimizer that collects curvature gets what it needs from these passes only.
+        if (begin_backward := getattr(self.optimizer, "begin_backward", None)) is not None:
+            begin_backward(scale, partial(self._losses, micro_batches))
         shards = (
             list(self.shards(micro_batches, scale)) if self.ordered else self.shards(micro_batches, scale)
         )

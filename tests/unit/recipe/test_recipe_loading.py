@@ -84,8 +84,8 @@ def test_a_strategy_is_text_or_a_table(write: Write) -> None:
         (
             'task = "x"\nsteps = 1\n[optimizer]\nweight_decay = 0.1\nname = "adam"',
             4,
-            "optimizer.weight_decay: expected only with adamw, sgd, nadam, radam, lamb, lars, adafactor or"
-            ' muon, found "adam"',
+            "optimizer.weight_decay: expected only with adamw, sgd, nadam, radam, lamb, lars, adafactor,"
+            ' muon or kfac, found "adam"',
         ),
         (
             'task = "x"\nsteps = 1\nepochs = 2',

@@ -162,4 +162,26 @@ OPTIMIZER_SPECS = (
         reads=("momentum", "nesterov", "adjust_lr_fn", "adamw_on", "betas", "eps", "weight_decay"),
         defaults=(("momentum", 0.95), ("nesterov", True)),
     ),
+    OptimizerSpec(
+        word="kfac",
+        summary="the gradient of a layer between the inverses of two factors of its curvature",
+        build=f"{_BUILD}kfac",
+        reads=(
+            "momentum",
+            "weight_decay",
+            "damping",
+            "factor_decay",
+            "factor_interval",
+            "inverse_interval",
+            "kl_clip",
+        ),
+        defaults=(("lr", 0.3), ("momentum", 0.8)),
+    ),
+    OptimizerSpec(
+        word="newton_cg",
+        summary="Newton's method by conjugate gradients, with a line search",
+        build=f"{_BUILD}newton_cg",
+        reads=("l2", "damping", "max_cg_steps"),
+        defaults=(("lr", 1.0), ("damping", 0.0)),
+    ),
 )

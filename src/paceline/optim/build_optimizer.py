@@ -287,6 +287,14 @@ _EXCLUDED_KINDS: Mapping[str, Callable[[nn.Module], list[nn.Parameter]]] = {
 """Parameters of a kind, by their shape or by the type of their module; names say nothing."""
 
 
+def names_of_kinds(model: nn.Module, kinds: Collection[str]) -> set[str]:
+    """Return the first names of the parameters of some kinds: "one-dimensional", "normalization" or
+    "embeddings".
+    """
+    chosen = {id(p) for kind in kinds for p in _EXCLUDED_KINDS[kind](model)}
+    return {name for name, p in model.named_parameters() if id(p) in chosen}
+
+
 def adafactor(
     model: nn.Module, groups: ParamGroups, recipe: OptimizerRecipe, *, fused: bool
 ) -> torch.optim.Optimizer:

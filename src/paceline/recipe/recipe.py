@@ -20,6 +20,7 @@ from paceline.recipe.federated_recipe import FederatedRecipe
 from paceline.recipe.log_recipe import LogRecipe
 from paceline.recipe.optimizer_recipe import OptimizerRecipe
 from paceline.recipe.schedule_recipe import ScheduleRecipe
+from paceline.recipe.sparsity_recipe import SparsityRecipe
 from paceline.recipe.strategy import Strategy
 from paceline.recipe.support import fill_replicas, num_sharers
 from paceline.recipe.tables import (
@@ -156,6 +157,9 @@ class Recipe(RecipeTable):
     optimizer: OptimizerRecipe = Field(default_factory=OptimizerRecipe, description="the update rule")
     schedule: Annotated[ScheduleRecipe, *RATE_SCHEDULE_NEEDS] = Field(
         default_factory=ScheduleRecipe, description="the rate over time"
+    )
+    sparsity: SparsityRecipe = Field(
+        default_factory=SparsityRecipe, description="masks that set the smallest weights to zero"
     )
     precision: PrecisionRecipe = Field(default_factory=PrecisionRecipe, description="number formats")
     memory: MemoryRecipe = Field(default_factory=MemoryRecipe, description="memory against time")

@@ -220,7 +220,7 @@ def test_a_model_without_a_tensor_to_mask_is_an_error() -> None:
 
 def accuracy(seed: int, sparsity: dict[str, Any]) -> float:
     optimizer = {"name": "adamw", "lr": 3e-3}
-    options = {"model": "mlp", "hidden": [128]}
+    options = {"model": "mlp", "hidden": [256]}
     recipe = digits(steps=360, seed=seed, options=options, optimizer=optimizer, sparsity=sparsity)
     session = build_test_session(Cluster.single(), recipe)
     list(session.rounds())

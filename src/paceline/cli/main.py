@@ -185,6 +185,11 @@ COMMANDS = (
         "bench_machine:machine",
         "Measure this machine in less than a minute, name slow paths, or compare two machines.",
     ),
+    CommandEntry(
+        "bench kernels",
+        "bench_kernels:kernels",
+        "Measure the forms of fused operations: plain, compiled, and in Triton on a GPU.",
+    ),
 )
 GROUPS = {
     "recipe": "Inspect recipes.",

@@ -101,8 +101,9 @@ class _ChunkedLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
         to_hidden, to_weight = ctx.saved_tensors
+        # In place, because a copy can be as large as the embedding; autograd refuses a second backward then.
         return (
-            (to_hidden * scale).to(ctx.dtype) if ctx.needs_input_grad[0] else None,
-            (to_weight * scale).to(ctx.dtype) if ctx.needs_input_grad[1] else None,
+            to_hidden.mul_(scale).to(ctx.dtype) if ctx.needs_input_grad[0] else None,
+            to_weight.mul_(scale).to(ctx.dtype) if ctx.needs_input_grad[1] else None,
             *(None,) * 5,
         )

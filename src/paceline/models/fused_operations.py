@@ -65,7 +65,7 @@ def softmax_loss(logits: Tensor, targets: Tensor, ignore_index: int) -> tuple[Te
     chosen = torch.where(counts, targets, 0)[:, None]
     norm = logits.logsumexp(1, keepdim=True)
     total = ((norm - logits.gather(1, chosen))[:, 0] * counts).sum()
-    gradient = (logits - norm).exp()
+    gradient = (logits - norm).exp_()
     gradient.scatter_add_(1, chosen, torch.full_like(norm, -1.0))
     return total, gradient.mul_(counts[:, None])
 
@@ -95,6 +95,12 @@ class FormChoice:
     refused: dict[str, str] = field(default_factory=dict)
 
 
+def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the compiled form: one graph, or an error."""
+    compiled: Callable[..., Any] = torch.compile(function, fullgraph=True)
+    return compiled
+
+
 class FusedOperations:
     """The operations of a model, each in the form that is fastest here.
 
@@ -102,6 +108,7 @@ class FusedOperations:
         log: receives a line for each choice, and one for each reason against a form.
         forms: the forms to choose from, in addition to the plain one.
         least_values: arguments with fewer values use the plain form.
+        compiler: makes the compiled form of the plain one.
         operations: the operations by name.
 
     Attributes:
@@ -114,10 +121,12 @@ class FusedOperations:
         *,
         forms: tuple[str, ...] = FORMS,
         least_values: int = 2**16,
+        compiler: Callable[[Callable[..., Any]], Callable[..., Any]] = _compile,
         operations: Mapping[str, FusedOperation] = OPERATIONS,
     ) -> None:
         self._log, self._forms, self._least_values = log, forms, least_values
-        self._operations, self._loaded = operations, dict[tuple[str, str], Callable[..., Any]]()
+        self._operations, self._compiler = operations, compiler
+        self._loaded: dict[tuple[str, str], Callable[..., Any]] = {}
         self.choices: dict[tuple[Any, ...], FormChoice] = {}
         self._logged: set[str] = set()
 
@@ -199,7 +208,7 @@ class FusedOperations:
         if (name, form) not in self._loaded:
             operation = self._operations[name]
             if form == COMPILED:
-                function = torch.compile(operation.plain, fullgraph=True)
+                function = self._compiler(operation.plain)
             else:
                 module, _, attribute = operation.triton.partition(":")
                 function = getattr(importlib.import_module(module), attribute)
@@ -219,7 +228,9 @@ class FusedOperations:
 class _Trial:
     """Runs of one form on copies of some arguments, with gradients where the caller's have them."""
 
-    def __init__(self, operation: FusedOperation, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    def __init__(
+        self, operation: FusedOperation, function: Callable[..., Any], args: tuple[Any, ...]
+    ) -> None:
         self._operation, self._function = operation, function
         tracks = operation.differentiable and torch.is_grad_enabled()
         self._args = [

@@ -155,10 +155,15 @@ class GPT(nn.Module):
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         """Map tokens, int64 [B, T] with T <= context, to logits of the next ones, [B, T, V]."""
+        return self.head(self.hidden(tokens_BT))
+
+    def hidden(self, tokens_BT: Tensor) -> Tensor:
+        """Map tokens, int64 [B, T], to the hidden states [B, T, W] that the output layer takes."""
         x_BTW = embed_tokens(tokens_BT, self.embed, self.positions, self.dropout)
         for block in self.blocks:
             x_BTW = block(x_BTW)
-        return self.head(self.norm(x_BTW))
+        hidden_BTW: Tensor = self.norm(x_BTW)
+        return hidden_BTW
 
 
 def embed_tokens(

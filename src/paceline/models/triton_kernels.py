@@ -38,7 +38,9 @@ class _BiasReLU(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
         x, bias = x.contiguous(), bias.contiguous()
         y = torch.empty_like(x)
-        _bias_relu_kernel[(triton.cdiv(x.numel(), _BLOCK),)](x, bias, y, x.numel(), bias.numel(), block=_BLOCK)
+        _bias_relu_kernel[(triton.cdiv(x.numel(), _BLOCK),)](
+            x, bias, y, x.numel(), bias.numel(), block=_BLOCK
+        )
         ctx.save_for_backward(y)
         ctx.bias_shape = bias.shape
         return y

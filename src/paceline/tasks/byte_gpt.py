@@ -117,6 +117,7 @@ class ByteGptOptions(RecipeTable):
             bytes.
         held_out: fraction of the text, by file, that is never trained on.
         train_tokens, held_out_tokens: at most so many are used of either part; 0 means all.
+        layer_drop: probability of skipping a block in a micro-batch of the training.
         loss_chunk: positions whose logits are in memory at a time; 0: all, in one call of PyTorch.
         prompt: what the sample continues; empty: the start of a file.
     """
@@ -131,6 +132,7 @@ class ByteGptOptions(RecipeTable):
     heads: int = Field(default=4, ge=1)
     width: int = Field(default=256, ge=1)
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
+    layer_drop: float = Field(default=0.0, ge=0.0, lt=1.0)
     positions: Literal["rotary", "learned"] = "rotary"
     loss_chunk: int = Field(default=0, ge=0)
     prompt: str = ""
@@ -305,6 +307,7 @@ def _model_config(chosen: ByteGptOptions, vocab_size: int) -> GPTConfig:
         heads=chosen.heads,
         width=chosen.width,
         dropout=chosen.dropout,
+        layer_drop=chosen.layer_drop,
         positions=chosen.positions,
     )
 

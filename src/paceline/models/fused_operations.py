@@ -174,7 +174,7 @@ class FusedOperations:
         device = tensors[0].device.type
         if max(x.numel() for x in tensors) < self._least_values:
             return choice
-        runs = {PLAIN: _Trial(operation, operation.plain, args)}
+        runs = {PLAIN: _FormRun(operation, operation.plain, args)}
         for form in (COMPILED, TRITON):
             if form not in self._forms:
                 continue
@@ -191,11 +191,11 @@ class FusedOperations:
             self._log(f"{name} of {shape} on {device}: {times}; using {choice.form}")
         return choice
 
-    def _try(self, name: str, form: str, runs: dict[str, _Trial], args: tuple[Any, ...]) -> str:
+    def _try(self, name: str, form: str, runs: dict[str, _FormRun], args: tuple[Any, ...]) -> str:
         """Run a form beside the plain one; return why it cannot be used, or an empty string."""
         operation = self._operations[name]
         try:
-            trial = _Trial(operation, self._function(name, form), args)
+            trial = _FormRun(operation, self._function(name, form), args)
             difference = runs[PLAIN].difference(trial)
         except _FORM_FAILURES as error:
             return _first_line(error)
@@ -225,7 +225,7 @@ class FusedOperations:
             self._logged.add(reason)
 
 
-class _Trial:
+class _FormRun:
     """Runs of one form on copies of some arguments, with gradients where the caller's have them."""
 
     def __init__(
@@ -248,7 +248,7 @@ class _Trial:
             return results
         return [*results, *torch.autograd.grad(results[0], self._inputs, results[0].detach())]
 
-    def difference(self, other: _Trial) -> str:
+    def difference(self, other: _FormRun) -> str:
         """Return how the results of another form differ; an empty string if they agree."""
         for mine, theirs in zip(self.results, other.results, strict=True):
             a, b = mine.detach(), theirs.detach()
@@ -263,7 +263,7 @@ class _Trial:
         return ""
 
 
-def _least_seconds(runs: Mapping[str, _Trial]) -> dict[str, float]:
+def _least_seconds(runs: Mapping[str, _FormRun]) -> dict[str, float]:
     """Return the least time of each form; the forms take turns, so that all meet the same load."""
     least = dict.fromkeys(runs, float("inf"))
     for _ in range(_ROUNDS):

@@ -17,7 +17,9 @@ _BLOCK = 1024
 
 
 @triton.jit
-def _bias_relu_kernel(x_ptr, bias_ptr, y_ptr, n, bias_n, block: tl.constexpr):
+def _bias_relu_kernel(
+    x_ptr: Any, bias_ptr: Any, y_ptr: Any, n: Any, bias_n: Any, block: tl.constexpr
+) -> None:
     at = tl.program_id(0) * block + tl.arange(0, block)
     inside = at < n
     total = tl.load(x_ptr + at, mask=inside) + tl.load(bias_ptr + at % bias_n, mask=inside)
@@ -26,7 +28,7 @@ def _bias_relu_kernel(x_ptr, bias_ptr, y_ptr, n, bias_n, block: tl.constexpr):
 
 
 @triton.jit
-def _relu_gradient_kernel(grad_ptr, y_ptr, out_ptr, n, block: tl.constexpr):
+def _relu_gradient_kernel(grad_ptr: Any, y_ptr: Any, out_ptr: Any, n: Any, block: tl.constexpr) -> None:
     at = tl.program_id(0) * block + tl.arange(0, block)
     inside = at < n
     y = tl.load(y_ptr + at, mask=inside)
@@ -67,7 +69,9 @@ def bias_relu(x: Tensor, bias: Tensor) -> Tensor:
 
 
 @triton.jit
-def _rms_norm_kernel(x_ptr, weight_ptr, y_ptr, scale_ptr, width, eps, block: tl.constexpr):
+def _rms_norm_kernel(
+    x_ptr: Any, weight_ptr: Any, y_ptr: Any, scale_ptr: Any, width: Any, eps: Any, block: tl.constexpr
+) -> None:
     row, at = tl.program_id(0), tl.arange(0, block)
     inside = at < width
     x = tl.load(x_ptr + row * width + at, mask=inside, other=0.0).to(tl.float32)
@@ -78,7 +82,9 @@ def _rms_norm_kernel(x_ptr, weight_ptr, y_ptr, scale_ptr, width, eps, block: tl.
 
 
 @triton.jit
-def _rms_norm_gradient_kernel(grad_ptr, x_ptr, weight_ptr, scale_ptr, out_ptr, width, block: tl.constexpr):
+def _rms_norm_gradient_kernel(
+    grad_ptr: Any, x_ptr: Any, weight_ptr: Any, scale_ptr: Any, out_ptr: Any, width: Any, block: tl.constexpr
+) -> None:
     row, at = tl.program_id(0), tl.arange(0, block)
     inside = at < width
     x = tl.load(x_ptr + row * width + at, mask=inside, other=0.0).to(tl.float32)
@@ -120,8 +126,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @triton.jit
 def _softmax_loss_kernel(
-    logits_ptr, targets_ptr, losses_ptr, gradient_ptr, vocabulary, ignored, block: tl.constexpr
-):
+    logits_ptr: Any,
+    targets_ptr: Any,
+    losses_ptr: Any,
+    gradient_ptr: Any,
+    vocabulary: Any,
+    ignored: Any,
+    block: tl.constexpr,
+) -> None:
     row, at = tl.program_id(0), tl.arange(0, block)
     inside = at < vocabulary
     target = tl.load(targets_ptr + row)

@@ -29,9 +29,9 @@ from paceline.errors import CheckpointError
 from paceline.recipe.toml_text import parse_toml
 from paceline.state.slot import SlotIndex
 
-_MODEL_PREFIX, _AVERAGE_PREFIX = "model/", "average/values/"
+_MODEL_PREFIX, _AVERAGE_PREFIX, _MASK_PREFIX = "model/", "average/values/", "sparsity/"
 _NORMALIZERS_PREFIX = "normalizers/"  # those of the observations of a policy
-_MODEL_PREFIXES = (_MODEL_PREFIX, _AVERAGE_PREFIX)
+_MODEL_PREFIXES = (_MODEL_PREFIX, _AVERAGE_PREFIX, _MASK_PREFIX)
 WhichWeights = Literal["last", "average"]
 
 
@@ -45,6 +45,8 @@ class ExportedWeights:
         step: steps taken.
         num_tensors: tensors in the file.
         num_values: numbers in all parameters and buffers, tied ones once.
+        masks: the file of the masks, bool, by the names of their tensors; None: the run has none.
+        num_masked: numbers that are masked, and so are zero.
     """
 
     path: Path
@@ -52,6 +54,8 @@ class ExportedWeights:
     step: int
     num_tensors: int
     num_values: int
+    masks: Path | None = None
+    num_masked: int = 0
 
 
 def find_checkpoint(
@@ -165,6 +169,8 @@ def export_weights(
 ) -> ExportedWeights:
     """Write parameters and persistent buffers under the names of the model's state dict.
 
+    The masks of a run with `[sparsity]` go into a file of their own, NAME.masks.safetensors.
+
     Args:
         checkpoint: a checkpoint.
         path: of the file; an existing file is replaced atomically, or stays as it is if the write fails.
@@ -179,11 +185,23 @@ def export_weights(
         )
     weights = model_weights_of(checkpoint, which)
     named = with_tied_names(weights, checkpoint)
+    _save_atomically(named, path, {"format": "pt", **_export_metadata(checkpoint, named)})
+    masks, masks_path = _without_prefix(_MASK_PREFIX, checkpoint.tensors), None
+    if masks:
+        masks_path = path.with_suffix(".masks.safetensors")
+        _save_atomically(masks, masks_path, {"format": "pt", "checkpoint": checkpoint.name})
+    num_masked = sum(int((~mask).sum()) for mask in masks.values())
+    count = sum(value.numel() for value in weights.values())
+    step = checkpoint.manifest.step
+    return ExportedWeights(path, checkpoint.name, step, len(named), count, masks_path, num_masked)
+
+
+def _save_atomically(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
     # In the same folder, because a rename is atomic only within one file system.
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(named, draft, {"format": "pt", **_export_metadata(checkpoint, named)})
+        save_file(tensors, draft, metadata)
         draft.replace(path)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
@@ -193,8 +211,6 @@ def export_weights(
         ) from error
     finally:
         draft.unlink(missing_ok=True)
-    count = sum(value.numel() for value in weights.values())
-    return ExportedWeights(path, checkpoint.name, checkpoint.manifest.step, len(named), count)
 
 
 def _export_metadata(checkpoint: LoadedCheckpoint, named: Mapping[str, Tensor]) -> dict[str, str]:

@@ -74,6 +74,8 @@ def _export_safetensors(run: Path, to: Path, weights: Literal["average", "last"]
         f"{written.path}: {format_count(written.num_tensors, 'tensor')}, {written.num_values:,} values,"
         f" step {written.step}"
     )
+    if written.masks is not None:
+        print_plain(f"{written.masks}: masks, under which {written.num_masked:,} values are zero")
     print_plain(f"to start a training from them: paceline train RECIPE --set init_from={written.path}")
 
 

@@ -200,6 +200,11 @@ COMMANDS = (
         "bench_rl:bench_rl",
         "Measure steps per second of an environment, of rollouts and of the learner, for 1, 2, ... actors.",
     ),
+    CommandEntry(
+        "bench kernels",
+        "bench_kernels:kernels",
+        "Measure the forms of fused operations: plain, compiled, and in Triton on a GPU.",
+    ),
 )
 GROUPS = {
     "recipe": "Inspect recipes.",

@@ -82,6 +82,30 @@ class KeyedDropout(nn.Module):
         return f"p={self.p}"
 
 
+class LayerDrop(KeyedDropout):
+    """Skip a residual block with probability `p` in training, for all samples of a micro-batch.
+
+    Whether it is skipped is a function of (seed, step, micro-batch, name), so ranks that run parts of one
+    micro-batch skip the same blocks. In evaluation every block runs, unscaled.
+
+    Source: Fan, Grave & Joulin 2019, Reducing Transformer Depth on Demand with Structured Dropout,
+        arXiv:1909.11556, section 3.1.
+    """
+
+    def skips(self) -> bool:
+        """Return whether the block is skipped in the present micro-batch."""
+        return self.training and self.p > 0.0 and not _keeps_block(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x: the block asks `skips` before it runs."""
+        return x
+
+
+@torch.compiler.disable  # a compiled graph would be built again for every micro-batch key
+def _keeps_block(module: LayerDrop) -> bool:
+    return bool(draw_mask(module, (1,), torch.device("cpu")))
+
+
 @torch.compiler.disable  # a compiled graph would be built again for every micro-batch key
 def keep_mask(module: KeyedDropout, x: Tensor) -> Tensor:
     """Draw which values of x the module keeps in the present micro-batch: bool, the shape and device of x.

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from paceline.errors import TaskError, format_count
-from paceline.models.dropout import KeyedDropout
+from paceline.models.dropout import KeyedDropout, LayerDrop
 from paceline.models.initialize import InitializeByName, InitRule
 from paceline.models.positions import positions
 
@@ -36,6 +36,7 @@ class GPTConfig:
         width: features of a position.
         dropout: probability of dropping a value of the embedding and of each branch; attention
             weights are not dropped, since the fused kernel would draw from a stream.
+        layer_drop: probability of skipping a block in a micro-batch of the training.
         positions: "rotary" turns queries and keys; "learned" adds a vector per position.
         bias: whether linear layers and norms have biases.
     """
@@ -48,6 +49,7 @@ class GPTConfig:
     dropout: float = 0.0
     positions: Literal["rotary", "learned"] = "rotary"
     bias: bool = False
+    layer_drop: float = 0.0
 
     def __post_init__(self) -> None:
         if self.width % self.heads or (self.positions == "rotary" and (self.width // self.heads) % 2):
@@ -128,8 +130,11 @@ class GPTBlock(nn.Module):
         self.feed_forward_norm = nn.LayerNorm(config.width, bias=config.bias)
         self.feed_forward = GPTFeedForward(config)
         self.feed_forward_dropout = KeyedDropout(config.dropout)
+        self.layer_drop = LayerDrop(config.layer_drop) if config.layer_drop else None
 
     def forward(self, x_BTW: Tensor) -> Tensor:
+        if self.layer_drop is not None and self.layer_drop.skips():
+            return x_BTW
         x_BTW = x_BTW + self.attention_dropout(self.attention(self.attention_norm(x_BTW)))
         return x_BTW + self.feed_forward_dropout(self.feed_forward(self.feed_forward_norm(x_BTW)))
 
@@ -155,10 +160,15 @@ class GPT(nn.Module):
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         """Map tokens, int64 [B, T] with T <= context, to logits of the next ones, [B, T, V]."""
+        return self.head(self.hidden(tokens_BT))
+
+    def hidden(self, tokens_BT: Tensor) -> Tensor:
+        """Map tokens, int64 [B, T], to the hidden states [B, T, W] that the output layer takes."""
         x_BTW = embed_tokens(tokens_BT, self.embed, self.positions, self.dropout)
         for block in self.blocks:
             x_BTW = block(x_BTW)
-        return self.head(self.norm(x_BTW))
+        hidden_BTW: Tensor = self.norm(x_BTW)
+        return hidden_BTW
 
 
 def embed_tokens(

@@ -2,7 +2,12 @@
 
 from paceline.optim.adafactor import Adafactor
 from paceline.optim.adam_to_sgd import AdamToSGD
-from paceline.optim.build_optimizer import build_optimizer, fused_is_supported, reason_not_fused
+from paceline.optim.build_optimizer import (
+    build_optimizer,
+    fused_is_supported,
+    names_of_kinds,
+    reason_not_fused,
+)
 from paceline.optim.compatibility import require_elementwise, require_one_gradient
 from paceline.optim.kfac import KFac
 from paceline.optim.lamb_lars import Lamb, Lars
@@ -32,6 +37,7 @@ __all__ = [
     "build_optimizer",
     "build_schedule",
     "fused_is_supported",
+    "names_of_kinds",
     "reason_not_fused",
     "require_elementwise",
     "require_one_gradient",

@@ -313,6 +313,14 @@ def newton_cg(
     return NewtonCG(groups, recipe.lr, damping=recipe.damping, max_cg_steps=recipe.max_cg_steps)
 
 
+def names_of_kinds(model: nn.Module, kinds: Collection[str]) -> set[str]:
+    """Return the first names of the parameters of some kinds: "one-dimensional", "normalization" or
+    "embeddings".
+    """
+    chosen = {id(p) for kind in kinds for p in _EXCLUDED_KINDS[kind](model)}
+    return {name for name, p in model.named_parameters() if id(p) in chosen}
+
+
 def adafactor(
     model: nn.Module, groups: ParamGroups, recipe: OptimizerRecipe, *, fused: bool
 ) -> torch.optim.Optimizer:

@@ -6,13 +6,14 @@ backward runs in the compute dtype.
 
 from __future__ import annotations
 
-import shutil
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+
+from paceline.models.fused_operations import missing_compiler
 
 _DTYPES_BY_NAME = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _NO_AUTOCAST: AbstractContextManager[Any] = nullcontext()
@@ -56,8 +57,8 @@ def compile_or_explain(model: nn.Module, device_type: str) -> str:
     Returns:
         An empty string, or the reason why the model runs without compilation.
     """
-    if device_type == "cpu" and not any(shutil.which(name) for name in ("g++", "clang++", "c++")):
-        return "compile = true needs a C++ compiler (g++ or clang++), and none is on PATH: running uncompiled"
+    if reason := missing_compiler(device_type):
+        return f"compile = true has no effect: {reason}: running uncompiled"
     # Not torch.compile(model): its wrapper would put `_orig_mod.` before every parameter name.
     model.compile(dynamic=False)
     return ""

@@ -21,6 +21,7 @@ from paceline.recipe.log_recipe import LogRecipe
 from paceline.recipe.optimizer_recipe import OptimizerRecipe
 from paceline.recipe.rl_recipe import EPOCHS_NEEDS, STEPS_NEEDS, TASK_NEEDS, RLRecipe
 from paceline.recipe.schedule_recipe import ScheduleRecipe
+from paceline.recipe.sparsity_recipe import SparsityRecipe
 from paceline.recipe.strategy import Strategy
 from paceline.recipe.support import fill_replicas, num_sharers
 from paceline.recipe.tables import (
@@ -173,6 +174,9 @@ class Recipe(RecipeTable):
     optimizer: OptimizerRecipe = Field(default_factory=OptimizerRecipe, description="the update rule")
     schedule: Annotated[ScheduleRecipe, *RATE_SCHEDULE_NEEDS] = Field(
         default_factory=ScheduleRecipe, description="the rate over time"
+    )
+    sparsity: SparsityRecipe = Field(
+        default_factory=SparsityRecipe, description="masks that set the smallest weights to zero"
     )
     precision: PrecisionRecipe = Field(default_factory=PrecisionRecipe, description="number formats")
     memory: MemoryRecipe = Field(default_factory=MemoryRecipe, description="memory against time")

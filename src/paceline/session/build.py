@@ -35,6 +35,7 @@ from paceline.session.model_guard import TRAINED_FLAGS_KEY, ModelGuard, Replaced
 from paceline.session.model_setup import (
     apply_buffer_reductions,
     broadcast_model,
+    build_slot_group,
     build_task_optimizer,
     prepare_model,
     recompute_and_compile,
@@ -58,6 +59,7 @@ from paceline.session.training_check import TrainingCheck, needs_training_check
 from paceline.state.train_state import LossScale, TrainState
 from paceline.sync.bad_value_locator import LossRecorder
 from paceline.sync.health import check_health_supported, install_guard
+from paceline.sync.magnitude_pruning import install_masks
 from paceline.sync.update import UpdateStep, update_parts
 from paceline.sync.weight_average import averages_after_rounds, build_average
 from paceline.task import Task
@@ -206,6 +208,9 @@ def build_rule_parts(session_base: SessionBase, task: Task, state: TrainState) -
     context, layout = session_base.context, session_base.layout
     feed = build_feed(context, task, context.device)
     update_step = build_update_step(context, layout, state, feed.num_steps)
+    if context.recipe.sparsity.target is not None:
+        sharded_model = layout.runner.sharded_model
+        install_masks(update_step, context, sharded_model, build_slot_group(context, sharded_model))
     install_guard(update_step, context, layout.runner, session_base.loss_recorder)
     update_step.parts = context.components.update(update_step.parts)
     rule = context.recipe.strategy.sync_spec.load()(context, layout, state)

@@ -13,6 +13,7 @@ from paceline.studies.sweep_summary import (
     SweepRow,
     SweepSummary,
     read_measurements,
+    recommend,
     render_table,
     summarize_sweep,
 )
@@ -29,6 +30,7 @@ __all__ = [
     "find_critical_batch",
     "parse_axis",
     "read_measurements",
+    "recommend",
     "render_plot",
     "render_table",
     "summarize_sweep",

@@ -256,7 +256,52 @@ def render_table(summary: SweepSummary) -> list[str]:
         lines.append(f"target: {summary.target}, checked at every evaluation")
     for values, batch in summary.critical:
         lines += _describe_critical_batch(values, batch)
-    return lines + [f"failed: {label}: {reason}" for label, reason in summary.failed.items()]
+    lines += [f"failed: {label}: {reason}" for label, reason in summary.failed.items()]
+    return lines + recommend(summary)
+
+
+_LEAST_RUNS = 3
+
+
+def recommend(summary: SweepSummary) -> list[str]:
+    """Return sentences about the best rows, each of which cites the rows that it follows from.
+
+    Rows are counted from 1. Two rows are told apart if their means differ by more than the larger of their
+    standard deviations. There is no recommendation from fewer than three seeds of any row.
+    """
+    rows, target = summary.rows, summary.target
+    name = f"final {target.name}" if target is not None else "final loss"
+    upward = target is not None and target.upward
+    numbers = {k: row.numbers[name] for k, row in enumerate(rows, 1) if name in row.numbers}
+    if len(numbers) < 2 or min(row.runs for row in rows) < _LEAST_RUNS:
+        return []
+    best = min(numbers, key=lambda k: -numbers[k].mean if upward else numbers[k].mean)
+
+    def is_close(k: int) -> bool:
+        other, first = numbers[k], numbers[best]
+        return abs(other.mean - first.mean) <= max(other.deviation, first.deviation)
+
+    close = [k for k in numbers if k != best and is_close(k)]
+    word = "highest" if upward else "lowest"
+    lines = [f"the {word} {name} is that of {_cite(rows, best)}: {_format_mean(numbers[best], name)}"]
+    if not close:
+        second = min(
+            (k for k in numbers if k != best),
+            key=lambda k: -numbers[k].mean if upward else numbers[k].mean,
+        )
+        lines.append(f"{_cite(rows, second)} is next: {_format_mean(numbers[second], name)}")
+        return [*lines, f"recommended: row {best}, which no other row equals within its deviation"]
+    lines += [
+        f"{_cite(rows, k)} is not told apart from row {best}: {_format_mean(numbers[k], name)}" for k in close
+    ]
+    fastest = min([best, *close], key=lambda k: rows[k - 1].numbers["seconds"].mean)
+    seconds = _format_mean(rows[fastest - 1].numbers["seconds"], "seconds")
+    return [*lines, f"recommended: row {fastest}, which takes the least time of these: {seconds} s"]
+
+
+def _cite(rows: Sequence[SweepRow], number: int) -> str:
+    values = " ".join(f"{word}={value}" for word, value in rows[number - 1].values.items())
+    return f"row {number} ({values})"
 
 
 def _render_row(row: SweepRow, words: list[str], names: list[str], runs: bool) -> list[str]:

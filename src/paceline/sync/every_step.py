@@ -21,12 +21,12 @@ from paceline.comm.tally import ShardTally, StepTally
 from paceline.data.work import LoadedBatch, MicroBatchWork, TrainingFeed
 from paceline.job.mesh import DATA_AXES, RankGroup
 from paceline.observe.step_stats import PhaseTimer, StepStats
-from paceline.parallel.gradient_reduction import build_gradient_reduction
 from paceline.parallel.model_layout import ModelLayout
 from paceline.parallel.model_runner import LossSums, ModelRunner
 from paceline.parallel.session_context import SessionContext
 from paceline.parallel.sharded_model import ShardedModel
 from paceline.state.train_state import TrainState
+from paceline.sync.magnitude_pruning import build_masked_reduction
 from paceline.sync.residuals import DeltaResidualFlush, FixedUnit, ResidualState
 from paceline.sync.straggler_detection import StragglerDetection
 from paceline.sync.sync_choice import SyncChooser
@@ -261,7 +261,7 @@ def _build_coded_step(
 ) -> tuple[EveryStep, GradientReduction]:
     """Build the step of all ranks and its reduction; register the quantisation error of a codec as state."""
     strategy, world, batch = context.recipe.strategy, context.mesh.world, context.recipe.batch
-    reduction = build_gradient_reduction(context, sharded_model)
+    reduction = build_masked_reduction(context, sharded_model, state)
     if not strategy.uses_error_feedback:
         return _build_clipped_step(context, reduction), reduction
     if world.size == 1 and not context.recipe.is_ordered:

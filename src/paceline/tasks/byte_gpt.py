@@ -10,6 +10,7 @@ import lzma
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +23,8 @@ from torch.nn import functional as F
 
 from paceline.data.text_corpus import TextWindows, open_corpus
 from paceline.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from paceline.errors import TaskError
+from paceline.models.chunked_cross_entropy import chunked_cross_entropy
 from paceline.models.gpt import GPT, GPT_TENSOR_PLAN, GPTConfig, gpt_chain, initialize_gpt
 from paceline.models.initialize import without_memory
 from paceline.models.text_generation import generate
@@ -114,6 +117,8 @@ class ByteGptOptions(RecipeTable):
             bytes.
         held_out: fraction of the text, by file, that is never trained on.
         train_tokens, held_out_tokens: at most so many are used of either part; 0 means all.
+        layer_drop: probability of skipping a block in a micro-batch of the training.
+        loss_chunk: positions whose logits are in memory at a time; 0: all, in one call of PyTorch.
         prompt: what the sample continues; empty: the start of a file.
     """
 
@@ -127,7 +132,9 @@ class ByteGptOptions(RecipeTable):
     heads: int = Field(default=4, ge=1)
     width: int = Field(default=256, ge=1)
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
+    layer_drop: float = Field(default=0.0, ge=0.0, lt=1.0)
     positions: Literal["rotary", "learned"] = "rotary"
+    loss_chunk: int = Field(default=0, ge=0)
     prompt: str = ""
     sample_tokens: int = Field(default=200, ge=0)
     temperature: float = Field(default=0.8, ge=0.0)
@@ -145,7 +152,7 @@ def build(*, seed: int, base_dir: Path, cache_dir: Path, **options: Any) -> Task
         model=model,
         data=train,
         held_out=held_out,
-        loss=next_token_loss,
+        loss=partial(chunked_next_token_loss, chosen.loss_chunk) if chosen.loss_chunk else next_token_loss,
         stages=gpt_chain,
         tensor=GPT_TENSOR_PLAN,
         sequence=next_token_sequence,
@@ -195,6 +202,27 @@ def next_token_loss(model: nn.Module, batch: Tensor | TokenPair) -> Loss:
     tokens_BT, next_BT = batch if isinstance(batch, tuple) else inputs_and_targets(batch)
     logits = model(tokens_BT).flatten(0, 1).float()
     return Loss(F.cross_entropy(logits, next_BT.flatten(), reduction="sum"), next_BT.numel())
+
+
+def chunked_next_token_loss(chunk: int, model: nn.Module, batch: Tensor | TokenPair) -> Loss:
+    """Sum the cross-entropies of all next tokens, with the logits of `chunk` positions in memory at a time.
+
+    Args:
+        chunk: positions, over all sequences of the batch.
+        batch: as for `next_token_loss`.
+    Raises:
+        TaskError: the output layer is on another rank, or split over ranks.
+    """
+    if not isinstance(model, GPT) or len(model.head.weight) != model.config.vocab:
+        raise TaskError(
+            f"options.loss_chunk = {chunk} needs the whole output layer on a rank, but stages or tensor ranks"
+            " have parts of the model",
+            next_step="leave out pipeline and tensor, or options.loss_chunk",
+        )
+    tokens_BT, next_BT = batch if isinstance(batch, tuple) else inputs_and_targets(batch)
+    hidden = model.hidden(tokens_BT).flatten(0, 1)
+    total, _ = chunked_cross_entropy(hidden, model.head.weight, next_BT.flatten(), chunk_rows=chunk)
+    return Loss(total, next_BT.numel())
 
 
 def next_tokens(model: nn.Module, tokens_BT: Tensor) -> Tensor:
@@ -279,6 +307,7 @@ def _model_config(chosen: ByteGptOptions, vocab_size: int) -> GPTConfig:
         heads=chosen.heads,
         width=chosen.width,
         dropout=chosen.dropout,
+        layer_drop=chosen.layer_drop,
         positions=chosen.positions,
     )
 

@@ -38,7 +38,7 @@ from paceline.models.dropout import KeyedDropout
 from paceline.parallel.batch_gather import WholeBatch, gather_scope
 from paceline.state.keys import key
 from paceline.task import BufferRule, Loss, Task, moving_average_decay
-from paceline.verification.plain_optimizer import PlainSchedule
+from paceline.verification.plain_optimizer import PlainMasks, PlainSchedule
 
 
 def plain_norm(gradients: Iterable[Tensor]) -> float:
@@ -300,6 +300,7 @@ class Oracle:
 
     Attributes:
         options: returns the options of each optimizer group for an update; an own loop may replace it.
+        masks: of magnitude pruning; None: there are none.
         at_once: a step is one forward of its whole batch, of which the ranks of a run compute parts.
     """
 
@@ -325,6 +326,7 @@ class Oracle:
         self.clip_norm, self.clip_value, self.reduction = clip_norm, clip_value, reduction
         self._evaluated_values: list[float] = []
         self.ordered, self.at_once = ordered, False
+        self.masks: PlainMasks | None = None
         self.autocast = autocast or (lambda: torch.autocast("cpu", enabled=False))
         self._device = next(self.model.parameters()).device
         # Modules that the task has put into evaluation mode, and not the model as a whole.
@@ -421,6 +423,9 @@ class Oracle:
         sums = accumulate_shards(shards, before, self.task.buffers)
         if self.ordered:
             sums.gradients = {n: tree_sum(_by_shard(shards, n)) for n in sums.gradients}
+        if self.masks is not None:
+            sums.gradients = {n: g.clone() for n, g in sums.gradients.items()}
+            self.masks.clear(sums.gradients)
         return sums
 
     def apply(self, sums: Tensors, count: float, update: int) -> float:
@@ -446,10 +451,12 @@ class Oracle:
         return norm
 
     def update(self, update: int) -> None:
-        """Take one step of the optimizer with the options of this update."""
+        """Take one step of the optimizer with the options of this update, and mask its result."""
         for group, options in zip(self.optimizer.param_groups, self.options(update), strict=True):
             group.update(options)
         self.optimizer.step()
+        if self.masks is not None:
+            self.masks.prune(self.model, update + 1)
 
     def _scheduled(self, update: int) -> Sequence[Mapping[str, Any]]:
         """Return the learning rate of each group in the schedule of the recipe."""

@@ -1,21 +1,23 @@
-"""Optimizer and learning rate of the oracle, implemented independently of `paceline.optim`.
+"""Optimizer, learning rate and masks of the oracle, implemented independently of the session's.
 
-The optimizer comes straight from `torch.optim`, the learning rate from the papers. A test compares both with
-the session's, bit by bit, over every kind of schedule and optimizer.
+The optimizer comes straight from `torch.optim`, the learning rate and the masks from the papers. A test
+compares the first two with the session's, bit by bit, over every kind of schedule and optimizer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import cos, exp, inf, pi, sqrt
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from paceline.recipe.optimizer_recipe import OptimizerRecipe
 from paceline.recipe.schedule_recipe import ScheduleRecipe
+from paceline.recipe.sparsity_recipe import SparsityRecipe
+from paceline.state.slot import ExtraState, TensorPiece, TensorSlot
 
 
 @dataclass(frozen=True)
@@ -176,3 +178,59 @@ def _fill_momenta(sgd: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     for p in (p for group in sgd.param_groups for p in group["params"]):
         if sgd.state[p].get("momentum_buffer") is None:
             sgd.state[p]["momentum_buffer"] = torch.zeros_like(p)
+
+
+class PlainMasks(ExtraState):
+    """The masks of magnitude pruning, of one process.
+
+    Source: Zhu & Gupta 2017, arXiv:1710.01878, equation 1 with s_i = 0, t_0 = first, n dt = last - first.
+    """
+
+    def __init__(self, model: nn.Module, recipe: SparsityRecipe) -> None:
+        skipped: set[int] = set()
+        for module in model.modules():
+            is_norm = isinstance(
+                module, nn.modules.batchnorm._NormBase | nn.LayerNorm | nn.GroupNorm | nn.RMSNorm
+            )
+            is_embedding = isinstance(module, nn.Embedding | nn.EmbeddingBag)
+            if (is_norm and "normalization" in recipe.exclude) or (
+                is_embedding and "embeddings" in recipe.exclude
+            ):
+                skipped |= {id(p) for p in module.parameters(recurse=False)}
+        if "one-dimensional" in recipe.exclude:
+            skipped |= {id(p) for p in model.parameters() if p.dim() <= 1}
+        self._recipe = recipe
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self.kept = {
+            name: torch.ones_like(p, dtype=torch.bool) for name, p in trained if id(p) not in skipped
+        }
+
+    def clear(self, tensors: Mapping[str, Tensor]) -> None:
+        """Set masked values of tensors by name to zero, in place."""
+        for name in self.kept.keys() & tensors.keys():
+            tensors[name][~self.kept[name]] = 0
+
+    @torch.no_grad()
+    def prune(self, model: nn.Module, updates: int) -> None:
+        """Change the masks if they are due after a number of updates, and mask the parameters."""
+        r = self._recipe
+        first, last = r.first, r.last or 0
+        parameters = {name: p for name, p in model.named_parameters() if name in self.kept}
+        if first <= updates <= last and ((updates - first) % r.every == 0 or updates == last):
+            progress = min(1.0, max(0.0, (updates - first) / (last - first)))
+            share = (r.target or 0.0) - (r.target or 0.0) * (1.0 - progress) ** 3
+            for name, p in parameters.items():
+                kept = self.kept[name].view(-1)
+                flat, kept_values = p.detach().flatten().abs().tolist(), kept.tolist()
+                flat = [magnitude if kept_values[i] else -1.0 for i, magnitude in enumerate(flat)]
+                for i in sorted(range(len(flat)), key=flat.__getitem__)[: int(share * len(flat))]:
+                    kept[i] = False
+        self.clear({name: p.data for name, p in parameters.items()})
+
+    def pieces(self) -> Sequence[TensorPiece]:
+        return [TensorPiece(TensorSlot.whole(name, mask), mask) for name, mask in self.kept.items()]
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Continue from masks of the session."""
+        for name, mask in self.kept.items():
+            mask.copy_(tensors[name])

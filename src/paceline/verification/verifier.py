@@ -28,6 +28,7 @@ from paceline.session.evaluation import evaluate
 from paceline.session.session import Session
 from paceline.state.slot import TensorPiece, TensorSlot
 from paceline.state.train_state import TrainState
+from paceline.sync.magnitude_pruning import MASKS_KEY
 from paceline.sync.update import PendingUpdate, UpdateResult, UpdateStep
 from paceline.verification.diagnosis import ACTOR_DIFFERS, DIFFERENT_START
 from paceline.verification.divergence_evidence import diagnose_failure
@@ -129,6 +130,8 @@ class StrategyVerifier:
         self.recorder = UpdateRecorder(session.update_step, session.snapshot if loop is not None else None)
         self.net = Net(session.net.deadline_seconds, times_calls=session.net.times_calls)
         self.oracle_state = TrainState(unsharded_model(oracle.model), oracle.optimizer)
+        if oracle.masks is not None:
+            self.oracle_state.extra_states[MASKS_KEY] = oracle.masks
         self.report = VerificationReport(str(session.recipe.strategy), session.cluster.world_size)
         recipe = session.recipe
         compute, axes = recipe.precision.compute, session.mesh.axes

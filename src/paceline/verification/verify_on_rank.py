@@ -37,7 +37,7 @@ from paceline.verification.loop_verification import LoopPair, use_loop_loss
 from paceline.verification.model_copy import copy_model
 from paceline.verification.oracle import Oracle
 from paceline.verification.oracle_loop import OwnLoopFunction
-from paceline.verification.plain_optimizer import PlainSchedule, plain_optimizer
+from paceline.verification.plain_optimizer import PlainMasks, PlainSchedule, plain_optimizer
 from paceline.verification.preflight import TaskFault, check_task
 from paceline.verification.strict_checks import check_user_code
 from paceline.verification.verification_report import VerificationReport
@@ -203,7 +203,7 @@ def build_oracle(recipe: Recipe, task: Task, device: torch.device, shards: int |
     model, batch = prepare_model(recipe, task, device, whole=True), recipe.batch
     order = build_order(recipe, task)
     optimizer = task.optimizer(model) if task.optimizer is not None else None
-    return Oracle(
+    oracle = Oracle(
         task,
         order,
         optimizer or plain_optimizer(model, recipe.optimizer, fused_allowed=not recipe.reproducible),
@@ -216,6 +216,9 @@ def build_oracle(recipe: Recipe, task: Task, device: torch.device, shards: int |
         autocast=_autocast(recipe, device),
         ordered=recipe.reproducible,
     )
+    if recipe.sparsity.target is not None:
+        oracle.masks = PlainMasks(model, recipe.sparsity)
+    return oracle
 
 
 def _num_updates(recipe: Recipe, order: BatchOrder) -> int:

@@ -51,6 +51,7 @@ ONE_CYCLE = {"schedule.decay": "one_cycle"}
 PLATEAU = {"schedule.decay": "plateau", "evaluate.every_steps": 2}
 RL: tuple[dict[str, Any], dict[str, Any]] = {"rl.total_steps": 8192, "steps": None}, {"steps": 1}
 RL_DQN = {**RL[0], "rl.algorithm": "dqn"}
+PRUNES = {"sparsity.target": 0.5, "sparsity.last": 9, "steps": 10}
 CASES = {
     **{
         f"rl.{key}": Case(value, *RL)
@@ -116,6 +117,10 @@ CASES = {
     "optimizer.max_cg_steps": Case(5, {"optimizer.name": "newton_cg"}),
     "optimizer.l2": Case(0.5, {"optimizer.name": "sgd"}),
     "optimizer.decay_on": Case("all", {"optimizer.weight_decay": 0.1}),
+    "sparsity.first": Case(2, PRUNES),
+    "sparsity.last": Case(9, {"sparsity.target": 0.5, "steps": 10}),
+    "sparsity.every": Case(3, PRUNES),
+    "sparsity.exclude": Case(("embeddings",), PRUNES),
     "schedule.warmup_from": Case(0.5, {"schedule.warmup_steps": 2}),
     "schedule.final": Case(0.5, {"schedule.decay": "linear"}),
     "schedule.warmup_steps": Case(3, {}, {"schedule.decay": "one_cycle"}),
@@ -230,7 +235,8 @@ def test_what_is_typed_takes_out_what_can_no_longer_act(key: str, tmp_path: Path
 
     value, acts_with, idle_with = CASES[key]
     (tmp_path / "a.toml").write_text(to_toml(recipe(**{key: value}, **acts_with)))
-    taken = {name: default_value(Recipe, name) for name in acts_with} | idle_with
+    # A run has a length in any case.
+    taken = {name: default_value(Recipe, name) for name in acts_with if name != "steps"} | idle_with
     typed = [f"{name}={'' if v is None else str(v).lower()}" for name, v in taken.items()]
     if typed:
         assert get_value(load_recipe(tmp_path / "a.toml", typed), key) == default_value(Recipe, key)
@@ -286,6 +292,13 @@ CONFLICTS: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("schedule.decay", {"schedule.decay": "exponential"}, "schedule.rate: expected above 0"),
     ("schedule.batch_scaling", {"schedule.batch_scaling": "sqrt"}, "schedule.base_batch: expected with"),
     ("memory.recompute", {"memory.recompute": "segments", "runtime.compile": True}, 'expected "blocks"'),
+    ("sparsity.target", {**PRUNES, "strategy": "tensor=2"}, "expected replicas, or shard with zero"),
+    ("sparsity.target", {**PRUNES, "strategy": "codec=int8"}, "sync=every-step and codec=fp32, found"),
+    ("sparsity.target", {**PRUNES, "average.decay": 0.9}, "expected no average.decay, found 0.9"),
+    ("sparsity.target", {**PRUNES, "sparsity.target": 1.0}, "a finite number > 0 and < 1, found 1.0"),
+    ("sparsity.last", {"sparsity.target": 0.5}, "a number of updates with sparsity.target = 0.5"),
+    ("sparsity.last", {**PRUNES, "sparsity.first": 9}, "more than sparsity.first = 9, found 9"),
+    ("sparsity.last", {**PRUNES, "steps": 8}, "at most steps = 8, found 9"),
     ("precision.compute", {**FP16, **FEDERATED}, "would have to find a loss scale of its own"),
     ("task", {"task": "rl"}, "rl.total_steps: expected rl.total_steps with task"),
     ("rl.dqn.capacity", {**RL_DQN, "rl.dqn.capacity": 2047}, "rl.envs * rl.steps = 2048 rows, found 2047"),

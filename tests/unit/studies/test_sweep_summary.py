@@ -17,11 +17,12 @@ from paceline.studies import (
     find_critical_batch,
     parse_axis,
     read_measurements,
+    recommend,
     render_plot,
     render_table,
     summarize_sweep,
 )
-from paceline.studies.sweep_summary import EvaluationPoint
+from paceline.studies.sweep_summary import EvaluationPoint, MeanAndDeviation, SweepRow, SweepSummary
 from tests.unit.report.runs import evaluation, start, steps, write
 
 pytestmark = pytest.mark.capability("A14")
@@ -194,3 +195,26 @@ def test_targets() -> None:
     )
     with pytest.raises(RecipeError, match="NAME<=VALUE"):
         MetricTarget.parse("accuracy")
+
+
+def _row(optimizer: str, mean: float, deviation: float, seconds: float, runs: int = 3) -> SweepRow:
+    numbers = {"seconds": MeanAndDeviation(seconds, 0.1), "final loss": MeanAndDeviation(mean, deviation)}
+    return SweepRow({"optimizer.name": optimizer}, runs, numbers)
+
+
+@pytest.mark.capability("J21")
+def test_every_sentence_of_a_recommendation_cites_rows() -> None:
+    """Rows within a deviation of the best are not told apart, and the fastest of them is recommended."""
+    rows = [_row("sgd", 0.5, 0.01, 1.0), _row("adam", 0.20, 0.01, 3.0), _row("lamb", 0.21, 0.02, 2.0)]
+    lines = recommend(SweepSummary(None, rows, [], {}))
+    assert lines == [
+        "the lowest final loss is that of row 2 (optimizer.name=adam): 0.2 ±0.01",
+        "row 3 (optimizer.name=lamb) is not told apart from row 2: 0.21 ±0.02",
+        "recommended: row 3, which takes the least time of these: 2 ±0.1 s",
+    ]
+    assert recommend(SweepSummary(None, rows[:2], [], {}))[1:] == [
+        "row 1 (optimizer.name=sgd) is next: 0.5 ±0.01",
+        "recommended: row 2, which no other row equals within its deviation",
+    ]
+    # Two seeds say nothing about the deviation.
+    assert recommend(SweepSummary(None, [*rows[:2], _row("lars", 0.1, 0.0, 1.0, runs=2)], [], {})) == []

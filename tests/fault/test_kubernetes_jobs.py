@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.launch.rendered_job import JobTarget, render
+from paceline.launch.job_target import JobTarget
+from paceline.launch.rendered_job import render
 from paceline.recipe import Strategy, load_recipe
 from tests.commands import run
 from tests.fault.test_engine_jobs import hash_in, write_job

@@ -10,7 +10,8 @@ import pytest
 
 from paceline.cli.submit import describe_reason, explain_client_error, require_client
 from paceline.errors import PacelineError, RecipeError
-from paceline.launch.rendered_job import JobTarget, find_secrets, plan_resources, render
+from paceline.launch.job_target import JobTarget, plan_resources
+from paceline.launch.rendered_job import find_secrets, render
 from paceline.recipe import Strategy
 from tests.recipes import recipe_of
 

@@ -32,7 +32,7 @@ def cluster() -> Iterator[Any]:
         started = Cluster()
         try:
             for number in range(3):
-                head = {"include_dashboard": False} if number == 0 else {}
+                head: dict[str, Any] = {"include_dashboard": False} if number == 0 else {}
                 started.add_node(num_cpus=1, object_store_memory=100 << 20, **head)
             break
         except Exception:
@@ -119,7 +119,8 @@ def test_a_job_on_two_raylets_ends_as_the_plain_one_and_returns_errors(
     assert job.wait() == 0, job.printed
     assert hash_in(job.printed) == plain_hash
     assert '"ranks": 2' in (folder / "runs" / "plain" / "metrics.jsonl").read_text()
-    (folder / "task.py").write_text("def build():\n    raise RuntimeError('of this test')\n")
+    task = (folder / "task.py").read_text().replace("calls.append(1)", "raise RuntimeError('of this test')")
+    (folder / "task.py").write_text(task)
     failed = Submission(cluster, folder, "failed")
     assert failed.wait() == 1, failed.printed
     assert "RuntimeError: of this test" in failed.printed and "restart" not in failed.printed
@@ -145,6 +146,7 @@ def test_a_job_that_loses_a_process_continues_from_its_newest_checkpoint(
 
 def test_a_cluster_that_is_too_small_is_an_error_with_a_next_step(cluster: Any, tmp_path: Path) -> None:
     folder = write_job(tmp_path / "job")
-    job = Submission(cluster, folder, "large", "--set", "runtime.threads=8", "--option", "wait=5")
+    settings = ("--set", "reproducible=false", "--set", "runtime.threads=8")
+    job = Submission(cluster, folder, "large", *settings, "--option", "wait=5")
     assert job.wait() == 4, job.printed
     assert "ray status" in job.printed

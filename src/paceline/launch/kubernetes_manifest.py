@@ -268,11 +268,9 @@ def _deployment(recipe: Recipe, target: JobTarget) -> dict[str, Any]:
         )
     # the memory plan is that of a training
     container = _container(recipe, replace(target, planned_bytes=0), "server", _HTTP_PORT)
-    strategy = str(recipe.strategy)
     container["command"] = [
         *(*target.command, "serve", f"/runs/{run}", "--host", "0.0.0.0", "--port", str(_HTTP_PORT)),
         *("--stop-seconds", str(_STOP_SECONDS), "-n", str(target.processes)),
-        *(("--strategy", strategy) if strategy and target.processes > 1 else ()),
     ]
     container |= _probes()
     container["volumeMounts"][0]["readOnly"] = True

@@ -20,25 +20,17 @@ ray = pytest.importorskip("ray", reason="needs Ray: pip install ray, in an envir
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
 
-ATTEMPTS = 3  # a raylet that does not start within 30 s on a busy machine is given up by Ray
-
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     """A cluster of three raylets with one core each, of which a job uses two."""
     from ray.cluster_utils import Cluster
 
-    for attempt in range(ATTEMPTS):
-        started = Cluster()
-        try:
-            for number in range(3):
-                head: dict[str, Any] = {"include_dashboard": False} if number == 0 else {}
-                started.add_node(num_cpus=1, object_store_memory=100 << 20, **head)
-            break
-        except Exception:
-            started.shutdown()
-            if attempt + 1 == ATTEMPTS:
-                raise
+    # a raylet that does not start within 30 s on a busy machine is given up by Ray
+    started = Cluster()
+    for number in range(3):
+        head: dict[str, Any] = {"include_dashboard": False} if number == 0 else {}
+        started.add_node(num_cpus=1, object_store_memory=100 << 20, **head)
     yield started
     started.shutdown()
 

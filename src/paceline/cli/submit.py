@@ -94,9 +94,7 @@ def submit(
     )
     files = render_files(args, show=print_plain if dry_run else lambda text: None)
     if dry_run:
-        for file, text in files.items():
-            print_plain(f"== {file}\n{text}")
-        print_plain(f"command: {' '.join(_submit_command(on, SUBMISSIONS / args.name / next(iter(files))))}")
+        _show_files(args, files)
         return
     folder = render or SUBMISSIONS / args.name
     _write(files, folder)
@@ -227,6 +225,14 @@ def _planned_bytes(args: SubmitArgs, recipe: Recipe, count: int, show: Callable[
     if verdict.refusal is not None:
         raise verdict.refusal
     return verdict.plan.peak
+
+
+def _show_files(args: SubmitArgs, files: dict[str, str]) -> None:
+    for file, text in files.items():
+        print_plain(f"== {file}\n{text}")
+    print_plain(
+        f"command: {' '.join(_submit_command(args.engine, SUBMISSIONS / args.name / next(iter(files))))}"
+    )
 
 
 def _write(files: dict[str, str], folder: Path) -> None:

@@ -220,10 +220,11 @@ class RayExecutor:
         self._ray = _import_ray()
         self._wait_seconds = wait_seconds
         try:
+            _require_reachable(address)
             self._ray.init(address=address, log_to_driver=False, logging_level="ERROR")
-        except (ConnectionError, RuntimeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError) as error:
             raise CommunicationError(
-                f"there is no cluster of Ray at {address}: {str(error).splitlines()[0]}",
+                f"there is no cluster of Ray at {address}: {_first_line(error)}",
                 where="--option address",
                 next_step="start one by `ray start --head`, or name its address: --option address=HOST:6379",
             ) from error
@@ -353,6 +354,14 @@ class _RankActor(ChildProcess):
         import ray
 
         return [str(gpu) for gpu in ray.get_gpu_ids()]
+
+
+def _require_reachable(address: str) -> None:
+    """Raise an error if nothing answers at HOST:PORT, for which Ray itself would wait for minutes."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdecimal() and "//" not in host:
+        with socket.create_connection((host.strip("[]"), int(port)), _END_SECONDS):
+            pass
 
 
 def _import_ray() -> Any:

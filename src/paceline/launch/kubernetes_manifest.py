@@ -31,6 +31,7 @@ _HTTP_PORT, _STOP_SECONDS = 8000, 30
 
 
 def render_kubernetes(recipe: Recipe, target: JobTarget) -> dict[str, str]:
+    """Return the manifest of a job, or of servers of a run (`--option kind=serve`)."""
     if target.option("kind") != "serve":
         _refuse_unreachable_task(recipe)
     image = target.option("image")

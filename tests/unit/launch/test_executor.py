@@ -11,6 +11,7 @@ import pytest
 
 from paceline.launch.executor import (
     ExecutorJob,
+    ExecutorProcess,
     LocalExecutor,
     NodeRequest,
     ProcessReport,
@@ -65,8 +66,8 @@ class _FailingExecutor(LocalExecutor):
         super().__init__()
         self.kills, self.num_starts = kills, 0
 
-    def start(self, processes: object) -> None:
-        super().start(processes)  # type: ignore[arg-type]
+    def start(self, processes: Sequence[ExecutorProcess]) -> None:
+        super().start(processes)
         self.num_starts += 1
         if self.num_starts <= self.kills:
             self.children[0].send_signal(signal.SIGKILL)

@@ -277,7 +277,12 @@ def _run_here(words: Sequence[str], **more: str) -> int:
     from paceline.job.cluster import process_environment
 
     process = subprocess.Popen(words, env={**process_environment(), **more})
-    with _signals_to(lambda number: number == signal.SIGTERM and process.send_signal(number)):
+
+    def forward(number: int) -> None:
+        if number == signal.SIGTERM:
+            process.send_signal(number)
+
+    with _signals_to(forward):
         return process.wait()
 
 

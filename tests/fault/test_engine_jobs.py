@@ -7,6 +7,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,13 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
         parent.chmod(0o755)  # munge refuses a socket in a folder that others cannot enter
     with slurm_cluster(folder / "cluster") as running:
         yield running
+
+
+def own_cluster(place: Path) -> AbstractContextManager[SlurmCluster]:
+    """A cluster for a test that starts a daemon again, which no test may leave behind."""
+    for folder in (place, place.parent, place.parent.parent):
+        folder.chmod(0o755)
+    return slurm_cluster(place / "cluster")
 
 
 def submit(
@@ -217,41 +225,39 @@ def test_a_time_limit_is_announced_and_the_job_continues(
 
 
 @pytest.mark.capability("O3")
-def test_a_job_does_not_need_the_daemon_of_a_node(
-    cluster: SlurmCluster, plain_hash: str, tmp_path: Path
-) -> None:
+def test_a_job_does_not_need_the_daemon_of_a_node(plain_hash: str, tmp_path: Path) -> None:
     """Only the daemon is killed: its tasks train on, and another one finds them."""
-    folder = write_job(tmp_path / "job")
-    (folder / "hold").touch()
-    job = submit(cluster, folder, "daemon")
-    until(lambda: has_trained(folder, "daemon"), f"{job} does not train: {cluster.job_state(job)}")
-    cluster.kill_daemon("n2")
-    (folder / "hold").unlink()
-    until(lambda: "state sha256" in _output(folder, "daemon", job), "it does not end")
-    cluster.start_daemon("n2")
-    cluster.wait_for_state(job, "COMPLETED", seconds=SECONDS)
-    assert hash_in(_output(folder, "daemon", job)) == plain_hash
+    with own_cluster(tmp_path) as cluster:
+        folder = write_job(tmp_path / "job")
+        (folder / "hold").touch()
+        job = submit(cluster, folder, "daemon")
+        until(lambda: has_trained(folder, "daemon"), f"{job} does not train: {cluster.job_state(job)}")
+        cluster.kill_daemon("n2")
+        (folder / "hold").unlink()
+        until(lambda: "state sha256" in _output(folder, "daemon", job), "it does not end")
+        cluster.start_daemon("n2")
+        cluster.wait_for_state(job, "COMPLETED", seconds=SECONDS)
+        assert hash_in(_output(folder, "daemon", job)) == plain_hash
 
 
 @pytest.mark.soak
 @pytest.mark.capability("O3", "N8")
-def test_a_job_that_loses_a_node_is_queued_again_and_continues(
-    cluster: SlurmCluster, plain_hash: str, tmp_path: Path
-) -> None:
+def test_a_job_that_loses_a_node_is_queued_again_and_continues(plain_hash: str, tmp_path: Path) -> None:
     """Slurm finds the node lost after its `SlurmdTimeout`, and queues the job again."""
-    folder = write_job(tmp_path / "job")
-    (folder / "hold").touch()
-    job = submit(cluster, folder, "lost", settings=("checkpoint.every_steps=2",))
-    saved = folder / "runs" / "lost" / "checkpoints"
-    until(lambda: bool([*saved.glob("step-00000004/manifest.json")]), cluster.describe(job))
-    cluster.kill_node("n2", job)
-    until(lambda: cluster.job_state(job) == "PENDING", cluster.describe(job), 200.0)
-    (folder / "hold").unlink()
-    cluster.start_daemon("n2")
-    cluster.start_soon(job)
-    cluster.wait_for_state(job, "COMPLETED", seconds=SECONDS)
-    printed = _output(folder, "lost", job)
-    assert "resume: step" in printed and hash_in(printed) == plain_hash
+    with own_cluster(tmp_path) as cluster:
+        folder = write_job(tmp_path / "job")
+        (folder / "hold").touch()
+        job = submit(cluster, folder, "lost", settings=("checkpoint.every_steps=2",))
+        saved = folder / "runs" / "lost" / "checkpoints"
+        until(lambda: bool([*saved.glob("step-00000004/manifest.json")]), cluster.describe(job))
+        cluster.kill_node("n2", job)
+        until(lambda: cluster.job_state(job) == "PENDING", cluster.describe(job), 200.0)
+        (folder / "hold").unlink()
+        cluster.start_daemon("n2")
+        cluster.start_soon(job)
+        cluster.wait_for_state(job, "COMPLETED", seconds=SECONDS)
+        printed = _output(folder, "lost", job)
+        assert "resume: step" in printed and hash_in(printed) == plain_hash
 
 
 def _output(folder: Path, name: str, job: str) -> str:

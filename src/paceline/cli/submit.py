@@ -77,9 +77,7 @@ def submit(
         _cancel(on, cancel, dict(_parse_option(text) for text in options or ()))
         return
     if recipe is None:
-        raise RecipeError(
-            "submit needs a recipe, or --cancel JOB", next_step="paceline submit RECIPE --on slurm"
-        )
+        raise RecipeError("submit needs a recipe, or --cancel JOB", next_step="paceline submit RECIPE")
     args = SubmitArgs(
         recipe=recipe,
         engine=on,
@@ -95,11 +93,10 @@ def submit(
     files = render_files(args, show=print_plain if dry_run else lambda text: None)
     if dry_run:
         _show_files(args, files)
-        return
-    folder = render or SUBMISSIONS / args.name
-    _write(files, folder)
-    if render is None:
-        sys.exit(_submit(args, folder / next(iter(files)), attach=attach))
+    else:
+        _write(files, render or SUBMISSIONS / args.name)
+        if render is None:
+            sys.exit(_submit(args, SUBMISSIONS / args.name / next(iter(files)), attach=attach))
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,10 @@ Every daemon runs in the foreground as a child of this process and dies with it.
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import time
@@ -24,6 +26,7 @@ from tests.ports import free_port
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "squeue", "scancel")
 _READY_SECONDS, _COMMAND_SECONDS, _END_SECONDS = 60.0, 60.0, 10.0
+_ENDS = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 _SYSTEM_PATH = "/usr/local/sbin:/usr/sbin:/sbin"
 
 _CONFIGURATION = """
@@ -108,12 +111,67 @@ class SlurmCluster:
         return shown.partition("JobState=")[2].partition(" ")[0]
 
     def wait_for_state(self, job: str, *states: str, seconds: float = 60.0) -> str:
-        """Wait until a job is in one of these states."""
+        """Wait until a job is in one of these states; an end in another one is an error at once."""
         expires = time.monotonic() + seconds
         while (state := self.job_state(job)) not in states:
-            assert time.monotonic() < expires, f"{job} is {state}: {self.run('scontrol', 'show', 'job', job)}"
+            assert time.monotonic() < expires and state not in _ENDS, self.describe(job)
             time.sleep(0.1)
         return state
+
+    def start_soon(self, job: str) -> None:
+        """Let a job that was queued again start after two seconds, not after two minutes.
+
+        Slurm remembers when it has revoked the credentials of a job in whole seconds: a start in the same
+        second is refused ("Job credential revoked"), and the job fails with exit code 1.
+        """
+        done = self.run("scontrol", "update", f"JobId={job}", "StartTime=now+2")
+        assert done.returncode == 0, done.stderr + self.describe(job)
+
+    def start_daemon(self, node: str) -> None:
+        """Start the daemon of a node, and wait until Slurm has heard of it."""
+        self.daemons[node] = _start(self.environ, "slurmd", "-D", "-N", node)
+        expires = time.monotonic() + _READY_SECONDS
+        while set(_state(self, node)) & set("*~#$%@^"):
+            assert time.monotonic() < expires, self.run("scontrol", "show", "node", node).stdout
+            time.sleep(0.1)
+
+    def kill_daemon(self, node: str) -> None:
+        """Kill the daemon of a node; its tasks go on."""
+        self.daemons[node].kill()
+        self.daemons[node].wait()
+
+    def kill_node(self, node: str, job: str) -> None:
+        """Kill the daemon of a node and all processes of a job there, as a loss of power would."""
+        self.kill_daemon(node)
+        configuration = f"SLURM_CONF={self.environ['SLURM_CONF']}"
+        wanted = {configuration, f"SLURM_JOB_ID={job}", f"SLURMD_NODENAME={node}"}
+        tasks, parents = [], {}
+        for path in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError, ValueError):
+                fields = (path / "stat").read_text().rpartition(")")[2].split()
+                parents[int(path.name)] = int(fields[1])
+                if wanted <= {*(path / "environ").read_text(errors="replace").split("\0")}:
+                    tasks.append(int(path.name))
+        # the parent of the first task is the step's own daemon, which would report its end
+        above = {parents[task] for task in tasks} - {*tasks}
+        named = [pid for pid in above if "slurmstepd" in Path(f"/proc/{pid}/cmdline").read_text()]
+        assert named and tasks, self.describe(job)
+        for pid in (*named, *tasks):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def describe(self, job: str) -> str:
+        """Return what Slurm knows about a job, its output, and the lines about it in the daemons' logs."""
+        shown = self.run("scontrol", "show", "job", job).stdout
+        found = re.search(r"StdOut=(\S+)", shown)
+        parts = [shown]
+        if found is not None and Path(found[1]).is_file():
+            parts.append(Path(found[1]).read_text(errors="replace"))
+        named = re.compile(rf"(JobId=|StepId=|job |Job ){job}\b")
+        for path in sorted(self.folder.glob("slurm*.log")):
+            lines = path.read_text(errors="replace").splitlines()
+            parts += [f"{path.name}: {line}" for line in lines if named.search(line)]
+        return "\n".join(parts)
 
 
 @contextmanager
@@ -177,6 +235,10 @@ def _start(environ: Mapping[str, str], name: str, *words: str) -> subprocess.Pop
 
 def _idle(cluster: SlurmCluster) -> bool:
     return cluster.run("sinfo", "-h", "-N", "-p", "low", "-o", "%t").stdout.split() == ["idle", "idle"]
+
+
+def _state(cluster: SlurmCluster, node: str) -> str:
+    return cluster.run("sinfo", "-h", "-n", node, "-p", "low", "-o", "%t").stdout.strip()
 
 
 def _wait_for(is_ready: object, daemon: subprocess.Popen[bytes], name: str, folder: Path) -> None:

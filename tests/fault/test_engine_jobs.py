@@ -6,7 +6,8 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -100,9 +101,19 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
         yield running
 
 
-def submit(cluster: SlurmCluster, folder: Path, name: str, *options: str) -> str:
+def own_cluster(place: Path) -> AbstractContextManager[SlurmCluster]:
+    """A cluster for a test that starts a daemon again, which no test may leave behind."""
+    for folder in (place, place.parent, place.parent.parent):
+        folder.chmod(0o755)
+    return slurm_cluster(place / "cluster")
+
+
+def submit(
+    cluster: SlurmCluster, folder: Path, name: str, *options: str, settings: Sequence[str] = ()
+) -> str:
     words = ["submit", "recipe.toml", "--on", "slurm", "--nodes", "2", "-n", "1", "--name", name]
     words += [word for option in ("mem=0", "partition=low", *options) for word in ("--option", option)]
+    words += [word for setting in settings for word in ("--set", setting)]
     done = cluster.run(*PACELINE, *words, cwd=folder)
     assert done.returncode == 0, done.stderr
     found = re.search(r"job (\d+):", done.stdout)
@@ -148,9 +159,8 @@ def preempt(cluster: SlurmCluster, folder: Path, name: str) -> str:
     (folder / "hold").unlink()
     until(lambda: cluster.job_state(job) == "PENDING", "it was not queued again")
     assert not (folder / "runs" / name / "checkpoints" / "step-00000012").exists()
-    # Slurm lets a job that was queued again wait for two minutes, unless somebody says otherwise
     until(lambda: cluster.job_state(first.stdout.split()[-1]) == "COMPLETED", "the other job does not end")
-    cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+    cluster.start_soon(job)
     cluster.wait_for_state(job, "COMPLETED", seconds=SECONDS)
     return (folder / f"{name}-{job}.out").read_text()
 
@@ -209,9 +219,45 @@ def test_a_time_limit_is_announced_and_the_job_continues(
     until(lambda: "CANCELLED AT" in _output(folder, "limited", job), "no notice", 200.0)
     (folder / "hold").unlink()
     until(lambda: cluster.job_state(job) == "PENDING", "it was not queued again")
-    cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+    cluster.start_soon(job)
     cluster.wait_for_state(job, "COMPLETED", seconds=SECONDS)
     assert hash_in(_output(folder, "limited", job)) == plain_hash
+
+
+@pytest.mark.capability("O3")
+def test_a_job_does_not_need_the_daemon_of_a_node(plain_hash: str, tmp_path: Path) -> None:
+    """Only the daemon is killed: its tasks train on, and another one finds them."""
+    with own_cluster(tmp_path) as cluster:
+        folder = write_job(tmp_path / "job")
+        (folder / "hold").touch()
+        job = submit(cluster, folder, "daemon")
+        until(lambda: has_trained(folder, "daemon"), f"{job} does not train: {cluster.job_state(job)}")
+        cluster.kill_daemon("n2")
+        (folder / "hold").unlink()
+        until(lambda: "state sha256" in _output(folder, "daemon", job), "it does not end")
+        cluster.start_daemon("n2")
+        cluster.wait_for_state(job, "COMPLETED", seconds=SECONDS)
+        assert hash_in(_output(folder, "daemon", job)) == plain_hash
+
+
+@pytest.mark.soak
+@pytest.mark.capability("O3", "N8")
+def test_a_job_that_loses_a_node_is_queued_again_and_continues(plain_hash: str, tmp_path: Path) -> None:
+    """Slurm finds the node lost after its `SlurmdTimeout`, and queues the job again."""
+    with own_cluster(tmp_path) as cluster:
+        folder = write_job(tmp_path / "job")
+        (folder / "hold").touch()
+        job = submit(cluster, folder, "lost", settings=("checkpoint.every_steps=2",))
+        saved = folder / "runs" / "lost" / "checkpoints"
+        until(lambda: bool([*saved.glob("step-00000004/manifest.json")]), cluster.describe(job))
+        cluster.kill_node("n2", job)
+        until(lambda: cluster.job_state(job) == "PENDING", cluster.describe(job), 200.0)
+        (folder / "hold").unlink()
+        cluster.start_daemon("n2")
+        cluster.start_soon(job)
+        cluster.wait_for_state(job, "COMPLETED", seconds=SECONDS)
+        printed = _output(folder, "lost", job)
+        assert "resume: step" in printed and hash_in(printed) == plain_hash
 
 
 def _output(folder: Path, name: str, job: str) -> str:

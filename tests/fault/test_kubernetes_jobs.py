@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.launch.rendered_job import JobTarget, render
+from paceline.launch.job_target import JobTarget
+from paceline.launch.rendered_job import render
 from paceline.recipe import Strategy, load_recipe
 from tests.commands import run
 from tests.fault.test_engine_jobs import hash_in, write_job
@@ -29,21 +30,41 @@ TARGET = JobTarget(
 )
 
 
+JOB_SET = {  # keys of jobset.x-k8s.io/v1alpha2 that are used here, and the types of their values
+    "spec": {"network": dict, "failurePolicy": dict, "replicatedJobs": list},
+    "network": {"enableDNSHostnames": bool, "subdomain": str, "publishNotReadyAddresses": bool},
+    "failurePolicy": {"maxRestarts": int},
+    "replicatedJob": {"name": str, "replicas": int, "template": dict},
+}
+
+
+def check_job_set_part(value: dict[str, object], part: str) -> None:
+    for key, item in value.items():
+        assert type(item) is JOB_SET[part].get(key), f"{part}.{key}"
+
+
 @pytest.mark.capability("O5")
-@pytest.mark.parametrize("kind", ["job", "jobset"])
+@pytest.mark.parametrize("kind", ["job", "jobset", "serve"])
 def test_manifests_are_valid(kind: str, tmp_path: Path) -> None:
     """A JobSet has no schema there: its Job is validated, and its own keys are those of v1alpha2."""
+    others = ("deployment", "horizontalpodautoscaler") if kind == "serve" else (kind,)
     validate = pytest.importorskip("kubernetes_validate", reason="needs kubernetes-validate")
     recipe = load_recipe(write_job(tmp_path / "job") / "recipe.toml").replace(task="/app/task.py:build")
-    target = replace(TARGET, options=(*TARGET.options, ("kind", kind)))
+    options = {"kind": kind, "secret": "s3", "run": "job"}
+    target = replace(TARGET, options=(*TARGET.options, *options.items()))
     documents = documents_of(render(recipe, recipe.strategy, target)["job.yaml"])
-    assert [document["kind"].lower() for document in documents] == ["configmap", "service", kind]
+    first = ("service",) if kind == "serve" else ("configmap", "service")
+    assert [document["kind"].lower() for document in documents] == [*first, *others]
     if kind == "jobset":
         made = documents.pop()
         assert made["apiVersion"] == "jobset.x-k8s.io/v1alpha2"
-        assert made["spec"].keys() == {"network", "failurePolicy", "replicatedJobs"}
         (inner,) = made["spec"]["replicatedJobs"]
-        assert inner.keys() == {"name", "replicas", "template"}
+        for value, part in ((made["spec"], "spec"), (inner, "replicatedJob")):
+            check_job_set_part(value, part)
+        for name in ("network", "failurePolicy"):
+            check_job_set_part(made["spec"][name], name)
+        with pytest.raises(AssertionError):  # the twin: a key of another part
+            check_job_set_part({"maxRestart": 6}, "failurePolicy")
         documents.append(
             {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}} | inner["template"]
         )

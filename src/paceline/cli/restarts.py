@@ -49,14 +49,18 @@ class RestartPolicy:
         return name
 
     def _newest_step(self) -> tuple[int, str]:
-        """Return step and name of the newest whole checkpoint; 0 and an empty name without one."""
-        # Imported late: the launcher of a job that loses nobody does not need them.
-        from paceline.checkpoint.catalog import CheckpointCatalog
-        from paceline.checkpoint.storage import StorageFolder
-
         folder = self._recipe.checkpoint.folder or str(self._run_dir / CHECKPOINTS)
-        try:
-            found = CheckpointCatalog.read(StorageFolder(folder)).whole
-        except (OSError, CheckpointError, RunFolderError):
-            return 0, ""
-        return (found[-1].step, found[-1].name) if found else (0, "")
+        return find_newest_checkpoint(folder)
+
+
+def find_newest_checkpoint(folder: str) -> tuple[int, str]:
+    """Return step and name of the newest whole checkpoint of a folder; 0 and an empty name without one."""
+    # Imported late: the launcher of a job that loses nobody does not need them.
+    from paceline.checkpoint.catalog import CheckpointCatalog
+    from paceline.checkpoint.storage import StorageFolder
+
+    try:
+        found = CheckpointCatalog.read(StorageFolder(folder)).whole
+    except (OSError, CheckpointError, RunFolderError):
+        return 0, ""
+    return (found[-1].step, found[-1].name) if found else (0, "")

@@ -5,14 +5,16 @@ from __future__ import annotations
 import re
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -25,12 +27,13 @@ if TYPE_CHECKING:
 
 SUBMISSIONS = Path("submissions")
 _CLIENT_SECONDS, _POLL_SECONDS = 60.0, 1.0
-_CLIENTS = {"slurm": "sbatch", "mpi": "mpirun", "ssh": "ssh", "kubernetes": "kubectl"}
+_CLIENTS = {"slurm": "sbatch", "mpi": "mpirun", "ssh": "ssh", "kubernetes": "kubectl", "sky": "sky"}
 _PACKAGES = {
     "sbatch": "the clients of Slurm (Debian: slurm-client), or run this command on a login node",
     "scancel": "the clients of Slurm (Debian: slurm-client), or run this command on a login node",
     "mpirun": "Open MPI (Debian: openmpi-bin)",
     "ssh": "an SSH client (Debian: openssh-client)",
+    "sky": "SkyPilot: pip install 'skypilot[aws]' (or gcp, azure, ...), then `sky check`",
     "kubectl": "kubectl, and name your cluster in ~/.kube/config",
 }
 
@@ -39,7 +42,7 @@ def submit(
     recipe: Annotated[
         Path | None, typer.Argument(help="The recipe, a TOML file.", show_default=False)
     ] = None,
-    on: Annotated[str, typer.Option("--on", help="slurm, mpi, ssh or kubernetes.")] = "slurm",
+    on: Annotated[str, typer.Option("--on", help="slurm, mpi, ssh, ray, kubernetes or sky.")] = "slurm",
     nodes: common_options.Nodes = 1,
     processes: common_options.Processes = None,
     strategy: common_options.StrategyOption = None,
@@ -59,20 +62,22 @@ def submit(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the files, the resources and the command; write nothing.")
     ] = False,
+    prices: Annotated[
+        Path | None,
+        typer.Option("--prices", help="Price file (TOML) for the hourly cost that --dry-run prints."),
+    ] = None,
     attach: Annotated[
         bool,
         typer.Option("--attach", help="Print the output of the job until it ends; its exit code is ours."),
     ] = False,
     cancel: Annotated[str | None, typer.Option("--cancel", metavar="JOB", help="Cancel a job.")] = None,
 ) -> None:
-    """Start RECIPE by Slurm, MPI, ssh or Kubernetes."""
+    """Start RECIPE by Slurm, MPI, ssh, Ray, Kubernetes or SkyPilot."""
     if cancel is not None:
         _cancel(on, cancel, dict(_parse_option(text) for text in options or ()))
         return
     if recipe is None:
-        raise RecipeError(
-            "submit needs a recipe, or --cancel JOB", next_step="paceline submit RECIPE --on slurm"
-        )
+        raise RecipeError("submit needs a recipe, or --cancel JOB", next_step="paceline submit RECIPE")
     args = SubmitArgs(
         recipe=recipe,
         engine=on,
@@ -83,17 +88,15 @@ def submit(
         name=name or f"{recipe.stem}-{datetime.now():%Y%m%d-%H%M%S}",
         options=tuple(map(_parse_option, options or ())),
         hosts=tuple(host for host in hosts.split(",") if host),
+        prices=prices,
     )
     files = render_files(args, show=print_plain if dry_run else lambda text: None)
     if dry_run:
-        for file, text in files.items():
-            print_plain(f"== {file}\n{text}")
-        print_plain(f"command: {' '.join(_submit_command(on, SUBMISSIONS / args.name / next(iter(files))))}")
-        return
-    folder = render or SUBMISSIONS / args.name
-    _write(files, folder)
-    if render is None:
-        sys.exit(_submit(args, folder / next(iter(files)), attach=attach))
+        _show_files(args, files)
+    else:
+        _write(files, render or SUBMISSIONS / args.name)
+        if render is None:
+            sys.exit(_submit(args, SUBMISSIONS / args.name / next(iter(files)), attach=attach))
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,7 @@ class SubmitArgs:
     name: str
     options: tuple[tuple[str, str], ...]
     hosts: tuple[str, ...]
+    prices: Path | None = None
 
 
 def _parse_option(text: str) -> tuple[str, str]:
@@ -125,7 +129,9 @@ def render_files(args: SubmitArgs, show: Callable[[str], object]) -> dict[str, s
         RecipeError, StrategyError: the recipe, the name or an option is wrong, or a file would have a secret.
     """
     from paceline.job.cluster import process_environment
-    from paceline.launch.rendered_job import JobTarget, find_secrets, plan_resources
+    from paceline.launch.cloud_task import describe_cost, read_machines
+    from paceline.launch.job_target import JobTarget, plan_resources
+    from paceline.launch.rendered_job import find_secrets
     from paceline.launch.rendered_job import render as render_job
     from paceline.recipe.recipe_loading import load_recipe
 
@@ -134,7 +140,7 @@ def render_files(args: SubmitArgs, show: Callable[[str], object]) -> dict[str, s
             f"--name '{args.name}' cannot name a job on every engine",
             next_step="--name with at most 42 lower-case letters, digits and dashes",
         )
-    in_pod = args.engine == "kubernetes"
+    in_pod = args.engine in ("kubernetes", "sky")
     settings = list(args.settings)
     checked = common_options.read_recipe(args.recipe, settings, args.strategy)
     recipe = load_recipe(args.recipe, settings, args.strategy) if in_pod else checked
@@ -145,7 +151,7 @@ def render_files(args: SubmitArgs, show: Callable[[str], object]) -> dict[str, s
         nodes=args.nodes,
         processes=count,
         command=("paceline",) if in_pod else (sys.executable, "-m", "paceline"),
-        recipe_path=str(args.recipe.resolve()),
+        recipe_path=str(_path_of(args)),
         run_dir=args.name if in_pod else str(Path("runs", args.name).resolve()),
         arguments=tuple(word for setting in settings for word in ("--set", setting)),
         options=args.options,
@@ -156,6 +162,9 @@ def render_files(args: SubmitArgs, show: Callable[[str], object]) -> dict[str, s
     memory = f", {need.memory_mib:,} MiB" if need.memory_mib else ""
     gpus = f", {format_count(need.gpus, 'GPU')}" if need.gpus else ""
     show(f"each of {format_count(args.nodes, 'node')}: {format_count(need.cpus, 'core')}{memory}{gpus}")
+    if args.prices is not None:
+        machines = read_machines(read_price_file(args.prices), str(args.prices))
+        show(describe_cost(machines, need, target))
     files = render_job(recipe, recipe.strategy, target)
     leaked = find_secrets(files, process_environment())
     if leaked:
@@ -166,9 +175,37 @@ def render_files(args: SubmitArgs, show: Callable[[str], object]) -> dict[str, s
     return files
 
 
+def _path_of(args: SubmitArgs) -> Path:
+    """Return the recipe as nodes find it: those of a cloud get a copy of this folder.
+
+    Raises:
+        RecipeError: the recipe is not in it.
+    """
+    path = args.recipe.resolve()
+    if args.engine != "sky":
+        return path
+    folder = Path(dict(args.options).get("workdir", ".")).resolve()
+    if not path.is_relative_to(folder):
+        raise RecipeError(
+            f"{path} is not in {folder}, which is what SkyPilot copies to the machines",
+            next_step="run this command in a folder above the recipe, or --option workdir=FOLDER",
+        )
+    return path.relative_to(folder)
+
+
+def read_price_file(path: Path) -> str:
+    """Return the text of a price file."""
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(
+            f"cannot read the price file {path}: {error}", next_step="name a TOML file: docs/howto/cloud.md"
+        ) from error
+
+
 def _planned_bytes(args: SubmitArgs, recipe: Recipe, count: int, show: Callable[[str], object]) -> int:
     """Return the planned peak of a rank; 0 if nothing is requested by it, or it cannot be planned."""
-    if args.engine not in ("slurm", "kubernetes") or any(name.startswith("mem") for name, _ in args.options):
+    if args.engine in ("mpi", "ssh") or any(name.startswith("mem") for name, _ in args.options):
         return 0
     from paceline.plan.memory_budget import check_budget
     from paceline.session.start_rank import build_task
@@ -187,6 +224,14 @@ def _planned_bytes(args: SubmitArgs, recipe: Recipe, count: int, show: Callable[
     return verdict.plan.peak
 
 
+def _show_files(args: SubmitArgs, files: dict[str, str]) -> None:
+    for file, text in files.items():
+        print_plain(f"== {file}\n{text}")
+    print_plain(
+        f"command: {' '.join(_submit_command(args.engine, SUBMISSIONS / args.name / next(iter(files))))}"
+    )
+
+
 def _write(files: dict[str, str], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
@@ -198,21 +243,110 @@ def _write(files: dict[str, str], folder: Path) -> None:
 
 
 def _submit_command(engine: str, file: Path) -> list[str]:
-    words = {"slurm": ["sbatch"], "kubernetes": ["kubectl", "apply", "-f"]}.get(engine, ["bash"])
-    return [*words, str(file)]
+    words = {"slurm": ["sbatch"], "kubernetes": ["kubectl", "apply", "-f"], "ray": [sys.executable]}
+    # a managed job, which starts again where spot machines were taken away
+    words |= {"sky": ["sky", "jobs", "launch", "--yes", "--detach-run", "--secret", "PACELINE_TOKEN"]}
+    return [*words.get(engine, ["bash"]), str(file)]
 
 
 def _submit(args: SubmitArgs, file: Path, *, attach: bool) -> int:
     """Call the engine's client; returns the exit code."""
-    require_client(_CLIENTS[args.engine])
-    if args.engine in ("mpi", "ssh"):  # these run here, and their output is that of this command
-        return subprocess.run(_submit_command(args.engine, file), check=False).returncode
+    if args.engine != "ray":
+        require_client(_CLIENTS[args.engine])
+    if args.engine in ("mpi", "ssh", "ray"):  # these run here, and their output is that of this command
+        return _run_here(_submit_command(args.engine, file))
     if args.engine == "kubernetes":
         return _submit_to_kubernetes(args, file, attach=attach)
+    if args.engine == "sky":
+        return _run_here(_submit_command("sky", file), PACELINE_TOKEN=secrets.token_hex(32))
     printed = _call(["sbatch", "--parsable", str(file)])
     job = printed.strip().partition(";")[0]
     print_plain(f"job {job}: cancel it by `paceline submit --on slurm --cancel {job}`")
     return _follow_slurm(job) if attach else 0
+
+
+def _run_here(words: Sequence[str], **more: str) -> int:
+    """Run a command in the foreground; SIGTERM is passed on, and Ctrl-C reaches it from the terminal.
+
+    Args:
+        more: variables besides those of this process.
+    """
+    from paceline.job.cluster import process_environment
+
+    process = subprocess.Popen(words, env={**process_environment(), **more})
+
+    def forward(number: int) -> None:
+        if number == signal.SIGTERM:
+            process.send_signal(number)
+
+    with _signals_to(forward):
+        return process.wait()
+
+
+@contextmanager
+def _signals_to(handle: Callable[[int], object]) -> Iterator[None]:
+    """Call a function on SIGTERM and Ctrl-C during the block."""
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = {number: signal.signal(number, lambda number, _: handle(number)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def run_on_ray(
+    *,
+    address: str,
+    wait_seconds: float,
+    max_restarts: int,
+    nodes: int,
+    processes: int,
+    cpus: int,
+    gpus: int,
+    memory_mib: int,
+    servers: int,
+    checkpoints: str,
+    patience_seconds: float,
+    words: Sequence[str],
+) -> NoReturn:
+    """Run a job on a cluster of Ray to its end, and exit with its exit code; a rendered file calls this.
+
+    Args:
+        address, wait_seconds: of the cluster; how long to wait for free nodes.
+        nodes, processes, cpus, gpus, memory_mib: see `NodeRequest`.
+        servers: number of servers among the ranks, which come first.
+        checkpoints: folder of the run's checkpoints.
+        max_restarts, patience_seconds, words: see `ExecutorJob`.
+    """
+    from paceline.cli.restarts import find_newest_checkpoint
+    from paceline.launch.executor import ExecutorJob, NodeRequest, RayExecutor, run_job
+
+    def write(text: str) -> None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+    request = NodeRequest(nodes, processes, cpus, gpus, memory_mib)
+    roles = ("server",) * servers + ("worker",) * (nodes * processes - servers)
+    job = ExecutorJob(request, tuple(words), roles, max_restarts, patience_seconds)
+    requests: list[int] = []
+    try:
+        executor = RayExecutor(address, wait_seconds)
+        try:
+            with _signals_to(requests.append):
+                code = run_job(
+                    executor,
+                    job,
+                    lambda: find_newest_checkpoint(checkpoints)[0],
+                    write,
+                    lambda: bool(requests),
+                )
+        finally:
+            executor.leave()
+    except PacelineError as error:
+        sys.stderr.write(f"{error}\n")
+        code = error.exit_code
+    sys.exit(code)
 
 
 def _submit_to_kubernetes(args: SubmitArgs, file: Path, *, attach: bool) -> int:
@@ -234,6 +368,7 @@ def _cancel(engine: str, job: str, options: dict[str, str]) -> None:
     """Cancel a job by the engine's client."""
     commands = {
         "slurm": ["scancel", job],
+        "sky": ["sky", "jobs", "cancel", "--yes", "--name", job],
         "kubernetes": [
             *("kubectl", "delete", "job,jobset,service,configmap"),
             *("-l", f"app.kubernetes.io/instance={job}"),

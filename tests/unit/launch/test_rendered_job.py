@@ -7,10 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from paceline.cli.submit import describe_reason, explain_client_error, require_client
 from paceline.errors import PacelineError, RecipeError
-from paceline.launch.rendered_job import JobTarget, find_secrets, plan_resources, render
+from paceline.launch.cloud_task import describe_cost, read_machines
+from paceline.launch.job_target import JobTarget, plan_resources
+from paceline.launch.rendered_job import find_secrets, render
 from paceline.recipe import Strategy
 from tests.recipes import recipe_of
 
@@ -27,7 +30,14 @@ TARGET = JobTarget(
     hosts=("a", "b"),
     planned_bytes=400 * 2**20,
 )
-ENGINES = {"slurm": (), "mpi": (), "ssh": (), "kubernetes": (("image", "registry.example/paceline:1"),)}
+ENGINES = {
+    "slurm": (),
+    "mpi": (),
+    "ssh": (),
+    "ray": (("address", "127.0.0.1:6379"),),
+    "kubernetes": (("image", "registry.example/paceline:1"),),
+    "sky": (("bucket", "runs"), ("gpu", "A100"), ("spot", "yes")),
+}
 
 
 @pytest.mark.capability("O3", "O5", "O7")
@@ -40,7 +50,9 @@ def test_the_same_job_has_the_same_bytes_and_the_strategy_in_its_command(engine:
     text = "".join(files.values())
     assert "replicas=2 shard=4 zero=3" in text and "--auto-resume" in text
     first, *_ = files
-    if not first.endswith(".yaml"):
+    if first.endswith(".py"):
+        compile(text, first, "exec")
+    elif not first.endswith(".yaml"):
         (tmp_path / first).write_text(files[first])
         assert subprocess.run(["bash", "-n", tmp_path / first], check=False).returncode == 0
 
@@ -66,6 +78,38 @@ def test_a_batch_script_requests_what_the_ranks_need() -> None:
     assert 'if [ "$code" -eq 143 ] && [ "$state" = RUNNING ]' in script
 
 
+@pytest.mark.capability("O8")
+def test_a_task_of_a_cloud_names_its_resources_and_has_the_cost_of_the_price_file() -> None:
+    target = replace(TARGET, engine="sky", options=ENGINES["sky"])
+    task = yaml.safe_load(render(RECIPE, RECIPE.strategy, target)["digits-1.yaml"])
+    assert task["resources"] == {
+        "cpus": "8+",
+        "memory": "5+",
+        "accelerators": "A100:4",
+        "use_spot": True,
+        "job_recovery": {"max_restarts_on_errors": 3},
+    }
+    assert task["secrets"] == {"PACELINE_TOKEN": None} and "--auto-resume" in task["run"]
+    prices = "".join(
+        f'[[machine]]\nname = "{name}"\ncpus = 8\nmemory_gib = {memory}\ngpus = 4\nhour = {hour}\n{more}\n'
+        for name, memory, hour, more in (
+            ("small", 4, 1, "spot = 0.1"),
+            ("large", 64, 12.0, "spot = 5.0"),
+            ("cheap", 64, 10.0, 'spot = 4.5\ngpu = "A100"'),
+            ("other", 64, 9.0, 'spot = 1.0\ngpu = "T4"'),
+            ("never", 64, 2.0, ""),
+        )
+    )
+    machines, need = read_machines(prices, "prices.toml"), plan_resources(RECIPE, target)
+    assert describe_cost(machines, need, target).startswith("2 x cheap (spot): 9 an hour (4.5 each)")
+    bought = replace(target, options=(("gpu", "A100"),))
+    assert describe_cost(machines, need, bought).startswith("2 x never: 4 an hour")
+    with pytest.raises(RecipeError, match="no spot machine of the price file has 8 cores"):
+        describe_cost(machines[:1], need, target)
+    with pytest.raises(RecipeError, match="unknown key 'hours'"):
+        read_machines('[[machine]]\nname = "x"\nhours = 1', "prices.toml")
+
+
 def test_a_secret_is_in_no_file() -> None:
     with pytest.raises(RecipeError, match="would write a secret"):
         render(RECIPE, RECIPE.strategy, replace(TARGET, arguments=("--set", "options.api_key=abc")))
@@ -81,7 +125,11 @@ def test_a_secret_is_in_no_file() -> None:
 def test_what_cannot_be_rendered_is_refused_with_a_next_step() -> None:
     pod = replace(TARGET, engine="kubernetes", options=ENGINES["kubernetes"])
     cases = [
-        (RECIPE, replace(TARGET, engine="ray"), "unknown engine"),
+        (RECIPE, replace(TARGET, engine="nomad"), "unknown engine"),
+        (RECIPE, replace(TARGET, engine="ray", options=(("wait", "long"),)), "not a number"),
+        (RECIPE, replace(TARGET, engine="sky"), "the name of a GPU"),
+        (RECIPE, replace(TARGET, engine="sky", options=(("gpu", "A100"),)), "a place that outlives them"),
+        (RECIPE, replace(pod, options=(*pod.options, ("kind", "serve"))), "needs the run that is served"),
         (RECIPE, replace(TARGET, engine="mpi", hosts=("a",)), "as many hosts"),
         (RECIPE, replace(pod, options=()), "needs an image"),
         (RECIPE, replace(pod, options=(*pod.options, ("kind", "deployment"))), "unknown kind"),

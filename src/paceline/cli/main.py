@@ -99,6 +99,16 @@ COMMANDS = (
         "top", "watch:top", "Show a live table of runs and their ranks in the terminal, until Ctrl-C."
     ),
     CommandEntry(
+        "doctor",
+        "doctor:doctor",
+        "Check within 15 seconds what would end a job on this host and others, and say what to do.",
+    ),
+    CommandEntry(
+        "explain",
+        "explain:explain",
+        "Compare what all ranks of a running job do, and say which rank the others wait for, and where.",
+    ),
+    CommandEntry(
         "trace",
         "trace:trace",
         "Write what each rank did in some steps to a file for Perfetto; also of a running job.",

@@ -20,6 +20,7 @@ import typer
 from paceline.cli import common_options
 from paceline.cli.common_options import NodeArgs
 from paceline.cli.console import job_output, print_plain
+from paceline.cli.doctor import warn_of_host
 from paceline.errors import RecipeError, RunFolderError, format_count
 
 if TYPE_CHECKING:
@@ -133,6 +134,7 @@ def run_train(args: TrainArgs) -> None:
             where='federated.clients = "network"',
             next_step="pass the same --token-file or PACELINE_TOKEN to the job and to every client",
         )
+    warn_of_host(recipe, placement.processes, placement.nodes)
     sys.exit(_launch(placement, recipe, run, run_name, args.logs))
 
 

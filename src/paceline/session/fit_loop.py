@@ -19,6 +19,7 @@ from typing import Any, cast
 from torch import nn
 
 from paceline.errors import CommunicationError, DivergenceError, RecipeError, format_count
+from paceline.job.launcher_reports import write_run_folder
 from paceline.observe.sinks import Sink
 from paceline.observe.step_stats import StepStats
 from paceline.observe.step_trace import TraceWindow
@@ -479,8 +480,9 @@ def _open_trace(session: Session, run_dir: Path | None, schedule: RunSchedule) -
     cluster, activity, trace = session.cluster, session.net.activity, session.recipe.log.trace
     if trace is not None:
         require_steps_of_run("log.trace", trace, session.num_steps)
+    write_run_folder(cluster.error_dir, run_dir)
     try:
-        activity.open(run_dir, cluster.global_rank, cluster.world_size, session.num_steps)
+        activity.open(run_dir, cluster.global_rank, cluster.world_size, session.num_steps, cluster.stack_file)
     except OSError as error:
         schedule.send_event("warning", {"text": f"the current operation cannot be shown: {error}"})
 

@@ -8,8 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from paceline.job.cluster import process_environment
 from paceline.launch.host_checks import (
     PlannedJob,

@@ -171,6 +171,11 @@ COMMANDS = (
         "Remove what earlier labs left behind: processes, control groups, files.",
     ),
     CommandEntry(
+        "chaos",
+        "chaos:chaos",
+        "Train RECIPE in a lab with one fault at a time, and write what was survived to a certificate.",
+    ),
+    CommandEntry(
         "schedule show",
         "schedule_show:show",
         "Check a pipeline schedule, and print it with its bubble and the micro-batches in flight.",

@@ -145,6 +145,7 @@ class RunSchedule:
         session = self._session
         for sink in self._sinks:
             sink.step(stats)
+        session.recorded_step = stats.step
         compiled = self._compile_cost.follow(stats.seconds) if self._compile_cost is not None else None
         if compiled is not None:
             self.send_event("compile", compiled)

@@ -172,10 +172,12 @@ class _RunInProgress:
             if session.is_first:
                 run_folder.lock_folder(session, self.folder)
             self.sinks = build_sinks(session, self.folder, self.console)
-            _, last = session.reported
+        _, last = session.reported
+        # A rank can be lost after a step and before its record is written.
+        if last is not None and (change.has_new_first or last.step > session.recorded_step):
+            session.recorded_step = last.step
             for sink in self.sinks:
-                if last is not None:
-                    sink.step(last)
+                sink.step(last)
         record = {
             "step": session.state.step,
             "lost": list(change.lost),

@@ -109,6 +109,11 @@ COMMANDS = (
         "Compare what all ranks of a running job do, and say which rank the others wait for, and where.",
     ),
     CommandEntry(
+        "leave",
+        "leave:leave",
+        "Let ranks of a running job leave it after their step; the others continue without them.",
+    ),
+    CommandEntry(
         "trace",
         "trace:trace",
         "Write what each rank did in some steps to a file for Perfetto; also of a running job.",

@@ -33,7 +33,7 @@ def train(
     recipe: Annotated[
         Path | None, typer.Argument(help="The recipe, a TOML file.", show_default=False)
     ] = None,
-    processes: common_options.Processes = None,
+    processes: common_options.ProcessBounds = None,
     strategy: common_options.StrategyOption = None,
     settings: common_options.Settings = None,
     resume: Annotated[
@@ -67,15 +67,17 @@ def train(
     ] = None,
 ) -> None:
     """Train a recipe and print the result."""
+    least, _, most = (processes or "").rpartition(":")
+    bounds = [f"elastic.min_processes={least}"] if least else []
     run_train(
         TrainArgs(
             recipe=recipe,
             strategy=strategy,
-            settings=settings,
+            settings=[*(settings or ()), *bounds],
             resume=resume,
             auto_resume=auto_resume,
             name=name,
-            nodes=NodeArgs(processes, nodes, node_rank, rendezvous, token_file, insecure),
+            nodes=NodeArgs(int(most) if most else None, nodes, node_rank, rendezvous, token_file, insecure),
             trust=trust,
             logs=logs,
         )

@@ -432,6 +432,11 @@ class RankOperation:
         return {**vars(self), "calls": calls, "stack": stack, "text": self.text}
 
 
+def leave_request(run_dir: Path, host: str, pid: int) -> Path:
+    """Return the file by which a process of a running job is asked to leave it."""
+    return run_dir / FOLDER / f"leave-{pid}-{host}"
+
+
 def read_operations(run_dir: Path) -> list[RankOperation]:
     """Return the current operation of each rank that has a file in a run folder, by rank.
 

@@ -30,7 +30,7 @@ from paceline.session.checkpointing import CheckpointSchedule, interval_passed, 
 from paceline.session.early_stopping import value_of_metric
 from paceline.session.evaluation import Evaluation, evaluate
 from paceline.session.freed_memory import FreedMemory
-from paceline.session.membership_change import JoinRequests
+from paceline.session.membership_change import JoinRequests, LeaveRequest
 from paceline.session.run_records import RankRecords
 from paceline.session.session import Session, gather_from_all, repeat_until_agreed
 from paceline.session.step_profile import build_step_profile
@@ -298,12 +298,13 @@ class FitInProgress:
 
     Attributes:
         schedule: the rounds, and what is due between two of them.
+        run_dir: the folder of the run; None without one.
     """
 
     def __init__(
         self, session: Session, run_dir: Path | None, sinks: Sequence[Sink], checkpoints: CheckpointSchedule
     ) -> None:
-        self._run_dir, self._sinks = run_dir, sinks
+        self.run_dir, self._sinks = run_dir, sinks
         self.session, self._session, self._checkpoints = session, session, checkpoints
         self.schedule = RunSchedule(session, checkpoints, sinks)
         self._ranks = RankRecords(session, sinks, written=run_dir is not None)
@@ -369,7 +370,7 @@ class FitInProgress:
             checkpoint=saved,
             sha256=sha256,
             stopped=schedule.stopped,
-            run_dir=self._run_dir,
+            run_dir=self.run_dir,
             reason=schedule.reason,
             best=checkpoints.best_checkpoint_path(),
         )
@@ -462,10 +463,12 @@ def _close(sinks: Sequence[Sink]) -> None:
 
 def _run(fit_in_progress: FitInProgress, pause_step: int | None) -> Result:
     requests = JoinRequests(fit_in_progress.session)
+    leaving = LeaveRequest(fit_in_progress.session, fit_in_progress.run_dir)
     fit_in_progress.schedule.pause_step = pause_step
     for stats in fit_in_progress.schedule.rounds():
         fit_in_progress.after_round(stats)
         if not fit_in_progress.schedule.is_over():
+            leaving.check()
             requests.check()
     return fit_in_progress.finish()
 

@@ -156,7 +156,7 @@ def test_ranks_leave_on_request_down_to_the_least_number(tmp_path: Path) -> None
 
 
 def test_a_job_with_too_few_processes_left_ends_and_starts_again(tmp_path: Path) -> None:
-    code, output, events = run(tmp_path, "--set", "elastic.min_processes=3", DIES="1", AT="90")
+    code, output, _ = run(tmp_path, "--set", "elastic.min_processes=3", DIES="1", AT="90")
     assert code == 0, output
     assert "2 processes of 3 are left, fewer than 3" in output
     assert "restart 1 of 3 from step-00000040" in output and sha256_of(output) == undisturbed()

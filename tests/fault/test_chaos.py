@@ -27,7 +27,7 @@ def steps(*numbers: int) -> list[dict[str, object]]:
 
 def test_each_step_counts_once_and_one_that_only_a_checkpoint_has_counts_as_well() -> None:
     undisturbed = read_run_record(steps(0, 1, 2, 3), 4)
-    broken = steps(0, 1) + [{"event": "resume", "step": 1}, *steps(1, 3)]
+    broken = [*steps(0, 1), {"event": "resume", "step": 1}, *steps(1, 3)]
     record = read_run_record([*broken, {"event": "hash", "step": 3, "sha256": "ab"}], 4)
     assert (record.num_repeated, record.sha256) == (1, "ab")
     assert record.count_samples(undisturbed) == 24, "step 2 was lost"

@@ -53,6 +53,9 @@ def leave(
                 next_step=f"paceline explain {folder} shows what they do; or set a longer --deadline",
             )
         time.sleep(_LOOK_SECONDS)
+    # The others show nothing while they agree on their members.
+    while len(read_operations(folder)) < len(present) - len(chosen) and time.monotonic() < expires:
+        time.sleep(_LOOK_SECONDS)
     names = ", ".join(str(one.rank) for one in chosen)
     print_plain(f"left: rank {names}; {format_count(len(present) - len(chosen), 'rank')} continue")
 

@@ -36,7 +36,7 @@ _STEPS_BEFORE = 3  # the first steps compile, and fill caches
 _USUAL_STEPS, _LONGEST_PAUSES = 20.0, 3.0
 _SHARE_OF_DEADLINE = 0.75  # the ranks give up after the deadline, and then nothing is left to be explained
 _SAMPLE_SECONDS = 1.0
-_BUSY_SHARE = 0.3
+_BUSY_SHARE = 0.05  # of a core: on a full machine a rank that computes gets little of one
 _END_SECONDS = 12.0
 _DEFAULT_DEADLINE_SECONDS = 120.0
 
@@ -129,7 +129,7 @@ class PauseLimit:
 
     @property
     def seconds(self) -> float:
-        """How long nothing may move now; infinity if the ranks give up earlier."""
+        """Seconds in which nothing may move now; infinity if the ranks give up earlier."""
         if self.most_seconds < _MIN_SECONDS:
             return math.inf
         if self._num_steps < _STEPS_BEFORE:

@@ -168,6 +168,7 @@ def continue_after_loss(session: Session, error: CommunicationError) -> MemberCh
     Raises:
         CommunicationError: all members are still there, or a lost one had raised an error of its own, which
             another process would raise again.
+        StrategyError: fewer than `elastic.min_processes` are left.
     """
     membership = session.cluster.membership
     if not session.is_elastic or membership is None:
@@ -183,7 +184,8 @@ def continue_after_loss(session: Session, error: CommunicationError) -> MemberCh
         raise error
     least = session.recipe.elastic.min_processes
     if len(after) < least:
-        raise CommunicationError(
+        # No error of communication: the launcher would continue without this rank as well.
+        raise StrategyError(
             f"{format_count(len(after), 'process')} of {len(before)} are left, fewer than {least}",
             where="elastic.min_processes",
             next_step="--resume RUN continues from the newest checkpoint with more of them",

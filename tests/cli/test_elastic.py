@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from functools import cache
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from paceline.observe.rank_activity import read_operations
 from tests import command_jobs
 
 STEPS = 60
@@ -129,6 +131,35 @@ def test_a_replacement_joins_and_ends_with_the_same_bits(tmp_path: Path) -> None
     ]
     assert set(steps_of(events)) == set(range(STEPS))
     assert sha256_of(output) == undisturbed()
+
+
+def test_ranks_leave_on_request_down_to_the_least_number(tmp_path: Path) -> None:
+    """First rank 0, which writes the files; of the two that are left none may leave."""
+    command_jobs.prepare(tmp_path, TASK)
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    with command_jobs.start(tmp_path, "train", "recipe.toml", "-n", "2:3", SLOW="0.1") as job:
+        while not (ranks := read_operations(tmp_path / "run")) or min(one.step for one in ranks) < 3:
+            assert job.poll() is None
+            time.sleep(0.1)
+        answers = []
+        for _ in range(2):
+            with command_jobs.start(tmp_path, "leave", "run", "--rank", "0") as asked:
+                answers.append("".join(text or "" for text in asked.communicate(timeout=100)))
+        output = "".join(text or "" for text in job.communicate(timeout=200))
+    assert "left: rank 0; 2 ranks continue" in answers[0]
+    assert "1 rank would be left, at least 2 are needed" in answers[1]
+    assert job.returncode == 0, output
+    events = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    changes = [event for event in events if event["event"] == "members"]
+    assert [(change["lost"], change["joined"], change["ranks"]) for change in changes] == [([0], [], 2)]
+    assert set(steps_of(events)) == set(range(STEPS)) and sha256_of(output) == undisturbed()
+
+
+def test_a_job_with_too_few_processes_left_ends_and_starts_again(tmp_path: Path) -> None:
+    code, output, _ = run(tmp_path, "--set", "elastic.min_processes=3", DIES="1", AT="90")
+    assert code == 0, output
+    assert "2 processes of 3 are left, fewer than 3" in output
+    assert "restart 1 of 3 from step-00000040" in output and sha256_of(output) == undisturbed()
 
 
 @pytest.mark.capability("N8", clause="from the newest checkpoint")

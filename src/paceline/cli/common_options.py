@@ -39,6 +39,30 @@ Processes = Annotated[
         "-n", "--processes", min=1, help="Processes on this node. Default: what the strategy needs."
     ),
 ]
+
+
+def _parse_process_bounds(text: str) -> str:
+    """Check the text of `-n N` or `-n LEAST:MOST`."""
+    numbers = text.split(":")
+    if len(numbers) > 2 or not all(n.isdecimal() and int(n) >= 1 for n in numbers):
+        raise typer.BadParameter(f"{text} is neither a number nor LEAST:MOST")
+    if int(numbers[0]) > int(numbers[-1]):
+        raise typer.BadParameter(f"{text} has a least number above the most")
+    return text
+
+
+ProcessBounds = Annotated[
+    str | None,
+    typer.Option(
+        "-n",
+        "--processes",
+        metavar="N|LEAST:MOST",
+        parser=_parse_process_bounds,
+        help="Processes on this node. Default: what the strategy needs. 2:6 starts 6, and continues with as"
+        " few as 2 (elastic.min_processes).",
+        show_default=False,
+    ),
+]
 Nodes = Annotated[int, typer.Option("--nodes", min=1, help="Number of nodes in the job.")]
 NodeRank = Annotated[int, typer.Option("--node-rank", min=0, help="Rank of this node, from 0.")]
 Rendezvous = Annotated[

@@ -109,6 +109,21 @@ COMMANDS = (
         "top", "watch:top", "Show a live table of runs and their ranks in the terminal, until Ctrl-C."
     ),
     CommandEntry(
+        "doctor",
+        "doctor:doctor",
+        "Check within 15 seconds what would end a job on this host and others, and say what to do.",
+    ),
+    CommandEntry(
+        "explain",
+        "explain:explain",
+        "Compare what all ranks of a running job do, and say which rank the others wait for, and where.",
+    ),
+    CommandEntry(
+        "leave",
+        "leave:leave",
+        "Let ranks of a running job leave it after their step; the others continue without them.",
+    ),
+    CommandEntry(
         "trace",
         "trace:trace",
         "Write what each rank did in some steps to a file for Perfetto; also of a running job.",
@@ -169,6 +184,11 @@ COMMANDS = (
         "lab clean",
         "lab_commands:remove",
         "Remove what earlier labs left behind: processes, control groups, files.",
+    ),
+    CommandEntry(
+        "chaos",
+        "chaos:chaos",
+        "Train RECIPE in a lab with one fault at a time, and write what was survived to a certificate.",
     ),
     CommandEntry(
         "schedule show",

@@ -20,6 +20,7 @@ import typer
 from paceline.cli import common_options
 from paceline.cli.common_options import NodeArgs
 from paceline.cli.console import job_output, print_plain
+from paceline.cli.doctor import warn_of_host
 from paceline.errors import RecipeError, RunFolderError, format_count
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def train(
     recipe: Annotated[
         Path | None, typer.Argument(help="The recipe, a TOML file.", show_default=False)
     ] = None,
-    processes: common_options.Processes = None,
+    processes: common_options.ProcessBounds = None,
     strategy: common_options.StrategyOption = None,
     settings: common_options.Settings = None,
     resume: Annotated[
@@ -66,15 +67,17 @@ def train(
     ] = None,
 ) -> None:
     """Train a recipe and print the result."""
+    least, _, most = (processes or "").rpartition(":")
+    bounds = [f"elastic.min_processes={least}"] if least else []
     run_train(
         TrainArgs(
             recipe=recipe,
             strategy=strategy,
-            settings=settings,
+            settings=[*(settings or ()), *bounds],
             resume=resume,
             auto_resume=auto_resume,
             name=name,
-            nodes=NodeArgs(processes, nodes, node_rank, rendezvous, token_file, insecure),
+            nodes=NodeArgs(int(most) if most else None, nodes, node_rank, rendezvous, token_file, insecure),
             trust=trust,
             logs=logs,
         )
@@ -133,6 +136,7 @@ def run_train(args: TrainArgs) -> None:
             where='federated.clients = "network"',
             next_step="pass the same --token-file or PACELINE_TOKEN to the job and to every client",
         )
+    warn_of_host(recipe, placement.processes, placement.nodes)
     sys.exit(_launch(placement, recipe, run, run_name, args.logs))
 
 

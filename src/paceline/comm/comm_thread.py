@@ -116,13 +116,15 @@ class CommThread:
     def _enqueue(self, op: str, task: _BufferTask) -> Handle:
         self._num_submitted += 1
         bucket, place = self._activity.bucket, self._activity.place_of(self._name)
+        self._activity.count_call(op, self._name, 0)
+        call = self._activity.latest_call(self._name)
         if bucket is not None:
             task.result.add_done_callback(lambda _: bucket.complete())
         self._pool.submit(self._begin_task, task)
 
         def resolve(deadline_seconds: float | None, exposed: bool) -> Any:
             began = time.perf_counter()
-            waited_for = self._activity.begin_wait(op, place) if exposed else ""
+            waited_for = self._activity.begin_wait(op, place, self._name, call) if exposed else ""
             try:
                 return task.result.result()
             finally:

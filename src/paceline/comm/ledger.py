@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 
 from paceline.comm.collective_cost import native_cost
 from paceline.errors import CommunicationError
+from paceline.observe.rank_activity import RankActivity
 
 
 @dataclass
@@ -79,9 +80,14 @@ _ENTRY_FIELDS = tuple(item.name for item in fields(LedgerEntry))
 
 
 class ByteLedger:
-    """Counters of this rank's communication."""
+    """Counters of this rank's communication.
 
-    def __init__(self) -> None:
+    Args:
+        activity: shows the latest collective of each group to other processes; None: it is not shown.
+    """
+
+    def __init__(self, activity: RankActivity | None = None) -> None:
+        self._activity = activity or RankActivity()
         self._entries: dict[tuple[str, str], LedgerEntry] = {}
         # Every entry is nested in this one, so calls of different operations that overlap count once.
         self._any_call = LedgerEntry()
@@ -115,6 +121,8 @@ class ByteLedger:
         entry.payload_bytes += num_bytes
         entry.latest_bytes = num_bytes
         entry.sent_bytes += native_cost(op, num_bytes, world).sent_bytes
+        if op != "send":  # what only one of two ranks counts says nothing about who is missing
+            self._activity.count_call(op, group_name, num_bytes)
         return entry
 
     @property

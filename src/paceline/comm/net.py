@@ -156,10 +156,10 @@ class Net:
     """
 
     def __init__(self, deadline_seconds: float = 120.0, *, times_calls: bool = True) -> None:
-        self.ledger = ByteLedger()
+        self.activity = RankActivity()
+        self.ledger = ByteLedger(self.activity)
         self.deadline_seconds = deadline_seconds
         self.times_calls = times_calls
-        self.activity = RankActivity()
 
     @property
     def step(self) -> int:
@@ -425,6 +425,9 @@ def handle_of_work(
         finish: makes the result once the call is complete.
     """
     activity, place = net.activity, net.activity.place_of(group.name)
+    # A message concerns two ranks of the group, so it is not counted.
+    number = 0 if op.startswith(("send", "receive")) else activity.latest_call(group.name)
+    num_bytes = 0 if entry is None else entry.latest_bytes
     if entry is not None and net.times_calls:
         entry.begin_call()
         call = activity.launch(op, group.name, entry.latest_bytes, group.size)
@@ -434,7 +437,7 @@ def handle_of_work(
     def resolve(deadline_seconds: float | None, exposed: bool) -> Any:
         limit = net.deadline_seconds if deadline_seconds is None else deadline_seconds
         began = time.perf_counter()
-        waited_for = activity.begin_wait(op, place) if exposed else ""
+        waited_for = activity.begin_wait(op, place, group.name, number, num_bytes) if exposed else ""
         try:
             work.wait(timedelta(seconds=limit))
         except RuntimeError as error:

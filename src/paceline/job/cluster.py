@@ -29,6 +29,7 @@ from paceline.job.launcher_reports import (
     decode_node_rank,
     encode_launcher_address,
     enter_phase,
+    stack_file,
     write_node_list,
 )
 from paceline.job.membership import JobMembership, SetupDeadline
@@ -372,6 +373,12 @@ class Cluster:
         # The launcher knows a process by its number, which stays when its rank changes.
         number = self.global_rank if self.membership is None else self.membership.number
         enter_phase(self.error_dir, number, what, seconds)
+
+    @property
+    def stack_file(self) -> Path | None:
+        """File to which this process writes its stack when its launcher requests it; None: it writes none."""
+        number = self.global_rank if self.membership is None else self.membership.number
+        return None if self.error_dir is None else stack_file(self.error_dir, number)
 
     def await_ranks(self, what: str, seconds: float, log: Callable[[str], object]) -> None:
         """Wait until every rank has done `what`; a single process does not wait.

@@ -8,9 +8,11 @@ complete or missing, and reading never fails. The list holds every node of the j
 from __future__ import annotations
 
 import json
+import os
 import socket
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -65,6 +67,41 @@ def read_phase(folder: Path, global_rank: int) -> WorkerPhase | None:
         return WorkerPhase(str(phase["what"]), None if phase["until"] is None else float(phase["until"]))
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
+
+
+def stack_file(folder: Path, global_rank: int) -> Path:
+    """Return the file to which a worker writes its stack when the launcher requests it."""
+    return folder / f"rank-{global_rank}.stack"
+
+
+_RUN_FOLDER_FILE = "run-folder"
+
+
+def write_run_folder(folder: Path | None, run_dir: Path) -> None:
+    """Report where the ranks show their current operations; all workers write the same.
+
+    Args:
+        folder: folder of the launcher; None: there is no launcher.
+    """
+    if folder is None:
+        return
+    draft = folder / f"{_RUN_FOLDER_FILE}.{os.getpid()}"
+    with suppress(OSError):  # without it the launcher cannot explain a hang, and all else works
+        draft.write_text(str(run_dir.resolve()), encoding="utf-8")
+        draft.rename(folder / _RUN_FOLDER_FILE)
+
+
+def read_run_folder(folder: Path) -> Path | None:
+    """Return the run folder that the workers reported; None if they have reported none."""
+    try:
+        return Path((folder / _RUN_FOLDER_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def clear_run_folder(folder: Path) -> None:
+    """Remove what an earlier job left."""
+    (folder / _RUN_FOLDER_FILE).unlink(missing_ok=True)
 
 
 def error_file(folder: Path, global_rank: int) -> Path:

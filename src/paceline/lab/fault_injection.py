@@ -28,6 +28,7 @@ from paceline.lab.topology import parse_duration_seconds, parse_fraction, parse_
 from paceline.lab.worker_hook import PLAN_FILE, marker_path
 
 _FILLER = ".filler"
+_KILL_SECONDS = 10.0
 
 DrawNumber = Callable[[int, str], int]
 """Returns a number below the first argument; the second one names the purpose."""
@@ -74,6 +75,23 @@ def truncate_file(path: Path, draw: DrawNumber) -> dict[str, object]:
     length = draw(max(1, size), "length")
     os.truncate(path, length)
     return {"file": path.name, "kept_bytes": length, "of_bytes": size}
+
+
+def is_process_of_job(pid: int, name: str) -> bool:
+    """Return whether a process is the launcher of a job, or one of its ranks; it must not be forked.
+
+    Args:
+        name: "launcher", or a rank as in "rank1".
+    """
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    if name == "launcher":
+        has_rank = any(variable.startswith(b"RANK=") for variable in variables)
+        return b"paceline" in words and b"train" in words and not has_rank
+    return f"RANK={name.removeprefix('rank')}".encode() in variables
 
 
 def fill_disks(disks: Sequence[Path]) -> None:
@@ -199,13 +217,18 @@ class FaultInjector:
     # -- the faults: each returns a function that heals it, and further fields of the log -------------------
 
     def _members(self, fault: FaultSpec) -> list[int]:
-        return [pid for host in fault.hosts for pid in host_pids(self.spaces[host].first)]
+        pids = [pid for host in fault.hosts for pid in host_pids(self.spaces[host].first)]
+        return [pid for pid in pids if not fault.process or is_process_of_job(pid, fault.process)]
 
     def _kill(self, fault: FaultSpec, draw: DrawNumber) -> tuple[HealFunction | None, dict[str, Any]]:
-        while pids := self._members(fault):  # a process that was just forked is found in the next round
+        expires = time.monotonic() + _KILL_SECONDS  # a replacement of the process may be there already
+        while (pids := self._members(fault)) and time.monotonic() < expires:
+            # A process that was just forked is found in the next round.
             signal_all(pids, signal.SIGKILL)
+            if fault.process:
+                break
             time.sleep(0.001)
-        return None, {}
+        return None, {"process": fault.process} if fault.process else {}
 
     def _stop(self, fault: FaultSpec, draw: DrawNumber) -> tuple[HealFunction | None, dict[str, Any]]:
         signal_all(self._members(fault), signal.SIGSTOP)

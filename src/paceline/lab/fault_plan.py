@@ -8,6 +8,7 @@ writes the same event log.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -33,6 +34,7 @@ class FaultSpec:
         seconds: duration; None for the rest of the job.
         value: factor of a slowdown; rate, latency or loss of a link.
         path: a file as the host sees it; with wildcards, the newest match.
+        process: the only process that it affects: "launcher", or a rank as in "rank1"; empty: all of a host.
     """
 
     kind: str
@@ -44,6 +46,7 @@ class FaultSpec:
     seconds: float | None = None
     value: float | str | None = None
     path: str = ""
+    process: str = ""
 
     def __post_init__(self) -> None:
         triggers = [t for t in (self.step, self.at, self.probability) if t is not None]
@@ -52,6 +55,8 @@ class FaultSpec:
             "has a negative time or step": all(t >= 0 for t in (*triggers, self.seconds or 0)),
             "has a probability above 1": (self.probability or 0) <= 1,
             "names no host": bool(self.hosts),
+            'has a process other than "launcher" or a rank such as "rank1"': self.process in ("", "launcher")
+            or re.fullmatch(r"rank\d+", self.process) is not None,
             "has hosts on both sides of a partition": not set(self.hosts) & set(self.others),
             "needs step or probability, because it happens inside a worker": self.kind != "nan"
             or self.at is None,
@@ -75,13 +80,23 @@ class FaultPlan:
     seed: int = 0
     faults: tuple[FaultSpec, ...] = ()
 
-    def kill(self, host: str, **trigger: Any) -> FaultPlan:
-        """Send SIGKILL to every process of a host, as a power cut would."""
-        return self._and("kill", host, **trigger)
+    def kill(self, host: str, *, process: str = "", **trigger: Any) -> FaultPlan:
+        """Send SIGKILL to every process of a host, as a power cut would, or to one.
 
-    def stop(self, host: str, *, seconds: float, **trigger: Any) -> FaultPlan:
-        """Send SIGSTOP to every process of a host, and SIGCONT after `seconds`; its kernel still answers."""
-        return self._and("stop", host, seconds=seconds, **trigger)
+        Args:
+            process: "launcher", or a rank as in "rank1"; empty: all.
+        """
+        return self._and("kill", host, process=process, **trigger)
+
+    def stop(self, host: str, *, seconds: float, process: str = "", **trigger: Any) -> FaultPlan:
+        """Send SIGSTOP to every process of a host or to one, and SIGCONT after `seconds`.
+
+        The kernel of the host still answers.
+
+        Args:
+            process: as in `kill`.
+        """
+        return self._and("stop", host, seconds=seconds, process=process, **trigger)
 
     def slow(self, host: str, factor: float, *, seconds: float | None = None, **trigger: Any) -> FaultPlan:
         """Let the processes of a host run one `factor`-th of the time, in slices of 30 ms."""
@@ -231,6 +246,7 @@ _OPTION_PARSERS: Mapping[str, Callable[[str], Any]] = {
     "at": float,
     "probability": float,
     "seconds": float,
+    "process": str,
 }
 
 

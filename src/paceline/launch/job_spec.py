@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from paceline.errors import RecipeError
-from paceline.job.launcher_reports import error_file
+from paceline.job.launcher_reports import error_file, stack_file
 from paceline.launch.shutdown import ShutdownTimeouts
 
 _ADVICE = (
@@ -205,11 +205,6 @@ def common_environment(inherited: Mapping[str, str]) -> dict[str, str]:
 def script_command(script: str, *arguments: str) -> tuple[str, ...]:
     """Return the argument vector of a worker that runs a user's own script, or a module after "-m"."""
     return (sys.executable, "-m", "paceline.launch", script, *arguments)
-
-
-def stack_file(folder: Path, global_rank: int) -> Path:
-    """Return the file to which a worker writes its stack when the launcher requests it."""
-    return folder / f"rank-{global_rank}.stack"
 
 
 def socket_folder(folder: Path, global_rank: int) -> Path:

@@ -21,8 +21,9 @@ from pathlib import Path
 
 from paceline.job.cluster import process_environment
 from paceline.job.cpu_count import num_cores
-from paceline.job.launcher_reports import NOTHING_TO_SAVE, clear_node_list, clear_phase
+from paceline.job.launcher_reports import NOTHING_TO_SAVE, clear_node_list, clear_phase, clear_run_folder
 from paceline.launch.fork_client import ForkClient, fork_server, is_worthwhile
+from paceline.launch.hang_monitor import HangMonitor
 from paceline.launch.job_spec import (
     JOINS,
     LaunchJob,
@@ -104,6 +105,7 @@ def launch(
                 losses,
                 lambda worker: _record_end(worker, shutdown, peers, endpoint),
                 replacements.start,
+                HangMonitor(Path(folder), workers, job.timeouts.stuck_seconds, time.monotonic(), write),
             )
             outcome = _build_outcome(job, losses.judged_workers(workers), shutdown, peers)
     if outcome.report:
@@ -138,6 +140,7 @@ def _open_folder(job: LaunchJob) -> tempfile.TemporaryDirectory[str] | nullconte
         mark_owner(Path(folder.name))
         return folder
     job.log_dir.mkdir(parents=True, exist_ok=True)
+    clear_run_folder(job.log_dir)
     return nullcontext(str(job.log_dir.resolve()))
 
 
@@ -311,6 +314,7 @@ def _supervise(
     losses: ToleratedLosses,
     record_end: Callable[[WorkerProcess], None],
     start_replacement: Callable[[WorkerProcess], WorkerProcess | None],
+    hangs: HangMonitor,
 ) -> None:
     """Wait until every worker has ended, and end them when it is time.
 
@@ -339,6 +343,10 @@ def _supervise(
             else:
                 worker.kill(UNKILLABLE_SECONDS)
                 shutdown.on_failure(now)
+        # No rank can continue after such a hang, with or without another one.
+        for worker in hangs.overdue(now) if not shutdown.is_ending else ():
+            worker.kill(UNKILLABLE_SECONDS)
+            shutdown.on_failure(now)
         for worker in filter(losses.is_replaceable, tolerated):
             replacement = start_replacement(worker)
             if replacement is not None:

@@ -34,6 +34,26 @@ def is_handling_signal(pid: int, number: int) -> bool:
     return status.get("State", "X")[0] in "RSD" and any(mask >> (number - 1) & 1 for mask in masks)
 
 
+def handles_stack_requests(pid: int) -> bool:
+    """Return whether a process writes its stack on request; a signal would end one that does not."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
+    except OSError:
+        return False
+    caught = next((line.partition(":")[2] for line in lines if line.startswith("SigCgt:")), "0")
+    return bool(int(caught, 16) >> (_SIGNAL - 1) & 1)
+
+
+def session_cpu_seconds(pid: int) -> float:
+    """Return the CPU time of a worker and of its child processes that run, in seconds."""
+    total = 0
+    for process in Path("/proc").glob("[0-9]*"):
+        fields = read_stat_fields(int(process.name))
+        if len(fields) > 12 and int(fields[3]) == pid:
+            total += int(fields[11]) + int(fields[12])
+    return total / os.sysconf("SC_CLK_TCK")
+
+
 def zombie_exit_status(pid: int) -> int | None:
     """Return the status that `waitpid` would give for a process that is a zombie; None if it is none."""
     fields = read_stat_fields(pid)
@@ -41,6 +61,7 @@ def zombie_exit_status(pid: int) -> int | None:
 
 
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
+_PACKAGE_FOLDER = str(Path(__file__).resolve().parents[1])
 _SIGNAL = signal.SIGUSR2  # batch systems send SIGUSR1 before they take a machine away
 _ANSWER_SECONDS = 2.0  # a process can wait that long for a core on a busy machine
 _POLL_SECONDS = 0.05
@@ -83,17 +104,22 @@ def request_stack_dumps(processes: Sequence[tuple[int, Path]]) -> None:
 def read_position(path: Path) -> str:
     """Return the position of the main thread: "all_reduce (distributed.py:31), called from step (my.py:7)".
 
-    That is the innermost frame, and the innermost one outside of the standard library and of installed
-    packages. The text is empty if there is no stack in the file.
+    That is the innermost frame, and the innermost one of the user's code; without one, the innermost one
+    outside of the standard library and of installed packages. The text is empty if there is no stack in the
+    file.
     """
     if not path.exists():
         return ""
     blocks = path.read_text(encoding="utf-8", errors="replace").split("\n\n")
+    # A process that was asked several times has appended its stacks; the last one is the present one.
     current = [block for block in blocks if block.startswith("Current thread")] or blocks[-1:]
-    frames = [match for line in current[0].splitlines() if (match := _FRAME.match(line))]
+    frames = [match for line in current[-1].splitlines() if (match := _FRAME.match(line))]
     if not frames:
         return ""
-    caller = next((frame for frame in frames if not _is_installed(frame["file"])), frames[0])
+    outside = [frame for frame in frames if not _is_installed(frame["file"])]
+    own = [frame for frame in outside if not frame["file"].startswith(_PACKAGE_FOLDER)]
+    # The user's code says most; Paceline's own command line is below everything.
+    caller = next(iter(own or outside or frames))
     called = "" if caller is frames[0] else f", called from {_format_frame(caller)}"
     return _format_frame(frames[0]) + called
 

@@ -25,9 +25,14 @@ def mark_owner(folder: Path) -> None:
         (folder / _OWNER_FILE).write_text(json.dumps(_process_identity(os.getpid())), encoding="utf-8")
 
 
+def find_stale_folders() -> list[Path]:
+    """Return the folders whose owner has ended."""
+    return [path for path in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*") if _is_stale(path)]
+
+
 def remove_stale_folders() -> list[Path]:
     """Remove the folders whose owner has ended; returns them."""
-    stale = [path for path in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*") if _is_stale(path)]
+    stale = find_stale_folders()
     for path in stale:
         shutil.rmtree(path, ignore_errors=True)
     return stale

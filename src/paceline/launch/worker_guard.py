@@ -30,8 +30,8 @@ from typing import IO, Self
 
 from paceline.errors import DataError, MemoryLimitError, PacelineError, format_count
 from paceline.job.cluster import Cluster
-from paceline.job.launcher_reports import error_file
-from paceline.launch.job_spec import socket_folder, stack_file
+from paceline.job.launcher_reports import error_file, stack_file
+from paceline.launch.job_spec import socket_folder
 from paceline.launch.process_inspection import enable_stack_dump
 
 _MEMORY_ADVICE = (

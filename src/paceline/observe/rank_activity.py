@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +28,24 @@ from paceline.observe.process_info import process_start_ticks
 
 FOLDER = "activity"
 BETWEEN_STEPS = "between steps"
+LEFT_LOOP = "after its loop"
+LEFT_INSIDE_STEP = "after its loop, left inside of a step"
 
-_MAGIC = b"paceact1"
+_MAGIC = b"paceact2"
 _HEADER = struct.Struct("<8sqqqqqd40s64s")
 """Magic, rank, ranks, steps of the run, process and its start in ticks; wall time minus `perf_counter`; boot
 of the host; its name."""
-_RECORD = struct.Struct("<qqd96sq")
-"""Number of the record, step, since when in `perf_counter`, operation, and the number again."""
+_RECORD = struct.Struct("<qqd96s48sqqq")
+"""Number of the record, step, since when in `perf_counter`, operation; of a call that the rank waits for its
+group, its number in the group and its bytes; and the number of the record again."""
 _RECORD_AT = 256
+_CALL = struct.Struct("<48s24sqq")
+"""The latest call of a group: the group, the operation, the number of calls so far, and its bytes."""
+_CALLS_AT = 512
+_STACK = struct.Struct("<240s")
+"""The file to which the process writes its stack on request."""
+_STACK_AT = 3856
+_MAX_GROUPS = (_STACK_AT - _CALLS_AT) // _CALL.size
 _FILE_BYTES = 4096
 
 _Span = tuple[str, str, float, float, int, Mapping[str, Any] | None]
@@ -111,6 +121,15 @@ class TracedCall:
             self._recorder.add("collectives", self.label, self.began, self.ended, self._step, values)
 
 
+@dataclass
+class _GroupCalls:
+    """The calls of one group: its place in the file, its name, and the number of calls so far."""
+
+    index: int
+    name: bytes
+    number: int = 0
+
+
 class _EncodedTexts(dict[str, bytes]):
     """The bytes of operations, each encoded once."""
 
@@ -142,13 +161,21 @@ class RankActivity:
         self._operation, self._since, self._step = BETWEEN_STEPS, time.perf_counter(), 0
         self._texts: dict[tuple[str, str], str] = {}
         self._encoded = _EncodedTexts()
+        self._calls: dict[str, _GroupCalls] = {}
 
-    def open(self, run_dir: Path, rank: int, num_ranks: int, num_steps: int) -> None:
+    def open(
+        self, run_dir: Path, rank: int, num_ranks: int, num_steps: int, stack: Path | None = None
+    ) -> None:
         """Write the current operation to a file of the run folder from now on.
 
+        All ranks call it at the same place of the run: from here on they count the calls of each group.
+
+        Args:
+            stack: file to which this process writes its stack when its launcher requests it.
         Raises:
             OSError: the file cannot be made.
         """
+        self._calls = {}
         path = run_dir / FOLDER / f"rank-{rank}"
         path.parent.mkdir(exist_ok=True)
         draft = path.with_name(f"{path.name}.writing")
@@ -166,7 +193,9 @@ class RankActivity:
         )
         with create_draft(draft) as file:
             # Written in full: on a full disk, a later write to a hole of a mapped file would end the process.
-            file.write(header.ljust(_FILE_BYTES, b"\0"))
+            name = b"" if stack is None else os.fsencode(stack)
+            name = name if len(name) <= _STACK.size else b""
+            file.write(header.ljust(_STACK_AT, b"\0") + name.ljust(_FILE_BYTES - _STACK_AT, b"\0"))
         with draft.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), _FILE_BYTES)
         self._path, self.is_active = path, True
@@ -207,7 +236,37 @@ class RankActivity:
         if self._map is not None:  # as in `_write`; a call takes as long as the rest
             self._number = number = self._number + 1
             text = self._encoded[operation]
-            _RECORD.pack_into(self._map, _RECORD_AT, number, self._step, now, text, number)
+            _RECORD.pack_into(self._map, _RECORD_AT, number, self._step, now, text, b"", 0, 0, number)
+
+    def leave_loop(self, *, inside_step: bool) -> None:
+        """Show from now on that the user's own loop was left before the end of the run.
+
+        Args:
+            inside_step: before `step` was called for the present batch.
+        """
+        self.enter(LEFT_INSIDE_STEP if inside_step else LEFT_LOOP, time.perf_counter())
+        self._enclosing = LEFT_INSIDE_STEP if inside_step else LEFT_LOOP
+
+    def count_call(self, op: str, group: str, num_bytes: int) -> None:
+        """Count a collective that this rank launches; every member of the group launches the same calls.
+
+        Args:
+            num_bytes: that this rank passes in.
+        """
+        if self._map is None:
+            return
+        calls = self._calls.get(group)
+        if calls is None:
+            calls = self._calls[group] = _GroupCalls(len(self._calls), group.encode()[:48])
+        calls.number = number = calls.number + 1
+        if calls.index < _MAX_GROUPS:
+            at = _CALLS_AT + calls.index * _CALL.size
+            _CALL.pack_into(self._map, at, calls.name, self._encoded[op], number, num_bytes)
+
+    def latest_call(self, group: str) -> int:
+        """Return the number of the latest call of a group since `open`, from 1; 0: none was counted."""
+        calls = self._calls.get(group)
+        return 0 if calls is None else calls.number
 
     @contextmanager
     def during(self, operation: str) -> Iterator[None]:
@@ -223,16 +282,19 @@ class RankActivity:
             self._enclosing = ""
             self.enter(BETWEEN_STEPS, time.perf_counter())
 
-    def begin_wait(self, op: str, place: str) -> str:
+    def begin_wait(self, op: str, place: str, group: str = "", call: int = 0, num_bytes: int = 0) -> str:
         """Begin to wait for a collective; return its text for `end_wait`.
 
         Args:
             place: the bucket or the group.
+            group, call: the group, and the number of the call in it as of `latest_call`.
+            num_bytes: that this rank has passed in.
         """
         text = self._texts.get((op, place))
         if text is None:
             text = self._texts[op, place] = f"{op}, {place}"
-        self._write(f"{self._enclosing}: {text}" if self._enclosing else text, time.perf_counter())
+        shown = f"{self._enclosing}: {text}" if self._enclosing else text
+        self._write(shown, time.perf_counter(), group or place, call, num_bytes)
         return text
 
     def end_wait(self, text: str, began: float, now: float) -> None:
@@ -290,12 +352,31 @@ class RankActivity:
                 "buckets", bucket.label, bucket.began, ended, self.step, {"bytes": bucket.num_bytes}
             )
 
-    def _write(self, operation: str, since: float) -> None:
+    def _write(
+        self, operation: str, since: float, group: str = "", call: int = 0, num_bytes: int = 0
+    ) -> None:
         if self._map is None:
             return
         self._number = number = self._number + 1
-        text = self._encoded[operation]
-        _RECORD.pack_into(self._map, _RECORD_AT, number, self.step, since, text, number)
+        text, name = self._encoded[operation], self._encoded[group][:48]
+        _RECORD.pack_into(
+            self._map, _RECORD_AT, number, self.step, since, text, name, call, num_bytes, number
+        )
+
+
+@dataclass(frozen=True)
+class GroupCall:
+    """The latest call of a group that a rank has launched.
+
+    Args:
+        op: its operation, as in "all_reduce".
+        number: of calls of this group so far, this one included.
+        num_bytes: that the rank has passed in.
+    """
+
+    op: str
+    number: int
+    num_bytes: int
 
 
 @dataclass(frozen=True)
@@ -312,6 +393,11 @@ class RankOperation:
             host, as exact as the wall clocks agree.
         host, pid: its process.
         alive: False if the process has ended; None if it is on another host.
+        group, call, num_bytes: of the call that the rank waits for: its group, its number in the group (0: it
+            is not counted, as of a message) and its bytes; empty and 0 while it waits for none.
+        calls: latest call of each group that the rank has launched calls of.
+        number: of the record, which grows with every change.
+        stack: file to which the process writes its stack on request; None: it writes none.
     """
 
     rank: int
@@ -323,6 +409,12 @@ class RankOperation:
     host: str
     pid: int
     alive: bool | None
+    group: str = ""
+    call: int = 0
+    num_bytes: int = 0
+    calls: Mapping[str, GroupCall] = field(default_factory=dict)
+    number: int = 0
+    stack: Path | None = None
 
     @property
     def text(self) -> str:
@@ -335,7 +427,14 @@ class RankOperation:
 
     def record(self) -> dict[str, Any]:
         """Return the fields and the text as plain values, for JSON."""
-        return {**vars(self), "text": self.text}
+        calls = {group: vars(call) for group, call in self.calls.items()}
+        stack = None if self.stack is None else str(self.stack)
+        return {**vars(self), "calls": calls, "stack": stack, "text": self.text}
+
+
+def leave_request(run_dir: Path, host: str, pid: int) -> Path:
+    """Return the file by which a process of a running job is asked to leave it."""
+    return run_dir / FOLDER / f"leave-{pid}-{host}"
 
 
 def read_operations(run_dir: Path) -> list[RankOperation]:
@@ -366,7 +465,8 @@ def _read_file(path: Path) -> RankOperation | None:
 
 def _parse(data: bytes) -> RankOperation | None:
     _, rank, num_ranks, num_steps, pid, start, offset, boot, host = _HEADER.unpack_from(data)
-    _, step, since, operation, _ = _RECORD.unpack_from(data, _RECORD_AT)
+    number, step, since, operation, group, call, num_bytes, _ = _RECORD.unpack_from(data, _RECORD_AT)
+    (stack,) = _STACK.unpack_from(data, _STACK_AT)
     is_same_boot = bool(boot_id()) and _text(boot) == boot_id()
     if is_same_boot:
         offset = time.time() - time.perf_counter()
@@ -384,7 +484,18 @@ def _parse(data: bytes) -> RankOperation | None:
         host=_text(host),
         pid=pid,
         alive=process_start_ticks(pid) == start if is_here else None,
+        group=_text(group),
+        call=call,
+        num_bytes=num_bytes,
+        calls=_parse_calls(data),
+        number=number,
+        stack=Path(os.fsdecode(stack.rstrip(b"\0"))) if stack.strip(b"\0") else None,
     )
+
+
+def _parse_calls(data: bytes) -> dict[str, GroupCall]:
+    rows = _CALL.iter_unpack(data[_CALLS_AT : _CALLS_AT + _MAX_GROUPS * _CALL.size])
+    return {_text(group): GroupCall(_text(op), number, size) for group, op, number, size in rows if number}
 
 
 def _text(data: bytes) -> str:

@@ -329,6 +329,12 @@ class ElasticRecipe(RecipeTable):
         int,
         FieldNeed(lambda table: table.mode == "auto", 'with mode = "auto"', "found {t.mode}", keys=("mode",)),
     ] = Field(default=3, ge=0, description="processes that may be replaced, and restarts from a checkpoint")
+    min_processes: Annotated[
+        int,
+        FieldNeed(lambda table: table.mode == "auto", 'with mode = "auto"', "found {t.mode}", keys=("mode",)),
+    ] = Field(
+        default=1, ge=1, description="replicas without which the others do not continue; -n 2:6 sets it to 2"
+    )
 
 
 # ---------------------------------------------------------------------- memory

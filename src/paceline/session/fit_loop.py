@@ -19,6 +19,7 @@ from typing import Any, cast
 from torch import nn
 
 from paceline.errors import CommunicationError, DivergenceError, RecipeError, format_count
+from paceline.job.launcher_reports import write_run_folder
 from paceline.observe.sinks import Sink
 from paceline.observe.step_stats import StepStats
 from paceline.observe.step_trace import TraceWindow
@@ -29,7 +30,7 @@ from paceline.session.checkpointing import CheckpointSchedule, interval_passed, 
 from paceline.session.early_stopping import value_of_metric
 from paceline.session.evaluation import Evaluation, evaluate
 from paceline.session.freed_memory import FreedMemory
-from paceline.session.membership_change import JoinRequests
+from paceline.session.membership_change import JoinRequests, LeaveRequest
 from paceline.session.run_records import RankRecords
 from paceline.session.session import Session, gather_from_all, repeat_until_agreed
 from paceline.session.step_profile import build_step_profile
@@ -144,6 +145,7 @@ class RunSchedule:
         session = self._session
         for sink in self._sinks:
             sink.step(stats)
+        session.recorded_step = stats.step
         compiled = self._compile_cost.follow(stats.seconds) if self._compile_cost is not None else None
         if compiled is not None:
             self.send_event("compile", compiled)
@@ -297,12 +299,13 @@ class FitInProgress:
 
     Attributes:
         schedule: the rounds, and what is due between two of them.
+        run_dir: the folder of the run; None without one.
     """
 
     def __init__(
         self, session: Session, run_dir: Path | None, sinks: Sequence[Sink], checkpoints: CheckpointSchedule
     ) -> None:
-        self._run_dir, self._sinks = run_dir, sinks
+        self.run_dir, self._sinks = run_dir, sinks
         self.session, self._session, self._checkpoints = session, session, checkpoints
         self.schedule = RunSchedule(session, checkpoints, sinks)
         self._ranks = RankRecords(session, sinks, written=run_dir is not None)
@@ -368,7 +371,7 @@ class FitInProgress:
             checkpoint=saved,
             sha256=sha256,
             stopped=schedule.stopped,
-            run_dir=self._run_dir,
+            run_dir=self.run_dir,
             reason=schedule.reason,
             best=checkpoints.best_checkpoint_path(),
         )
@@ -461,10 +464,12 @@ def _close(sinks: Sequence[Sink]) -> None:
 
 def _run(fit_in_progress: FitInProgress, pause_step: int | None) -> Result:
     requests = JoinRequests(fit_in_progress.session)
+    leaving = LeaveRequest(fit_in_progress.session, fit_in_progress.run_dir)
     fit_in_progress.schedule.pause_step = pause_step
     for stats in fit_in_progress.schedule.rounds():
         fit_in_progress.after_round(stats)
         if not fit_in_progress.schedule.is_over():
+            leaving.check()
             requests.check()
     return fit_in_progress.finish()
 
@@ -480,8 +485,9 @@ def _open_trace(session: Session, run_dir: Path | None, schedule: RunSchedule) -
     cluster, activity, trace = session.cluster, session.net.activity, session.recipe.log.trace
     if trace is not None:
         require_steps_of_run("log.trace", trace, session.num_steps)
+    write_run_folder(cluster.error_dir, run_dir)
     try:
-        activity.open(run_dir, cluster.global_rank, cluster.world_size, session.num_steps)
+        activity.open(run_dir, cluster.global_rank, cluster.world_size, session.num_steps, cluster.stack_file)
     except OSError as error:
         schedule.send_event("warning", {"text": f"the current operation cannot be shown: {error}"})
 

@@ -12,6 +12,8 @@ that others had not; new members receive the state from old ones.
 from __future__ import annotations
 
 import json
+import os
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,12 +26,13 @@ import torch
 from torch import Tensor
 
 from paceline.comm.group_collectives import all_gather_texts
-from paceline.errors import CommunicationError, StrategyError
+from paceline.errors import CommunicationError, PacelineError, StrategyError, format_count
 from paceline.job.cluster import Cluster
 from paceline.job.cpu_count import find_cores
 from paceline.job.epochs import waiting_processes
 from paceline.job.launcher_reports import has_raised
 from paceline.job.mesh import Mesh
+from paceline.observe.rank_activity import leave_request
 from paceline.observe.step_stats import StepStats
 from paceline.parallel.data_parallel import ReplicatedRunner
 from paceline.parallel.session_context import Components
@@ -99,6 +102,50 @@ class JoinRequests:
             raise MembersWaitError(f"process {names} joins", next_step="nothing: the job continues with it")
 
 
+class RankLeavesError(PacelineError):
+    """This rank was asked to leave the job, which the others continue."""
+
+
+class LeaveRequest:
+    """The request of a user that this rank leaves the job, which is a file of the run folder.
+
+    Args:
+        run_dir: None: nobody can ask.
+        seconds: interval between two looks.
+    """
+
+    def __init__(self, session: Session, run_dir: Path | None, seconds: float = 0.2) -> None:
+        self._session, self._seconds, self._next_at = session, seconds, 0.0
+        self._path = None if run_dir is None else leave_request(run_dir, socket.gethostname(), os.getpid())
+
+    def check(self) -> None:
+        """Raise an error between two rounds if this rank was asked to leave; looks at most once a while.
+
+        Raises:
+            RankLeavesError: it was, and the others can continue without it.
+        """
+        now = time.monotonic()
+        if self._path is None or not self._session.is_elastic or now < self._next_at:
+            return
+        self._next_at = now + self._seconds
+        if self._path.exists():
+            self._path.unlink(missing_ok=True)
+            raise RankLeavesError(f"process {os.getpid()} was asked to leave the job")
+
+
+def leave_job(session: Session) -> None:
+    """Leave the job between two rounds; the other ranks notice it at once and continue.
+
+    Their step that has begun is repeated, with the samples of this rank divided among them.
+    """
+    membership = session.cluster.connected
+    session.close_rule()
+    # The others wait in collectives for this rank: they fail now, and then nobody waits for its vote.
+    membership.store.set(f"{membership.continuation_key}/{membership.number}", "")
+    membership.abort()
+    membership.store.close()
+
+
 @dataclass(frozen=True)
 class MemberChange:
     """A change of the members of a job that has happened; equal on all of them.
@@ -121,6 +168,7 @@ def continue_after_loss(session: Session, error: CommunicationError) -> MemberCh
     Raises:
         CommunicationError: all members are still there, or a lost one had raised an error of its own, which
             another process would raise again.
+        StrategyError: fewer than `elastic.min_processes` are left.
     """
     membership = session.cluster.membership
     if not session.is_elastic or membership is None:
@@ -134,6 +182,14 @@ def continue_after_loss(session: Session, error: CommunicationError) -> MemberCh
         raise error
     if any(has_raised(session.cluster.error_dir, number) for number in lost):
         raise error
+    least = session.recipe.elastic.min_processes
+    if len(after) < least:
+        # No error of communication: the launcher would continue without this rank as well.
+        raise StrategyError(
+            f"{format_count(len(after), 'process')} of {len(before)} are left, fewer than {least}",
+            where="elastic.min_processes",
+            next_step="--resume RUN continues from the newest checkpoint with more of them",
+        ) from error
     return MemberChange(lost, joined, has_new_first=before[0] != after[0])
 
 

@@ -181,7 +181,12 @@ class OwnLoopSteps:
                         autocast,
                         gather_scope(self._rank_gather),
                     ):
-                        yield batch
+                        try:
+                            yield batch
+                        except GeneratorExit:
+                            # Other ranks may be in their next step; a hang is explained by this.
+                            session.net.activity.leave_loop(inside_step=not self._progress.step_called)
+                            raise
                     self._require_step()
                 if not count:
                     self._follow_others()

@@ -235,6 +235,7 @@ class Session:
         commit: votes of `repeat_until_agreed`; made at the first of them.
         is_elastic: `fit` continues on the remaining ranks when others are lost.
         reported: the step up to which `fit` has done what was due, and the last round that it has reported.
+        recorded_step: the last step whose record the sinks of this rank have received.
         interrupted_at: step from which on that is to be repeated, after a change of members; None: nothing.
         generation_trials: which forwards `paceline.generate` uses, by their settings; kept by `serving`.
     """
@@ -254,6 +255,7 @@ class Session:
     commit: CommitProtocol | None = None
     is_elastic: bool = False
     reported: tuple[int, StepStats | None] = (0, None)
+    recorded_step: int = -1
     interrupted_at: int | None = None
     generation_trials: dict[object, Any] = field(default_factory=dict)
     rule_switches: RuleSwitches = field(init=False)

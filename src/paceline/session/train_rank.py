@@ -5,6 +5,8 @@ It does not matter here what has started the processes (Paceline's launcher, tor
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,7 +31,12 @@ from paceline.session import run_folder
 from paceline.session.arguments import RecipeLike, TaskLike, resolve_recipe, resolve_run, run_name_of_call
 from paceline.session.callback import Callback
 from paceline.session.fit_loop import Result, fit, fitting
-from paceline.session.membership_change import continue_after_loss, joining
+from paceline.session.membership_change import (
+    RankLeavesError,
+    continue_after_loss,
+    joining,
+    leave_job,
+)
 from paceline.session.own_loop_steps import OwnLoop
 from paceline.session.session import Session, repeat_until_agreed
 from paceline.session.sink_setup import build_sinks
@@ -109,7 +116,13 @@ def train(
         run.session.is_elastic = recovery_of(recipe).kind == "in process"
         run.session.cluster.enter_phase(run.session.launcher_phase)
         recover = run.recover if run.session.is_elastic else None
-        return run.end(fit(run.session, run.folder, run.sinks, until, recover))
+        try:
+            return run.end(fit(run.session, run.folder, run.sinks, until, recover))
+        except RankLeavesError:
+            leave_job(run.session)
+            # As after an error: the end of the interpreter would wait for groups that the others still use.
+            sys.stdout.flush()
+            os._exit(0)
 
 
 @contextmanager
@@ -174,10 +187,12 @@ class _RunInProgress:
             if session.is_first:
                 run_folder.lock_folder(session, self.folder)
             self.sinks = build_sinks(session, self.folder, self.console)
-            _, last = session.reported
+        _, last = session.reported
+        # A rank can be lost after a step and before its record is written.
+        if last is not None and (change.has_new_first or last.step > session.recorded_step):
+            session.recorded_step = last.step
             for sink in self.sinks:
-                if last is not None:
-                    sink.step(last)
+                sink.step(last)
         record = {
             "step": session.state.step,
             "lost": list(change.lost),

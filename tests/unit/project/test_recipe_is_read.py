@@ -119,7 +119,8 @@ def test_every_field_is_read_outside_the_recipe_room(read: set[tuple[str, str]],
     # Read by `num_positions` inside the recipe room; see tests/unit/federated/test_cohorts.py.
     elsewhere |= {("FederatedRecipe", "cohort")}
     # Read where the job is launched, and by `recovery_of`; see tests/cli/test_elastic.py.
-    elsewhere |= {("ElasticRecipe", "mode"), ("ElasticRecipe", "max_restarts")}
+    elastic = ("mode", "max_restarts", "min_processes")
+    elsewhere |= {("ElasticRecipe", name) for name in elastic}
     # Read where clients connect over a network; see tests/parity/test_network_clients.py.
     network = ("at_least", "listen", "age", "deadline_seconds", "buffer")
     elsewhere |= {("FederatedRecipe", name) for name in network}

@@ -172,7 +172,7 @@ class SharedMemoryCollective:
         ledger = self.net.ledger
         entries = [ledger.count_call(op, group.name, num_bytes, group.size) for op, group, num_bytes in calls]
         activity, (op, group, num_bytes) = self.net.activity, calls[0]
-        place = activity.place_of(group.name)
+        place, number = activity.place_of(group.name), activity.latest_call(group.name)
         call = activity.launch(op, group.name, num_bytes, group.size)
         label = f"buffer '{key}' of {calls[0][2]} bytes"
         filled, summed = (HostSignal(phase, self._num_sums, label) for phase in (_FILLED, _SUMMED))
@@ -202,7 +202,7 @@ class SharedMemoryCollective:
 
         def finish(deadline_seconds: float | None, exposed: bool) -> Tensor:
             began = time.perf_counter()
-            waited_for = activity.begin_wait(op, place) if exposed else ""
+            waited_for = activity.begin_wait(op, place, group.name, number, num_bytes) if exposed else ""
             try:
                 add_once()
                 # No rank may touch its buffer before all have written their slices into it.

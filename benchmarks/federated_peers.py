@@ -150,7 +150,6 @@ def flower_simulation(order: ClientOrder, task: Task, rate: float, num_rounds: i
     indices = [torch.as_tensor(i) for i in order.clients.indices]
     began: list[float] = []
 
-    @client_app.train()  # type: ignore[untyped-decorator]
     def train(message: Message, context: Context) -> Message:
         torch.set_num_threads(1)
         own = indices[int(context.node_config["partition-id"])]
@@ -166,18 +165,21 @@ def flower_simulation(order: ClientOrder, task: Task, rate: float, num_rounds: i
         content = RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": metrics})
         return Message(content=content, reply_to=message)
 
-    class Timed(FedAvg):  # type: ignore[misc]
-        def configure_train(self, *args: Any, **kwargs: Any) -> Any:
-            began.append(time.perf_counter())
-            return super().configure_train(*args, **kwargs)
-
-    @server_app.main()  # type: ignore[untyped-decorator]
     def main(grid: Grid, context: Context) -> None:
         fraction = settings.cohort_size.number / len(indices)
         config = ConfigRecord({"lr": rate})
-        strategy = Timed(fraction_train=fraction, fraction_evaluate=0.0)
+        strategy = FedAvg(fraction_train=fraction, fraction_evaluate=0.0)
+        configure = strategy.configure_train
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            began.append(time.perf_counter())
+            return configure(*args, **kwargs)
+
+        strategy.configure_train = timed
         strategy.start(grid, ArrayRecord(model.state_dict()), num_rounds=num_rounds, train_config=config)
 
+    client_app.train()(train)
+    server_app.main()(main)
     logging.getLogger("flwr").setLevel(logging.ERROR)
     resources = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
     run_simulation(server_app, client_app, num_supernodes=len(indices), backend_config=resources)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -91,7 +91,7 @@ class CurvatureLayer:
     def output_rows(self, grad: Tensor) -> Tensor:
         """Return the gradients of the outputs, [samples x locations, outputs]."""
         if not isinstance(self.module, nn.Linear):
-            num_dims = len(self.module.kernel_size)  # type: ignore[arg-type]
+            num_dims = self.weight.dim() - 2
             grad = grad.movedim(-num_dims - 1, -1)
         return grad.reshape(-1, grad.shape[-1])
 
@@ -255,12 +255,17 @@ class KFac(SlotOptimizer):
             self.fallbacks |= dict.fromkeys(layer.parameters, reason)
             self._log(f"optimizer: SGD updates {', '.join(layer.parameters)}: the layer {reason}")
 
+    @property
+    def _shared_state(self) -> dict[str, Any]:
+        """Return the state, whose keys PyTorch declares to be parameters."""
+        return cast("dict[str, Any]", self.state)
+
     def update_tensors(self) -> None:
         """Update every parameter that has a gradient; collective."""
         updates = self.param_groups[0]["updates"]
         if self.collects:
             self._update_factors()
-        factors: dict[str, dict[str, Tensor]] = self.state.get(_FACTORS, {})  # type: ignore[call-overload]
+        factors: dict[str, dict[str, Tensor]] = self._shared_state.get(_FACTORS, {})
         is_new = any("a_inverse" not in of_layer for of_layer in factors.values())
         if is_new or updates % self.inverse_interval == 0:
             self._update_inverses(factors)
@@ -309,7 +314,7 @@ class KFac(SlotOptimizer):
         flat = self.sum_over_ranks(torch.cat([head.view(-1), *rows]))
         samples, reused = (row.tolist() for row in flat[: head.numel()].view(head.shape))
         parts = iter(flat[head.numel() :].split([len(row) for row in rows]))
-        factors: dict[str, Any] = self.state[_FACTORS]  # type: ignore[index]
+        factors: dict[str, Any] = self._shared_state[_FACTORS]
         for layer, count, is_reused in zip(self._layers, samples, reused, strict=True):
             matrices = [_symmetric(next(parts), size) for size in layer.sizes]
             if is_reused:

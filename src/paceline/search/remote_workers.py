@@ -285,6 +285,10 @@ class StudyWorker:
         self._is_leaving = False
         self._slot: WorkerSlot | None = None
 
+    def is_leaving(self) -> bool:
+        """Return whether the worker was asked to leave."""
+        return self._is_leaving
+
     def leave(self) -> None:
         """Let the run save, give its lease back, and end; a signal handler can call this."""
         self._is_leaving = True
@@ -364,7 +368,7 @@ class _WorkerConnection:
 
     def _next_offer(self, key: str) -> Mapping[str, Any]:
         """Return the next lease; empty at the end of the study, or if this worker leaves."""
-        while not self._worker._is_leaving:
+        while not self._worker.is_leaving():
             with suppress(KeyTimeoutError):
                 offer: Mapping[str, Any] = json.loads(self._client.wait([key], _POLL_SECONDS)[0])
                 return offer
@@ -372,14 +376,14 @@ class _WorkerConnection:
 
     def _take(self, offer: Mapping[str, Any], folder: Path) -> None:
         lease, request = offer["lease"], SlotRequest(**offer["request"])
-        if self._worker._is_leaving:
+        if self._worker.is_leaving():
             return
         self._client.request(SET, f"lease/{lease}/taken".encode(), b"1")
         self._worker._report(f"lease {lease}: {request.folder}")
         self._lease = lease
         end, reason = self._slot.run(replace(request, folder=str(folder / request.folder)), lease)
         self._lease = None
-        if self._worker._is_leaving and end == "stopped":
+        if self._worker.is_leaving() and end == "stopped":
             end, reason = "lost", "its worker has left"
         report = json.dumps([end, reason]).encode()
         (answer,) = self._client.request(COMPARE, f"lease/{lease}".encode(), b"", report)

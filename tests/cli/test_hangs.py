@@ -103,7 +103,7 @@ def test_a_rank_that_is_missing_is_named_with_its_line_also_on_request(tmp_path:
             assert time.monotonic() < expires and job.poll() is None
             time.sleep(0.1)
         with command_jobs.start(tmp_path, "explain", "run", "--json") as asked:
-            text, errors = asked.communicate(timeout=60)
+            text, errors = asked.communicate(timeout=100)
         assert asked.returncode == 0, errors
         found = json.loads(text)
         assert (found["explanation"]["kind"], found["explanation"]["ranks"]) == ("missing", [1])

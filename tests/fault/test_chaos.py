@@ -44,11 +44,11 @@ def test_another_hash_or_a_lost_sample_is_not_survived() -> None:
     assert not ChaosCell("kill", "worker", outcome="resumed", expected_samples=8).is_survived(same_bits=False)
 
 
-def run_chaos(folder: Path, *words: str, minutes: float) -> dict[str, object]:
+def run_chaos(folder: Path, *words: str, seconds: float) -> dict[str, object]:
     command_jobs.prepare(folder, "")
     (folder / "recipe.toml").write_text(RECIPE)
     with command_jobs.start(folder, "chaos", "recipe.toml", "--steps", "24", *words) as command:
-        output = "".join(text or "" for text in command.communicate(timeout=60 * minutes))
+        output = "".join(text or "" for text in command.communicate(timeout=seconds))
     certificate = json.loads((folder / "chaos.json").read_text())
     assert command.returncode == 0, output
     return certificate
@@ -57,7 +57,7 @@ def run_chaos(folder: Path, *words: str, minutes: float) -> dict[str, object]:
 @pytest.mark.capability("Z9")
 def test_a_killed_and_a_stopped_worker_are_survived_and_certified(lab, tmp_path: Path) -> None:
     """The fixture skips the test where there are no labs."""
-    certificate = run_chaos(tmp_path, "--faults", "kill,clock-jump", "--roles", "worker", minutes=4)
+    certificate = run_chaos(tmp_path, "--faults", "kill,clock-jump", "--roles", "worker", seconds=240.0)
     killed, jumped = certificate["cells"]
     assert (killed["outcome"], killed["num_samples"], killed["steps_lost"]) == ("continued", 1536, 0)
     assert killed["sha256"] == killed["expected_sha256"] != ""
@@ -68,7 +68,7 @@ def test_a_killed_and_a_stopped_worker_are_survived_and_certified(lab, tmp_path:
 @pytest.mark.capability("Z9")
 @pytest.mark.timeout(3600)
 def test_the_whole_matrix_is_survived(lab, tmp_path: Path) -> None:
-    certificate = run_chaos(tmp_path, minutes=55)
+    certificate = run_chaos(tmp_path, seconds=3300.0)
     assert len(certificate["cells"]) == len(FAULTS) * len(ROLES)
     assert certificate["run"] == certificate["survived"] >= 12
 

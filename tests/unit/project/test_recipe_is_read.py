@@ -41,6 +41,9 @@ RUNS = (
     {"optimizer": {"name": "lars"}},
     {"optimizer": {"name": "adafactor"}},
     {"optimizer": {"name": "muon"}},
+    {"optimizer": {"name": "kfac", "lr": 0.01}},
+    {"optimizer": {"name": "newton_cg"}},
+    {"sparsity": {"target": 0.5, "last": 2}, "steps": 2},
     {
         "schedule": {"decay": "plateau", "patience": 0, "threshold": 10.0, "threshold_mode": "abs"},
         "evaluate": {"every_steps": 1},
@@ -98,6 +101,8 @@ def test_every_field_is_read_outside_the_recipe_room(read: set[tuple[str, str]],
     refused |= {name for name in fields_of(Recipe) if name[0] == "Strategy"}
     # Read by `OptimizerRecipe.spec` inside the recipe room; see tests/unit/optim/test_build_optimizer.py.
     refused |= {("OptimizerRecipe", "name")}
+    # Read by `SparsityRecipe.share` inside the recipe room; see tests/parity/test_magnitude_pruning.py.
+    refused |= {("SparsityRecipe", name) for name in ("first", "last", "every")}
     # Read by the rule of strategies with several replicas; see tests/parity/test_local_sgd.py.
     refused |= {name for name in fields_of(Recipe) if name[0] == "OuterRecipe"}
     # Read where a process starts: by `connected`, by `train`, and by the command that launches.

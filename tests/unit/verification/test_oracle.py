@@ -154,6 +154,11 @@ SHARED = {
     "moving_average_decay",
     "OptimizerRecipe",
     "ScheduleRecipe",
+    "SparsityRecipe",
+    # Containers of state, in which the masks of the oracle lie.
+    "ExtraState",
+    "TensorPiece",
+    "TensorSlot",
 }
 
 

@@ -267,7 +267,9 @@ class AmongOthers(TiedGradientReduction):
         (super() if slot in self._tensors else self.inner).ready(slot, grad)
 
 
-def reduction_of_every_stage(context: SessionContext, sharded_model: ShardedModel) -> GradientReduction:
+def reduction_of_every_stage(
+    context: SessionContext, sharded_model: ShardedModel, *others: object
+) -> GradientReduction:
     mesh = context.mesh
     sums = UnorderedSum(context.collective(mesh.axes["shard"]), context.collective(mesh.replica))
     inner = BucketReducer(sharded_model.computes, sharded_model.parts, sums, context.bucket_bytes)
@@ -281,7 +283,7 @@ def test_tied_weights_that_every_stage_sums_by_itself_drift_apart() -> None:
     """The mutation twin."""
 
     def drifting(cluster: Cluster) -> list[float]:
-        with patch.object(every_step, "build_gradient_reduction", reduction_of_every_stage):
+        with patch.object(every_step, "build_masked_reduction", reduction_of_every_stage):
             return tied_weights(cluster, "int8")
 
     ranks = run_ranks(drifting, 6)

@@ -109,4 +109,4 @@ def test_nodes_without_a_place_to_meet_are_refused_and_leave_nothing(tmp_path: P
     assert done.returncode == 2 and "--rendezvous HOST:PORT" in done.stderr
     assert not any((tmp_path / "runs").iterdir())
     none = run(tmp_path, "train", SUM, "-n", 0)
-    assert none.returncode == 2 and "greater than or" in none.stderr
+    assert none.returncode == 2 and "a number of at least 1" in none.stderr

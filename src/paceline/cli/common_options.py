@@ -45,7 +45,7 @@ def _parse_process_bounds(text: str) -> str:
     """Check the text of `-n N` or `-n LEAST:MOST`."""
     numbers = text.split(":")
     if len(numbers) > 2 or not all(n.isdecimal() and int(n) >= 1 for n in numbers):
-        raise typer.BadParameter(f"{text} is neither a number nor LEAST:MOST")
+        raise typer.BadParameter(f"{text} is neither a number of at least 1 nor LEAST:MOST")
     if int(numbers[0]) > int(numbers[-1]):
         raise typer.BadParameter(f"{text} has a least number above the most")
     return text

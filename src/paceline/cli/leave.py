@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from paceline.observe.rank_activity import RankOperation
 
 _LOOK_SECONDS = 0.2
+_AGREE_SECONDS = 5.0
 
 
 def leave(
@@ -30,11 +31,16 @@ def leave(
 ) -> None:
     """Let ranks of a running job leave it after their step; the others continue without them."""
     from paceline.observe.file_writing import explain_os_errors
-    from paceline.observe.rank_activity import leave_request, read_operations
+    from paceline.observe.rank_activity import leave_request
     from paceline.report.run_files import resolve_run_folder
 
     folder = resolve_run_folder(run)
-    present = [one for one in read_operations(folder) if one.alive is not False]
+    present = _training_ranks(folder)
+    seen = time.monotonic()
+    # Ranks show nothing while they agree on their members.
+    while not present and time.monotonic() < seen + _AGREE_SECONDS:
+        time.sleep(_LOOK_SECONDS)
+        present = _training_ranks(folder)
     chosen = [one for one in present if one.rank in (ranks or ()) or one.host in (hosts or ())]
     _require_possible(folder, present, chosen)
     with explain_os_errors(folder):
@@ -42,9 +48,7 @@ def leave(
             leave_request(folder, one.host, one.pid).touch()
     expires = time.monotonic() + deadline
     leaving = {(one.host, one.pid) for one in chosen}
-    while staying := leaving & {
-        (one.host, one.pid) for one in read_operations(folder) if one.alive is not False
-    }:
+    while staying := leaving & {(one.host, one.pid) for one in _training_ranks(folder)}:
         if time.monotonic() > expires:
             for host, pid in staying:
                 leave_request(folder, host, pid).unlink(missing_ok=True)
@@ -53,11 +57,17 @@ def leave(
                 next_step=f"paceline explain {folder} shows what they do; or set a longer --deadline",
             )
         time.sleep(_LOOK_SECONDS)
-    # The others show nothing while they agree on their members.
-    while len(read_operations(folder)) < len(present) - len(chosen) and time.monotonic() < expires:
+    while len(_training_ranks(folder)) < len(present) - len(chosen) and time.monotonic() < expires:
         time.sleep(_LOOK_SECONDS)
     names = ", ".join(str(one.rank) for one in chosen)
     print_plain(f"left: rank {names}; {format_count(len(present) - len(chosen), 'rank')} continue")
+
+
+def _training_ranks(folder: Path) -> list[RankOperation]:
+    """Return the ranks of a run whose processes live, or may live on another host."""
+    from paceline.observe.rank_activity import read_operations
+
+    return [one for one in read_operations(folder) if one.alive is not False]
 
 
 def _require_possible(folder: Path, present: list[RankOperation], chosen: list[RankOperation]) -> None:

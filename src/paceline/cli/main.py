@@ -39,7 +39,7 @@ class CommandEntry(NamedTuple):
 
 COMMANDS = (
     CommandEntry("train", "train:train", "Train a recipe and print the result."),
-    CommandEntry("submit", "submit:submit", "Start RECIPE by Slurm, MPI, ssh or Kubernetes."),
+    CommandEntry("submit", "submit:submit", "Start RECIPE by Slurm, MPI, ssh, Ray, Kubernetes or SkyPilot."),
     CommandEntry("new", "new:new", "Write a model, a recipe and a test for you to edit to a new folder."),
     CommandEntry(
         "verify",
@@ -54,7 +54,7 @@ COMMANDS = (
     CommandEntry(
         "evaluate",
         "evaluate_predict:evaluate",
-        "Evaluate the weights of a run on its held-out samples or on other data.",
+        "Evaluate the weights of a run on its held-out samples or on other data; a policy in 100 episodes.",
     ),
     CommandEntry(
         "predict", "evaluate_predict:predict", "Print the prediction of a run's model for each sample."
@@ -218,7 +218,7 @@ COMMANDS = (
     CommandEntry(
         "bench rl",
         "bench_rl:bench_rl",
-        "Measure steps per second of an environment, of rollouts and of the learner, for 1, 2, ... actors.",
+        "Measure steps per second of an environment, of rollouts and of the learner, for 1, 2, 4, ... actors.",
     ),
     CommandEntry(
         "bench kernels",

@@ -56,7 +56,7 @@ def bench_rl(
     settings: common_options.Settings = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Measure steps per second of an environment, of rollouts and of the learner, for 1, 2, 4, ... actors."""
+    """Measure steps per second of an environment, rollouts and the learner, for 1, 2, 4, ... actors."""
     from paceline.job.cpu_count import find_cores
     from paceline.recipe.recipe import Recipe, to_toml
     from paceline.recipe.recipe_loading import load_recipe

@@ -218,7 +218,7 @@ COMMANDS = (
     CommandEntry(
         "bench rl",
         "bench_rl:bench_rl",
-        "Measure steps per second of an environment, of rollouts and of the learner, for 1, 2, 4, ... actors.",
+        "Measure steps per second of an environment, rollouts and the learner, for 1, 2, 4, ... actors.",
     ),
     CommandEntry(
         "bench kernels",

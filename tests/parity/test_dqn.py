@@ -86,6 +86,30 @@ def test_the_learner_is_the_oracle_on_the_rows_that_were_drawn() -> None:
     assert report.ok and report.sha256 is not None, report.failure
 
 
+@pytest.mark.capability("T4")
+def test_the_target_network_has_the_weights_before_each_interval_of_updates() -> None:
+    chosen = dqn()
+    session = build_test_session(Cluster.single(), chosen)
+    replay, every, copies, num_changes = session.rule.rollouts, DQN["target_every"], {}, 0
+    assert isinstance(replay, Replay)
+    plain_batch = Replay._draw_batch
+
+    def compare(self: Replay, step: int) -> None:
+        nonlocal num_changes
+        present = {name: value.clone() for name, value in session.complete().state_dict().items()}
+        if step % every == 0:
+            num_changes += bool(copies) and any(not torch.equal(copies[n], present[n]) for n in present)
+            copies.update(present)
+        target = self.target.state_dict()
+        assert all(torch.equal(target[name], copies[name]) for name in copies), step
+        plain_batch(self, step)
+
+    with patch.object(Replay, "_draw_batch", compare):
+        for _ in session.rounds():
+            pass
+    assert num_changes >= 3
+
+
 def q_task() -> rl.Task:
     torch.manual_seed(1)
     return rl.Task(env=limited, policy=nn.Linear(2, 2))

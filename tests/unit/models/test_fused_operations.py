@@ -99,8 +99,10 @@ def test_without_a_compiler_the_plain_form_is_used_and_one_line_says_so(
 @pytest.mark.soak
 @pytest.mark.capability("K4")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on the processor needs g++")
-def test_the_compiled_bias_relu_is_one_kernel_that_moves_3_n_values() -> None:
+def test_the_compiled_bias_relu_is_one_kernel_that_moves_3_n_values(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each pointer of the kernel is read or written once for every value; the plain form makes two passes."""
+    # The compiler sets it; `monkeypatch` removes it afterwards.
+    monkeypatch.setenv("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "")
     from torch._inductor.utils import run_and_get_code
 
     operations = FusedOperations(compiler=partial(torch.compile, fullgraph=True, dynamic=False))

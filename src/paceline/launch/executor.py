@@ -36,7 +36,7 @@ _OUTPUT_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class NodeRequest:
-    """What a job needs on each of its nodes.
+    """The nodes that a job requests, and the resources of each.
 
     Args:
         nodes, processes: number of nodes, and of processes on each.
@@ -69,7 +69,7 @@ class ExecutorProcess:
 
 @dataclass(frozen=True)
 class ProcessReport:
-    """What is new about one process.
+    """The news of one process since the last report.
 
     Args:
         number: of the process, in the order in which they were given.
@@ -92,7 +92,7 @@ class ProcessReport:
 
 
 class Executor(Protocol):
-    """What starts processes on nodes and reports when one ends; used by one thread."""
+    """A way to start processes on nodes, which reports when one ends; used by one thread."""
 
     def reserve(self, request: NodeRequest) -> str:
         """Reserve nodes; returns HOST:PORT for the rendezvous on the first one.

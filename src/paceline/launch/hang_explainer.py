@@ -92,7 +92,7 @@ CERTAIN_KINDS = ("uneven loop", "left step", "shapes", "operations", "order")
 
 @dataclass(frozen=True)
 class RankSituation:
-    """What a rank does at the moment at which nothing moves.
+    """The operation of a rank at the moment at which nothing moves.
 
     Args:
         rank, step: its global rank, and the index of its step.

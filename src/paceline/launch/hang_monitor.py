@@ -108,7 +108,7 @@ def _size(path: Path) -> int:
 
 
 class PauseLimit:
-    """How long nothing may move in a run, learned from its steps and its pauses so far.
+    """The time for which nothing may move in a run, learned from its steps and its pauses so far.
 
     Args:
         deadline_seconds: after which the ranks themselves give up.

@@ -25,7 +25,7 @@ _PROCESS_MIB = 700
 
 @dataclass(frozen=True)
 class JobTarget:
-    """Where a job runs and what starts it there.
+    """The engine that starts a job, and the nodes and processes that it gets there.
 
     Args:
         engine: a key of `RENDERERS`.

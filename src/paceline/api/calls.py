@@ -338,6 +338,7 @@ def tune(
     """
     from paceline.cli import common_options
     from paceline.recipe.recipe import Recipe, to_toml
+    from paceline.recipe.recipe_loading import RecipeFile
     from paceline.search import StudyRequest, plan_study, read_study_file, run_study
     from paceline.session.arguments import resolve_recipe
 
@@ -351,10 +352,10 @@ def tune(
         path = Path(recipe)
         base_dir = path.resolve().parent
 
-    def load(overrides: Sequence[str], strategy: str | None) -> Recipe:
-        from paceline.recipe.recipe_loading import load_recipe
+    file = RecipeFile(path)
 
-        return common_options.absolute_paths(load_recipe(path, overrides, strategy), base_dir)
+    def load(overrides: Sequence[str], strategy: str | None) -> Recipe:
+        return common_options.absolute_paths(file.load(overrides, strategy), base_dir)
 
     plan = plan_study(space) if isinstance(space, Mapping) else read_study_file(Path(space))
     request = StudyRequest(

@@ -90,6 +90,7 @@ def tune(
         from paceline.search.trial_rank import run_trial
 
         run_trial(cluster, recipe)
+    from paceline.recipe.recipe_loading import RecipeFile
     from paceline.search import StudyRequest, StudyStopped, read_study_file, run_study
 
     if space is None:
@@ -100,8 +101,11 @@ def tune(
     folder = out or Path("studies") / f"{recipe.stem}-{space.stem}"
     console = error_output() if as_json else output()
 
+    file, base_dir = RecipeFile(recipe), common_options.task_directory(recipe)
+
     def load(overrides: Sequence[str], chosen: str | None) -> Recipe:
-        return common_options.read_recipe(recipe, [*(settings or []), *overrides], chosen or strategy)
+        resolved = file.load([*(settings or []), *overrides], chosen or strategy)
+        return common_options.absolute_paths(resolved, base_dir)
 
     request = StudyRequest(
         plan=read_study_file(space),

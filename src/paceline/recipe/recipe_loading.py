@@ -13,6 +13,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -145,22 +146,43 @@ def load_recipe(
     Raises:
         RecipeError: the file cannot be read, or the recipe has errors; names each with its place.
     """
-    name = str(path)
-    _refuse_python(Path(path))
-    files = read_recipe_files(Path(path))
-    values = files.values
-    changed: dict[KeyPath, str] = {}
-    if strategy is not None:
-        values["strategy"] = strategy
-        changed[("strategy",)] = f'--strategy "{strategy}"'
-    problems = _apply_overrides(values, overrides, changed)
-    recipe, invalid = _validate(values, files.levels | dict.fromkeys(changed, files.num_files))
-    if "task" not in values:  # a recipe in Python may get its task later; a file has to name it
-        problems.append(RecipeProblem((("task",),), "expected a string that is not empty, but it is missing"))
-    problems += invalid
-    if problems or recipe is None:
-        raise recipe_error(problems, _locator(name, files.places, changed), RecipeError)
-    return recipe
+    return RecipeFile(path).load(overrides, strategy)
+
+
+class RecipeFile:
+    """A recipe file that is read once, and loaded with other overrides each time.
+
+    Args:
+        path: a TOML file, which can extend another one.
+    Raises:
+        RecipeError: the file cannot be read.
+    """
+
+    def __init__(self, path: str | PathLike[str]) -> None:
+        self._name = str(path)
+        _refuse_python(Path(path))
+        self._files = read_recipe_files(Path(path))
+
+    def load(self, overrides: Sequence[str] = (), strategy: str | None = None) -> Recipe:
+        """Return the recipe of the file with these overrides; `load_recipe` describes the arguments.
+
+        Raises:
+            RecipeError: the recipe has errors; names each with its place.
+        """
+        values, files = deepcopy(self._files.values), self._files
+        changed: dict[KeyPath, str] = {}
+        if strategy is not None:
+            values["strategy"] = strategy
+            changed[("strategy",)] = f'--strategy "{strategy}"'
+        problems = _apply_overrides(values, overrides, changed)
+        recipe, invalid = _validate(values, files.levels | dict.fromkeys(changed, files.num_files))
+        if "task" not in values:  # a recipe in Python may get its task later; a file has to name it
+            missing = "expected a string that is not empty, but it is missing"
+            problems.append(RecipeProblem((("task",),), missing))
+        problems += invalid
+        if problems or recipe is None:
+            raise recipe_error(problems, _locator(self._name, files.places, changed), RecipeError)
+        return recipe
 
 
 def _refuse_python(path: Path) -> None:

@@ -413,11 +413,19 @@ def find_unmet_needs(owner: BaseModel, scope: NeedScope) -> Iterator[KeyConflict
         owner: the object of the scope. For "table" only its own fields are checked, since a nested table has
             checked its fields itself.
     """
-    model = type(owner)
-    for key, need in list_needs(model):
-        nested = scope == "table" and "." in key
-        if need.scope == scope and not nested and need.is_unmet(key, owner, default_value(model, key)):
+    for key, need, default in _needs_of_scope(type(owner), scope):
+        if need.is_unmet(key, owner, default):
             yield need.conflict(key, owner)
+
+
+@cache  # a recipe is validated several times, a study resolves one for each trial
+def _needs_of_scope(model: type[BaseModel], scope: NeedScope) -> tuple[tuple[str, FieldNeed, Any], ...]:
+    """Return the needs that are checked in one scope, each with the default of its key."""
+    return tuple(
+        (key, need, default_value(model, key))
+        for key, need in list_needs(model)
+        if need.scope == scope and not (scope == "table" and "." in key)
+    )
 
 
 def need_text(model: type[BaseModel], key: str) -> str:

@@ -248,7 +248,8 @@ class _Resolver:
         recipe = self._request.load([*override_texts(params), f"seed={self._base.seed + seed}"], strategy)
         processes = self._request.count_processes(recipe)
         if self._samples is None:
-            return ResolvedTrial(recipe.replace(run_dir=None), processes)
+            without_folder = recipe if recipe.run_dir is None else recipe.replace(run_dir=None)
+            return ResolvedTrial(without_folder, processes)
         share, every = self._request.plan.study.validation, self._interval(recipe)
         evaluate = recipe.evaluate.replace(validation=share, every_steps=every)
         return ResolvedTrial(

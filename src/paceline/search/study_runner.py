@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Protocol
@@ -89,6 +89,11 @@ class ResolvedTrial:
     recipe: Recipe
     processes: int
     steps: int = 0
+
+    @cached_property
+    def identity(self) -> str:
+        """Hash of the recipe: trials with equal recipes are one run."""
+        return identity_of(self.recipe)
 
 
 Resolve = Callable[[Params, int], ResolvedTrial]
@@ -217,7 +222,7 @@ class StudyRunner:
                 continue
             samples = resolved.steps * resolved.recipe.batch.size
             length = {"steps": resolved.steps, "samples": samples} if resolved.steps else {}
-            events.append({**event, "identity": identity_of(resolved.recipe), **length})
+            events.append({**event, "identity": resolved.identity, **length})
         self._log.append(*events)
 
     def _end_without_run(self, trial: Trial) -> None:
@@ -291,7 +296,7 @@ class StudyRunner:
         if run is None:
             resolved = self._resolve(trial.params, seed)
             name = f"{kind}-{trial.number:04d}" + (f"-seed-{resolved.recipe.seed}" if seed else "")
-            folder = self._reusable.get(identity_of(resolved.recipe), self._log.folder / name)
+            folder = self._reusable.get(resolved.identity, self._log.folder / name)
             run = TrialRun(name, folder, resolved.recipe, resolved.processes)
             self._known_runs[trial.number, seed] = run
         return run

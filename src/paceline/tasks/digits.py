@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 from collections.abc import Sequence
 from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -83,19 +86,34 @@ def read_digits() -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.bo
 
     A process that is forked later may have parsed them: nothing here starts a thread, as PyTorch may.
     """
-    try:
-        from sklearn.datasets import load_digits as load_images
-    except ImportError as error:
-        raise MissingExtraError(
-            "the task digits needs the images of scikit-learn, which is not installed",
-            next_step="pip install 'paceline[digits]'",
-        ) from error
-    pixels, classes = load_images(return_X_y=True)
+    table = _read_image_table()
+    pixels, classes = table[:, :-1], table[:, -1]
     held_out = [key("digits", "held out", i) % _HELD_OUT_ONE_IN == 0 for i in range(len(pixels))]
     arrays = (pixels.astype(np.float32) / 16, classes.astype(np.int64), np.array(held_out))
     for array in arrays:
         array.setflags(write=False)
     return arrays
+
+
+def _read_image_table() -> NDArray[np.float64]:
+    """Read scikit-learn's file: a row [pixels, class] for each image.
+
+    scikit-learn itself is not imported, which would take most of the time that a short run needs to start.
+    """
+    package = find_spec("sklearn")
+    if package is None or package.origin is None:
+        raise MissingExtraError(
+            "the task digits needs the images of scikit-learn, which is not installed",
+            next_step="pip install 'paceline[digits]'",
+        )
+    path = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
+    if path.is_file():
+        with gzip.open(path, "rt", encoding="ascii") as file:
+            return np.loadtxt(file, delimiter=",")
+    from sklearn.datasets import load_digits as load_images  # a version that keeps the images elsewhere
+
+    pixels, classes = load_images(return_X_y=True)
+    return np.column_stack([pixels, classes])
 
 
 def add_shifts(data: TensorDataset) -> TensorDataset:

@@ -1,7 +1,10 @@
 """The tasks `sum` and `digits` reach their thresholds with their recipes, in a plain loop of one process."""
 
+import subprocess
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,7 +15,7 @@ from paceline.recipe import Recipe, load_recipe
 from paceline.state.keys import key
 from paceline.task import Loss, Task
 from paceline.tasks import load_task
-from paceline.tasks.digits import add_shifts, load_digits
+from paceline.tasks.digits import add_shifts, load_digits, read_digits
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 
@@ -63,6 +66,22 @@ def test_the_mlp_reads_ninety_seven_of_a_hundred_held_out_digits(tmp_path: Path)
 def test_the_convnet_learns_digits(tmp_path: Path) -> None:
     loss = train(load_recipe(RECIPES / "digits-convnet.toml").replace(epochs=3), tmp_path)
     assert loss.metrics["accuracy"] / loss.count >= 0.95
+
+
+def test_the_images_are_those_that_scikit_learn_loads() -> None:
+    from sklearn.datasets import load_digits as load_images
+
+    pixels, classes, held_out = read_digits()
+    expected, targets = load_images(return_X_y=True)
+    assert np.array_equal(pixels, expected.astype(np.float32) / 16) and np.array_equal(classes, targets)
+    assert pixels.dtype == np.float32 and classes.dtype == np.int64 and held_out.sum() == 299
+
+
+def test_a_run_on_the_digits_does_not_import_scikit_learn() -> None:
+    check = (
+        "import sys; from paceline.tasks import digits; digits.build(); assert 'sklearn' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", check], check=True, timeout=120)
 
 
 def test_held_out_digits_are_never_trained_on_and_no_image_is_lost() -> None:

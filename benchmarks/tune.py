@@ -2,18 +2,24 @@
 
 The coordinator is measured with a function in place of trainings, after a thousand trials, next to Optuna's
 own `ask` and `tell` in memory. Standard functions have 40 trials in batches of four. Halving trains the
-digits, once with rungs and once to the end, on the same proposals.
+digits, once with rungs and once to the end, on the same proposals. The start of a trial is from its lease to
+its first step, next to a process for each trial that asks Optuna and trains with plain PyTorch. A study of
+digits runs with one, two and three workers.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import paceline
@@ -192,10 +198,103 @@ def measure_halving(seeds: int, trials: int, epochs: int) -> tuple[Table, dict[s
     return Table(f"digits, {trials} trials of {epochs} epochs", columns, rows), {"halving": data}
 
 
+_ONE_STEP = """
+import sys, time
+import torch
+from sklearn.datasets import load_digits
+pixels, classes = load_digits(return_X_y=True)
+x, y = torch.tensor(pixels[:32] / 16, dtype=torch.float32), torch.tensor(classes[:32])
+model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10))
+optimizer = torch.optim.SGD(model.parameters(), lr=float(sys.argv[1]))
+torch.nn.functional.cross_entropy(model(x), y).backward()
+optimizer.step()
+print(time.time())
+"""
+
+
+def _study_of_digits(
+    folder: Path, trials: int, workers: int, epochs: int, proposals: int
+) -> tuple[float, list[Any]]:
+    """Run a study; returns its seconds, and its trials."""
+    begin = time.perf_counter()
+    study = paceline.tune(
+        Recipe(task="digits", epochs=epochs),
+        {
+            "study": {"objective": "validation loss", "search": "random", "proposals": proposals},
+            "space": {"optimizer.lr": {"log": [1e-4, 1e-1]}, "batch.size": {"choice": [32, 64]}},
+        },
+        trials=trials,
+        workers=workers,
+        out=folder,
+    )
+    return time.perf_counter() - begin, [[trial.params, trial.value] for trial in study.trials]
+
+
+def _seconds_to_first_step(study: Path) -> list[float]:
+    """Return the seconds from the lease of each trial to its first step."""
+    found = []
+    for line in (study / "leases.jsonl").read_text().splitlines():
+        lease = json.loads(line)
+        if lease["event"] != "lease":
+            continue
+        records = map(json.loads, (study / lease["run"] / "metrics.jsonl").read_text().splitlines())
+        found.append(next(one["time"] for one in records if one["event"] == "step") - lease["at"])
+    return found
+
+
+def measure_start(trials: int) -> tuple[Table, dict[str, Any]]:
+    """Measure how long a trial takes from its lease to its first step, beside a process for each trial."""
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    with tempfile.TemporaryDirectory() as folder:
+        _study_of_digits(Path(folder), trials, 1, 1, 1)
+        ours = _seconds_to_first_step(Path(folder))
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=1))
+    peer = []
+    for _ in range(trials):
+        begin = time.time()
+        rate = study.ask().suggest_float("lr", 1e-4, 1e-1, log=True)
+        done = subprocess.run(
+            [sys.executable, "-c", _ONE_STEP, str(rate)],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=300,
+        )
+        peer.append(float(done.stdout) - begin)
+    rows = [
+        [name, f"{statistics.median(values):.2f}", f"{min(values):.2f}", f"{max(values):.2f}"]
+        for name, values in (("paceline tune", ours), ("Optuna, one process per trial", peer))
+    ]
+    title = f"seconds to the first step of a trial of the digits, {trials} trials"
+    return Table(title, ["", "median", "least", "most"], rows), {"start": {"ours": ours, "optuna": peer}}
+
+
+def measure_workers(trials: int, epochs: int) -> tuple[Table, dict[str, Any]]:
+    """Run one study with one, two and three workers, and compare its trials and its time."""
+    rows, data = [], []
+    lists = []
+    for workers in (1, 2, 3):
+        with tempfile.TemporaryDirectory() as folder:
+            seconds, found = _study_of_digits(Path(folder), trials, workers, epochs, 8)
+        lists.append(found)
+        data.append({"workers": workers, "seconds": seconds, "equal": found == lists[0]})
+        ratio = data[0]["seconds"] / seconds
+        equal = "yes" if found == lists[0] else "NO"
+        rows.append([str(workers), f"{seconds:.1f}", f"{ratio:.2f}", equal])
+    columns = ["workers", "seconds", "of one worker", "equal trials and values"]
+    return Table(f"digits, {trials} trials of {epochs} epochs, proposals = 8", columns, rows), {
+        "workers": data
+    }
+
+
 def measure(options: Options) -> Report:
-    """Measure all three."""
+    """Measure all five."""
     quick = options.quick
     parts = [
+        measure_start(3 if quick else 10),
+        measure_workers(*((4, 1) if quick else (32, 8))),
         measure_coordinator(*((20, 20) if quick else (1000, 100))),
         measure_functions(("tpe",) if quick else ("tpe", "gp"), 2 if quick else 10),
         measure_halving(*((1, 8, 2) if quick else (5, 16, 16))),

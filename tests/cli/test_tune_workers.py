@@ -28,7 +28,8 @@ class RemoteStudy:
         self.folder, self.port = folder, free_port()
         (folder / "key").write_text("correct horse battery staple\n")
         listen = ["--listen", f"127.0.0.1:{self.port}", "--token-file", "key", "--lease", str(lease)]
-        self.coordinator = start(folder, *words(trials, 0, *listen))
+        self._command = words(trials, 0, *listen)
+        self.coordinator = start(folder, *self._command)
         self.workers: list[Command] = []
 
     def join(self) -> Command:
@@ -36,6 +37,10 @@ class RemoteStudy:
         worker = start(self.folder, "tune", "work", place, "--token-file", "key", "--wait", "90")
         self.workers.append(worker)
         return worker
+
+    def restart(self) -> None:
+        """Start the coordinator again, after its end."""
+        self.coordinator = start(self.folder, *self._command)
 
     def wait_for_run(self, name: str = "trial-*", count: int = 1) -> None:
         pattern = f"out/{name}/metrics.jsonl"
@@ -142,3 +147,25 @@ def test_workers_need_the_key_and_the_folder(tmp_path: Path) -> None:
     assert study.trials[0].status == "complete"
     ends = [lease.end for lease in study.leases]
     assert ends[0] == "lost" and ends[-1] == "done" and set(ends[1:-1]) <= {"paused"}
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("kind", ["coordinator", "worker"])
+def test_kills_at_twenty_moments_with_workers_of_other_machines(
+    tmp_path: Path, clean: Study, kind: str
+) -> None:
+    for moment in range(20):
+        folder = tmp_path / str(moment)
+        folder.mkdir()
+        remote = RemoteStudy(prepare(folder, QUICK_SPACE, SLOW), lease=8.0)
+        workers = [remote.join(), remote.join()]
+        remote.wait_for_run()
+        time.sleep(0.15 * moment)
+        if kind == "worker":
+            os.kill(workers[0].pid, signal.SIGKILL)
+        elif remote.coordinator.poll() is None:
+            os.kill(remote.coordinator.pid, signal.SIGKILL)
+            remote.coordinator.wait()
+            remote.restart()
+        require_whole(remote.finish(), clean)

@@ -71,6 +71,16 @@ def evaluate(
     max_samples: MaxSamples = None,
     processes: Processes = 1,
     strategy: Layout = None,
+    early_exit: Annotated[
+        float | None,
+        typer.Option(
+            "--early-exit",
+            min=0.0,
+            help="Let a sequence leave a GPT after the first block that is this confident, 0 to 1, and count"
+            " FLOPs.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: AsJson = False,
     trust: Trust = False,
 ) -> None:
@@ -92,18 +102,37 @@ def evaluate(
         if opened.session.recipe.rl.total_steps and data is None:
             _print_returns(opened, run, as_json=as_json)
             return
-        result = opened.evaluate(None if data is None else _samples(opened, data, option))
+        source = None if data is None else _samples(opened, data, option)
+        if early_exit is None:
+            record = _evaluation_record(opened, source)
+        else:
+            record = _early_exit_record(opened, source, early_exit)
     if not opened.session.is_first:
         return
-    record = {"checkpoint": opened.checkpoint, "step": result.step, "samples": result.num_samples}
-    record |= {"loss": result.loss, **result.metrics}
-    if opened.task.vocabulary:  # the items of the loss are tokens
-        record["perplexity"] = math.exp(min(result.loss, _MAX_EXPONENT))
     if as_json:
         print_json({"run": str(run), "data": data or "held_out", **record})
         return
     for name, value in record.items():
         print_plain(f"{name}  {value:.6g}" if isinstance(value, float) else f"{name}  {value}")
+
+
+def _evaluation_record(opened: OpenedRun, source: Any) -> dict[str, Any]:
+    """Evaluate, and return what is printed; collective."""
+    result = opened.evaluate(source)
+    record = {"checkpoint": opened.checkpoint, "step": result.step, "samples": result.num_samples}
+    record |= {"loss": result.loss, **result.metrics}
+    if opened.task.vocabulary:  # the items of the loss are tokens
+        record["perplexity"] = math.exp(min(result.loss, _MAX_EXPONENT))
+    return record
+
+
+def _early_exit_record(opened: OpenedRun, source: Any, confidence: float) -> dict[str, Any]:
+    """Evaluate with early exits, and return what is printed."""
+    result = opened.evaluate_early_exit(confidence, source)
+    record: dict[str, Any] = {"checkpoint": opened.checkpoint, "samples": sum(result.exits)}
+    record |= {"confidence": confidence, "loss": result.loss, "accuracy": result.accuracy}
+    record |= {"flops": result.flops, "full flops": result.full_flops}
+    return record | {f"exits after {k}": number for k, number in enumerate(result.exits) if k}
 
 
 def _print_returns(opened: OpenedRun, run: Path, *, as_json: bool) -> None:

@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline.cli.common_options import JobPlacement, Trust, read_task_options
-from paceline.cli.console import error_output, print_json, print_plain
+from paceline.cli.common_options import JobPlacement, TaskOf, Trust, WeightsOf, read_task_options
+from paceline.cli.console import discard_warning, print_json, print_plain, print_warning
 from paceline.errors import DataError, RecipeError, format_count
 
 if TYPE_CHECKING:
@@ -33,16 +33,6 @@ _SOURCE = (
 Options = Annotated[
     list[str] | None,
     typer.Option("--option", help="An argument of that function: --option path=new.csv. Repeatable."),
-]
-TaskOf = Annotated[
-    str | None,
-    typer.Option("--task", help='Task of the run, "file.py:function", if it was trained from a script.'),
-]
-WeightsOf = Annotated[
-    Literal["average", "last"] | None,
-    typer.Option(
-        help="Which weights, if the run keeps an average of them. Default: the average.", show_default=False
-    ),
 ]
 MaxSamples = Annotated[
     int | None,
@@ -250,7 +240,7 @@ def _open_run(args: _RunArgs) -> Iterator[OpenedRun]:
             args.run,
             args.task,
             cluster=cluster,
-            warn=_warn if cluster is None or cluster.global_rank == 0 else _discard,
+            warn=print_warning if cluster is None or cluster.global_rank == 0 else discard_warning,
             weights=args.weights,
             max_samples=args.max_samples,
             strategy=args.strategy,
@@ -270,10 +260,6 @@ def _launch(args: _RunArgs, recipe: Path) -> int:
     resolve_inference_strategy(trained.strategy, args.strategy, args.processes)
     placement = JobPlacement(args.processes, 1, 0, None, "", trained.security.tls)
     return relaunch(placement, 0, stuck_seconds=trained.runtime.deadline_seconds).exit_code
-
-
-def _discard(text: str) -> None:
-    """Drop a warning that the first process prints."""
 
 
 def _samples(opened: OpenedRun, spec: str, options: list[str] | None) -> Any:
@@ -320,7 +306,3 @@ def _plain(row: Any) -> Any:
         return {name: _plain(value) for name, value in row.items()}
     to_list = getattr(row, "tolist", None)
     return to_list() if callable(to_list) else row
-
-
-def _warn(text: str) -> None:
-    print_plain(text, error_output())  # standard output may be JSON

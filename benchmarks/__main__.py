@@ -49,6 +49,7 @@ NAMES = (
     "server_libraries",
     "federated",
     "tune",
+    "large_batch",
 )
 _RESULTS = Path(__file__).resolve().parent / "results"
 _DEADLINE_SECONDS = 1800.0  # the longest takes 1200 on two free cores of a machine with bf16

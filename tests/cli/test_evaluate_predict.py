@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import paceline
-from paceline.cli.evaluate_predict import predict
+from paceline.cli.evaluate_predict import evaluate, predict
 from paceline.errors import CheckpointError, PacelineError, RecipeError, StrategyError, TaskError
 from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe, Strategy
@@ -316,3 +316,50 @@ def test_a_run_on_a_text_beside_its_recipe_is_resumed_and_evaluated_from_anywher
     for words in (("train", "--resume", made, "--set", "steps=3"), ("evaluate", made)):
         done = commands.run(folder, *words)
         assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.capability("J20")
+def test_early_exits_of_a_trained_run_are_reported_by_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """FLOPs and metric of a GPT with layer drop; the twin: without early exits the loss is the run's own."""
+    recipe = recipe_of(
+        "replicas=1",
+        task="byte-gpt",
+        steps=60,
+        options={
+            "context": 16,
+            "layers": 4,
+            "heads": 2,
+            "width": 16,
+            "layer_drop": 0.2,
+            "train_tokens": 20_000,
+            "held_out_tokens": 2_000,
+            "sample_tokens": 0,
+        },
+        batch={"size": 16, "shards": 1},
+        optimizer={"lr": 0.01},
+        run_dir=str(tmp_path / "run"),
+    )
+    session = build_test_session(Cluster.single(), recipe)
+    run_dir = run_folder.prepare_folder(session, None)
+    result = fit(session, run_dir)
+    session.close()
+    found = {}
+    for confidence in (1.1, 0.2, 0.0):
+        capsys.readouterr()
+        evaluate(run_dir, early_exit=confidence, as_json=True)
+        found[confidence] = json.loads(capsys.readouterr().out)
+    never, some, always = found.values()
+    assert result.evaluation is not None
+    assert never["loss"] == pytest.approx(result.evaluation.loss, rel=1e-5)
+    assert never["samples"] == result.evaluation.num_samples == never["exits after 4"]
+    assert never["flops"] == never["full flops"] > always["flops"]
+    assert always["flops"] <= some["flops"]
+    assert sum(some[f"exits after {k}"] for k in range(1, 5)) == some["samples"] == never["samples"]
+    assert always["exits after 1"] == always["samples"] and 0 < always["accuracy"] < 1
+    with (
+        paceline.open_run(trained(tmp_path, TASK)) as opened,
+        pytest.raises(TaskError, match="the model of the run is a Sequential, and only a GPT"),
+    ):
+        opened.evaluate_early_exit(0.9)

@@ -88,6 +88,16 @@ Insecure = Annotated[
     bool,
     typer.Option("--insecure", help="Let nodes connect without a key. Only for a network that you trust."),
 ]
+TaskOf = Annotated[
+    str | None,
+    typer.Option("--task", help='Task of the run, "file.py:function", if it was trained from a script.'),
+]
+WeightsOf = Annotated[
+    Literal["average", "last"] | None,
+    typer.Option(
+        help="Which weights, if the run keeps an average of them. Default: the average.", show_default=False
+    ),
+]
 Trust = Annotated[
     bool, typer.Option("--trust", help="Run the code that another user's run folder names in its recipe.")
 ]

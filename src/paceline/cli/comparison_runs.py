@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -208,10 +209,7 @@ def _read(path: Path) -> str:
 def _train(planned: Sequence[PlannedStrategy], kills: int, console: Console) -> tuple[int, dict[str, str]]:
     """Train all runs that are not complete; returns the exit code, and failures by label."""
     runs = [run for strategy in planned for run in strategy.runs]
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    # On standard error, since standard output can be JSON.
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        progress = _ProgressLog(bar, len(runs) + kills * len(planned), console)
+    with progress_log(len(runs) + kills * len(planned), console) as progress:
         done, failed, code = train_all(runs, progress.log, progress.advance)
         # The user has stopped the training, so no worker is killed either.
         if len(done) + len(failed) < len(runs):
@@ -227,8 +225,20 @@ def _train(planned: Sequence[PlannedStrategy], kills: int, console: Console) -> 
     return code, failed
 
 
+@contextmanager
+def progress_log(total: int, console: Console) -> Iterator[ProgressLog]:
+    """Show a progress bar over a number of runs, on standard error, since standard output can be JSON.
+
+    Args:
+        console: for the lines above the bar.
+    """
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        yield ProgressLog(bar, total, console)
+
+
 @dataclass
-class _ProgressLog:
+class ProgressLog:
     """Log lines above a progress bar, whose description is the current run."""
 
     bar: Progress

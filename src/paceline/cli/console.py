@@ -48,6 +48,15 @@ def print_json(value: Any) -> None:
     output().print_json(json.dumps(value), ensure_ascii=True)
 
 
+def print_warning(text: str) -> None:
+    """Print a line on standard error, since standard output may be JSON."""
+    print_plain(text, error_output())
+
+
+def discard_warning(text: str) -> None:
+    """Drop a warning that the first process prints."""
+
+
 def job_output() -> Console:
     """Return standard output for a job, which continues when its reader is gone or the disk is full."""
     from rich.console import Console

@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline.cli.common_options import JobPlacement, Trust, read_task_options
-from paceline.cli.console import error_output, print_json, print_plain
+from paceline.cli.common_options import JobPlacement, TaskOf, Trust, WeightsOf, read_task_options
+from paceline.cli.console import discard_warning, print_json, print_plain, print_warning
 from paceline.errors import DataError, RecipeError, format_count
 
 if TYPE_CHECKING:
@@ -33,16 +33,6 @@ _SOURCE = (
 Options = Annotated[
     list[str] | None,
     typer.Option("--option", help="An argument of that function: --option path=new.csv. Repeatable."),
-]
-TaskOf = Annotated[
-    str | None,
-    typer.Option("--task", help='Task of the run, "file.py:function", if it was trained from a script.'),
-]
-WeightsOf = Annotated[
-    Literal["average", "last"] | None,
-    typer.Option(
-        help="Which weights, if the run keeps an average of them. Default: the average.", show_default=False
-    ),
 ]
 MaxSamples = Annotated[
     int | None,
@@ -71,6 +61,16 @@ def evaluate(
     max_samples: MaxSamples = None,
     processes: Processes = 1,
     strategy: Layout = None,
+    early_exit: Annotated[
+        float | None,
+        typer.Option(
+            "--early-exit",
+            min=0.0,
+            help="Let a sequence leave a GPT after the first block that is this confident, 0 to 1, and count"
+            " FLOPs.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: AsJson = False,
     trust: Trust = False,
 ) -> None:
@@ -92,18 +92,37 @@ def evaluate(
         if opened.session.recipe.rl.total_steps and data is None:
             _print_returns(opened, run, as_json=as_json)
             return
-        result = opened.evaluate(None if data is None else _samples(opened, data, option))
+        source = None if data is None else _samples(opened, data, option)
+        if early_exit is None:
+            record = _evaluation_record(opened, source)
+        else:
+            record = _early_exit_record(opened, source, early_exit)
     if not opened.session.is_first:
         return
-    record = {"checkpoint": opened.checkpoint, "step": result.step, "samples": result.num_samples}
-    record |= {"loss": result.loss, **result.metrics}
-    if opened.task.vocabulary:  # the items of the loss are tokens
-        record["perplexity"] = math.exp(min(result.loss, _MAX_EXPONENT))
     if as_json:
         print_json({"run": str(run), "data": data or "held_out", **record})
         return
     for name, value in record.items():
         print_plain(f"{name}  {value:.6g}" if isinstance(value, float) else f"{name}  {value}")
+
+
+def _evaluation_record(opened: OpenedRun, source: Any) -> dict[str, Any]:
+    """Evaluate, and return what is printed; collective."""
+    result = opened.evaluate(source)
+    record = {"checkpoint": opened.checkpoint, "step": result.step, "samples": result.num_samples}
+    record |= {"loss": result.loss, **result.metrics}
+    if opened.task.vocabulary:  # the items of the loss are tokens
+        record["perplexity"] = math.exp(min(result.loss, _MAX_EXPONENT))
+    return record
+
+
+def _early_exit_record(opened: OpenedRun, source: Any, confidence: float) -> dict[str, Any]:
+    """Evaluate with early exits, and return what is printed."""
+    result = opened.evaluate_early_exit(confidence, source)
+    record: dict[str, Any] = {"checkpoint": opened.checkpoint, "samples": sum(result.exits)}
+    record |= {"confidence": confidence, "loss": result.loss, "accuracy": result.accuracy}
+    record |= {"flops": result.flops, "full flops": result.full_flops}
+    return record | {f"exits after {k}": number for k, number in enumerate(result.exits) if k}
 
 
 def _print_returns(opened: OpenedRun, run: Path, *, as_json: bool) -> None:
@@ -221,7 +240,7 @@ def _open_run(args: _RunArgs) -> Iterator[OpenedRun]:
             args.run,
             args.task,
             cluster=cluster,
-            warn=_warn if cluster is None or cluster.global_rank == 0 else _discard,
+            warn=print_warning if cluster is None or cluster.global_rank == 0 else discard_warning,
             weights=args.weights,
             max_samples=args.max_samples,
             strategy=args.strategy,
@@ -241,10 +260,6 @@ def _launch(args: _RunArgs, recipe: Path) -> int:
     resolve_inference_strategy(trained.strategy, args.strategy, args.processes)
     placement = JobPlacement(args.processes, 1, 0, None, "", trained.security.tls)
     return relaunch(placement, 0, stuck_seconds=trained.runtime.deadline_seconds).exit_code
-
-
-def _discard(text: str) -> None:
-    """Drop a warning that the first process prints."""
 
 
 def _samples(opened: OpenedRun, spec: str, options: list[str] | None) -> Any:
@@ -291,7 +306,3 @@ def _plain(row: Any) -> Any:
         return {name: _plain(value) for name, value in row.items()}
     to_list = getattr(row, "tolist", None)
     return to_list() if callable(to_list) else row
-
-
-def _warn(text: str) -> None:
-    print_plain(text, error_output())  # standard output may be JSON

@@ -24,13 +24,7 @@ def export(
             show_default=False,
         ),
     ],
-    weights: Annotated[
-        Literal["average", "last"] | None,
-        typer.Option(
-            help="Which weights, if the run keeps an average of them. Default: the average.",
-            show_default=False,
-        ),
-    ] = None,
+    weights: common_options.WeightsOf = None,
     kind: Annotated[
         Literal["safetensors", "hf"],
         typer.Option(

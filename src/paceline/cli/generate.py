@@ -16,8 +16,23 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from paceline.cli.common_options import AsJson, JobPlacement, ServerTokenFile, Trust, read_token
-from paceline.cli.console import error_output, print_json, print_plain, write_text
+from paceline.cli.common_options import (
+    AsJson,
+    JobPlacement,
+    ServerTokenFile,
+    TaskOf,
+    Trust,
+    WeightsOf,
+    read_token,
+)
+from paceline.cli.console import (
+    discard_warning,
+    error_output,
+    print_json,
+    print_plain,
+    print_warning,
+    write_text,
+)
 from paceline.errors import DataError, MissingExtraError, StrategyError, format_count
 
 if TYPE_CHECKING:
@@ -33,16 +48,6 @@ Source = Annotated[
     typer.Argument(
         help="A run, a checkpoint in it, a file of `paceline export`, or a Hugging Face folder.",
         show_default=False,
-    ),
-]
-TaskOf = Annotated[
-    str | None,
-    typer.Option("--task", help='Task of the run, "file.py:function", if it was trained from a script.'),
-]
-WeightsOf = Annotated[
-    Literal["average", "last"] | None,
-    typer.Option(
-        help="Which weights, if the run keeps an average of them. Default: the average.", show_default=False
     ),
 ]
 TokenizerOf = Annotated[
@@ -185,9 +190,9 @@ class _ModelArgs:
             from paceline.serving import build_engine
 
             self.require_own_source()
-            served = self._load(_warn)
+            served = self._load(print_warning)
             torch.set_num_threads(self._num_threads(served))
-            sizes = asdict(self.slot_settings(served, _warn))
+            sizes = asdict(self.slot_settings(served, print_warning))
             del sizes["rows"]
             yield served, build_engine(served.model, **sizes, max_queued=max_queued)
             return
@@ -199,7 +204,7 @@ class _ModelArgs:
     ) -> AbstractContextManager[tuple[ServedModel, Engine | None]]:
         from paceline.serving.rank_engine import engine_on_ranks
 
-        warn = _warn if cluster.global_rank == 0 else _discard
+        warn = print_warning if cluster.global_rank == 0 else discard_warning
         return engine_on_ranks(
             lambda: self._load(warn),
             _serving_strategy(self.strategy, cluster.world_size),
@@ -255,10 +260,6 @@ def _serving_strategy(requested: str | None, num_processes: int) -> Strategy:
             next_step="use replicas, shard=N zero=3, tensor=N or pipeline=N",
         )
     return strategy
-
-
-def _discard(text: str) -> None:
-    """Drop a warning that the first process prints."""
 
 
 def generate(
@@ -345,7 +346,7 @@ def _generate(
                 write_text(part.text)
         seconds = time.perf_counter() - loaded
     times = {"load_seconds": loaded - started, "seconds": seconds}
-    settings = asdict(args.slot_settings(served, _discard))
+    settings = asdict(args.slot_settings(served, discard_warning))
     settings |= {"slots": engine.num_slots, "fingerprint": engine.fingerprint}
     _show(served, settings, prompts, texts, times, as_json)
 
@@ -413,10 +414,6 @@ def _show(
         f" {times['load_seconds']:.2f} s; fingerprint {settings['fingerprint']}",
         error_output(),
     )
-
-
-def _warn(text: str) -> None:
-    print_plain(text, error_output())  # standard output may be JSON
 
 
 def serve(

@@ -92,6 +92,11 @@ COMMANDS = (
         "Compare grid, random and TPE searches on digits and on text; write tables, a plot and a page.",
     ),
     CommandEntry(
+        "study optimizers",
+        "study_optimizers:study_optimizers",
+        "Compare optimizers over schedules, number formats and batch sizes; write tables, plots and a page.",
+    ),
+    CommandEntry(
         "run", "run_script:run", "Run SCRIPT with its arguments on every process, as torchrun does.", _ANY
     ),
     CommandEntry("runs", "runs:runs", "List runs, oldest first."),

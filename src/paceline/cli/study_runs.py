@@ -133,12 +133,14 @@ def train_all(
     runs: Sequence[StudyRun],
     log: Callable[[str], None],
     on_end: Callable[[StudyRun], None] = lambda run: None,
+    variables: Mapping[str, str] | None = None,
 ) -> tuple[CompletedRuns, dict[str, str], int]:
     """Train all runs that are not complete; a run that fails is reported, and the next one starts.
 
     Args:
         log: prints a line.
         on_end: called when a run has ended, well or not.
+        variables: of a fork server of the caller; None: one is started if there are several runs.
     Returns:
         The completed runs, the reasons of the failed ones by label, and the exit code: 0, 1, or that of a
         stop request.
@@ -146,7 +148,8 @@ def train_all(
     with ExitStack() as stack:
         several = sum(not run.complete and run.recipe is not None for run in runs) > 1
         # importing takes longer than a short run: with several, a fork server pays for it once
-        variables = stack.enter_context(fork_server(TRAIN_MODULES)) if several else {}
+        if variables is None:
+            variables = stack.enter_context(fork_server(TRAIN_MODULES)) if several else {}
         return _train_all(runs, log, {**process_environment(), **variables}, on_end)
 
 

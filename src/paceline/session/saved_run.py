@@ -35,6 +35,8 @@ from paceline.data.task_data import read_held_out
 from paceline.data.work import MicroBatch
 from paceline.errors import CheckpointError, DataError, PacelineError, StrategyError, TaskError, format_count
 from paceline.job.cluster import Cluster
+from paceline.models.early_exit import EarlyExitResult, evaluate_early_exit
+from paceline.models.gpt import GPT
 from paceline.recipe.recipe import Recipe
 from paceline.recipe.recipe_loading import load_recipe
 from paceline.recipe.strategy import Strategy
@@ -218,6 +220,43 @@ class OpenedRun:
         if evaluation is None:
             raise DataError("the task has no held-out data", next_step="pass samples to evaluate on")
         return evaluation
+
+    def evaluate_early_exit(self, confidence: float, source: Any = None) -> EarlyExitResult:
+        """Evaluate a GPT with early exits, in this process.
+
+        Args:
+            confidence: see `paceline.models.evaluate_early_exit`.
+            source: token sequences, int64 [T + 1]; None: the held-out ones of the run.
+        Raises:
+            TaskError: the model of the run is not a GPT.
+            StrategyError: there are several processes.
+            DataError: there are no samples, or several sets.
+        """
+        model, recipe = self.session.runner.sharded_model.model, self.session.recipe
+        if self.session.mesh.world.size > 1:
+            raise StrategyError(
+                "early exits are evaluated by one process", next_step="leave out -n and --strategy"
+            )
+        if not isinstance(model, GPT):
+            raise TaskError(
+                f"the model of the run is a {type(model).__name__}, and only a GPT predicts after each block",
+                next_step="evaluate without early exits, or a run of the task byte-gpt",
+            )
+        sets = held_out_sets(self.task.held_out if source is None else source)
+        if len(sets) != 1:
+            raise DataError(
+                f"expected one set of held-out samples, found {len(sets)}", next_step="pass one: --data NAME"
+            )
+        ((name, held_out),) = sets.items()
+        samples, size = read_held_out(name, held_out, recipe, self.task), recipe.evaluate.batch
+        count = min(len(samples), recipe.evaluate.max_samples or len(samples))
+        device = self.session.runner.sharded_model.device
+        batches = (
+            torch.stack([torch.as_tensor(samples[i]) for i in range(first, min(first + size, count))])
+            for first in range(0, count, size)
+        )
+        with self.session.averaged():
+            return evaluate_early_exit(model, (batch.to(device) for batch in batches), confidence)
 
     def predict(self, source: Any) -> Iterator[Any]:
         """Yield the predictions of all samples on the host, in the order of the source; collective.

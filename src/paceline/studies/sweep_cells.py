@@ -30,9 +30,11 @@ class SweepCell:
 
     Args:
         values: one value by the word of each axis.
+        settings: overrides of the recipe, if the values are names; None: each word is a key.
     """
 
     values: Mapping[str, str]
+    settings: tuple[str, ...] | None = None
 
     @property
     def label(self) -> str:
@@ -48,6 +50,8 @@ class SweepCell:
     @property
     def overrides(self) -> list[str]:
         """The overrides of the recipe, without `accumulation`, which depends on the number of replicas."""
+        if self.settings is not None:
+            return [*self.settings]
         return [f"{recipe_key(word)}={value}" for word, value in self.values.items() if word != ACCUMULATION]
 
     @property

@@ -14,6 +14,7 @@ from statistics import fmean, median, stdev
 from typing import Any
 
 from paceline.errors import DataError, RecipeError
+from paceline.report.rank_balance import rank_times
 from paceline.report.run_reader import RecordedRun, read_run, to_float
 from paceline.studies.critical_batch import CriticalBatch, find_critical_batch
 from paceline.studies.sweep_cells import SweepCell
@@ -76,6 +77,8 @@ class RunMeasurements:
         samples_per_second: median over all steps but the first.
         seconds: wall time of the steps on rank 0.
         points: the evaluations, in order.
+        skipped: number of steps whose update was skipped: overflows in fp16, or steps that health skipped.
+        peak_bytes: peak memory of the largest process; None if it was not recorded.
     """
 
     steps: int
@@ -83,6 +86,8 @@ class RunMeasurements:
     samples_per_second: float
     seconds: float
     points: tuple[EvaluationPoint, ...]
+    skipped: int = 0
+    peak_bytes: float | None = None
 
     @property
     def best_loss(self) -> float:
@@ -105,6 +110,7 @@ def read_measurements(run_dir: Path) -> RunMeasurements:
     steps = run.steps
     if not steps:
         raise DataError("the run has no steps", where=str(run.folder))
+    peaks = [rank.peak_bytes for rank in rank_times(run)]
     return RunMeasurements(
         steps=len(steps),
         num_samples=sum(int(step["num_samples"]) for step in steps),
@@ -112,6 +118,8 @@ def read_measurements(run_dir: Path) -> RunMeasurements:
         samples_per_second=median(to_float(step["samples_per_second"]) for step in steps[1:] or steps),
         seconds=sum(to_float(step["seconds"]) for step in steps),
         points=tuple(evaluation_points(run)),
+        skipped=sum(step.get("applied") is False for step in steps),
+        peak_bytes=max(peaks, default=None),
     )
 
 
@@ -221,8 +229,14 @@ def _mean_numbers(
     return {name: mean for name, mean in means.items() if mean is not None}
 
 
+_SKIPPED = "skipped updates"
+
+
 def _run_numbers(run: RunMeasurements, target: MetricTarget | None) -> dict[str, float]:
     numbers = {"steps": float(run.steps), "seconds": run.seconds, "samples/s": run.samples_per_second}
+    if run.peak_bytes is not None:
+        numbers["peak MiB"] = run.peak_bytes / 2**20
+    numbers[_SKIPPED] = float(run.skipped)
     if run.points:
         last = run.points[-1].values.items()
         numbers |= {f"final {name}": value for name, value in last if isfinite(value)}
@@ -244,36 +258,58 @@ def _critical_batches(rows: Sequence[SweepRow]) -> list[tuple[Mapping[str, str],
 
 
 def render_table(summary: SweepSummary) -> list[str]:
+    """Return the lines of a table, and the recommendation that follows from it."""
+    return render_rows(summary) + recommend(summary)
+
+
+def render_rows(summary: SweepSummary) -> list[str]:
     """Return the lines of a table: the rows, the target, the critical batches, and the failed cells."""
-    rows = summary.rows
-    words = list(rows[0].values) if rows else []
-    names = list(dict.fromkeys(name for row in rows for name in row.numbers))
-    cells = [[*words, *(["runs"] if any(row.runs > 1 for row in rows) else []), *names]]
-    cells += [_render_row(row, words, names, "runs" in cells[0]) for row in rows]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))] if rows else []
-    lines = ["  ".join(text.rjust(w) for text, w in zip(line, widths, strict=True)) for line in cells if rows]
+    cells = table_cells(summary)
+    widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
+    lines = ["  ".join(text.rjust(w) for text, w in zip(line, widths, strict=True)) for line in cells]
+    lines = lines if summary.rows else []
     if summary.target is not None:
         lines.append(f"target: {summary.target}, checked at every evaluation")
     for values, batch in summary.critical:
         lines += _describe_critical_batch(values, batch)
-    lines += [f"failed: {label}: {reason}" for label, reason in summary.failed.items()]
-    return lines + recommend(summary)
+    return lines + [f"failed: {label}: {reason}" for label, reason in summary.failed.items()]
+
+
+def table_cells(summary: SweepSummary) -> list[list[str]]:
+    """Return the header and the rows of a table; without skipped updates there is no column for them."""
+    rows = summary.rows
+    words = list(rows[0].values) if rows else []
+    names = dict.fromkeys(
+        name for row in rows for name, number in row.numbers.items() if name != _SKIPPED or number.mean
+    )
+    has_runs = any(row.runs > 1 for row in rows)
+    header = [*words, *(["runs"] if has_runs else []), *names]
+    return [header, *(_render_row(row, words, [*names], has_runs) for row in rows)]
 
 
 _LEAST_RUNS = 3
 
 
-def recommend(summary: SweepSummary) -> list[str]:
+def recommend(summary: SweepSummary, among: Mapping[str, str] | None = None) -> list[str]:
     """Return sentences about the best rows, each of which cites the rows that it follows from.
 
     Rows are counted from 1. Two rows are told apart if their means differ by more than the larger of their
-    standard deviations. There is no recommendation from fewer than three seeds of any row.
+    standard deviations. There is no recommendation from fewer than three seeds of any row, except that a row
+    some of whose runs failed is left out, with a sentence.
+
+    Args:
+        among: values of the rows to choose from; None: all rows.
     """
-    rows, target = summary.rows, summary.target
+    target = summary.target
+    rows, wanted = summary.rows, (among or {}).items()
     name = f"final {target.name}" if target is not None else "final loss"
     upward = target is not None and target.upward
-    numbers = {k: row.numbers[name] for k, row in enumerate(rows, 1) if name in row.numbers}
-    if len(numbers) < 2 or min(row.runs for row in rows) < _LEAST_RUNS:
+    chosen = {k: row for k, row in enumerate(rows, 1) if wanted <= row.values.items()}
+    numbers = {
+        k: row.numbers[name] for k, row in chosen.items() if name in row.numbers and row.runs >= _LEAST_RUNS
+    }
+    few = {k: row.runs for k, row in chosen.items() if row.runs < _LEAST_RUNS}
+    if len(numbers) < 2 or (few and not summary.failed):
         return []
     best = min(numbers, key=lambda k: -numbers[k].mean if upward else numbers[k].mean)
 
@@ -283,7 +319,8 @@ def recommend(summary: SweepSummary) -> list[str]:
 
     close = [k for k in numbers if k != best and is_close(k)]
     word = "highest" if upward else "lowest"
-    lines = [f"the {word} {name} is that of {_cite(rows, best)}: {_format_mean(numbers[best], name)}"]
+    lines = [f"{_cite(rows, k)} is left out: only {runs} of its runs did not fail" for k, runs in few.items()]
+    lines += [f"the {word} {name} is that of {_cite(rows, best)}: {_format_mean(numbers[best], name)}"]
     if not close:
         second = min(
             (k for k in numbers if k != best),

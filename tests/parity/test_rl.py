@@ -16,6 +16,7 @@ from paceline import rl
 from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe
 from paceline.rl import environments, rollouts
+from paceline.rl.policy_versions import weights_hash
 from paceline.rl.rollouts import Rollouts
 from paceline.session import Session
 from paceline.task import Task
@@ -60,7 +61,7 @@ def hashes(cluster: Cluster, chosen: Recipe, make: Callable[[], Task] | None = N
     """The hashes of the rows of all iterations and of the state at the end."""
     session = build_test_session(cluster, chosen, make)
     rows = [record["sha256"] for record in run(session)]
-    digest = rollouts.weights_hash(session.complete()).hex()
+    digest = weights_hash(session.complete()).hex()
     session.close()
     return rows, digest
 

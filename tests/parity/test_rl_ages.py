@@ -81,7 +81,7 @@ def newest(self: PolicyVersions, iteration: int) -> object:
     return self._versions[max(self._versions)]
 
 
-@pytest.mark.capability("T1", "T2", "T5")
+@pytest.mark.capability("T1", "T2")
 def test_older_actors_have_equal_bits_on_one_and_two_ranks_and_their_ages_are_counted() -> None:
     cases = [(0,), (2,)]
     alone = [aged(Cluster.single(), *case) for case in cases]

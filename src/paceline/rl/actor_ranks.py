@@ -272,7 +272,7 @@ class RemoteActors:
                 next_step="resume from the last checkpoint; look for what changes weights on that rank",
             )
         (data,) = message.tensors
-        (columns,) = read_groups(data.numpy().tobytes(), self._rollouts.player.empty_columns())
+        (columns,) = read_groups(bytearray(data.numpy().data), self._rollouts.player.empty_columns())
         self._results[ticket.step, ticket.part] = columns
         self._ahead.follow_group(ticket.part, columns)
         self._holder[ticket.part], self._next[ticket.part] = rank, ticket.step + 1

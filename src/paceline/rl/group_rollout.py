@@ -68,7 +68,7 @@ def empty_columns(
     )
 
 
-def read_groups(data: bytes, like: GroupColumns) -> list[GroupColumns]:
+def read_groups(data: bytes | bytearray, like: GroupColumns) -> list[GroupColumns]:
     """Return the columns of several groups, which have followed each other as bytes."""
     groups, offset = list[GroupColumns](), 0
     while offset < len(data):

@@ -62,7 +62,7 @@ def main() -> int:
     options = parser.parse_args()
     if not options.actors:
         compare_libraries(2 if options.quick else 16)
-    compare_actors(8 if options.quick else 40)
+    compare_actors(4 if options.quick else 24)
     return 0
 
 

@@ -22,7 +22,8 @@ from paceline.rl.policy_versions import PolicyVersions, weights_hash
 from paceline.session.train_rank import train
 from paceline.testing import run_ranks
 from paceline.testing.parity import build_test_session
-from tests.parity.test_rl import hashes, recipe, run
+from paceline.verification.verification_report import VerificationReport
+from tests.parity.test_rl import hashes, recipe, run, verified
 from tests.parity.test_rl_runs import SMALL_DQN, resume_on_rank, saved, walk, walk_recipe
 from tests.parity.training_runs import each_case
 
@@ -97,9 +98,10 @@ def test_older_actors_have_equal_bits_on_one_and_two_ranks_and_their_ages_are_co
         assert aged(Cluster.single(), 2)[1] != alone[1][1]
 
 
-def learned(cluster: Cluster, age: int) -> tuple[list[str], str]:
+def learned(cluster: Cluster, age: int, channel: str) -> tuple[list[str], str]:
     """The hashes of rows, on the learner, and of weights of a run in which rank 0 learns."""
-    chosen = recipe("servers=1 sync=actors", iterations=5, rl={"age": age, "normalize": BOTH})
+    strategy = f"servers=1 sync=actors channel={channel}"
+    chosen = recipe(strategy, iterations=5, rl={"age": age, "normalize": BOTH})
     session = build_test_session(cluster, chosen)
     rows = [record["sha256"] for record in run(session)]
     digest = weights_hash(session.complete()).hex()
@@ -109,10 +111,23 @@ def learned(cluster: Cluster, age: int) -> tuple[list[str], str]:
 
 @pytest.mark.capability("T1", "T2")
 def test_actors_apart_from_the_learner_have_the_bits_of_one_rank() -> None:
-    """With the present weights and with older ones; tickets go to whichever actor is idle."""
-    for age in (0, 2):
+    """With the present weights, and with older ones over gRPC; tickets go to whichever actor is idle."""
+    for age, channel in ((0, "sockets"), (2, "grpc")):
         rows, weights, _ = aged(Cluster.single(), age)
-        assert run_ranks(learned, 3, age) == [(rows, weights), ([], weights), ([], weights)]
+        assert run_ranks(learned, 3, age, channel) == [(rows, weights), ([], weights), ([], weights)]
+
+
+def learner_verified(cluster: Cluster) -> VerificationReport:
+    return verified(cluster, "servers=1 sync=actors", rl={"age": 1})
+
+
+@pytest.mark.capability("T1", "T6")
+def test_the_learner_of_older_actors_is_the_oracle_on_their_rows() -> None:
+    """In one process with its first ratios, and apart from its actors."""
+    report = verified(Cluster.single(), "", rl={"age": 1})
+    assert report.ok and report.worst["log-probability", "first minibatch"].error == 0.0
+    for report in run_ranks(learner_verified, 2):
+        assert report.ok and report.sha256 is not None, report.failure
 
 
 @pytest.mark.capability("T2", "T3")

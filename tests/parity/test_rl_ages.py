@@ -112,7 +112,7 @@ def learned(cluster: Cluster, age: int, channel: str) -> tuple[list[str], str]:
 @pytest.mark.capability("T1", "T2")
 def test_actors_apart_from_the_learner_have_the_bits_of_one_rank() -> None:
     """With the present weights, and with older ones over gRPC; tickets go to whichever actor is idle."""
-    for age, channel in ((0, "sockets"), (2, "grpc")):
+    for age, channel in ((0, "socket"), (2, "grpc")):
         rows, weights, _ = aged(Cluster.single(), age)
         assert run_ranks(learned, 3, age, channel) == [(rows, weights), ([], weights), ([], weights)]
 

@@ -144,6 +144,19 @@ def test_groups_below_four_rows_have_other_bits_than_the_learner() -> None:
     assert sum(counts[8]) > 0 and counts[4] == [0] * 6
 
 
+def learning_rates(cluster: Cluster) -> list[float]:
+    session = build_test_session(cluster, recipe(schedule={"decay": "linear"}))
+    rates = [stats.lr for stats in session.rounds()]
+    session.close()
+    return rates
+
+
+def test_an_annealed_rate_follows_iterations_and_not_the_number_of_actors() -> None:
+    alone = learning_rates(Cluster.single())
+    assert len(alone) == 3 * 4 and alone == sorted(set(alone), reverse=True)
+    assert run_ranks(learning_rates, 2) == [alone] * 2
+
+
 # -- verification
 
 

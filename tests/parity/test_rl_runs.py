@@ -215,6 +215,16 @@ def test_a_task_without_environments_or_an_unknown_one_is_refused() -> None:
         make_task(recipe(rl={"env": None}))
 
 
+@pytest.mark.parametrize("dtype", [np.float64, np.uint8])
+def test_observations_of_another_dtype_are_converted_once_and_that_is_reported(dtype: type) -> None:
+    space = gymnasium.spaces.Box(0, 200, (2,), dtype)
+    messages: list[str] = []
+    with patch("paceline.session.train_rank.plain_printer", lambda console: messages.append):
+        train(walk_recipe(1), lambda: walk(make=lambda: _with(observation_space=space)))
+    text = f"observations of {np.dtype(dtype)} are converted to float32 once"
+    assert sum(text in message for message in messages) == 1
+
+
 # -- rows
 
 

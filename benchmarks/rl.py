@@ -2,16 +2,21 @@
 
 All have the settings of CleanRL: 8 environments, 128 steps, 4 epochs of 4 minibatches, networks of 64 x 64,
 one thread. Peers that are not installed are left out. Each runs in turn, and the best of three is kept.
+Then numbers and ages of actors, with an environment whose step takes longer; `--actors`: only these.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -20,17 +25,49 @@ from torch import nn
 from torch.distributions import Categorical
 
 from paceline.recipe import Recipe
+from paceline.recipe.recipe import to_toml
 from paceline.session.train_rank import train
 
 ENVS, STEPS, EPOCHS, MINIBATCHES = 8, 128, 4, 4
 TURNS = 3
+MICROSECONDS = 200
+SLOWER = 5
+ENVIRONMENT = """
+import os, time
+import gymnasium
+
+class Slow(gymnasium.Wrapper):
+    is_slow = os.environ.get("RANK") == os.environ["SLOW"]
+    seconds = float(os.environ["STEP_SECONDS"]) * (5 if is_slow else 1)
+
+    def step(self, action):
+        if os.environ["HOW"] == "waits":
+            time.sleep(self.seconds)
+        else:
+            end = time.thread_time() + self.seconds
+            while time.thread_time() < end:
+                pass
+        return self.env.step(action)
+
+def make():
+    return Slow(gymnasium.make("CartPole-v1", disable_env_checker=True))
+"""
 
 
 def main() -> int:
-    """Print a line for each library."""
+    """Compare libraries, and then actors."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true")
-    iterations = 2 if parser.parse_args().quick else 16
+    parser.add_argument("--actors", action="store_true")
+    options = parser.parse_args()
+    if not options.actors:
+        compare_libraries(2 if options.quick else 16)
+    compare_actors(4 if options.quick else 24)
+    return 0
+
+
+def compare_libraries(iterations: int) -> None:
+    """Print a line for each library."""
     torch.set_num_threads(1)
     runs: dict[str, Callable[[int], None]] = {
         "Paceline": paceline,
@@ -51,7 +88,6 @@ def main() -> int:
     print(f"{'':24}  steps per CPU second  times the loop")
     for name, steps in best.items():
         print(f"{name:24}  {steps:>20,.0f}  {steps / reference:>14.2f}")
-    return 0
 
 
 def rate(run: Callable[[int], None], iterations: int) -> float:
@@ -172,6 +208,73 @@ def stable_baselines(iterations: int) -> None:
     size = ENVS * STEPS // MINIBATCHES
     model = PPO("MlpPolicy", environments, n_steps=STEPS, batch_size=size, n_epochs=EPOCHS, device="cpu")
     model.learn(iterations * ENVS * STEPS)
+
+
+def compare_actors(iterations: int) -> None:
+    """Print a line for each number and age of actors, with an environment whose step takes longer."""
+    print(f"\nCartPole-v1 with {MICROSECONDS} us more for each step: it waits, as for a simulator elsewhere,")
+    print("or it computes. 32 environments in 8 groups, 32 steps. Steps per second of wall time:")
+    for how in ("waits", "computes"):
+        one, two = (actor_rate(iterations, number, "", how, epochs=2)[0] for number in ("1", "2"))
+        print(
+            f"every rank acts and learns, a step that {how:8}: 1 rank {one:>6,.0f}, 2 ranks {two:>6,.0f},"
+            f" {two / one:.2f} times",
+            flush=True,
+        )
+    base = 0.0
+    for age in (0, 1, 2):
+        steps, recent = actor_rate(iterations, "3", "servers=1 sync=actors", "waits", age=age, slow="1")
+        base = base or steps
+        print(
+            f"rank 0 learns, two actors, one {SLOWER} times slower, age = {age}: {steps:>6,.0f}, "
+            f" {steps / base:.2f} times, return {recent:.1f}",
+            flush=True,
+        )
+
+
+def actor_rate(
+    iterations: int,
+    processes: str,
+    strategy: str,
+    how: str,
+    *,
+    epochs: int = 10,
+    age: int = 0,
+    slow: str = "",
+) -> tuple[float, float]:
+    """Return the steps per second of a run, and the mean return of its last episodes."""
+    with tempfile.TemporaryDirectory() as folder:
+        home = Path(folder)
+        (home / "slow.py").write_text(ENVIRONMENT)
+        rl: dict[str, Any] = {
+            "env": "slow.py:make",
+            "envs": 32,
+            "shards": 8,
+            "steps": 32,
+            "total_steps": iterations * 32 * 32,
+            "age": age,
+            "check": False,
+            "ppo": {"epochs": epochs, "minibatches": 4},
+        }
+        chosen = Recipe(
+            task="rl", rl=rl, batch={"shards": 2}, optimizer={"name": "adam", "lr": 1e-3}, run_dir="run"
+        )
+        (home / "recipe.toml").write_text(to_toml(chosen))
+        command = [sys.executable, "-m", "paceline", "train", "recipe.toml", "-n", processes]
+        command += ["--strategy", strategy] if strategy else []
+        variables = {"HOW": how, "STEP_SECONDS": str(MICROSECONDS * 1e-6), "SLOW": slow}
+        done = subprocess.run(
+            command, cwd=home, env=os.environ | variables, capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            raise RuntimeError(done.stderr[-2000:])
+        lines = (home / "run" / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    per_iteration = epochs * 4
+    steps = [r for r in records if r["event"] == "step" and r["step"] + 1 >= 2 * per_iteration]
+    rows = (steps[-1]["step"] - steps[0]["step"]) * 1024 / per_iteration
+    recent = [r["recent_return"] for r in records if r["event"] == "rollout"][-1]
+    return rows / (steps[-1]["time"] - steps[0]["time"]), recent
 
 
 if __name__ == "__main__":

@@ -119,6 +119,27 @@ def test_the_groups_of_a_killed_actor_move_and_the_rows_are_the_same(
     assert sha256_of(output) == undisturbed(algorithm)
 
 
+ACTORS = ("train", "recipe.toml", "-n", "3", "--strategy", "servers=1 sync=actors")
+
+
+@pytest.mark.capability("T1", "T2")
+def test_the_groups_of_a_killed_actor_move_to_another_one_and_the_learner_goes_on(tmp_path: Path) -> None:
+    """Rank 0 learns; the state has the bits of a run in which every rank acts and learns."""
+    code, output, events = run(tmp_path, "ppo", *ACTORS, DIES="1", AT="230", HOW="killed")
+    assert code == 0, output
+    (lost,) = [event for event in events if event["event"] == "lost"]
+    assert lost["rank"] == 1 and lost["workers_left"] == 1
+    assert sha256_of(output) == undisturbed("ppo")
+
+
+@pytest.mark.capability("T1")
+def test_a_fault_of_an_environment_of_an_actor_ends_the_job_by_name(tmp_path: Path) -> None:
+    """It would fail on the other actor as well, so it does not move there."""
+    code, output, _ = run(tmp_path, "ppo", *ACTORS, DIES="2", AT="100", HOW="raises")
+    assert code != 0 and "raised ValueError: the door is closed" in output
+    assert "environment " in output and "(group " in output
+
+
 @pytest.mark.capability("T1")
 @pytest.mark.parametrize(
     ("how", "message"),

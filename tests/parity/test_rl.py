@@ -16,6 +16,7 @@ from paceline import rl
 from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe
 from paceline.rl import environments, rollouts
+from paceline.rl.policy_versions import weights_hash
 from paceline.rl.rollouts import Rollouts
 from paceline.session import Session
 from paceline.task import Task
@@ -60,7 +61,7 @@ def hashes(cluster: Cluster, chosen: Recipe, make: Callable[[], Task] | None = N
     """The hashes of the rows of all iterations and of the state at the end."""
     session = build_test_session(cluster, chosen, make)
     rows = [record["sha256"] for record in run(session)]
-    digest = rollouts.weights_hash(session.complete()).hex()
+    digest = weights_hash(session.complete()).hex()
     session.close()
     return rows, digest
 
@@ -141,6 +142,19 @@ def test_groups_below_four_rows_have_other_bits_than_the_learner() -> None:
         records = run(build_test_session(Cluster.single(), chosen))
         counts[shards] = [record["not_equal"] for record in records]
     assert sum(counts[8]) > 0 and counts[4] == [0] * 6
+
+
+def learning_rates(cluster: Cluster) -> list[float]:
+    session = build_test_session(cluster, recipe(schedule={"decay": "linear"}))
+    rates = [stats.lr for stats in session.rounds()]
+    session.close()
+    return rates
+
+
+def test_an_annealed_rate_follows_iterations_and_not_the_number_of_actors() -> None:
+    alone = learning_rates(Cluster.single())
+    assert len(alone) == 3 * 4 and alone == sorted(set(alone), reverse=True)
+    assert run_ranks(learning_rates, 2) == [alone] * 2
 
 
 # -- verification

@@ -66,7 +66,7 @@ class Walk(gymnasium.Env):
         if self.total == 7 and self.fault == "raises":
             raise ValueError("the door is closed")
         if self.total == 7 and self.fault == "hangs":
-            time.sleep(60)
+            time.sleep(5)  # longer than the deadlines of these tests
         is_lost = self.total == 7 and self.fault == "nan"
         reward = float("nan") if is_lost else 1.0
         return np.array([self.place, 1.0]), reward, self.place >= 3.0, False, {}
@@ -213,6 +213,16 @@ def test_a_task_without_environments_or_an_unknown_one_is_refused() -> None:
         build_test_session(Cluster.single(), recipe(task="digits", options={}, rl={"env": "CartPole-v1"}))
     with pytest.raises(RecipeError, match="neither the recipe nor the task names an environment"):
         make_task(recipe(rl={"env": None}))
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.uint8])
+def test_observations_of_another_dtype_are_converted_once_and_that_is_reported(dtype: type) -> None:
+    space = gymnasium.spaces.Box(0, 200, (2,), dtype)
+    messages: list[str] = []
+    with patch("paceline.session.train_rank.plain_printer", lambda console: messages.append):
+        train(walk_recipe(1), lambda: walk(make=lambda: _with(observation_space=space)))
+    text = f"observations of {np.dtype(dtype)} are converted to float32 once"
+    assert sum(text in message for message in messages) == 1
 
 
 # -- rows

@@ -43,6 +43,10 @@ class ActorRates(NamedTuple):
     learner: float
     total: float
 
+    def efficiency(self, one: ActorRates) -> float:
+        """Return the steps per second of an actor over those of one alone."""
+        return self.total / (self.actors * one.total)
+
     @property
     def bottleneck(self) -> str:
         """Return which of both takes more time."""
@@ -79,17 +83,24 @@ def bench_rl(
             {
                 "env": environment,
                 "environment": alone,
-                "runs": [{**rate._asdict(), "bottleneck": rate.bottleneck} for rate in rates],
+                "runs": [
+                    {
+                        **rate._asdict(),
+                        "efficiency": rate.efficiency(rates[0]),
+                        "bottleneck": rate.bottleneck,
+                    }
+                    for rate in rates
+                ],
             }
         )
         return
     print_plain(f"{environment} alone, random actions, one process: {alone:,.0f} steps/s")
-    print_plain("actors  rollout steps/s  learner steps/s  both steps/s  times one  bottleneck")
+    print_plain("actors  rollout steps/s  learner steps/s  both steps/s  times one  efficiency  bottleneck")
     for rate in rates:
         times = rate.total / rates[0].total
         print_plain(
             f"{rate.actors:>6}  {rate.rollout:>15,.0f}  {rate.learner:>15,.0f}  {rate.total:>12,.0f}"
-            f"  {times:>9.2f}  {rate.bottleneck}"
+            f"  {times:>9.2f}  {rate.efficiency(rates[0]):>10.2f}  {rate.bottleneck}"
         )
 
 

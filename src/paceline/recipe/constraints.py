@@ -386,6 +386,15 @@ def _averages(facts: SessionFacts) -> bool:
 
 SYNC_NEEDS = (
     FieldNeed(
+        lambda recipe: recipe.rl.total_steps,
+        keys=("rl.total_steps",),
+        scope="recipe",
+        when=lambda text: any(phase.word.spec.learns_alone for phase in phases_of(text)),
+        reason="expected rl.total_steps with sync=actors: actors play environments, and there are none",
+        is_conflict=True,
+        change_first="rl.total_steps",
+    ),
+    FieldNeed(
         lambda recipe: recipe.health.straggler_factor is not None,
         keys=("health.straggler_factor",),
         scope="recipe",

@@ -163,9 +163,19 @@ class RLRecipe(RecipeTable):
         min_length=1,
         description='a Gymnasium id, or "file.py:make"; left out: that of the task',
     )
-    algorithm: Annotated[Literal["ppo", "dqn"], _IS_RL] = Field(
-        default="ppo", description="how the policy learns: ppo, or dqn from an experience store"
-    )
+    algorithm: Annotated[
+        Literal["ppo", "dqn"],
+        _IS_RL,
+        FieldNeed(
+            lambda recipe: not recipe.strategy.sync_spec.learns_alone,
+            when=lambda algorithm: algorithm == "dqn",
+            keys=("strategy.sync",),
+            reason='expected "ppo" with sync=actors: with DQN the ranks that act write their rows to the'
+            " store of their host, and these are no ranks that learn",
+            is_conflict=True,
+            scope="recipe",
+        ),
+    ] = Field(default="ppo", description="how the policy learns: ppo, or dqn from an experience store")
     envs: Annotated[int, _IS_RL] = Field(default=32, ge=1, description="environments, over all ranks")
     shards: Annotated[
         int,
@@ -200,10 +210,10 @@ class RLRecipe(RecipeTable):
             "steps",
         ),
         FieldNeed(
-            lambda recipe: recipe.strategy.runs_every_step,
+            lambda recipe: recipe.strategy.runs_every_step or recipe.strategy.sync_spec.learns_alone,
             keys=("strategy",),
-            reason="expected sync=every-step without servers, found '{t.strategy}': every rank acts and"
-            " learns, and actors that are older than the learner are not built yet",
+            reason="expected sync=every-step without servers (every rank acts and learns), or servers=1"
+            " sync=actors (rank 0 learns), found '{t.strategy}'",
             is_conflict=True,
             scope="recipe",
         ),
@@ -229,15 +239,12 @@ class RLRecipe(RecipeTable):
         ge=0,
         description="steps of all environments in the run, of which whole iterations are made; 0: none",
     )
-    age: Annotated[
-        int,
-        FieldNeed(
-            lambda table: table.age == 0,
-            reason="expected 0, found {t.age}: every rank acts with the present weights, and actors that are"
-            " older than the learner, with V-trace, are not built yet",
-            is_conflict=True,
-        ),
-    ] = Field(default=0, ge=0, description="versions that actors may be behind the learner; only 0 yet")
+    age: Annotated[int, _IS_RL] = Field(
+        default=0,
+        ge=0,
+        description="iterations that actors are behind the learner, which they play while it learns; PPO then"
+        " corrects its targets with V-trace",
+    )
     check: Annotated[bool, _IS_RL] = Field(
         default=True, description="play an episode twice first: only equal ones are replayed on resume"
     )
@@ -258,6 +265,11 @@ class RLRecipe(RecipeTable):
     def gamma(self) -> float:
         """Return the discount of a step."""
         return self.dqn.gamma if self.algorithm == "dqn" else self.ppo.gamma
+
+    @property
+    def corrects_age(self) -> bool:
+        """Return whether targets are corrected for the age of rows; DQN learns from rows of any age."""
+        return self.age > 0 and self.algorithm == "ppo"
 
     @property
     def group_size(self) -> int:

@@ -249,6 +249,8 @@ def num_ranks(strategy: Strategy) -> int:
 def num_sharers(strategy: Strategy) -> int:
     """Return how many ranks, and lanes that are no stages, run samples of their own."""
     lanes = strategy.lanes if strategy.pipeline == 1 else 1
+    if strategy.sync_spec.learns_alone:
+        return lanes
     return (strategy.replicas or 1) * strategy.shard * lanes
 
 

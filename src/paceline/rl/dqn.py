@@ -31,9 +31,10 @@ from paceline.recipe.recipe import Recipe
 from paceline.recipe.rl_recipe import DQNRecipe
 from paceline.rl.environments import MakeEnvironment, SpaceShapes
 from paceline.rl.experience_store import ExperienceStore, Numbers, SumTree
+from paceline.rl.group_rollout import GroupColumns
 from paceline.rl.policy import Categorical, PolicyOutput, keyed_uniforms
 from paceline.rl.ppo import RowsLoss
-from paceline.rl.rollouts import GroupColumns, RolloutRecord, Rollouts
+from paceline.rl.rollouts import RolloutRecord, Rollouts
 from paceline.session.session import Session
 from paceline.state.slot import SlotIndex, TensorPiece, TensorSlot
 from paceline.task import Loss
@@ -186,7 +187,9 @@ class Replay(Rollouts):
                 next_step='set rl.algorithm = "ppo"',
             )
         self.dqn: DQNRecipe = recipe.rl.dqn
-        super().__init__(recipe, make, spaces, EpsilonGreedy(spaces.num_actions, self.dqn.epsilon), None)
+        super().__init__(
+            recipe, make, spaces, EpsilonGreedy(spaces.num_actions, self.dqn.epsilon), None, network
+        )
         self.batch = Transitions(*data.tensors)
         self.target = deepcopy(network).requires_grad_(False).eval()
         self._row = np.dtype(

@@ -168,6 +168,25 @@ class StepTimer:
     seconds: float
     count: int = 0
     present: str = ""
+    _last_count: int = -1
+
+    def begin(self) -> None:
+        """Begin to look at calls."""
+        self._last_count = -1
+
+    def require_progress(self) -> None:
+        """Check that another call runs than when this was called last.
+
+        Raises:
+            EnvironmentHangError: it is the same call.
+        """
+        if self.present and self.count == self._last_count:
+            raise EnvironmentHangError(
+                f"{self.present} has not returned for {self.seconds:g} s",
+                where="rl.env",
+                next_step="find what it waits for, or raise runtime.deadline_seconds",
+            )
+        self._last_count = self.count
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -175,17 +194,11 @@ class StepTimer:
         if not self.seconds or threading.current_thread() is not threading.main_thread():
             yield
             return
-        began, last_count = time.monotonic(), -1
+        began = time.monotonic()
+        self.begin()
 
         def check(number: int, frame: FrameType | None) -> None:
-            nonlocal last_count
-            if self.present and self.count == last_count:
-                raise EnvironmentHangError(
-                    f"{self.present} has not returned for {self.seconds:g} s",
-                    where="rl.env",
-                    next_step="find what it waits for, or raise runtime.deadline_seconds",
-                )
-            last_count = self.count
+            self.require_progress()
 
         # Twice as often as the limit, so that a call is interrupted after one to one and a half of it.
         handler = signal.signal(signal.SIGALRM, check)

@@ -16,9 +16,9 @@ import torch
 from paceline.errors import TaskError
 from paceline.models.training_mode import evaluating
 from paceline.rl.environments import EnvironmentGroup, StepTimer
+from paceline.rl.group_rollout import PolicyForward
 from paceline.rl.policy import keyed_uniforms
 from paceline.rl.rollout_rounds import RolloutRounds
-from paceline.rl.rollouts import PolicyForward
 from paceline.session.arguments import TaskLike
 from paceline.session.saved_run import OpenedRun, open_run
 

@@ -6,7 +6,8 @@ that of the next row: there another episode begins. A step that is both has term
 carried over the end of an episode.
 
 All functions take arrays with time first, [T, N], for N environments, and compute in float64.
-Source: Schulman et al. 2016, arXiv:1506.02438, equation 16; Pardo et al. 2018, arXiv:1712.00378, section 3.
+Source: Schulman et al. 2016, arXiv:1506.02438, equation 16; Pardo et al. 2018, arXiv:1712.00378, section 3;
+for rows of an older policy Espeholt et al. 2018, arXiv:1802.01561, section 4.1.
 """
 
 from __future__ import annotations
@@ -62,6 +63,36 @@ def gae(
     following = np.zeros(errors.shape[1])
     for step in reversed(range(len(errors))):
         following = errors[step] + gamma * decay * ~ended[step] * following
+        advantages[step] = following
+    return advantages
+
+
+def vtrace(
+    reward: Floats,
+    values: Floats,
+    after: Floats,
+    ended: NDArray[np.bool_],
+    importance: Floats,
+    gamma: float,
+    decay: float,
+) -> NDArray[np.float64]:
+    """Return the advantages of rows of an older policy by V-trace, float64 [T, N]; with the value: a target.
+
+    Where the policies are equal they are those of `gae`. With lambda = 1 they are those of the paper; with a
+    smaller one the next state counts with a mixture of its target and its value, as in `gae`.
+
+    Args:
+        reward, values, after, ended, gamma, decay: as for `gae`, with values of the present policy.
+        importance: probability of each action under the present policy over that of the actor, [T, N]; it is
+            clipped to 1, in the error of its own step (rho) and in what later errors count for it (c).
+    Source: Espeholt et al. 2018, IMPALA, arXiv:1802.01561, equation 1 and remark 2.
+    """
+    rho = np.minimum(importance, 1.0).astype(np.float64)
+    errors = rho * (reward.astype(np.float64) + gamma * after - values)
+    advantages = np.zeros(errors.shape)
+    following = np.zeros(errors.shape[1])
+    for step in reversed(range(len(errors))):
+        following = errors[step] + gamma * decay * rho[step] * ~ended[step] * following
         advantages[step] = following
     return advantages
 

@@ -119,7 +119,7 @@ def _complete(
     if settings.algorithm == "dqn":
         return _complete_dqn(replace(task, model=_q_network(task.model)), recipe, make, spaces, loss)
     data, actions = empty_rows(settings.num_rows, spaces), distribution(spaces)
-    rollouts = Rollouts(recipe, make, spaces, actions, Rows(*data.tensors))
+    rollouts = Rollouts(recipe, make, spaces, actions, Rows(*data.tensors), task.model)
     order = KeyedOrder(settings.num_rows, settings.minibatch_rows, recipe.seed, shuffle=recipe.batch.shuffle)
     return replace(
         task,

@@ -15,6 +15,7 @@ from paceline.data.work import TrainingFeed
 from paceline.errors import TaskError
 from paceline.observe.step_stats import StepStats
 from paceline.parallel.model_runner import ModelRunner
+from paceline.rl.actor_ranks import ActorsRule
 from paceline.rl.ppo import NOT_EQUAL
 from paceline.rl.rollouts import RolloutRecord, Rollouts, mean_or_nan
 from paceline.session.session import Session
@@ -100,7 +101,7 @@ class RolloutRounds:
                 "terminated": record.num_terminated,
                 "truncated": record.num_truncated,
                 "version": record.version,
-                "ages": {"0": settings.num_rows},
+                "ages": {str(age): count for age, count in sorted(record.ages.items())},
                 "not_equal": -1 if self.num_not_equal is None else self.num_not_equal,
                 "seconds": record.seconds,
                 "sha256": record.sha256,
@@ -118,9 +119,17 @@ class RolloutRounds:
 def attach(rollouts: Rollouts, session: Session) -> None:
     """Let a session make its rows with these environments, and keep the open episodes in its state."""
 
+    def around(rule: SyncRule) -> SyncRule:
+        return RolloutRounds(rule, rollouts, session)
+
     def install() -> None:
-        session.state.extra_states.update(rollouts.extra_states)
-        session.parts = replace(session.parts, rule=RolloutRounds(session.parts.rule, rollouts, session))
+        rule = session.parts.rule
+        if isinstance(rule, ActorsRule):
+            rule.attach(rollouts, around)
+        else:
+            session.parts = replace(session.parts, rule=around(rule))
+        if not isinstance(rule, ActorsRule) or rule.learns:
+            session.state.extra_states.update(rollouts.extra_states)
 
     install()
     session.reinstall_hooks.append(install)

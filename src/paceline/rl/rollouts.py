@@ -11,9 +11,9 @@ open episodes are state: their numbers and the actions taken in them, from which
 from __future__ import annotations
 
 import hashlib
-import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -22,28 +22,21 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from paceline.comm.net import Net
 from paceline.data.work import split_evenly
-from paceline.errors import DivergenceError
 from paceline.models.training_mode import evaluating
 from paceline.recipe.recipe import Recipe
 from paceline.recipe.rl_recipe import RLRecipe
-from paceline.rl.environments import (
-    EnvironmentGroup,
-    MakeEnvironment,
-    SpaceShapes,
-    StepTimer,
-    repeats_episodes,
-)
+from paceline.rl.actors import DIFFERS, REPEATS, UNKNOWN, Actors, GroupPlayer, OpenGroup, RankActors
+from paceline.rl.environments import MakeEnvironment, SpaceShapes, repeats_episodes
+from paceline.rl.group_rollout import GroupColumns, PolicyForward, under_learner
 from paceline.rl.normalizers import Normalizers
-from paceline.rl.policy import ActionDistribution, PolicyOutput, keyed_uniforms
-from paceline.rl.returns import gae, next_values, normalized
-from paceline.session.session import Session, share_with_all
+from paceline.rl.policy import ActionDistribution, keyed_uniforms
+from paceline.rl.policy_versions import PolicyVersions
+from paceline.rl.returns import gae, next_values, normalized, vtrace
+from paceline.session.session import Session
 from paceline.state.slot import ExtraState, SlotIndex, TensorPiece, TensorSlot
 
 _RECENT_EPISODES = 100
-_UNKNOWN, _REPEATS, _DIFFERS = -1, 1, 0
-"""Whether an environment repeats an episode, given the reset and the actions."""
 
 
 class Rows(NamedTuple):
@@ -52,10 +45,12 @@ class Rows(NamedTuple):
     Args:
         observation: before the step, float32 [N, ...]; normalized where the recipe says so, as rewards are.
         action: int64 [N], or float32 [N, D].
-        log_prob: logarithm of the probability with which the actor took it, float32 [N].
+        log_prob: logarithm of the probability with which the actor took it, float32 [N]; of an older actor:
+            that of the learner before its first update with these rows.
         reward: float32 [N].
-        value: of the observation, as the actor computed it, float32 [N].
-        advantage: generalized advantage estimate, normalized over the iteration, float32 [N].
+        value: of the observation, of the same policy, float32 [N].
+        advantage: generalized advantage estimate, or of an older actor that of V-trace, normalized over the
+            iteration, float32 [N].
         target: of the value: the estimate before it was normalized, plus the value, float32 [N].
         version: updates of the weights with which the row was made, int64 [N].
     """
@@ -87,124 +82,18 @@ def empty_rows(num_rows: int, spaces: SpaceShapes) -> TensorDataset:
     return TensorDataset(observation, action, *columns, torch.zeros(num_rows, dtype=torch.int64))
 
 
-class GroupColumns(NamedTuple):
-    """What a group returns of an iteration: T steps of G environments."""
-
-    observation: NDArray[np.float32]  # (T, G, ...)
-    action: NDArray[Any]  # (T, G) int64, or (T, G, D) float32
-    log_prob: NDArray[np.float32]  # (T, G)
-    value: NDArray[np.float32]  # (T, G)
-    reward: NDArray[np.float64]  # (T, G)
-    terminated: NDArray[np.bool_]  # (T, G)
-    truncated: NDArray[np.bool_]  # (T, G)
-    final: NDArray[np.float32]  # (T, G) value of the final observation, where one was truncated
-    last: NDArray[np.float32]  # (1, G) value of the observation after the last step
-    after: NDArray[np.float32]  # (1, G, ...) that observation
-    final_observation: NDArray[np.float32]  # (T, G, ...) where one has ended; (0, G, ...): not kept
-
-    def to_bytes(self) -> bytes:
-        """Return all columns as bytes, whose number depends on the shapes only."""
-        return b"".join(np.ascontiguousarray(column).tobytes() for column in self)
-
-
-def empty_columns(steps: int, size: int, spaces: SpaceShapes, *, keeps_final: bool = False) -> GroupColumns:
-    """Return columns of zeros, with or without room for final observations."""
-    by_step, action = (steps, size), np.int64 if spaces.num_actions else np.float32
-    return GroupColumns(
-        observation=np.zeros((*by_step, *spaces.observation), dtype=np.float32),
-        action=np.zeros((*by_step, *spaces.action_shape), dtype=action),
-        log_prob=np.zeros(by_step, dtype=np.float32),
-        value=np.zeros(by_step, dtype=np.float32),
-        reward=np.zeros(by_step),
-        terminated=np.zeros(by_step, dtype=bool),
-        truncated=np.zeros(by_step, dtype=bool),
-        final=np.zeros(by_step, dtype=np.float32),
-        last=np.zeros((1, size), dtype=np.float32),
-        after=np.zeros((1, size, *spaces.observation), dtype=np.float32),
-        final_observation=np.zeros((steps * keeps_final, size, *spaces.observation), dtype=np.float32),
-    )
-
-
-def read_groups(data: bytes, like: GroupColumns) -> list[GroupColumns]:
-    """Return the columns of several groups, which have followed each other as bytes."""
-    groups, offset = list[GroupColumns](), 0
-    while offset < len(data):
-        columns = []
-        for column in like:
-            end = offset + column.nbytes
-            columns.append(np.frombuffer(data[offset:end], dtype=column.dtype).reshape(column.shape))
-            offset = end
-        groups.append(GroupColumns(*columns))
-    return groups
-
-
-class PolicyForward:
-    """The forward of a policy on observations of one shape, without gradients.
-
-    Args:
-        normalizers: of the run, which are not changed.
-    """
-
-    def __init__(self, model: nn.Module, device: torch.device, normalizers: Normalizers) -> None:
-        self._model, self._device, self._normalizers = model, device, normalizers
-
-    def __call__(self, observation: NDArray[np.float32]) -> tuple[PolicyOutput, Tensor]:
-        """Return the output of the policy and the values, on the CPU."""
-        normalized = torch.from_numpy(self._normalizers.observations(observation))
-        output, value = self._model(normalized.to(self._device))
-        moved = tuple(x.cpu() for x in output) if isinstance(output, tuple) else output.cpu()
-        return moved, value.cpu()
-
-
-def play_group(
-    group: EnvironmentGroup,
-    forward: PolicyForward,
-    actions: ActionDistribution,
-    noise: NDArray[np.float64],
-    columns: GroupColumns,
-) -> None:
-    """Step a group through an iteration.
-
-    Args:
-        group: continues from its present observations.
-        forward: the policy.
-        actions: the distribution of its actions.
-        noise: of all actions, [T, G, ...].
-        columns: filled.
-    """
-    outputs = []
-    for step in range(len(noise)):
-        columns.observation[step] = group.observation
-        output, value = forward(group.observation)
-        outputs.append(output)
-        columns.value[step] = value.numpy()
-        columns.action[step] = actions.sample(output, noise[step])
-        terminated, truncated = columns.terminated[step], columns.truncated[step]
-        final = group.step(columns.action[step], columns.reward[step], terminated, truncated)
-        if final is not None and len(columns.final_observation):
-            columns.final_observation[step] = final
-        if final is not None and (truncated & ~terminated).any():
-            # The whole group in one forward, whichever of its environments were truncated: a shape of its own
-            # would have other bits.
-            columns.final[step] = np.where(truncated, forward(final)[1].numpy(), 0.0)
-    columns.last[0] = forward(group.observation)[1].numpy()
-    columns.after[0] = group.observation
-    action = torch.from_numpy(columns.action).flatten(0, 1)
-    log_prob = actions.log_prob(actions.join(outputs), action)
-    columns.log_prob[:] = log_prob.reshape(columns.log_prob.shape).numpy()
-
-
 @dataclass
 class RolloutRecord:
     """What an iteration did, for its event; equal on all ranks but for the seconds."""
 
-    returns: list[float]
-    lengths: list[int]
-    num_terminated: int
-    num_truncated: int
-    version: int
-    sha256: str
-    seconds: dict[str, float]
+    returns: list[float] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    num_terminated: int = 0
+    num_truncated: int = 0
+    version: int = 0
+    sha256: str = ""
+    seconds: dict[str, float] = field(default_factory=dict)
+    ages: dict[int, int] = field(default_factory=dict)
 
     def __add__(self, later: RolloutRecord) -> RolloutRecord:
         """Return the record of this iteration and of the one that followed, with the hash of the latter."""
@@ -216,6 +105,7 @@ class RolloutRecord:
             later.version,
             later.sha256,
             {name: seconds + later.seconds[name] for name, seconds in self.seconds.items()},
+            dict(Counter(self.ages) + Counter(later.ages)),
         )
 
 
@@ -245,7 +135,7 @@ class OpenEpisodes(ExtraState):
         self.total = np.zeros(num_envs)
         self.observation = np.zeros((num_envs, *spaces.observation), dtype=np.float32)
         self.recent: list[float] = []
-        self.repeats, self.is_restored, self.iteration = _UNKNOWN, False, -1
+        self.repeats, self.is_restored, self.iteration = UNKNOWN, False, -1
 
     @property
     def rows(self) -> Rows:
@@ -254,15 +144,35 @@ class OpenEpisodes(ExtraState):
 
     def follow(self, groups: Sequence[GroupColumns]) -> RolloutRecord:
         """Follow the episodes through the rows of an iteration, in the order of the groups."""
-        record = RolloutRecord([], [], 0, 0, 0, "", {})
-        size = groups[0].reward.shape[1]
+        record = RolloutRecord()
         for group, columns in enumerate(groups):
-            ended = columns.terminated | columns.truncated
-            for index in range(size):
-                self._follow_environment(group * size + index, index, columns, ended, record)
-            self.observation[group * size : (group + 1) * size] = columns.after[0]
+            self.follow_group(group, columns, record)
         self.recent = [*self.recent, *record.returns][-_RECENT_EPISODES:]
         return record
+
+    def follow_group(self, group: int, columns: GroupColumns, record: RolloutRecord | None = None) -> None:
+        """Follow the episodes of a group through its rows; add those that end to a record."""
+        size, ended = columns.reward.shape[1], columns.terminated | columns.truncated
+        for index in range(size):
+            self._follow_environment(group * size + index, index, columns, ended, record or RolloutRecord())
+        self.observation[group * size : (group + 1) * size] = columns.after[0]
+
+    def open_group(self, group: int, size: int) -> OpenGroup:
+        """Return where the open episodes of a group of some environments stand."""
+        members = slice(group * size, (group + 1) * size)
+        return OpenGroup(
+            self.number[members].tolist(),
+            self.actions[members],
+            self.observation[members],
+            self.repeats,
+            self.is_restored,
+        )
+
+    def copy_from(self, other: OpenEpisodes) -> None:
+        """Stand where others stand; rows and recent returns are not copied."""
+        self.number, self.total = other.number.copy(), other.total.copy()
+        self.observation, self.actions = other.observation.copy(), [[*taken] for taken in other.actions]
+        self.repeats, self.is_restored = other.repeats, other.is_restored
 
     def _follow_environment(
         self,
@@ -337,7 +247,11 @@ class Rollouts:
         spaces: of each environment.
         actions: the distribution of its actions.
         rows: those of an iteration, which the loader reads; written in place. None: they are kept elsewhere.
+        network: the model, of which older versions are copies.
     Attributes:
+        actors: make the rows.
+        player: the environments of this process.
+        versions: the weights with which iterations are played.
         extra_states: what a checkpoint has of it, by name.
     """
 
@@ -348,14 +262,20 @@ class Rollouts:
         spaces: SpaceShapes,
         actions: ActionDistribution,
         rows: Rows | None,
+        network: nn.Module,
     ) -> None:
         self.recipe, self.make, self.spaces, self.actions = recipe, make, spaces, actions
         self.episodes = OpenEpisodes(recipe.rl.envs, spaces, rows)
         self.normalizers = Normalizers(recipe.rl, spaces.observation)
-        self.extra_states: dict[str, ExtraState] = {"rl": self.episodes, "normalizers": self.normalizers}
-        # The other ranks wait for a step that hangs, and should hear of it before they give up.
-        self._timer = StepTimer(recipe.runtime.deadline_seconds / 2)
-        self._groups: dict[int, EnvironmentGroup] = {}
+        self.versions = PolicyVersions(recipe.rl.age, network, self.normalizers)
+        self.extra_states: dict[str, ExtraState] = {
+            "rl": self.episodes,
+            "normalizers": self.normalizers,
+            "policies": self.versions,
+        }
+        self.player = GroupPlayer(recipe, make, spaces, actions, self.noise)
+        self.actors: Actors = RankActors(self)
+        self._acting = self.normalizers
 
     @property
     def settings(self) -> RLRecipe:
@@ -373,64 +293,43 @@ class Rollouts:
         return self.collect(session, iteration) if self.episodes.iteration != iteration else None
 
     def collect(self, session: Session, iteration: int) -> RolloutRecord:
-        """Make the rows of an iteration; collective.
-
-        Raises:
-            TaskError: an environment raised, hung, or returned a value that is not finite.
-            DivergenceError: ranks have acted with different weights.
-        Wire: one ragged all_gather of the rows of all groups.
-        """
-        world = session.mesh.world
-        seconds = {"policy and environments": 0.0, "exchange": 0.0}
-        model, device = session.complete(), session.runner.sharded_model.device
-        with self._timer.watching(), evaluating(model), torch.no_grad():
-            began = time.perf_counter()
-            self._prepare(session, self.group_block(world.rank, world.size))
-            like = self._empty_columns()
-            parts = [
-                self._play(group, PolicyForward(model, device, self.normalizers), iteration)
-                for group in self._groups.values()
-            ]
-            seconds["policy and environments"] = time.perf_counter() - began
-        began = time.perf_counter()
-        version = np.frombuffer(weights_hash(model), dtype=np.uint8)
-        blocks = gather_blocks(np.concatenate([version, *parts]), session.net, session)
-        require_same_weights([block[: len(version)].tobytes() for block in blocks], session.state.step)
-        groups = [
-            columns for block in blocks for columns in read_groups(block[len(version) :].tobytes(), like)
-        ]
-        seconds["exchange"] = time.perf_counter() - began
+        """Let the actors make the rows of an iteration; collective; see `Actors.collect`."""
+        present = self.versions.publish(
+            self.settings.iteration_of(session.state.step), session.state.num_updates, session.complete()
+        )
+        groups, seconds = self.actors.collect(session, iteration, present)
         session.wait_for_save()  # a save in the background may still read the rows that are replaced
         self.episodes.iteration = iteration
-        record = self.episodes.follow(groups)
-        record.version, record.seconds = session.state.num_updates, seconds
+        record, version = self.episodes.follow(groups), self.versions.of(iteration)
+        record.version, record.seconds, self._acting = version.updates, seconds, version.normalizers
+        record.ages = {max(0, iteration - version.iteration): self.settings.num_rows}
         ended = [columns.terminated | columns.truncated for columns in groups]
         self.normalizers.follow_rewards([columns.reward for columns in groups], ended)
         try:
             self._write_rows(groups, session, record)
         finally:  # rows that are written stay so where a rank is lost after that
             self.normalizers.follow_observations([columns.observation for columns in groups])
+            self.versions.forget(iteration)
         return record
 
+    def under_learner(
+        self, groups: list[GroupColumns], iteration: int, session: Session
+    ) -> list[GroupColumns]:
+        """Return the rows of an older policy with values and log-probabilities of the learner."""
+        if not self.settings.corrects_age:
+            return groups
+        model, device = session.complete(), session.runner.sharded_model.device
+        forward = PolicyForward(model, device, self.versions.of(iteration).normalizers)
+        with evaluating(model), torch.no_grad():
+            return [under_learner(columns, forward, self.actions) for columns in groups]
+
     def close(self) -> None:
-        """Close the environments of this rank."""
-        for group in self._groups.values():
-            group.close()
-        self._groups.clear()
+        """End the actors, and close the environments of this rank."""
+        self.actors.close()
 
-    def _play(self, group: EnvironmentGroup, forward: PolicyForward, iteration: int) -> NDArray[np.uint8]:
-        settings = self.settings
-        columns = self._empty_columns()
-        steps = range(iteration * settings.steps, (iteration + 1) * settings.steps)
-        environments = range(group.first, group.first + settings.group_size)
-        play_group(group, forward, self.actions, self.noise(environments, steps), columns)
-        return np.frombuffer(columns.to_bytes(), dtype=np.uint8)
-
-    def _empty_columns(self) -> GroupColumns:
-        settings = self.settings
-        return empty_columns(
-            settings.steps, settings.group_size, self.spaces, keeps_final=settings.algorithm == "dqn"
-        )
+    def new_episodes(self) -> OpenEpisodes:
+        """Return episodes that have not begun, without rows."""
+        return OpenEpisodes(self.settings.envs, self.spaces, None)
 
     def noise(self, environments: range, steps: range) -> NDArray[np.float64]:
         """Return the noise of the actions of some environments in some of their steps."""
@@ -440,60 +339,25 @@ class Rollouts:
         """Return the uniform numbers of the actions of some environments in some of their steps."""
         return keyed_uniforms(self.recipe.seed, "action", environments, steps, self.actions.num_uniforms)
 
-    def _prepare(self, session: Session, block: range) -> None:
-        """Make the environments of this rank, and bring them to where the open episodes stand."""
-        episodes = self.episodes
-        if episodes.repeats == _UNKNOWN:
-            self._check_repeats(session)
-        if self._groups and not episodes.is_restored:
-            return
-        self.close()
-        size, renewed = self.settings.group_size, 0
-        for number in block:
-            group = EnvironmentGroup(number, size, self.make, self.spaces, self.recipe.seed, self._timer)
-            self._groups[number] = group
-            renewed += sum(self._place(group, index) for index in range(size))
-        if episodes.is_restored and session.sum(float(renewed)):
-            session.session_base.context.warn(
-                "warning: open episodes cannot be replayed in this environment, so new ones have begun; the"
-                " rest of the run is not the one that would have been without the interruption."
-            )
-        episodes.is_restored = False
+    def repeats_episodes(self) -> str:
+        """Play an episode twice; return as text whether both were equal."""
+        return str(repeats_episodes(self.make, self.spaces, self.recipe.seed))
 
-    def _place(self, group: EnvironmentGroup, index: int) -> bool:
-        """Bring an environment to its open episode; return whether it had to begin a new one instead."""
-        episodes, environment = self.episodes, group.first + index
-        number, actions = int(episodes.number[environment]), episodes.actions[environment]
-        if not episodes.is_restored:
-            group.begin(index, number)
-            return False
-        if episodes.repeats == _REPEATS:
-            group.begin(index, number, actions)
-            saved, now = episodes.observation[environment], group.observation[index]
-            if np.array_equal(saved, now):
-                return False
-        elif not actions:
-            # An environment that repeats nothing may differ in its reset, too.
-            group.begin(index, number)
-            return not np.array_equal(episodes.observation[environment], group.observation[index])
-        group.begin(index, number + 1)
-        return True
-
-    def _check_repeats(self, session: Session) -> None:
-        """Let rank 0 play an episode twice, and share whether both were equal."""
-        episodes = self.episodes
-        if not self.settings.check:
-            episodes.repeats = _REPEATS
-            return
-        result = ""
-        if session.is_first:
-            result = str(repeats_episodes(self.make, self.spaces, self.recipe.seed))
-        episodes.repeats = _REPEATS if share_with_all(session, result) == "True" else _DIFFERS
-        if episodes.repeats == _DIFFERS:
+    def note_repeats(self, result: str, session: Session) -> None:
+        """Keep whether an environment repeats an episode; empty: it is assumed."""
+        self.episodes.repeats = DIFFERS if result == "False" else REPEATS
+        if self.episodes.repeats == DIFFERS:
             session.session_base.context.warn(
                 "warning: the environment played an episode twice with the same reset and actions, and the"
                 " results differ: a resumed run begins new episodes, and rows depend on the number of ranks."
             )
+
+    def warn_of_new_episodes(self, session: Session) -> None:
+        """Warn that open episodes could not be replayed."""
+        session.session_base.context.warn(
+            "warning: open episodes cannot be replayed in this environment, so new ones have begun; the"
+            " rest of the run is not the one that would have been without the interruption."
+        )
 
     def _write_rows(self, groups: Sequence[GroupColumns], session: Session, record: RolloutRecord) -> None:
         """Compute values after each step and advantages over all rows, and write the rows in place."""
@@ -512,7 +376,11 @@ class Rollouts:
         )
         ppo = self.settings.ppo
         reward = self.normalizers.rewards(columns.reward)
-        advantage = gae(by_time(reward), value, after, ended, ppo.gamma, ppo.gae)
+        inputs = by_time(reward), value, after, ended
+        if self.settings.corrects_age:
+            advantage = vtrace(*inputs, by_time(columns.importance), ppo.gamma, ppo.gae)
+        else:
+            advantage = gae(*inputs, ppo.gamma, ppo.gae)
         target = advantage + value
 
         def by_group(x: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -521,7 +389,7 @@ class Rollouts:
 
         written = {
             **{name: getattr(columns, name) for name in ("action", "log_prob", "value")},
-            "observation": self.normalizers.observations(columns.observation),
+            "observation": self._acting.observations(columns.observation),
             "reward": reward,
             "advantage": by_group(self.normalize(advantage)),
             "target": by_group(target),
@@ -536,31 +404,6 @@ class Rollouts:
     def normalize(self, advantage: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the advantages of all rows of an iteration, [T, E], with mean 0 and deviation 1."""
         return normalized(advantage)
-
-
-def weights_hash(model: nn.Module) -> bytes:
-    """Return 16 bytes that depend on every bit of the parameters and buffers."""
-    digest = hashlib.blake2b(digest_size=16)
-    for value in model.state_dict().values():
-        digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-    return digest.digest()
-
-
-def gather_blocks(block: NDArray[np.uint8], net: Net, session: Session) -> list[NDArray[np.uint8]]:
-    """Return the bytes of every rank, by rank; lengths may differ."""
-    device = session.runner.sharded_model.device
-    gathered = net.all_gather(torch.from_numpy(block).to(device), session.mesh.world).wait()
-    return [x.cpu().numpy() for x in gathered]
-
-
-def require_same_weights(hashes: Sequence[bytes], step: int) -> None:
-    """Raise a DivergenceError if a rank has acted with other weights than rank 0."""
-    others = [rank for rank, value in enumerate(hashes) if value != hashes[0]]
-    if others:
-        raise DivergenceError(
-            f"ranks {others} have acted with other weights than rank 0 at step {step}",
-            next_step="resume from the last checkpoint; set debug.comm_checks to find what differs first",
-        )
 
 
 def mean_or_nan(values: Sequence[float]) -> float:

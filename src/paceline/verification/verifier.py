@@ -322,7 +322,7 @@ class StrategyVerifier:
         own = {
             name: t
             for name, t in after.tensors().items()
-            if not name.startswith(("rl/", "replay/", "normalizers/"))
+            if not name.startswith(("rl/", "replay/", "normalizers/", "policies/"))
         }
         if not self.session.recipe.strategy.servers:
             return own

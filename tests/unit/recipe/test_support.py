@@ -31,7 +31,7 @@ WORKS = (
     each("ddp fsdp hsdp zero1 zero2 zero3 mirrored multi-worker-mirrored local-sgd diloco pipedream gpipe")
     | each("1f1b 3d parameter-server central-storage hogwild tensor=2 context=2 lanes=2")
     | each("every-step local:8 diloco:50 federated:1 hogwild gossip:2 auto:every-step,diloco:8", "sync=")
-    | each("server-async server bounded:2 backup:1", "servers=1 sync=")
+    | each("server-async server bounded:2 backup:1 actors", "servers=1 sync=")
     | each("socket grpc", "servers=1 sync=server channel=")
     | each("gpipe 1f1b interleaved zero-bubble file:schedule.csv", "pipeline=2 schedule=")
     | each("fp32 bf16 fp16 int8 int4 int2 fixed:8 sign topk:0.01 dgc:0.01:0.9 randomk:0.01", "codec=")
@@ -67,6 +67,10 @@ COMBINATIONS = {  # what runs on as many processes, or the reason why not
     "servers=1": (3, "leave out servers"),
     "sync=server-async": (3, "add servers=1"),
     "servers=1 sync=server-async": (3, ""),
+    "servers=1 sync=actors": (3, ""),
+    "servers=2 sync=actors": (4, "one rank learns"),
+    "servers=1 sync=actors lanes=2": (3, "the learner is one lane"),
+    "servers=1 sync=actors codec=int8": (3, "leave out codec"),
     "servers=1 sync=backup:2": (3, "one must be left"),
     "servers=1 sync=server-async codec=int8": (3, ""),
     "replicas=2 pipeline=2": (4, ""),

@@ -61,6 +61,7 @@ CASES = {
             "shards": 4,
             "steps": 128,
             "check": False,
+            "age": 2,
             "normalize": ("rewards",),
             "algorithm": "dqn",
             "ppo.epochs": 3,
@@ -304,7 +305,6 @@ CONFLICTS: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("task", {"task": "rl"}, "rl.total_steps: expected rl.total_steps with task"),
     ("rl.dqn.capacity", {**RL_DQN, "rl.dqn.capacity": 2047}, "rl.envs * rl.steps = 2048 rows, found 2047"),
     ("rl.dqn.start", {**RL_DQN, "rl.dqn.start": 6144}, "found 6144: there would be no update"),
-    ("rl.age", {**RL[0], "rl.age": 1}, "actors that are older than the learner"),
     ("rl.shards", {**RL[0], "rl.shards": 5}, "expected a divisor of envs = 32, found 5"),
     ("rl.shards", {**RL[0], "rl.shards": 16, "reproducible": True}, "at least 4 environments in a group"),
     (
@@ -312,6 +312,8 @@ CONFLICTS: tuple[tuple[str, dict[str, Any], str], ...] = (
         {"rl.total_steps": 2047, "steps": None},
         "at least one iteration of envs * steps = 2048",
     ),
+    ("rl.algorithm", {**RL_DQN, "strategy": "servers=1 sync=actors"}, 'expected "ppo" with sync=actors'),
+    ("strategy.sync", {"strategy": "servers=1 sync=actors"}, "there are none"),
     ("rl.total_steps", {**RL[0], "strategy": "sync=local:2"}, "expected sync=every-step without servers"),
     ("rl.total_steps", {**RL[0], "loader.workers": 1}, "loader.workers: expected no loader processes"),
     (

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from paceline.rl.returns import gae, next_values, normalized
+from paceline.rl.returns import gae, next_values, normalized, vtrace
 
 NO, YES = False, True
 VALUES = np.array([[1.0], [2.0], [4.0], [8.0]])
@@ -85,3 +85,59 @@ def test_with_lambda_one_the_target_is_the_return(gamma: float) -> None:
 def test_normalized_advantages_have_mean_zero_and_deviation_one() -> None:
     values = normalized(np.arange(12.0).reshape(3, 4))
     assert abs(values.mean()) < 1e-12 and values.std() == pytest.approx(1.0)
+
+
+def vtrace_by_definition(
+    importance: NDArray, terminated: list[bool], truncated: list[bool], decay: float, clip: float = 1.0
+) -> NDArray:
+    """Equation 1 of Espeholt et al. with lambda: v_s - V(s) as a sum over t of products of c."""
+    rho = np.minimum(importance[:, 0], clip)
+    result = []
+    for begin in range(4):
+        total, weight = 0.0, 1.0
+        for step in range(begin, 4):
+            after = VALUES[step + 1, 0] if step < 3 else LAST[0]
+            after = 0.0 if terminated[step] else FINAL[step, 0] if truncated[step] else after
+            total += weight * rho[step] * (1.0 + GAMMA * after - VALUES[step, 0])
+            if terminated[step] or truncated[step]:
+                break
+            weight *= GAMMA * decay * rho[step]
+        result.append([total])
+    return np.array(result)
+
+
+IMPORTANCE = np.array([[0.5], [2.0], [0.25], [4.0]])  # of which two are clipped
+
+
+@pytest.mark.capability("T2", "T4")
+@pytest.mark.parametrize("decay", [1.0, 0.5])
+@pytest.mark.parametrize("name", CASES)
+def test_targets_of_vtrace_are_exact_at_every_kind_of_end_and_two_mistakes_are_noticed(
+    name: str, decay: float
+) -> None:
+    terminated, truncated, _ = CASES[name]
+    ends = [np.array(flags)[:, None] for flags in (terminated, truncated)]
+    after = next_values(VALUES, LAST, FINAL, *ends)
+    inputs = REWARD, VALUES, after, ends[0] | ends[1]
+    found = vtrace(*inputs, IMPORTANCE, GAMMA, decay)
+    assert found.dtype == np.float64
+    assert np.array_equal(found, vtrace_by_definition(IMPORTANCE, terminated, truncated, decay))
+    # Where the policies are equal, they are those of an actor that is no older.
+    assert np.array_equal(vtrace(*inputs, np.ones((4, 1)), GAMMA, decay), gae(*inputs, GAMMA, decay))
+    # Twins: an importance that is not clipped; the bootstrap with the value of the row itself.
+    unclipped = vtrace_by_definition(IMPORTANCE, terminated, truncated, decay, clip=np.inf)
+    assert not np.array_equal(found, unclipped)
+    off_by_one = next_values(np.concatenate([VALUES[:1], VALUES[:-1]]), VALUES[-1], FINAL, *ends)
+    wrong = vtrace(REWARD, VALUES, off_by_one, ends[0] | ends[1], IMPORTANCE, GAMMA, decay)
+    assert not np.array_equal(found, wrong)
+
+
+@pytest.mark.capability("T2", "T4")
+def test_with_lambda_one_the_advantage_of_vtrace_is_that_of_the_paper() -> None:
+    """rho (r + gamma v' - V), with the target v' of the next state."""
+    none = np.zeros((4, 1), dtype=bool)
+    after = next_values(VALUES, LAST, FINAL, none, none)
+    advantage = vtrace(REWARD, VALUES, after, none, IMPORTANCE, GAMMA, 1.0)
+    targets = np.concatenate([(VALUES + advantage)[1:], LAST[None]])
+    expected = np.minimum(IMPORTANCE, 1.0) * (REWARD + GAMMA * targets - VALUES)
+    np.testing.assert_allclose(advantage, expected, rtol=1e-15)

@@ -38,6 +38,7 @@ class SyncSpec(WordSpec):
         extra_tally_bytes: bytes by which its tally is longer than that of every-step; None: unknown.
         memory: `module:name` of the function that plans its memory; empty: not planned.
         can_stream: its outer step can be divided into fragments, which leave in turn.
+        learns_alone: rank 0 learns a policy, and the other ranks play the environments of `[rl]`.
         work: `module:name` of `work(context, task) -> MicroBatchWork`, for a rule whose micro-batches are no
             parts of one global batch.
     """
@@ -60,6 +61,7 @@ class SyncSpec(WordSpec):
     extra_tally_bytes: int | None = None
     memory: str = ""
     can_stream: bool = False
+    learns_alone: bool = False
     work: str = ""
 
     @property
@@ -282,6 +284,29 @@ SYNC_SPECS = (
             ),
         ),
     ),
+    SyncSpec(
+        word="actors",
+        summary="rank 0 learns a policy, and the other ranks play its environments",
+        build="paceline.rl.actor_ranks:build_actors_rule",
+        work="paceline.rl.actor_ranks:build_learner_work",
+        with_terms="servers=1",
+        needs_server=1,
+        sums=False,
+        exact=True,
+        learns_alone=True,
+        refusals=(
+            StrategyRefusal(
+                "one rank learns, and every actor has the whole policy: set servers=1, and leave out shard,"
+                " tensor, pipeline, context and cut",
+                lambda s: s.servers > 1 or s.ranks_per_replica > 1 or bool(s.cut),
+            ),
+            StrategyRefusal("actors get exact weights, and send rows: leave out codec", lambda s: s.is_coded),
+            StrategyRefusal(
+                "the learner is one lane, and an actor plays its groups in one thread: leave out lanes",
+                lambda s: s.lanes > 1,
+            ),
+        ),
+    ),
 )
 
 
@@ -289,6 +314,10 @@ _SWITCH_REFUSALS = (
     StrategyRefusal(
         "a step of federated is a round of clients, and one of another rule a batch: name federated alone",
         lambda s: any(spec.trains_clients for spec in s.sync_specs),
+    ),
+    StrategyRefusal(
+        "actors play for a learner from the first step on: name sync=actors alone",
+        lambda s: any(spec.learns_alone for spec in s.sync_specs),
     ),
     StrategyRefusal(
         "a run can switch between rules that sum over replicas (every-step, local and diloco), and at last to"

@@ -40,7 +40,7 @@ def build(seed=0):
                 died.touch()
                 if os.environ.get("HOW") == "raises":
                     raise ValueError("a mistake in the loss")
-                os.kill(os.getpid(), signal.SIGKILL)
+                os.kill(os.getpid(), signal.SIGSTOP if os.environ.get("HOW") == "stops" else signal.SIGKILL)
         time.sleep(float(os.environ.get("SLOW", 0)))
         return Loss(nn.functional.cross_entropy(model(inputs), targets, reduction="sum"), len(targets))
     return Task(model=model, data=torch.utils.data.TensorDataset(*rows), loss=loss,
@@ -105,6 +105,19 @@ def test_replicas_continue_and_end_with_the_same_bits(dies: str, at: int, tmp_pa
     (change, *_) = [event for event in events if event["event"] == "members" and event["lost"]]
     assert change["lost"] == [int(dies)] and change["ranks"] == 2
     assert set(steps_of(events)) == set(range(STEPS))
+    assert sha256_of(output) == undisturbed()
+
+
+@pytest.mark.soak
+@pytest.mark.capability("N8", clause="a rank that is stopped")
+def test_a_stopped_rank_counts_as_lost_and_the_others_continue(tmp_path: Path) -> None:
+    """It is named at once, and killed after 10 s."""
+    code, output, events = run(tmp_path, DIES="1", AT="41", HOW="stops")
+    assert code == 0, output
+    assert "rank 1 is stopped by a signal (SIGSTOP?)" in output and "must continue within 10 s" in output
+    assert "for more than 10 s" in output and "the other ranks continue without it" in output
+    (change, *_) = [event for event in events if event["event"] == "members" and event["lost"]]
+    assert change["lost"] == [1] and set(steps_of(events)) == set(range(STEPS))
     assert sha256_of(output) == undisturbed()
 
 

@@ -184,6 +184,22 @@ def test_a_sharded_model_starts_again_from_its_newest_checkpoint(tmp_path: Path)
     assert sha256_of(output) == undisturbed()
 
 
+@pytest.mark.capability("N8", clause="parts of the state from copies in memory")
+def test_a_sharded_model_continues_from_copies_in_memory_and_gets_a_new_process(tmp_path: Path) -> None:
+    """Rank 0 is lost, which writes the files; nothing is read from the disk."""
+    words = ("--strategy", "shard=all zero=3", "--set", "elastic.redundancy=buddy")
+    code, output, events = run(tmp_path, *words, DIES="0", AT="14", SLOW="0.25")
+    assert code == 0, output
+    changes = [event for event in events if event["event"] == "members"]
+    assert [(change["lost"], change["joined"], change["ranks"]) for change in changes] == [
+        ([0], [], 2),
+        ([], [3], 3),
+    ]
+    assert not [event for event in events if event["event"] == "resume"] and "restart 1" not in output
+    assert set(steps_of(events)) == set(range(STEPS))
+    assert sha256_of(output) == undisturbed()
+
+
 def test_a_job_that_has_saved_nothing_new_is_not_started_again(tmp_path: Path) -> None:
     code, output, _ = run(tmp_path, "--strategy", "replicas=1 shard=3 zero=1", DIES="1", AT="20")
     assert code == 137 and "restart" not in output.replace("restarts", "")

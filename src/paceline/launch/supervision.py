@@ -18,7 +18,13 @@ from paceline.job.launcher_reports import (
     WorkerPhase,
     read_phase,
 )
-from paceline.launch.outcome import STOPPED_EXIT_CODE, STOPPED_HEADLINE, WorkerFailure, diagnose_worker, has_failed
+from paceline.launch.outcome import (
+    STOPPED_EXIT_CODE,
+    STOPPED_HEADLINE,
+    WorkerFailure,
+    diagnose_worker,
+    has_failed,
+)
 from paceline.launch.process_inspection import read_position, request_stack_dumps
 from paceline.launch.shutdown import ShutdownPlan
 from paceline.launch.worker_process import WorkerProcess

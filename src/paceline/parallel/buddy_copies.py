@@ -171,7 +171,7 @@ class BuddyCopies:
             copies.append(read_copy(found.neighbour))
         return copies, list(found.common)
 
-    def cost(self) -> dict[str, float]:
+    def cost(self) -> dict[str, int | float]:
         """Return the bytes of this rank's copies, and the seconds that they take in each step."""
         num_bytes = sum(one.own.numel() + one.neighbour.numel() for one in self._generations)
         return {"bytes": num_bytes, "seconds_per_step": self.seconds / max(1, self.num_updates)}

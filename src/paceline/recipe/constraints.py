@@ -124,14 +124,10 @@ def buddy_conflicts(recipe: Recipe) -> list[str]:
 BUDDY_NEEDS = (
     FieldNeed(
         lambda recipe: not buddy_conflicts(recipe),
+        "with shard or pipeline, under sync=every-step",
+        "found strategy {t.strategy}",
         keys=("strategy",),
         scope="recipe",
-        reason=lambda recipe: (
-            "expected only with shard or pipeline, under sync=every-step, found "
-            + ", ".join(buddy_conflicts(recipe))
-        ),
-        is_conflict=True,
-        next_step="leave out elastic.redundancy: the job then starts again from its newest checkpoint",
     ),
 )
 HELD_OUT_NEEDS = (

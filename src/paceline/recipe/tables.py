@@ -338,8 +338,8 @@ class ElasticRecipe(RecipeTable):
     )
     redundancy: Annotated[
         Literal["none", "buddy"],
-        FieldNeed(lambda table: table.mode == "auto", 'with mode = "auto"', "found {t.mode}", keys=("mode",)),
         *BUDDY_NEEDS,
+        FieldNeed(lambda table: table.mode == "auto", 'with mode = "auto"', "found {t.mode}", keys=("mode",)),
     ] = Field(
         default="none",
         description="buddy: each rank keeps its neighbour's part of the state in memory, so that the others"

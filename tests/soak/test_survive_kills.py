@@ -1,6 +1,6 @@
 """Kills and stops of ranks at random points of random configurations: every job continues to the same bits.
 
-`NUM_JOBS` jobs with a fault each; `python -m tests.soak.test_survive_kills FOLDER SECONDS` makes as many as fit.
+`NUM_JOBS` jobs with a fault each; `python -m tests.soak.test_survive_kills SECONDS` runs as many as fit.
 """
 
 from __future__ import annotations
@@ -171,4 +171,5 @@ def test_every_job_continues_to_the_bits_of_one_that_loses_nobody() -> None:
 
 if __name__ == "__main__":
     for result in kill_jobs(iter(range(NUM_JOBS)), float(sys.argv[1])):
-        print(json.dumps(asdict(result)), flush=True)
+        sys.stdout.write(json.dumps(asdict(result)) + "\n")
+        sys.stdout.flush()

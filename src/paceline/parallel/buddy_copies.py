@@ -1,4 +1,4 @@
-"""Copies of the state in memory: each rank has those of its own part and of its neighbour's, of the last steps.
+"""Copies of the state in memory: each rank has those of its own part and of its neighbour's.
 
 Before every step a rank copies the part of the state that only it holds (its optimizer state and the
 parameters that it updates) into one buffer of host memory, and sends it to the next rank. When a rank is
@@ -50,7 +50,7 @@ class StateCopy:
 def divided_pieces(state: TrainState) -> tuple[list[TensorPiece], list[TensorPiece]]:
     """Return the pieces that this rank holds or updates and others do not, and those that are on all ranks.
 
-    Of a parameter that is whole on every rank, as under zero=1, the first have the part that this rank updates.
+    Of a parameter that is whole on every rank, as under zero=1, the first have the part that it updates.
     """
     sharded_model = state.sharded_model
     updated = [TensorPiece(slot, p.detach()).under("model") for slot, p in sharded_model.updates.items()]

@@ -152,7 +152,7 @@ def _build_from_base(
     state.keep(TRAINED_FLAGS_KEY, session_base.guard.flags)
     parts = build_rule_parts(session_base, task, state)
     session = object.__new__(Session) if into is None else into
-    # In place where there is one already: the loop, and whoever else refers to it, continues with the new one.
+    # In place where there is one already: the loop and all that refers to it continue with the new one.
     Session.__init__(session, recipe, task, state, runner, events, session_base, parts)
     if keeps_copies(recipe):
         context = session_base.context

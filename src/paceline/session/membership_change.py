@@ -53,7 +53,6 @@ from paceline.state.train_state import TrainState
 from paceline.task import Task
 from paceline.tuning.hardware_defaults import choose_threads
 
-
 TaskBuilder = Callable[[], Task]
 """Builds the task again, in the same process."""
 

@@ -64,7 +64,7 @@ def survive(cluster: Cluster, recipe: Recipe, victim: int, is_stale: bool) -> An
             same = [one for one in earlier[-2:] if len(one) == len(values)]
             return write_copy(state, same[0], None)
 
-        buddy_copies.write_copy = write_earlier  # type: ignore[assignment]
+        vars(buddy_copies)["write_copy"] = write_earlier
     until(session, CHANGE, losses)
     if cluster.global_rank == victim:
         for parameter in session.runner.sharded_model.computes.values():

@@ -92,7 +92,7 @@ def run(strategy: str, victim: int, is_stale: bool = False) -> list[Any]:
     return [one for one in found if one is not None]
 
 
-@pytest.mark.capability("N8", clause="parts of the state from copies in memory")
+@pytest.mark.capability("N8", "N11", clause="parts of the state from copies in memory")
 @pytest.mark.parametrize(
     ("strategy", "victim"),
     [

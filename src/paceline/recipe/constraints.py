@@ -126,7 +126,9 @@ BUDDY_NEEDS = (
         lambda recipe: not buddy_conflicts(recipe),
         "with shard or pipeline, under sync=every-step",
         "found strategy {t.strategy}",
-        keys=("strategy",),
+        keys=tuple(
+            f"strategy.{word}" for word in ("shard", "zero", "pipeline", "tensor", "context", "sync", "codec")
+        ),
         scope="recipe",
     ),
 )

@@ -40,7 +40,7 @@ def build(seed=0):
                 died.touch()
                 if os.environ.get("HOW") == "raises":
                     raise ValueError("a mistake in the loss")
-                os.kill(os.getpid(), signal.SIGKILL)
+                os.kill(os.getpid(), signal.SIGSTOP if os.environ.get("HOW") == "stops" else signal.SIGKILL)
         time.sleep(float(os.environ.get("SLOW", 0)))
         return Loss(nn.functional.cross_entropy(model(inputs), targets, reduction="sum"), len(targets))
     return Task(model=model, data=torch.utils.data.TensorDataset(*rows), loss=loss,
@@ -108,6 +108,19 @@ def test_replicas_continue_and_end_with_the_same_bits(dies: str, at: int, tmp_pa
     assert sha256_of(output) == undisturbed()
 
 
+@pytest.mark.soak
+@pytest.mark.capability("N8", clause="a rank that is stopped")
+def test_a_stopped_rank_counts_as_lost_and_the_others_continue(tmp_path: Path) -> None:
+    """It is named at once, and killed after 10 s."""
+    code, output, events = run(tmp_path, DIES="1", AT="41", HOW="stops")
+    assert code == 0, output
+    assert "rank 1 is stopped by a signal (SIGSTOP?)" in output and "must continue within 10 s" in output
+    assert "for more than 10 s" in output and "the other ranks continue without it" in output
+    (change, *_) = [event for event in events if event["event"] == "members" and event["lost"]]
+    assert change["lost"] == [1] and set(steps_of(events)) == set(range(STEPS))
+    assert sha256_of(output) == undisturbed()
+
+
 def test_what_was_due_when_a_process_was_lost_is_done_again(tmp_path: Path) -> None:
     """Rank 2 dies in the evaluation after step 20, after which the state is saved."""
     code, output, events = run(tmp_path, DIES="2", AT="40", HOW="evaluates")
@@ -168,6 +181,22 @@ def test_a_sharded_model_starts_again_from_its_newest_checkpoint(tmp_path: Path)
     assert code == 0, output
     assert "restart 1 of 3 from step-00000040" in output
     assert [event["step"] for event in events if event["event"] == "resume"] == [40]
+    assert sha256_of(output) == undisturbed()
+
+
+@pytest.mark.capability("N8", clause="parts of the state from copies in memory")
+def test_a_sharded_model_continues_from_copies_in_memory_and_gets_a_new_process(tmp_path: Path) -> None:
+    """Rank 0 is lost, which writes the files; nothing is read from the disk."""
+    words = ("--strategy", "shard=all zero=3", "--set", "elastic.redundancy=buddy")
+    code, output, events = run(tmp_path, *words, DIES="0", AT="14", SLOW="0.25")
+    assert code == 0, output
+    changes = [event for event in events if event["event"] == "members"]
+    assert [(change["lost"], change["joined"], change["ranks"]) for change in changes] == [
+        ([0], [], 2),
+        ([], [3], 3),
+    ]
+    assert not [event for event in events if event["event"] == "resume"] and "restart 1" not in output
+    assert set(steps_of(events)) == set(range(STEPS))
     assert sha256_of(output) == undisturbed()
 
 

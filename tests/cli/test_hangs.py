@@ -145,7 +145,7 @@ def test_a_stopped_rank_is_named_and_the_job_continues_with_it(tmp_path: Path) -
         (victim,) = [one.pid for one in read_operations(run_dir) if one.rank == 1]
         assert ranks
         os.kill(victim, signal.SIGSTOP)
-        time.sleep(9)
+        time.sleep(8)
         os.kill(victim, signal.SIGCONT)
         output = "".join(text or "" for text in job.communicate(timeout=100))
     (line,) = explanations(output)

@@ -61,7 +61,7 @@ def allowed(target: str, number: int, strategy: str) -> set[int]:
     if target == "loader worker":
         return {0, 2, 4} if number == signal.SIGSTOP else {0, 2}  # the other rank may be the first to give up
     if number == signal.SIGSTOP:
-        return {4}
+        return {0, 4}  # replicas continue without it, and others start again if they have saved
     asked = {0, 143, 130} if number in (signal.SIGTERM, signal.SIGINT) else set()
     return {died} | asked
 

@@ -5,7 +5,10 @@ With sums in one order, the bits are those of a run that never changed, on any n
 from __future__ import annotations
 
 import os
+import random
 import signal
+import time
+from collections import Counter
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -15,6 +18,7 @@ import torch
 
 from paceline.errors import CommunicationError, StrategyError
 from paceline.job.cluster import Cluster
+from paceline.job.epochs import waiting_processes
 from paceline.optim import build_schedule
 from paceline.recipe import Recipe, Strategy
 from paceline.session.membership_change import change_members, join_as_member, prepare_new_member
@@ -141,6 +145,93 @@ def test_a_process_that_joins_has_the_state_of_the_others_and_takes_its_share() 
     assert [(size, began) for size, began, _ in found] == [(3, CHANGE)] * 3
     assert [end.distance(end_of_two()) for _, _, end in found] == [0.0] * 3
     assert found[0][2].losses == end_of_two().losses
+
+
+EPOCHS_STEPS = 16  # two epochs of six steps, and a part of a third one
+Spans = list[tuple[int, int]]
+"""From which step to which each process is a member."""
+
+
+def history_of(seed: int, processes: int = 4) -> Spans:
+    """Random spans of membership: at every step there is a member, and the first step has one."""
+    chance = random.Random(seed)
+    while True:
+        begins = [chance.choice((0, 0, chance.randrange(1, EPOCHS_STEPS))) for _ in range(processes)]
+        spans = [(begin, chance.randrange(begin + 1, EPOCHS_STEPS + 1)) for begin in begins]
+        last = chance.randrange(processes)
+        spans[last] = spans[last][0], EPOCHS_STEPS
+        # A change needs a member that stays: it passes on the state.
+        stays = all(any(a < step < b for a, b in spans) for step in range(1, EPOCHS_STEPS))
+        if stays and any(begin == 0 for begin, _ in spans):
+            return spans
+
+
+def live(cluster: Cluster, recipe: Recipe, spans: Spans) -> Any:
+    """Be a member from the first step of the span to its end; the samples of each step, and the end."""
+    number = cluster.global_rank
+    begin, end = spans[number]
+    losses: dict[int, float] = {}
+    samples: list[tuple[int, list[int]]] = []
+    if begin:
+        cluster.disconnect()
+        session = prepare_new_member(recipe, make_task(recipe), torch.device("cpu"), lambda text: None)
+        join_as_member(session, cluster)
+    else:
+        session = build_test_session(cluster.renew(60.0), recipe)
+    while session.state.step < EPOCHS_STEPS:
+        step = session.state.step
+        if step == end:
+            session.close()
+            session.cluster.disconnect()
+            return samples, None
+        joining = {i for i, (first, _) in enumerate(spans) if first == step and step}
+        cluster = session.cluster
+        while not joining <= {*cluster.connected.members, *waiting_processes(cluster.connected)}:
+            time.sleep(0.01)
+        members = cluster.connected.members
+        if not joining <= {*members} or any(spans[one][1] == step for one in members):
+            change_members(session, 60.0)
+            assert session.state.step == step
+        samples += [(step, [*map(int, one.indices)]) for one in session.work.micro_batches(step)]
+        until(session, step + 1, losses)
+    return samples, end_of(session, losses)
+
+
+@cache
+def end_of_history() -> Trajectory:
+    """The end of the run on one process."""
+    return run_ranks(train_whole, 1, SHORT)[0]
+
+
+SHORT = ORDERED.replace(steps=EPOCHS_STEPS, batch={"size": 299, "shards": 6})  # six steps an epoch
+
+
+@pytest.mark.capability("Z10", clause="random histories of members")
+@pytest.mark.parametrize(
+    "seeds", [range(2), pytest.param(range(2, 50), marks=[pytest.mark.soak, pytest.mark.timeout(3600)])]
+)
+def test_random_histories_use_every_sample_once_and_end_with_the_same_bits(seeds: range) -> None:
+    for seed in seeds:
+        spans = history_of(seed)
+        found = run_ranks(live, 4, SHORT, spans, group_deadline=60.0)
+        by_epoch = {epoch: Counter[int]() for epoch in range(3)}
+        steps_of_epoch = -(-num_samples() // SHORT.batch.size)
+        for step, indices in samples_of(found):
+            by_epoch[step // steps_of_epoch].update(indices)
+        whole = EPOCHS_STEPS // steps_of_epoch
+        for epoch in range(whole):
+            assert len(by_epoch[epoch]) == num_samples() and set(by_epoch[epoch].values()) == {1}, spans
+        ends = [end for _, end in found if end is not None]
+        assert ends and all(end.distance(end_of_history()) == 0.0 for end in ends), (seed, spans)
+
+
+def samples_of(found: list[Any]) -> list[tuple[int, list[int]]]:
+    return [row for samples, _ in found for row in samples]
+
+
+@cache
+def num_samples() -> int:
+    return len(make_task(SHORT).data)
 
 
 def behind(cluster: Cluster, recipe: Recipe) -> Any:

@@ -204,7 +204,7 @@ def choose_members(
     Args:
         members: of the present membership.
         present: members that want to continue.
-        joining: processes that have asked to join, perhaps long ago.
+        joining: processes that have asked to join and were not admitted yet.
         lost_members: processes that are gone.
     """
     remaining = [number for number in members if number in present]
@@ -229,9 +229,12 @@ def _collect_continuing_members(membership: JobMembership, seconds: float) -> se
 
 
 def _join_requests(store: Store) -> list[int]:
+    """Return the processes that have asked to join and were not admitted yet."""
     if not store.check([_JOIN_REQUESTS_KEY]):
         return []
-    return [int(number) for number in store.get(_JOIN_REQUESTS_KEY).decode().split(",") if number]
+    asked = [int(number) for number in store.get(_JOIN_REQUESTS_KEY).decode().split(",") if number]
+    # A member that has joined and left again must not be waited for at the next change.
+    return [number for number in asked if not store.check([f"{_JOIN_REQUESTS_KEY}/{number}/invited"])]
 
 
 def _member_note(membership: JobMembership, number: int) -> str:

@@ -4,8 +4,8 @@ The status lines of the ranks are files that this process reads without their he
 is learned from the run: from its steps, and from the pauses that it has made before.
 
 Invariants: nothing is sent to a process that would end by it. Time in which the launcher itself was stopped
-does not count. Only a hang in which no step can end any more is ended early; all others end by the deadlines
-of the ranks.
+does not count. Only a hang in which no step can end any more is ended early, and a link that carries nothing;
+all others end by the deadlines of the ranks (`supervision` ends a rank that a signal has stopped).
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ _SAMPLE_SECONDS = 1.0
 _BUSY_SHARE = 0.05  # of a core: on a full machine a rank that computes gets little of one
 _END_SECONDS = 12.0
 _DEFAULT_DEADLINE_SECONDS = 120.0
+_SLOW_LINK_BYTES = 2**16  # in a second: more than heartbeats and retries, and less than a link that is slow
 
 
 def measure_cpu_seconds(operations: Sequence[RankOperation]) -> dict[int, float]:
@@ -84,6 +85,15 @@ def describe_ranks(
         )
         for one in operations
     ]
+
+
+def received_bytes(path: Path = Path("/proc/net/dev")) -> int:
+    """Return the bytes that the interfaces of this host have received so far; 0 if they are not known."""
+    try:
+        lines = path.read_text(encoding="ascii").splitlines()[2:]
+        return sum(int(line.partition(":")[2].split()[0]) for line in lines)
+    except (OSError, ValueError, IndexError):
+        return 0
 
 
 def ranks_that_left(operations: Sequence[RankOperation]) -> list[int]:
@@ -180,6 +190,8 @@ class HangMonitor:
         self._last_check_at = self._moved_at = now
         self._sample: tuple[float, dict[int, float]] | None = None
         self._explained: tuple[float, HangExplanation] | None = None
+        self._shown: set[int] = set()
+        self._received_bytes, self._shows_all = 0, False
 
     def overdue(self, now: float) -> list[WorkerProcess]:
         """Return workers that must be ended, since no step can end any more; `overdue` holds the reason."""
@@ -192,6 +204,7 @@ class HangMonitor:
         run_dir = read_run_folder(self._folder)
         operations = [] if run_dir is None else read_operations(run_dir)
         seen = {one.rank: one.number for one in operations}
+        self._shown |= seen.keys()
         if not operations or seen != self._seen:
             self._observe(operations, now)
             self._seen = seen
@@ -216,22 +229,36 @@ class HangMonitor:
         if now - began < _SAMPLE_SECONDS:
             return
         situations = describe_ranks(operations, cpu_seconds, now - began)
-        explanation = explain_hang(situations, ranks_that_left(operations))
-        self._sample = None
+        # A rank that has never shown anything may be on a host that does not share the run folder.
+        left = [rank for rank in ranks_that_left(operations) if rank in self._shown]
+        explanation = explain_hang(situations, left)
+        self._sample, self._shows_all = None, len(operations) == operations[0].num_ranks
         if explanation.kind == "slow" and pause < self._limit.most_seconds - _SAMPLE_SECONDS:
             return
         usual = self._limit.usual_step_seconds
         steps = f" (a step takes {usual:.2g} s)" if usual else ""
         self._log(f"nothing has moved for {pause:.0f} s{steps}: {explanation.text}\n")
-        self._explained = now, explanation
+        self._explained, self._received_bytes = (now, explanation), received_bytes()
 
     def _end_certain_hang(self, now: float) -> list[WorkerProcess]:
-        if self._explained is None or not self._explained[1].is_certain:
+        if self._explained is None:
             return []
         explained_at, explanation = self._explained
         if now - explained_at < _END_SECONDS:
+            return []
+        if not explanation.is_certain and not self._is_link_blocked(now - explained_at):
             return []
         late = [worker for worker in self._workers if worker.ended_at is None and not worker.killed]
         for worker in late:
             worker.overdue = f"hung: {explanation.text.partition(' Next: ')[0].rstrip('.')}"
         return late
+
+    def _is_link_blocked(self, seconds: float) -> bool:
+        """Return whether all ranks wait in one call, and almost nothing has arrived here since that was seen.
+
+        Args:
+            seconds: since then.
+        """
+        kind = None if self._explained is None else self._explained[1].kind
+        arrived = received_bytes() - self._received_bytes
+        return kind == "link" and self._shows_all and arrived < _SLOW_LINK_BYTES * seconds

@@ -92,7 +92,7 @@ def launch(
             shows = job.output in ("prefixed", "shown")
             follower = LogFollower([worker.spec for worker in workers], write) if shows else None
             monitor = StuckWorkerMonitor(
-                workers, job.timeouts.stuck_seconds, time.monotonic(), write, job.servers
+                workers, job.timeouts.stuck_seconds, time.monotonic(), write, job.servers, job.nodes
             )
             losses = ToleratedLosses(
                 workers, job.servers, write, endpoint.mark_lost, replacements.is_replacement

@@ -154,6 +154,8 @@ def signal_headline(number: int) -> str:
     return f"was killed by {name}{hints.get(number, '')}"
 
 
+STOPPED_HEADLINE = "was stopped by a signal (SIGSTOP?)"
+"""The headline of a worker that was killed because a signal had stopped it for too long."""
 _LOG_LINES = 30
 _STUCK_ADVICE = "next:  find out what that process waits for; --resume RUN continues from the last checkpoint"
 _LOST_SERVER_ADVICE = (
@@ -177,9 +179,10 @@ def diagnose_worker(worker: WorkerProcess, shutdown: ShutdownPlan) -> WorkerFail
     code = worker.process.returncode
     report = ErrorReport.load(worker.spec.error_file)
     if worker.overdue:
-        return _make_failure(
-            worker, "error", f"{worker.overdue}, and was killed", DeadlineError.exit_code, _STUCK_ADVICE
-        )
+        # A stop is no mistake of the program: another process in its place would not be stopped.
+        kind: FailureKind = "signal" if worker.overdue.startswith(STOPPED_HEADLINE) else "error"
+        headline = f"{worker.overdue}, and was killed"
+        return _make_failure(worker, kind, headline, DeadlineError.exit_code, _STUCK_ADVICE)
     # a worker that exits because the launcher ended the job after a failure was not asked to stop by a user
     left_after_failure = (
         report is not None

@@ -18,7 +18,13 @@ from paceline.job.launcher_reports import (
     WorkerPhase,
     read_phase,
 )
-from paceline.launch.outcome import STOPPED_EXIT_CODE, WorkerFailure, diagnose_worker, has_failed
+from paceline.launch.outcome import (
+    STOPPED_EXIT_CODE,
+    STOPPED_HEADLINE,
+    WorkerFailure,
+    diagnose_worker,
+    has_failed,
+)
 from paceline.launch.process_inspection import read_position, request_stack_dumps
 from paceline.launch.shutdown import ShutdownPlan
 from paceline.launch.worker_process import WorkerProcess
@@ -27,7 +33,7 @@ from paceline.observe.process_info import is_stopped
 UNKILLABLE_SECONDS = 5.0  # a process in an uninterruptible call (a lost disk, a lost GPU) cannot be killed
 _CHECK_SECONDS = 0.25
 _SLACK_SECONDS = 5.0  # a worker that can keep its deadline itself ends first, and its error says more
-_STOPPED_FOR_SERVER_SECONDS = 10.0
+_STOPPED_SECONDS = 10.0
 _TRAINING_PHASES = (TRAINING, TRAINING_ELASTIC, TRAINING_FOR_SERVER, LEAVING)
 
 
@@ -36,11 +42,13 @@ class StuckWorkerMonitor:
 
     Args:
         workers: all workers of the node.
-        stuck_seconds: how long a worker may be stopped; infinity: for any time. While it trains for a server
+        stuck_seconds: how long a worker may be stopped; infinity: for any time. While it trains and another
+            worker is not stopped, it is at most 10 s: the others wait for it. While it trains for a server
             and another worker does too, it is at most 10 s, once: at the next pause all would wait for it.
         now: on the monotonic clock.
         log: prints that a worker is stopped, and that it continues.
         servers: number of server ranks; see `LaunchJob`.
+        nodes: of the job; on another node ranks may wait for the only one of this node.
     """
 
     def __init__(
@@ -50,8 +58,9 @@ class StuckWorkerMonitor:
         now: float,
         log: Callable[[str], object],
         servers: int = 0,
+        nodes: int = 1,
     ) -> None:
-        self._servers = servers
+        self._servers, self._nodes = servers, nodes
         self._workers, self._stuck_seconds, self._log = workers, stuck_seconds, log
         self._stopped_seconds: dict[int, float] = {}
         self._is_logged: set[int] = set()
@@ -100,11 +109,18 @@ class StuckWorkerMonitor:
 
     def _limit_seconds(self, worker: WorkerProcess) -> float:
         """Return how long a worker may be stopped."""
+        if not self._servers:
+            # A job that is stopped as a whole (Ctrl-Z, a debugger) is waited for.
+            is_awaited = self._nodes > 1 or any(_is_well(one) for one in self._workers if one is not worker)
+            phase = read_worker_phase(worker)
+            is_training = phase is not None and phase.what in (TRAINING, TRAINING_ELASTIC)
+            limited = is_awaited and is_training
+            return min(self._stuck_seconds, _STOPPED_SECONDS) if limited else self._stuck_seconds
         served = [other for other in self._workers if self._trains_for_server(other)]
         others = [other for other in served if other is not worker]
         # A server that can continue without one worker may not be able to continue without two.
         is_expendable = worker in served and others and all(map(_is_well, others))
-        return min(self._stuck_seconds, _STOPPED_FOR_SERVER_SECONDS) if is_expendable else self._stuck_seconds
+        return min(self._stuck_seconds, _STOPPED_SECONDS) if is_expendable else self._stuck_seconds
 
     def _trains_for_server(self, worker: WorkerProcess) -> bool:
         phase = read_worker_phase(worker)
@@ -116,7 +132,7 @@ class StuckWorkerMonitor:
         doing = _format_phase(phase)
         limit_seconds = self._limit_seconds(worker) if stopped_seconds else math.inf
         if stopped_seconds > limit_seconds:
-            return f"was stopped by a signal (SIGSTOP?) for more than {limit_seconds:g} s{doing}"
+            return f"{STOPPED_HEADLINE} for more than {limit_seconds:g} s{doing}"
         if phase is None or phase.until is None or now <= phase.until + _SLACK_SECONDS or stopped_seconds:
             return ""
         request_stack_dumps([(worker.pid, worker.spec.stack_file)])

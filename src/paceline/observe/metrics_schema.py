@@ -420,6 +420,14 @@ EVENT_SCHEMAS: Mapping[str, EventSchema] = MappingProxyType(
         "communication": EventSchema(
             "info", False, {"rows": "table: by operation and group: calls, bytes, seconds"}
         ),
+        "redundancy": EventSchema(
+            "info",
+            True,
+            {
+                "bytes": "int: memory of the copies on rank 0",
+                "seconds_per_step": "float: time in which rank 0 renews them, before each step",
+            },
+        ),
         "cache": EventSchema(
             "debug", False, {"hits": "int: samples from memory", "lookups": "int: samples asked for"}
         ),

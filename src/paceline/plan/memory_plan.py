@@ -23,6 +23,7 @@ class MemoryByKind:
             update.
         wire: communication buffers.
         snapshot: copy from which a checkpoint is written in the background.
+        copies: of this rank's part of the state and of its neighbour's, two of each (`elastic.redundancy`).
     """
 
     parameters: int = 0
@@ -32,6 +33,7 @@ class MemoryByKind:
     activations: int = 0
     wire: int = 0
     snapshot: int = 0
+    copies: int = 0
 
     @property
     def total(self) -> int:

@@ -32,6 +32,7 @@ from paceline.plan.simulated_ranks import SimulatedRank, simulate_ranks
 from paceline.plan.step_peak import StepWalk, StepWork, agreement_memory, first_step_sums, update_memory
 from paceline.plan.zero_memory import GatherMemory, GradientSumMemory, gather_memory, gradient_sum_memory
 from paceline.recipe.recipe import Recipe, max_sharers, num_micro_batches
+from paceline.recipe.recovery import keeps_copies
 from paceline.recipe.registry import import_object
 from paceline.recipe.support import resolve_strategy
 from paceline.state.slot import trained_parameters
@@ -210,6 +211,8 @@ class MemoryPlanner:
             moments=moments + rule.state,
             wire=sums.buckets + gathers.stay + rule.wire + self._message_buffers(rank),
             snapshot=snapshot if _saves_in_background(recipe) else 0,
+            # The part of the neighbour is about as large, and two steps are kept.
+            copies=4 * (sizes.updates + moments) if keeps_copies(recipe) else 0,
         )
 
     def _message_buffers(self, rank: SimulatedRank) -> int:

@@ -9,7 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from paceline.recipe.constraints import buddy_conflicts
 from paceline.recipe.recipe import Recipe
+from paceline.recipe.strategy import Strategy
 
 RecoveryKind = Literal["in process", "from a checkpoint", "none"]
 
@@ -48,6 +50,30 @@ def recovery_of(recipe: Recipe) -> Recovery:
     if recipe.elastic.mode == "off":
         return Recovery("none", 'elastic.mode = "off"')
     reasons = partial_state_reasons(recipe)
-    if not reasons:
+    if not reasons or keeps_copies(recipe):
         return Recovery("in process")
     return Recovery("from a checkpoint", f"no remaining rank has the whole state: {', '.join(reasons)}")
+
+
+def keeps_copies(recipe: Recipe) -> bool:
+    """Return whether each rank has a copy of its neighbour's part of the state."""
+    return recipe.elastic.redundancy == "buddy" and not buddy_conflicts(recipe)
+
+
+def strategy_for_members(strategy: Strategy, processes: int) -> Strategy:
+    """Return the strategy with which a number of processes continues a run whose ranks hold parts; pure.
+
+    Where the number is no multiple of the ranks of a replica, all of them share the state of one replica.
+
+    Args:
+        strategy: as the recipe has it.
+    """
+    if strategy.fills != "replicas" and processes > 1:
+        return strategy
+    open_ended = strategy.replace(replicas=None)
+    if processes > 1 and processes % strategy.ranks_per_replica == 0:
+        return open_ended
+    if processes > 1:
+        return open_ended.replace(**{"shard" if strategy.shard > 1 else "pipeline": processes})
+    plain = {"fills": "replicas", "shard": 1, "zero": 0, "pipeline": 1}
+    return open_ended.replace(**plain, schedule=Strategy.model_fields["schedule"].default, rechunk="")

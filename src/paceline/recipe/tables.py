@@ -17,6 +17,7 @@ from paceline.recipe.constraints import (
     BEST_VALUE_NEEDS,
     BUCKET_BYTES_NEEDS,
     BUCKET_LATENCY_NEEDS,
+    BUDDY_NEEDS,
     CERTIFICATE_NEEDS,
     DELAY_NEEDS,
     FEDERATED_NEEDS,
@@ -323,7 +324,7 @@ class ElasticRecipe(RecipeTable):
     mode: Literal["auto", "off"] = Field(
         default="auto",
         description="auto: replicas continue without a lost process, which is replaced; other layouts and"
-        " rules start again from the newest checkpoint. off: the job ends",
+        " rules start again from the newest checkpoint (see redundancy). off: the job ends",
     )
     max_restarts: Annotated[
         int,
@@ -334,6 +335,15 @@ class ElasticRecipe(RecipeTable):
         FieldNeed(lambda table: table.mode == "auto", 'with mode = "auto"', "found {t.mode}", keys=("mode",)),
     ] = Field(
         default=1, ge=1, description="replicas without which the others do not continue; -n 2:6 sets it to 2"
+    )
+    redundancy: Annotated[
+        Literal["none", "buddy"],
+        *BUDDY_NEEDS,
+        FieldNeed(lambda table: table.mode == "auto", 'with mode = "auto"', "found {t.mode}", keys=("mode",)),
+    ] = Field(
+        default="none",
+        description="buddy: each rank keeps its neighbour's part of the state in memory, so that the others"
+        " continue without a lost one; none: they start again from the newest checkpoint",
     )
 
 

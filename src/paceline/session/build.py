@@ -25,11 +25,13 @@ from paceline.observe.step_stats import PhaseTimer
 from paceline.optim.reduce_on_plateau import PLATEAU_KEY, PlateauRates, ReduceOnPlateau
 from paceline.optim.user_optimizer import member_optimizers
 from paceline.parallel.batch_gather import GatheringLoss, RankGather, WholeBatch, gather_scope
+from paceline.parallel.buddy_copies import BuddyCopies
 from paceline.parallel.gradient_reduction import build_gradient_norm
 from paceline.parallel.model_layout import ModelLayout, place_model
 from paceline.parallel.model_runner import MetricNames
 from paceline.parallel.session_context import Components, RuleInputs, SessionContext, TaskMaterial
 from paceline.recipe.recipe import Recipe
+from paceline.recipe.recovery import keeps_copies
 from paceline.session.early_stopping import require_metrics
 from paceline.session.model_guard import TRAINED_FLAGS_KEY, ModelGuard, ReplacedParameters
 from paceline.session.model_setup import (
@@ -77,6 +79,7 @@ def build_session(
     stop_requested: Callable[[], bool] = lambda: False,
     fresh: bool = True,
     trains: bool = True,
+    into: Session | None = None,
 ) -> Session:
     """Build one rank's session.
 
@@ -90,6 +93,7 @@ def build_session(
         stop_requested: returns whether this rank was asked to stop; checked once a round.
         fresh: the run begins here, with the weights that the recipe names; false: it will be restored.
         trains: the session makes updates; false: nothing is said about its optimizer.
+        into: a session that becomes the new one; None: make one.
     Raises:
         StrategyError: the strategy does not fit the processes.
         TaskError, DataError: the task breaks its contract, or there is no data.
@@ -128,10 +132,12 @@ def build_session(
     require_same_order(build_order(recipe, task), net, context.mesh.world)
     warn_missing_kernels(context)
     session_base = build_session_base(context, recipe, task, fresh=fresh)
-    return _build_from_base(session_base, recipe, task, events)
+    return _build_from_base(session_base, recipe, task, events, into)
 
 
-def _build_from_base(session_base: SessionBase, recipe: Recipe, task: Task, events: EventQueue) -> Session:
+def _build_from_base(
+    session_base: SessionBase, recipe: Recipe, task: Task, events: EventQueue, into: Session | None = None
+) -> Session:
     """Build the state of a placed model and the session around it; collective."""
     context, runner = session_base.context, session_base.layout.runner
     optimizer = build_task_optimizer(context, task, runner.sharded_model)
@@ -145,7 +151,13 @@ def _build_from_base(session_base: SessionBase, recipe: Recipe, task: Task, even
     state = TrainState(runner.sharded_model, optimizer, loss_scale)
     state.keep(TRAINED_FLAGS_KEY, session_base.guard.flags)
     parts = build_rule_parts(session_base, task, state)
-    session = Session(recipe, task, state, runner, events, session_base, parts)
+    session = object.__new__(Session) if into is None else into
+    # In place where there is one already: the loop and all that refers to it continue with the new one.
+    Session.__init__(session, recipe, task, state, runner, events, session_base, parts)
+    if keeps_copies(recipe):
+        context = session_base.context
+        members = () if context.cluster.membership is None else context.cluster.membership.members
+        session.copies = BuddyCopies(context.mesh.world, members or (0,), context.net)
     session.enter_rule = partial(enter_rule, session, build_rule_parts)
     session.add_callbacks(task.callbacks)
     # Optimizers that need more than gradients (for example a closure) may define `on_build(session)`.

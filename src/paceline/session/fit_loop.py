@@ -514,4 +514,6 @@ def _log_communication(session: Session, schedule: RunSchedule) -> None:
     }
     loader = session.loader
     schedule.send_event("communication", {"rows": rows})
+    if session.copies is not None:
+        schedule.send_event("redundancy", session.copies.cost())
     schedule.send_event("cache", {"hits": loader.cache_hits, "lookups": loader.cache_lookups})

@@ -1,9 +1,10 @@
 """Change the members of a job while it runs: a session continues with other ranks in the same process.
 
-Model, optimizer, data and the memory of the layout stay where they are; mesh, collectives, reduction,
-update step and rule are built again. This works if every replica has the whole state, so that any
-remaining rank has all that is needed. Under other strategies the job continues from a snapshot
-(`Session.restore_shared`) or a checkpoint.
+Where every replica has the whole state, model, optimizer, data and the memory of the layout stay where they
+are; mesh, collectives, reduction, update step and rule are built again. Where ranks hold parts of it and keep
+copies of those of their neighbours (`parallel.buddy_copies`), the task and the session are built again for
+the new number of ranks, and the state comes from the copies. Under other strategies the job continues from a
+snapshot (`Session.restore_shared`) or a checkpoint.
 
 Invariant: afterwards all members have the same step and the same state, even if some had completed a step
 that others had not; new members receive the state from old ones.
@@ -34,12 +35,14 @@ from paceline.job.launcher_reports import has_raised
 from paceline.job.mesh import Mesh
 from paceline.observe.rank_activity import leave_request
 from paceline.observe.step_stats import StepStats
+from paceline.parallel.buddy_copies import BuddyCopies, as_held_by_one
 from paceline.parallel.data_parallel import ReplicatedRunner
 from paceline.parallel.session_context import Components
-from paceline.parallel.state_transfer import StateSnapshot, share_snapshot
+from paceline.parallel.state_transfer import StateSnapshot, gather_whole, share_snapshot
 from paceline.recipe.recipe import Recipe, max_sharers
-from paceline.recipe.recovery import partial_state_reasons
+from paceline.recipe.recovery import keeps_copies, partial_state_reasons, strategy_for_members
 from paceline.recipe.support import resolve_strategy
+from paceline.recipe.tables import ElasticRecipe
 from paceline.session.arguments import TaskLike
 from paceline.session.build import build_rule_parts, build_session
 from paceline.session.callback import Callback
@@ -50,8 +53,13 @@ from paceline.state.train_state import TrainState
 from paceline.task import Task
 from paceline.tuning.hardware_defaults import choose_threads
 
+TaskBuilder = Callable[[], Task]
+"""Builds the task again, in the same process."""
 
-def change_members(session: Session, seconds: float | None = None) -> None:
+
+def change_members(
+    session: Session, seconds: float | None = None, rebuild_task: TaskBuilder | None = None
+) -> None:
     """Continue with the remaining members and those that have asked to join; changes the session.
 
     Every remaining rank calls it, between two rounds or after a communication error inside a round, whose
@@ -59,16 +67,23 @@ def change_members(session: Session, seconds: float | None = None) -> None:
 
     Args:
         seconds: how long to wait for living ranks that do not call; None: `runtime.deadline_seconds`.
+        rebuild_task: needed where ranks hold parts of the state.
     Raises:
         StrategyError: no rank has the whole state, or the strategy does not fit the remaining ranks.
-        CommunicationError: the others have continued without this rank, or cannot be reached.
+        CommunicationError: the others have continued without this rank, or cannot be reached; or what a lost
+            rank held is in no copy.
     """
-    require_renewable(session)
+    if session.copies is None or rebuild_task is None:
+        require_renewable(session)
     session.cluster.abort()  # ends every wait inside a collective of this epoch, also on other ranks
     session.close_rule()
     session.abort()
     limit = session.recipe.runtime.deadline_seconds if seconds is None else seconds
-    _rebuild(session, session.cluster.renew(limit))
+    cluster = session.cluster.renew(limit)
+    if session.copies is None or rebuild_task is None:
+        _rebuild(session, cluster)
+    else:
+        _rebuild_from_copies(session, session.copies, cluster, rebuild_task())
 
 
 class MembersWaitError(CommunicationError):
@@ -160,11 +175,14 @@ class MemberChange:
     has_new_first: bool
 
 
-def continue_after_loss(session: Session, error: CommunicationError) -> MemberChange:
+def continue_after_loss(
+    session: Session, error: CommunicationError, rebuild_task: TaskBuilder | None = None
+) -> MemberChange:
     """Continue with the remaining members after an error inside a round or between two; collective.
 
     Args:
         error: raised again if it is not the consequence of a lost member.
+        rebuild_task: see `change_members`.
     Raises:
         CommunicationError: all members are still there, or a lost one had raised an error of its own, which
             another process would raise again.
@@ -174,7 +192,7 @@ def continue_after_loss(session: Session, error: CommunicationError) -> MemberCh
     if not session.is_elastic or membership is None:
         raise error
     before = membership.members
-    change_members(session)
+    change_members(session, rebuild_task=rebuild_task)
     after = session.cluster.connected.members
     lost = tuple(number for number in before if number not in after)
     joined = tuple(number for number in after if number not in before)
@@ -244,10 +262,15 @@ def joining(
     try:
         cluster.enter_phase("building the task to join", recipe.runtime.setup_deadline_seconds)
         built = build_task(recipe, task, base_dir)
-        session = prepare_new_member(recipe, built, device, lambda text: None, stop_requested)
-        session.add_callbacks(callbacks)
-        cluster.enter_phase("waiting to join the others", recipe.runtime.deadline_seconds)
-        join_as_member(session, cluster)
+        waits = "waiting to join the others"
+        if keeps_copies(recipe):
+            cluster.enter_phase(waits, recipe.runtime.deadline_seconds)
+            session = join_with_copies(recipe, built, cluster, device, stop_requested, callbacks)
+        else:
+            session = prepare_new_member(recipe, built, device, lambda text: None, stop_requested)
+            session.add_callbacks(callbacks)
+            cluster.enter_phase(waits, recipe.runtime.deadline_seconds)
+            join_as_member(session, cluster)
         try:
             yield session
         finally:
@@ -269,6 +292,112 @@ def join_as_member(session: Session, cluster: Cluster) -> None:
     require_renewable(session)
     limit = session.recipe.runtime.deadline_seconds
     _rebuild(session, cluster.join(session.runner.sharded_model.device.type, limit), is_new=True)
+
+
+def join_with_copies(
+    recipe: Recipe,
+    task: Task,
+    cluster: Cluster,
+    device: torch.device,
+    stop_requested: Callable[[], bool] = lambda: False,
+    callbacks: Sequence[Callback] = (),
+) -> Session:
+    """Become a member of a running job whose ranks hold parts of the state; returns the session.
+
+    Args:
+        recipe: of the run.
+        task: built anew in this process.
+        cluster: of this process, with its number in the job as `global_rank`.
+    Raises:
+        DeadlineError: the members did not accept this process in time.
+    """
+    joined = cluster.join(device.type, recipe.runtime.deadline_seconds)
+    session = _build_for_members(recipe, task, joined, device, stop_requested)
+    session.add_callbacks(callbacks)
+    _take_from_copies(session, None, joined.connected.members)
+    return session
+
+
+def _build_for_members(
+    recipe: Recipe,
+    task: Task,
+    cluster: Cluster,
+    device: torch.device,
+    stop_requested: Callable[[], bool],
+    into: Session | None = None,
+) -> Session:
+    """Build the session of this rank for the present members; collective."""
+    of_members = recipe.with_strategy(strategy_for_members(recipe.strategy, cluster.world_size))
+    if not keeps_copies(of_members):  # a rank that is alone holds all of the state
+        of_members = of_members.model_copy(update={"elastic": ElasticRecipe()})
+    session = build_session(
+        of_members,
+        task,
+        cluster,
+        device,
+        stop_requested=stop_requested,
+        fresh=False,
+        into=into,
+    )
+    # Later members follow from the strategy of the run, and not from that of the present ones.
+    session.recipe = session.recipe.model_copy(
+        update={"strategy": recipe.strategy, "elastic": recipe.elastic}
+    )
+    if session.copies is None:
+        session.copies = BuddyCopies(session.mesh.world, cluster.connected.members, session.net)
+    return session
+
+
+def _rebuild_from_copies(session: Session, copies: BuddyCopies, cluster: Cluster, task: Task) -> None:
+    """Build a session for the present members in place of one whose ranks hold parts; collective."""
+    context, recipe = session.session_base.context, session.recipe
+    reported, recorded_step = session.reported, session.recorded_step
+    exit_callbacks = session.session_base.layout.exit_callbacks
+    while exit_callbacks:
+        exit_callbacks.pop()()
+    stop_requested = context.rule_inputs.stop_requested
+    _build_for_members(recipe, task, cluster, context.device, stop_requested, into=session)
+    session.is_elastic, session.reported, session.recorded_step = True, reported, recorded_step
+    _take_from_copies(session, copies, cluster.connected.members)
+
+
+def _take_from_copies(session: Session, copies: BuddyCopies | None, members: Sequence[int]) -> None:
+    """Load the state of the newest step of which all members have copies; collective.
+
+    Args:
+        copies: of this rank; None: it is new.
+        members: numbers of the processes that continue.
+    Raises:
+        CommunicationError: some part of the state is in no copy.
+    """
+    world, net, last = session.mesh.world, session.net, session.reported[1]
+    local = {
+        "steps": None if copies is None else copies.steps,
+        "last": None if last is None else vars(last),
+    }
+    found = [json.loads(text) for text in all_gather_texts(json.dumps(local), world, net)]
+    copied = [set(one["steps"]) for one in found if one["steps"] is not None]
+    steps = set.intersection(*copied)
+    if not steps:
+        raise CommunicationError(
+            "a rank was lost before its neighbour had a copy of its part of the state",
+            next_step="resume from the newest checkpoint",
+        )
+    step, source = max(steps), next(i for i, one in enumerate(found) if one["steps"] is not None)
+    parts, common = ([], []) if copies is None else copies.contribution(step, members)
+    pieces = [piece for part in parts for piece in part.pieces]
+    pieces += as_held_by_one(common) if world.rank == source else []
+    whole = gather_whole(pieces, world, net)
+    values = [part.scalars for part in parts]
+    scalars: dict[str, Any] = {}
+    for text in all_gather_texts(json.dumps(values), world, net):
+        for value in json.loads(text):
+            # Each rank has the step counts of the parameters that it updates.
+            scalars = scalars or value
+            scalars["optimizer"].update(value["optimizer"])
+    session.restore(whole, scalars)
+    session.reported, session.interrupted_at = (step, None), None
+    _share_last_round(session, [one["last"] for one in found], step)
 
 
 def require_renewable(session: Session) -> None:

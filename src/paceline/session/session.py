@@ -34,6 +34,7 @@ from paceline.job.mesh import Mesh
 from paceline.observe.step_stats import StepStats
 from paceline.optim.reduce_on_plateau import PLATEAU_KEY, ReduceOnPlateau
 from paceline.parallel.batch_gather import RankGather
+from paceline.parallel.buddy_copies import BuddyCopies
 from paceline.parallel.data_parallel import ReplicatedRunner
 from paceline.parallel.model_layout import ModelLayout
 from paceline.parallel.model_runner import ModelRunner
@@ -237,6 +238,7 @@ class Session:
         reported: the step up to which `fit` has done what was due, and the last round that it has reported.
         recorded_step: the last step whose record the sinks of this rank have received.
         interrupted_at: step from which on that is to be repeated, after a change of members; None: nothing.
+        copies: of the state in the memory of neighbours, renewed before every step; None: there are none.
         generation_trials: which forwards `paceline.generate` uses, by their settings; kept by `serving`.
     """
 
@@ -257,6 +259,7 @@ class Session:
     reported: tuple[int, StepStats | None] = (0, None)
     recorded_step: int = -1
     interrupted_at: int | None = None
+    copies: BuddyCopies | None = None
     generation_trials: dict[object, Any] = field(default_factory=dict)
     rule_switches: RuleSwitches = field(init=False)
     _unruled_buffers: frozenset[str] = field(init=False)
@@ -403,6 +406,7 @@ class Session:
         feed = self.feed if end is None else replace(self.feed, num_steps=min(end, self.num_steps))
         rounds = parts.rule.rounds(feed, self.runner, parts.update_step)
         self.guard.check()
+        self._renew_copies()
         for stats in parts.comm_checks.rounds(rounds):
             num_steps = self.state.step - step_before
             if parts.average is not None and parts.average_after_rounds:
@@ -417,6 +421,7 @@ class Session:
                 self._warn_of_unruled_buffers()
             yield self.with_reported_metrics(stats)
             self.guard.check()
+            self._renew_copies()
             if stats.stops:
                 return True
             if switches:
@@ -424,6 +429,14 @@ class Session:
                 cast("Generator[StepStats, None, None]", rounds).close()
                 break
         return False
+
+    def _renew_copies(self) -> None:
+        """Copy the state with which the next step begins to the neighbour of this rank; collective.
+
+        After callbacks, evaluations and saves, which may have changed it.
+        """
+        if self.copies is not None and self.state.step < self.num_steps:
+            self.copies.update(self.state)
 
     def _warn_of_unruled_buffers(self) -> None:
         """Warn of buffers that the first round has changed without a rule of the task; collective."""

@@ -23,6 +23,7 @@ from paceline.job.cluster import Cluster
 from paceline.job.launcher_reports import LEAVING
 from paceline.observe.sinks import METRICS, Sink
 from paceline.observe.terminal_text import escape_controls
+from paceline.recipe.recipe import Recipe
 from paceline.recipe.recipe_loading import load_recipe
 from paceline.recipe.recovery import recovery_of
 from paceline.report.html_page import write_report
@@ -33,6 +34,7 @@ from paceline.session.callback import Callback
 from paceline.session.fit_loop import Result, fit, fitting
 from paceline.session.membership_change import (
     RankLeavesError,
+    TaskBuilder,
     continue_after_loss,
     joining,
     leave_job,
@@ -40,7 +42,7 @@ from paceline.session.membership_change import (
 from paceline.session.own_loop_steps import OwnLoop
 from paceline.session.session import Session, repeat_until_agreed
 from paceline.session.sink_setup import build_sinks
-from paceline.session.start_rank import join
+from paceline.session.start_rank import build_task, join
 from paceline.session.stop_signals import StopRequest, stop_on_notice, stop_on_signals
 
 
@@ -113,7 +115,7 @@ def train(
     begin = _join_run if Cluster.from_env().joins else _begin_run
     with begin(recipe, task, base_dir, resume, console, name, callbacks) as run:
         recipe = run.session.recipe
-        run.session.is_elastic = recovery_of(recipe).kind == "in process"
+        run.session.is_elastic = recovery_of(recipe).kind == "in process" and run.can_rebuild
         run.session.cluster.enter_phase(run.session.launcher_phase)
         recover = run.recover if run.session.is_elastic else None
         try:
@@ -161,12 +163,21 @@ class _RunInProgress:
 
     Args:
         job_console: where rank 0 prints, whichever process that is.
+        rebuild_task: builds the task again; None: the call has passed a task that is built.
+        callbacks: those of the call.
     """
 
     session: Session
     folder: Path
     sinks: Sequence[Sink]
     job_console: Console | None
+    rebuild_task: TaskBuilder | None = None
+    callbacks: Sequence[Callback] = ()
+
+    @property
+    def can_rebuild(self) -> bool:
+        """Return whether the session can be built again for other members, where that is needed."""
+        return self.session.copies is None or self.rebuild_task is not None
 
     @property
     def console(self) -> Console | None:
@@ -180,12 +191,16 @@ class _RunInProgress:
             CommunicationError: no rank is lost, or the job cannot continue without it.
         """
         session, started = self.session, time.monotonic()
-        change = continue_after_loss(session, error)
+        model = session.runner.sharded_model.model
+        change = continue_after_loss(session, error, self.rebuild_task)
+        is_rebuilt = session.runner.sharded_model.model is not model
+        if is_rebuilt:
+            session.add_callbacks(self.callbacks)
+        if session.is_first and (change.has_new_first or is_rebuilt):
+            run_folder.lock_folder(session, self.folder)
         if change.has_new_first:
             for sink in self.sinks:
                 sink.close()
-            if session.is_first:
-                run_folder.lock_folder(session, self.folder)
             self.sinks = build_sinks(session, self.folder, self.console)
         _, last = session.reported
         # A rank can be lost after a step and before its record is written.
@@ -253,7 +268,9 @@ def _begin_run(
         # There is a state to save now, so from here on a signal waits for the end of a step.
         stop.setting_up = False
         cluster.enter_phase(session.launcher_phase)
-        yield _RunInProgress(session, folder, build_sinks(session, folder, console, checkpoint), job_console)
+        sinks = build_sinks(session, folder, console, checkpoint)
+        rebuild = _task_builder(session.recipe, task, base_dir)
+        yield _RunInProgress(session, folder, sinks, job_console, rebuild, callbacks)
     cluster.enter_phase(LEAVING)  # no deadline: the script may continue for any time
 
 
@@ -280,8 +297,14 @@ def _join_run(
         stop.setting_up = False
         session.is_elastic = True
         session.cluster.enter_phase(session.launcher_phase)
-        yield _RunInProgress(session, folder, [], console)
+        rebuild = _task_builder(recipe, task, base_dir)
+        yield _RunInProgress(session, folder, [], console, rebuild, callbacks)
     cluster.enter_phase(LEAVING)
+
+
+def _task_builder(recipe: Recipe, task: TaskLike | None, base_dir: Path | None) -> TaskBuilder | None:
+    """Return a function that builds the task of a run again; None for a task that the call has built."""
+    return partial(build_task, recipe, task, base_dir) if task is None or callable(task) else None
 
 
 def write_report_page(run_dir: Path, warn: Callable[[str], None]) -> None:

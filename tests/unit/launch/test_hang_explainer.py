@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from paceline.job.launcher_reports import write_run_folder
+from paceline.launch import hang_monitor
 from paceline.launch.hang_explainer import RankSituation, explain_hang
 from paceline.launch.hang_monitor import PauseLimit
-from paceline.observe.rank_activity import LEFT_INSIDE_STEP, LEFT_LOOP, GroupCall
+from paceline.observe.rank_activity import LEFT_INSIDE_STEP, LEFT_LOOP, GroupCall, RankActivity
 
 
 def waiting(
@@ -134,3 +138,43 @@ def test_the_limit_follows_the_steps_and_the_pauses_of_the_run() -> None:
     limit.observe(11, 80.0, now)
     assert limit.seconds == 90.0, "before the ranks give up"
     assert PauseLimit(3.0).seconds == math.inf and PauseLimit(math.inf).seconds == 90.0
+
+
+def end_of_wait(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, bytes_per_second: int, num_ranks: int = 2
+) -> list[str]:
+    """What the monitor says of a worker when both ranks have waited in one call for 40 s; empty: nothing."""
+    ranks = [RankActivity() for _ in range(2)]
+    write_run_folder(folder, folder / "run")
+    (folder / "run").mkdir(exist_ok=True)
+    worker = SimpleNamespace(ended_at=None, killed=False, overdue="")
+    arrived = [0]
+    monkeypatch.setattr(hang_monitor, "received_bytes", lambda: arrived[0])
+    at = hang_monitor.HangMonitor(folder, cast("Any", [worker]), 120.0, 0.0, lambda text: None)
+    for number, rank in enumerate(ranks):
+        rank.open(folder / "run", number, num_ranks, 100)
+    try:
+        for step in range(5):
+            for rank in ranks:
+                rank.step = step
+                rank.count_call("all_reduce", "world", 64)
+                rank.begin_wait("all_reduce", "world", "world", step + 1, 64)
+            assert at.overdue(1.0 + step) == []
+        late: list[Any] = []
+        for second in range(6, 50):
+            arrived[0] += bytes_per_second
+            late += at.overdue(float(second))
+    finally:
+        for rank in ranks:
+            rank.close()
+    return [one.overdue for one in late[:1]]
+
+
+def test_a_link_that_carries_nothing_ends_the_job_and_one_that_is_slow_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does a wait for a rank of a host that does not show what it does here."""
+    (blocked,) = end_of_wait(tmp_path, monkeypatch, 100)
+    assert blocked.startswith("hung: ") and "a blocked or lost link" in blocked
+    assert end_of_wait(tmp_path, monkeypatch, 10**6) == []
+    assert end_of_wait(tmp_path, monkeypatch, 100, num_ranks=3) == []

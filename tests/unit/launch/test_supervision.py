@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.job.launcher_reports import TRAINING_FOR_SERVER, enter_phase
+from paceline.job.launcher_reports import TRAINING, TRAINING_FOR_SERVER, enter_phase
 from paceline.launch import supervision
 from paceline.launch.job_spec import WorkerSpec
 from paceline.launch.supervision import StuckWorkerMonitor
@@ -115,6 +115,26 @@ def test_a_server_waits_a_short_time_for_one_stopped_worker_and_for_a_second_one
         looks = [look(at, 1, i) for i in range(1, 46)]
         assert looks[-1] == ([running[1]] if seconds == 10 else []) and looks[30] == []
         assert told[0].endswith(f"it must continue within {seconds} s\n")
+        for rank in stopped:
+            send(running[rank], signal.SIGCONT)
+            running[rank].overdue = ""
+
+
+@pytest.mark.capability("N5", clause="a rank that is stopped while others wait")
+def test_a_stopped_rank_has_ten_seconds_while_another_one_trains_and_a_stopped_job_any_time(
+    running: list[WorkerProcess], tmp_path: Path
+) -> None:
+    """A job that is stopped as a whole, and a rank whose phase is not known, are waited for as ever."""
+    for rank in range(3):
+        enter_phase(tmp_path, rank, TRAINING)
+    for stopped, seconds, nodes in (([1], 10, 1), ([0, 2], 10, 1), ([0, 1, 2], 60, 1), ([0, 1, 2], 10, 2)):
+        told: list[str] = []
+        at = StuckWorkerMonitor(running, 60.0, 0.0, told.append, nodes=nodes)
+        for rank in stopped:
+            send(running[rank], signal.SIGSTOP)
+        looks = [look(at, 1, i) for i in range(1, 46)]
+        assert looks[-1] == ([running[rank] for rank in stopped] if seconds == 10 else []), (stopped, nodes)
+        assert looks[30] == [] and told[0].endswith(f"it must continue within {seconds} s\n")
         for rank in stopped:
             send(running[rank], signal.SIGCONT)
             running[rank].overdue = ""

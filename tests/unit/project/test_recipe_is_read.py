@@ -124,7 +124,7 @@ def test_every_field_is_read_outside_the_recipe_room(read: set[tuple[str, str]],
     # Read by `num_positions` inside the recipe room; see tests/unit/federated/test_cohorts.py.
     elsewhere |= {("FederatedRecipe", "cohort")}
     # Read where the job is launched, and by `recovery_of`; see tests/cli/test_elastic.py.
-    elastic = ("mode", "max_restarts", "min_processes")
+    elastic = ("mode", "max_restarts", "min_processes", "redundancy")
     elsewhere |= {("ElasticRecipe", name) for name in elastic}
     # Read where clients connect over a network; see tests/parity/test_network_clients.py.
     network = ("at_least", "listen", "age", "deadline_seconds", "buffer")

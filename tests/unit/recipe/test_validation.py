@@ -188,6 +188,7 @@ CASES = {
     "security.certificate": Case("certificate", {**SERVED, "strategy.channel": "grpc"}),
     "elastic.max_restarts": Case(1, {}, {"elastic.mode": "off"}),
     "elastic.min_processes": Case(2, {}, {"elastic.mode": "off"}),
+    "elastic.redundancy": Case("buddy", {"strategy.shard": 2, "strategy.zero": 1}),
     "debug.replay_arrivals": Case("runs/one", SERVED),
     "runtime.bucket_bytes": Case(1024, {}, SERVED),
     "runtime.bucket_latency": Case(0.05, {}, {"strategy.codec": "int8"}),

@@ -1,0 +1,119 @@
+"""Ranks that hold parts of the state lose one of them: the others rebuild it from copies in memory."""
+
+from __future__ import annotations
+
+import os
+import signal
+from functools import cache, partial
+from typing import Any
+
+import pytest
+
+from paceline.errors import CommunicationError
+from paceline.job.cluster import Cluster
+from paceline.parallel import buddy_copies
+from paceline.recipe import Recipe
+from paceline.session.membership_change import change_members
+from paceline.session.session import Session
+from paceline.testing import run_ranks
+from paceline.testing.parity import Trajectory, build_test_session, make_task, whole_trajectory
+from tests.parity.training_runs import train_whole
+
+STEPS, CHANGE = 6, 3
+
+
+def digits(strategy: str) -> Recipe:
+    return Recipe(
+        task="digits",
+        options={"model": "mlp", "dropout": 0.1},
+        steps=STEPS,
+        batch={"size": 46, "shards": 6},
+        optimizer={"name": "adamw", "lr": 1e-3, "clip_norm": 0.5},
+        precision={"compute": "fp32"},
+        average={"decay": 0.9},
+        reproducible=True,
+        strategy=strategy,
+        elastic={"redundancy": "buddy"},
+    )
+
+
+def until(session: Session, step: int, losses: dict[int, float]) -> None:
+    for stats in session.rounds():
+        losses[session.state.step - 1] = stats.loss
+        if session.state.step == step:
+            return
+
+
+def end_of(session: Session, losses: dict[int, float]) -> Trajectory:
+    found = whole_trajectory([losses[step] for step in sorted(losses)], session)
+    session.close()
+    session.cluster.disconnect()
+    return found
+
+
+def survive(cluster: Cluster, recipe: Recipe, victim: int, is_stale: bool) -> Any:
+    """One rank is killed in a backward; the steps that are taken again, and the end of the run."""
+    session, losses = build_test_session(cluster, recipe), {}
+    if is_stale:
+        write_copy, earlier = buddy_copies.write_copy, []
+
+        def write_earlier(state: Any, pieces: Any, buffer: Any) -> Any:
+            """The values of the step before, under the number of this one."""
+            values = [type(piece)(piece.slot, piece.tensor.clone()) for piece in pieces]
+            earlier.append(values)
+            same = [one for one in earlier[-2:] if len(one) == len(values)]
+            return write_copy(state, same[0], None)
+
+        vars(buddy_copies)["write_copy"] = write_earlier
+    until(session, CHANGE, losses)
+    if cluster.global_rank == victim:
+        for parameter in session.runner.sharded_model.computes.values():
+            parameter.register_hook(lambda gradient: os.kill(os.getpid(), signal.SIGKILL))
+    with pytest.raises(CommunicationError):
+        until(session, STEPS, losses)
+    change_members(session, 60.0, partial(make_task, recipe))
+    began = session.state.step
+    until(session, STEPS, losses)
+    return session.cluster.world_size, began, end_of(session, losses)
+
+
+@cache
+def undisturbed() -> Trajectory:
+    """The end of a run of two plain replicas that loses nobody."""
+    plain = digits("replicas=1 shard=2 zero=1").replace(strategy="replicas=2", elastic={})
+    return run_ranks(train_whole, 2, plain)[0]
+
+
+def run(strategy: str, victim: int, is_stale: bool = False) -> list[Any]:
+    num_ranks = 4 if "replicas=2" in strategy else 2 if "pipeline" in strategy else 3
+    found = run_ranks(
+        survive, num_ranks, digits(strategy), victim, is_stale, group_deadline=60.0, may_die=(victim,)
+    )
+    return [one for one in found if one is not None]
+
+
+@pytest.mark.capability("N8", "N11", clause="parts of the state from copies in memory")
+@pytest.mark.parametrize(
+    ("strategy", "victim"),
+    [
+        ("replicas=1 shard=3 zero=1", 0),
+        pytest.param("replicas=1 shard=3 zero=2", 1, marks=pytest.mark.soak),
+        ("replicas=1 shard=3 zero=3", 2),
+        pytest.param("replicas=2 shard=2 zero=1", 1, marks=pytest.mark.soak),
+        ("replicas=1 pipeline=2", 1),
+    ],
+)
+def test_the_others_rebuild_the_part_of_a_lost_rank_and_end_with_the_same_bits(
+    strategy: str, victim: int
+) -> None:
+    for world_size, began, end in run(strategy, victim):
+        assert world_size == (3 if "replicas=2" in strategy else 1 if "pipeline" in strategy else 2)
+        assert began == CHANGE and end.distance(undisturbed()) == 0.0
+        assert end.losses == undisturbed().losses
+
+
+@pytest.mark.capability("N8", clause="parts of the state from copies in memory")
+def test_a_copy_that_is_a_step_old_is_seen() -> None:
+    """The mutation twin: neighbours keep the values of the step before."""
+    ends = [end for _, _, end in run("replicas=1 shard=3 zero=1", 1, True)]
+    assert ends[0].distance(undisturbed()) > 1e-5

@@ -73,6 +73,7 @@ def build_federated_rounds(context: SessionContext, layout: ModelLayout, state: 
         keeper=keeper,
         codec=codec,
         errors=errors,
+        private=context.rule_inputs.private,
         vectorized=build_vectorized(context, layout, state, server.start)
         if recipe.federated.vectorize
         else None,

@@ -40,6 +40,7 @@ from paceline.observe.sinks import EventCallback
 from paceline.parallel.session_context import SessionContext
 from paceline.recipe.federated_recipe import FederatedRecipe
 from paceline.recipe.log_recipe import LogRecipe, split_address
+from paceline.recipe.private_recipe import PrivateRecipe
 from paceline.recipe.recipe import Recipe, to_toml
 from paceline.recipe.tables import (
     AverageRecipe,
@@ -126,8 +127,12 @@ def recipe_of_client(recipe: Recipe) -> Recipe:
         for name in ("at_least", "listen", "deadline_seconds", "buffer", "age")
     }
     strategy = recipe.strategy.replace(channel="socket", replicas=1)
+    if recipe.private.is_on:
+        # A client clips, and the server adds the noise.
+        federated["clip_norm"] = recipe.private.clip_norm
     return recipe.replace(
         strategy=strategy,
+        private=PrivateRecipe(),
         federated=FederatedRecipe(**federated | {"clients": 1, "cohort": 1, "partition": "natural"}),
         task="client",
         run_dir=None,

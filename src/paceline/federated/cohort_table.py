@@ -112,7 +112,7 @@ class CohortTable:
     """
 
     def __init__(self, num_positions: int, metric_names: Sequence[str], num_counters: int) -> None:
-        self._metric_names = metric_names
+        self.metric_names = metric_names
         self._width = len(COHORT_COLUMNS) + len(metric_names) + num_counters
         self._written: dict[int, list[float]] = {}
         self.rows = torch.zeros(num_positions + 1, self._width, dtype=torch.float64)
@@ -127,7 +127,7 @@ class CohortTable:
         """Write the row of a position; `head` has the numbers of `COHORT_COLUMNS`."""
         values = [
             *(head.get(name, 0.0) for name in COHORT_COLUMNS),
-            *(metrics.get(name, 0.0) for name in self._metric_names),
+            *(metrics.get(name, 0.0) for name in self.metric_names),
         ]
         # One tensor for all rows is made in `agree`: small tensors cost more than their numbers.
         self._written[position] = [*values, *(counters or [0.0] * (self._width - len(values)))]
@@ -159,7 +159,7 @@ class CohortTable:
         """Return loss, count and metrics of the clients that returned an update, added by position."""
         sums = [math.fsum(column) for column in self.returned().T.tolist()] or [0.0] * self.rows.shape[1]
         first = len(COHORT_COLUMNS)
-        metrics = dict(zip(self._metric_names, sums[first : first + len(self._metric_names)], strict=True))
+        metrics = dict(zip(self.metric_names, sums[first : first + len(self.metric_names)], strict=True))
         total, count = sums[COHORT_COLUMNS.index("total")], sums[COHORT_COLUMNS.index("count")]
         return StepTally(
             micro_batches=sums[COHORT_COLUMNS.index("steps")],

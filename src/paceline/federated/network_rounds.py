@@ -57,6 +57,7 @@ from paceline.federated.rounds import FederatedRounds
 from paceline.observe.step_stats import StepStats
 from paceline.parallel.model_runner import ModelRunner
 from paceline.parallel.session_context import SessionContext
+from paceline.privacy.noise import PrivateDraws
 from paceline.recipe.federated_recipe import FederatedRecipe
 from paceline.state.keys import key
 from paceline.state.train_state import TrainState
@@ -110,6 +111,7 @@ class NetworkWork:
         server: of the clients.
         seed: of the run.
         deadline_seconds: that any wait may take.
+        draws: of cohorts that nobody can compute again; None: they follow from the seed.
     Attributes:
         roster: names by number.
         gone: names that could not be reached in the last round to which they were drawn.
@@ -120,6 +122,7 @@ class NetworkWork:
     seed: int
     deadline_seconds: float
     roster: ClientRoster = field(default_factory=ClientRoster)
+    draws: PrivateDraws | None = None
     gone: set[str] = field(default_factory=set)
     num_round_samples: int = 1
 
@@ -147,9 +150,27 @@ class NetworkWork:
         """Return the members of a round, drawn from all clients but those that are gone."""
         names = self.roster.names
         clients = [number for number, name in enumerate(names) if name not in self.gone]
-        permutation = KeyedPermutation(len(clients), key(self.seed, "cohort", step))
-        size = min(self.settings.cohort_size.number, len(clients))
-        drawn = np.sort(permutation[np.arange(size, dtype=np.int64)])
+        rate, size = self.settings.cohort_size.rate, min(self.settings.cohort_size.number, len(clients))
+        if self.draws is not None:
+            # Those that are gone are drawn too: being away is a selection, and is accounted as if present.
+            clients = [*range(len(names))] if rate else clients
+            drawn = (
+                self.draws.poisson(len(clients), rate, "cohort", step)
+                if rate
+                else self.draws.subset(len(clients), size, "cohort", step)
+            )
+        elif rate:
+            draws = np.random.Generator(np.random.Philox(key=key(self.seed, "poisson", step)))
+            drawn = np.flatnonzero(draws.random(len(clients)) < rate)
+        else:
+            permutation = KeyedPermutation(len(clients), key(self.seed, "cohort", step))
+            drawn = np.sort(permutation[np.arange(size, dtype=np.int64)])
+        if len(drawn) > self.shards:
+            raise StrategyError(
+                f"a round has drawn {len(drawn)} clients, and can have {self.shards}",
+                where="federated.cohort",
+                next_step="set a smaller probability",
+            )
         return tuple(CohortMember(position, clients[index]) for position, index in enumerate(drawn))
 
     def update_roster(self) -> None:
@@ -188,7 +209,11 @@ def build_network_work(context: SessionContext, task: Task) -> NetworkWork:
         on_error.pop_all()
     joined = server.joined
     context.note("partition", _describe_clients(joined))
-    return NetworkWork(recipe.federated, server, recipe.seed, recipe.runtime.deadline_seconds)
+    private = context.rule_inputs.private
+    draws = None if private is None else private.draws
+    return NetworkWork(
+        recipe.federated, server, recipe.seed, recipe.runtime.deadline_seconds, draws=draws
+    )
 
 
 def _describe_clients(joined: Sequence[NetworkClient]) -> dict[str, Any]:
@@ -272,6 +297,8 @@ class NetworkRounds(FederatedRounds):
         network.server.wait_for(self.settings.at_least, network.deadline_seconds)
         network.update_roster()
         self._members = [(m, network.roster.names[m.client]) for m in network.draw(step)]
+        if self._private is not None and not self.settings.cohort_size.rate:
+            self._private.set_cohort(len(self._members), len(network.roster.names) - len(network.gone))
         self._phases.begin("communication")
         returned = self._collect(network, runner, local_step.state)
         for member, name in self._members:
@@ -429,6 +456,8 @@ class NetworkRounds(FederatedRounds):
         """Note the cohort of a round, who was left out and why, and the bytes of each client."""
         network, statuses = cast("NetworkWork", work), table.column("status")
         taken = network.server.take_bytes()
+        if self._private is not None and self._private.hides_units:
+            return  # epsilon counts on nobody knowing who took part
         network.num_round_samples = int(
             math.fsum(table.returned()[:, COHORT_COLUMNS.index("samples")].tolist())
         )

@@ -33,7 +33,7 @@ from paceline.comm.net import Net
 from paceline.comm.reduction.gradients import GradientReduction, Gradients
 from paceline.comm.tally import StepTally
 from paceline.data.work import BatchStream, MicroBatch, MicroBatchWork, TrainingFeed
-from paceline.errors import CheckpointError, NumericError
+from paceline.errors import CheckpointError, NumericError, TaskError
 from paceline.federated.client_codec import ClientCodec
 from paceline.federated.client_keeper import KeeperRounds, KeptVectors
 from paceline.federated.cohort_table import (
@@ -55,6 +55,7 @@ from paceline.job.mesh import RankGroup
 from paceline.observe.sinks import EventCallback
 from paceline.observe.step_stats import PhaseTimer, StepStats
 from paceline.parallel.model_runner import ModelRunner
+from paceline.privacy.private_sum import PrivateSum
 from paceline.recipe.recipe import Recipe
 from paceline.state.slot import TensorSlot
 from paceline.state.train_state import TrainState
@@ -132,6 +133,7 @@ class FederatedRounds:
         keeper: what the task keeps of each client.
         codec: of what a client returns; None: it returns values as they are.
         errors: the quantisation errors of the codec by client; None: none are kept.
+        private: the noise of the sum; None: it has none.
     Wire: one sum of the parameters in float64 (`TreeNodeOwners.calls`) and one all_reduce of the cohort table
         per round, whatever the number of clients.
     """
@@ -152,7 +154,9 @@ class FederatedRounds:
         keeper: KeeperRounds | None = None,
         codec: ClientCodec | None = None,
         errors: KeptVectors | None = None,
+        private: PrivateSum | None = None,
     ) -> None:
+        self._private = private
         self._keeper, self._codec, self._errors = keeper, codec, errors
         self._old_errors: Mapping[str, Tensor] = {}
         self._new_errors: dict[str, Tensor] = {}
@@ -228,6 +232,8 @@ class FederatedRounds:
         table.agree(self._net, self._group, runner.sharded_model.device, stops=self._stop_requested())
         sums = self.reduction.finish().tensors
         self._phases.begin("optimizer")
+        if self._private is not None:
+            sums = self._add_noise(self._private, sums, table, state.step)
         norm = self._apply(table, sums, runner, buffers, counters, state)
         if self._keeper is not None:
             self._keeper.end_round(names, sums.get(self._keeper.slot))
@@ -293,8 +299,39 @@ class FederatedRounds:
             self._advance_counters(table, runner, buffers, counters)
         return norm
 
+    def _add_noise(
+        self,
+        private: PrivateSum,
+        sums: Mapping[TensorSlot, Tensor | None],
+        table: CohortTable,
+        step: int,
+    ) -> dict[TensorSlot, Tensor | None]:
+        """Add noise to the summed updates; without any client the sum is noise.
+
+        Raises:
+            TaskError: clients have changed a buffer, whose change would be released without noise.
+        """
+        first = len(COHORT_COLUMNS) + len(table.metric_names)
+        others = [sums[slot] for slot in self.slots if slot not in self.server.vectors]
+        if bool(table.rows[:, first:].any()) or any(t is not None and bool(t.any()) for t in others):
+            raise TaskError(
+                "the forward changes a buffer of the model, whose change would be released without noise",
+                where="private.noise",
+                next_step="use layers without running statistics and counters",
+            )
+        totals = {
+            slot: torch.zeros_like(v) if (total := sums[slot]) is None else total
+            for slot, v in self.server.vectors.items()
+        }
+        private.add_noise([*totals.values()], step)
+        return {**sums, **totals}
+
     def divisor(self, table: CohortTable) -> float:
-        """Return the sum of the weights of the clients that returned an update; 0: none did."""
+        """Return the sum of the weights of the clients that returned an update, 0 if none did; with noise the
+        expected sum.
+        """
+        if self._private is not None:
+            return self._private.expected
         return math.fsum(table.returned()[:, COHORT_COLUMNS.index("weight")].tolist())
 
     def client_weight(self, num_samples: int) -> float:
@@ -400,7 +437,8 @@ class FederatedRounds:
         if not (self._is_finite and math.isfinite(norm)):
             table.write(member.position, {"status": NOT_FINITE, "samples": num_samples}, {}, ())
             return None
-        weight, clip = self.client_weight(num_samples), self.settings.clip_norm
+        weight = self.client_weight(num_samples)
+        clip = self.settings.clip_norm if self._private is None else self._private.clip_norm
         if clip:
             # By parameter, so that the factor does not depend on how parameters share vectors.
             parts = [*self.server.by_parameter(update).values()]
@@ -498,6 +536,8 @@ class FederatedRounds:
 
     def _report(self, work: CohortWork, table: CohortTable, step: int) -> None:
         """Note the cohort of a round, who was left out and why, and the bytes that clients would send."""
+        if self._private is not None and self._private.hides_units:
+            return  # epsilon counts on nobody knowing who took part
         cohort, names = work.order.cohort(step), work.order.clients.names
         statuses = table.column("status")
         left_out = {

@@ -140,6 +140,15 @@ STREAMING_NEEDS = (_sync_need(lambda recipe: recipe.strategy.sync_spec.can_strea
 FEDERATED_NEEDS = (
     _sync_need(lambda recipe: recipe.strategy.sync_spec.trains_clients, "with sync=federated:E"),
 )
+ENTROPY_NEEDS = (
+    FieldNeed(
+        lambda recipe: recipe.private.is_on,
+        "with private.noise",
+        "which is not set",
+        keys=("private.noise",),
+        scope="recipe",
+    ),
+)
 WIRE_NEEDS = (
     FieldNeed(
         lambda recipe: recipe.federated.is_networked,

@@ -106,6 +106,8 @@ def _check_clients(value: Any) -> Any:
 
 NETWORK_CLIENTS = "network"
 """The value of `federated.clients` with which clients connect over a network."""
+MAX_NETWORK_COHORT = 256
+"""Largest cohort of clients of a network that is drawn with a probability."""
 
 
 def _network_need(only: str, reason: str) -> FieldNeed:
@@ -220,10 +222,14 @@ class FederatedRecipe(RecipeTable):
             next_step="set federated.cohort to a number of clients, or to a larger fraction",
         ),
         FieldNeed(
-            lambda table: not table.is_networked or type(table.cohort) is int,
+            lambda table: (
+                not table.is_networked
+                or type(table.cohort) is int
+                or (table.cohort_size.rate > 0 and not table.buffer)
+            ),
             keys=("clients",),
-            reason='expected a number of clients with clients = "network", found {t.cohort}: nobody knows'
-            " how many will connect",
+            reason='expected a number of clients or, without buffer, "poisson:Q" with clients = "network", found'
+            " {t.cohort}: nobody knows how many will connect",
             is_conflict=True,
             next_step="set federated.cohort to the most clients that a round may have",
         ),
@@ -324,7 +330,9 @@ class FederatedRecipe(RecipeTable):
         """
         if self.buffer:
             return self.buffer
-        return int(self.clients) if self.cohort_size.rate else self.cohort_size.number
+        if self.cohort_size.rate:
+            return int(self.clients) if isinstance(self.clients, int) else MAX_NETWORK_COHORT
+        return self.cohort_size.number
 
     @property
     def num_groups(self) -> int:

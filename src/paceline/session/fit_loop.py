@@ -113,6 +113,7 @@ class RunSchedule:
         if self._checkpoints.best.is_over():
             self.reason = self._patience()
         self._pause_if_due()
+        self._stop_at_privacy_budget()
         while not self.is_over():
             try:
                 for stats in session.rounds():
@@ -163,7 +164,17 @@ class RunSchedule:
             hashes |= self._evaluate_and_save(before)
             self._check_stop_requests()
             self._pause_if_due()
+            self._stop_at_privacy_budget()
         return hashes or self._may_be_stopped
+
+    def _stop_at_privacy_budget(self) -> None:
+        """End the run before the round that would exceed the privacy budget; equal on all ranks."""
+        private, step = self._session.private, self._session.state.step
+        if private is None or self.is_over():
+            return
+        self.reason = private.refuse_next(self._session.num_steps - step)
+        if self.reason:
+            self.send_event("stop", {"step": step, "reason": self.reason})
 
     def _pause_if_due(self) -> None:
         """Stop at the pause step, after what is due at that step, so that a resumed run repeats nothing."""

@@ -211,9 +211,7 @@ def build_network_work(context: SessionContext, task: Task) -> NetworkWork:
     context.note("partition", _describe_clients(joined))
     private = context.rule_inputs.private
     draws = None if private is None else private.draws
-    return NetworkWork(
-        recipe.federated, server, recipe.seed, recipe.runtime.deadline_seconds, draws=draws
-    )
+    return NetworkWork(recipe.federated, server, recipe.seed, recipe.runtime.deadline_seconds, draws=draws)
 
 
 def _describe_clients(joined: Sequence[NetworkClient]) -> dict[str, Any]:

@@ -42,11 +42,11 @@ from paceline.federated.cohort_table import (
     NO_SAMPLES,
     NOT_FINITE,
     RETURNED,
+    ClientRow,
     CohortReplay,
     CohortTable,
     LocalSums,
     status_of,
-    write_returned,
 )
 from paceline.federated.cohorts import CohortMember, CohortWork
 from paceline.federated.server_step import ServerStep, norm_of
@@ -233,7 +233,7 @@ class FederatedRounds:
         sums = self.reduction.finish().tensors
         self._phases.begin("optimizer")
         if self._private is not None:
-            sums = self._add_noise(self._private, sums, table, state.step)
+            sums = self.add_noise(self._private, sums, state.step)
         norm = self._apply(table, sums, runner, buffers, counters, state)
         if self._keeper is not None:
             self._keeper.end_round(names, sums.get(self._keeper.slot))
@@ -286,6 +286,8 @@ class FederatedRounds:
         state: TrainState,
     ) -> float | None:
         """Apply the mean update; return its norm, or None if no client returned one."""
+        if self._private is not None:
+            self._refuse_moved_buffers(table, sums, len(counters))
         divisor = self.divisor(table)
         if not divisor:
             if NOT_FINITE in table.column("status"):
@@ -299,32 +301,29 @@ class FederatedRounds:
             self._advance_counters(table, runner, buffers, counters)
         return norm
 
-    def _add_noise(
-        self,
-        private: PrivateSum,
-        sums: Mapping[TensorSlot, Tensor | None],
-        table: CohortTable,
-        step: int,
-    ) -> dict[TensorSlot, Tensor | None]:
-        """Add noise to the summed updates; without any client the sum is noise.
-
-        Raises:
-            TaskError: clients have changed a buffer, whose change would be released without noise.
-        """
-        first = len(COHORT_COLUMNS) + len(table.metric_names)
-        others = [sums[slot] for slot in self.slots if slot not in self.server.vectors]
-        if bool(table.rows[:, first:].any()) or any(t is not None and bool(t.any()) for t in others):
-            raise TaskError(
-                "the forward changes a buffer of the model, whose change would be released without noise",
-                where="private.noise",
-                next_step="use layers without running statistics and counters",
-            )
+    def add_noise(
+        self, private: PrivateSum, sums: Mapping[TensorSlot, Tensor | None], step: int
+    ) -> Mapping[TensorSlot, Tensor | None]:
+        """Return the sums with noise in the updates; without any client they are noise."""
         totals = {
             slot: torch.zeros_like(v) if (total := sums[slot]) is None else total
             for slot, v in self.server.vectors.items()
         }
         private.add_noise([*totals.values()], step)
         return {**sums, **totals}
+
+    def _refuse_moved_buffers(
+        self, table: CohortTable, sums: Mapping[TensorSlot, Tensor | None], num_counters: int
+    ) -> None:
+        """Raise a TaskError if clients have changed a buffer, whose change would be released without noise."""
+        changes = [sums[slot] for slot in self.slots if slot not in self.server.vectors]
+        changes.append(table.rows[:, table.rows.shape[1] - num_counters :])
+        if any(change is not None and bool(change.any()) for change in changes):
+            raise TaskError(
+                "the forward changes a buffer of the model, whose change would be released without noise",
+                where="private.noise",
+                next_step="use layers without running statistics and counters",
+            )
 
     def divisor(self, table: CohortTable) -> float:
         """Return the sum of the weights of the clients that returned an update, 0 if none did; with noise the
@@ -448,11 +447,25 @@ class FederatedRounds:
             torch._foreach_mul_(update, factor)
             factor, num_bytes = 1.0, self._encode(self._codec, *source, update)
         torch._foreach_mul_(update, weight * factor)
-        self.reduction.micro_batch(range(member.position, member.position + 1), False)
+        self.open_leaf(member.position, weight)
         for slot, value in zip(self.server.vectors, update, strict=True):
             self.reduction.ready(slot, value)
-        write_returned(table, member, sums, weight, num_samples, moved, num_bytes)
+        self.write_row(table, member.position, sums.row(weight, num_samples), moved, num_bytes)
         return weight
+
+    def open_leaf(self, position: int, weight: float) -> None:
+        """Begin what a client adds to the sums."""
+        self.reduction.micro_batch(range(position, position + 1), False)
+
+    def write_row(
+        self, table: CohortTable, position: int, row: ClientRow, moved: Sequence[float], num_bytes: int
+    ) -> None:
+        """Write the numbers of a client to the table.
+
+        Args:
+            num_bytes: of its update, as it sends it.
+        """
+        table.write(position, {"status": RETURNED, **row.head, "bytes": float(num_bytes)}, row.metrics, moved)
 
     def _encode(self, codec: ClientCodec, client: str, round_number: int, update: list[Tensor]) -> int:
         """Replace an update by what the server decodes of it; return the bytes that are sent."""

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +21,34 @@ _BLOCK_BYTES = 1 << 16
 _STREAM_KEY_BYTES = 32
 KNOWN_ENTROPY = "no privacy: the noise is known"
 """What a run says of itself whose secret random bytes follow from a seed."""
+
+PRIVACY_KEY = "federated.privacy"
+RELEASED_FIELDS = [
+    "the sum of the weighted updates, buffers and counters",
+    "the sums of weights, samples, steps, losses, counts and metrics",
+    "the names of the clients of a round, and which of them returned an update",
+    "the number of bytes",
+]
+"""What the server of a round with masks learns."""
+
+
+class PrivacyRecord:
+    """What a run says of its privacy, as state that checkpoints keep.
+
+    Args:
+        record: as the event `privacy` has it.
+    """
+
+    def __init__(self, record: Mapping[str, Any]) -> None:
+        self.record = dict(record)
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return the record."""
+        return self.record
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Keep a warning of the saved run: secrets that were known once stay known."""
+        self.record["warning"] = self.record.get("warning") or str(state_dict.get("warning", ""))
 
 
 class Entropy:

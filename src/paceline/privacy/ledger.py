@@ -43,7 +43,7 @@ class PrivacyReport:
         clip_norm: largest norm of what a unit adds to a sum.
         budget: largest epsilon; 0: there is none.
         events: the releases: their fields, and how often each was made.
-        exposed: what the run shows without noise, which epsilon does not cover.
+        without_noise: what the run shows without noise, which epsilon does not cover.
         warning: why there is no privacy; empty if there is.
     """
 
@@ -56,7 +56,7 @@ class PrivacyReport:
     clip_norm: float
     budget: float
     events: Sequence[Mapping[str, Any]]
-    exposed: Sequence[str]
+    without_noise: Sequence[str]
     warning: str = ""
 
 
@@ -83,7 +83,7 @@ class PrivacyLedger:
 
     Args:
         delta, budget, unit, clip_norm: of the recipe.
-        exposed: what the run shows without noise.
+        without_noise: what the run shows without noise.
         warning: why there is no privacy; empty if there is.
     Raises:
         MissingExtraError: dp-accounting is not installed.
@@ -96,12 +96,12 @@ class PrivacyLedger:
         budget: float,
         unit: str,
         clip_norm: float,
-        exposed: Sequence[str] = (),
+        without_noise: Sequence[str] = (),
         warning: str = "",
     ) -> None:
         require_accountant()
         self.delta, self.budget, self.unit, self.clip_norm = delta, budget, unit, clip_norm
-        self.exposed, self.warning = tuple(exposed), warning
+        self.without_noise, self.warning = tuple(without_noise), warning
         self.releases: dict[NoisyRelease, int] = {}
         self._file: TextIO | None = None
         self._known: _KnownRoom | None = None
@@ -133,9 +133,10 @@ class PrivacyLedger:
             self._file = None
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return unit and releases."""
+        """Return unit, warning and releases."""
         return {
             "unit": self.unit,
+            "warning": self.warning,
             "releases": [[*release, count] for release, count in self.releases.items()],
         }
 
@@ -152,6 +153,8 @@ class PrivacyLedger:
                 where="private.unit",
                 next_step="resume with the unit of the run, or start a new one",
             )
+        # Noise that was known once stays known.
+        self.warning = self.warning or str(state_dict["warning"])
         self._merge({NoisyRelease(*fields): int(count) for *fields, count in state_dict["releases"]})
 
     def _merge(self, releases: Mapping[NoisyRelease, int]) -> None:
@@ -200,7 +203,9 @@ class PrivacyLedger:
             RecipeError: it would exceed the budget.
         """
         if refusal := self.refuse(release, 1):
-            raise RecipeError(refusal, where="private.budget", next_step="stop here, or allow a larger budget")
+            raise RecipeError(
+                refusal, where="private.budget", next_step="stop here, or allow a larger budget"
+            )
         number = self.num_releases
         if self._file is not None:
             self._file.write(json.dumps({"step": step, **release.record()}) + "\n")
@@ -215,7 +220,7 @@ class PrivacyLedger:
             budget=self.budget,
             unit=self.unit,
             clip_norm=self.clip_norm,
-            exposed=self.exposed,
+            without_noise=self.without_noise,
             warning=self.warning,
         )
 
@@ -227,7 +232,7 @@ def describe_releases(
     budget: float,
     unit: str,
     clip_norm: float,
-    exposed: Sequence[str],
+    without_noise: Sequence[str],
     warning: str,
 ) -> PrivacyReport:
     """Return what some releases guarantee; arguments as of `PrivacyLedger`."""
@@ -241,7 +246,7 @@ def describe_releases(
         clip_norm=clip_norm,
         budget=budget,
         events=[{**release.record(), "count": count} for release, count in releases.items()],
-        exposed=list(exposed),
+        without_noise=list(without_noise),
         warning=warning,
     )
 

@@ -29,6 +29,8 @@ from paceline.privacy.entropy import key_stream
 
 _UNIFORM_BITS = 53
 _BLOCK_VALUES = 1 << 18
+LARGEST_DEVIATIONS = math.sqrt(2.0 * _UNIFORM_BITS * math.log(2.0))
+"""The largest magnitude of noise, in standard deviations: 8.6."""
 
 
 class PrivateDraws:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from paceline.privacy.accountant import NoisyRelease
 from paceline.privacy.ledger import PrivacyLedger
-from paceline.privacy.noise import PrivateDraws
+from paceline.privacy.noise import LARGEST_DEVIATIONS, PrivateDraws
 
 FRACTION_BITS = 32
 """Of the grid of sums that no ring has put on one."""
@@ -55,6 +55,11 @@ class PrivateSum:
     def deviation(self) -> float:
         """Return the standard deviation of the noise of each value of a sum."""
         return self.release.noise * self.clip_norm
+
+    @property
+    def largest_noise(self) -> float:
+        """Return a bound of the magnitude of the noise of a value."""
+        return LARGEST_DEVIATIONS * self.deviation
 
     def set_cohort(self, size: int, num_units: int) -> None:
         """Set how many units the next sum draws without replacement, of how many."""

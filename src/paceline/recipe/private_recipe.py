@@ -48,7 +48,7 @@ NOISE_NEEDS = (
     ),
     _needed(
         lambda r: _of_client(r) or _sums_whole_gradients(r),
-        "expected sync=every-step on replicas of whole models, without lanes and codec, with unit = \"sample\","
+        'expected sync=every-step on replicas of whole models, without lanes and codec, with unit = "sample",'
         " found '{t.strategy}': only there each sample is clipped before anything is added",
         "unit",
         "strategy",
@@ -62,7 +62,9 @@ NOISE_NEEDS = (
         next_step='set federated.weights = "equal"',
     ),
     _needed(
-        lambda r: not _of_client(r) or not (r.federated.clip_norm or r.federated.buffer or r.strategy.is_coded),
+        lambda r: (
+            not _of_client(r) or not (r.federated.clip_norm or r.federated.buffer or r.strategy.is_coded)
+        ),
         "expected no federated.clip_norm, federated.buffer or codec: private.clip_norm clips, a buffer draws"
         " nobody, and a codec can lengthen a clipped update",
         "federated.clip_norm",
@@ -84,7 +86,7 @@ NOISE_NEEDS = (
     ),
     _needed(
         lambda r: _of_client(r) or (r.optimizer.spec.elementwise and not r.runtime.compile),
-        "expected an optimizer that reads nothing but gradients, and no runtime.compile, with unit = \"sample\","
+        'expected an optimizer that reads nothing but gradients, and no runtime.compile, with unit = "sample",'
         ' found optimizer.name = "{t.optimizer.name}"',
         "optimizer.name",
         "runtime.compile",

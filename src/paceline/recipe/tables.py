@@ -399,8 +399,8 @@ class DebugRecipe(RecipeTable):
     )
     entropy_seed: Annotated[int | None, *ENTROPY_NEEDS] = Field(
         default=None,
-        description="draw masks, keys and noise from this seed in place of the entropy of the operating system;"
-        " for tests: such a run has no privacy",
+        description="draw masks, keys and noise from this seed, and not from the entropy of the operating"
+        " system; for tests: such a run has no privacy",
     )
     replay_arrivals: Annotated[str | None, *REPLAY_NEEDS] = Field(
         default=None,

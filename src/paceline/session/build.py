@@ -107,7 +107,7 @@ def build_session(
     check_health_supported(recipe.health, strategy)
     net = Net(recipe.runtime.deadline_seconds, times_calls=device.type == "cpu")
     mesh = Mesh.build(cluster, strategy.degrees)
-    private = build_private_sum(recipe, task, mesh, net, device) if trains else None
+    private = build_private_sum(recipe, task, mesh, net, device, warn) if trains else None
     if private is not None and recipe.private.unit == "sample":
         components = with_private_samples(components or Components(), private)
     context = SessionContext(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any, cast
@@ -25,6 +25,7 @@ from paceline.observe.step_stats import StepStats
 from paceline.observe.step_trace import TraceWindow
 from paceline.parallel.state_hash import find_divergence, whole_sha256
 from paceline.pipeline_schedule.schedule_table import TimelineRow
+from paceline.privacy.entropy import PRIVACY_KEY
 from paceline.recipe.tables import parse_step_range, require_steps_of_run
 from paceline.session.checkpointing import CheckpointSchedule, interval_passed, open_checkpoint_schedule
 from paceline.session.early_stopping import value_of_metric
@@ -291,6 +292,8 @@ class Result:
         model: with the parameters of the last step, or their average if the recipe asks for one; None if this
             rank holds only a part of it (`paceline export` reads the whole from the checkpoint), and until
             `train` returns.
+        privacy: of a run with `federated.secure` what the server learned, of one with `private.noise` the
+            fields of `PrivacyReport`; in `warning` why that may be everything; empty for others.
     """
 
     steps: int
@@ -303,6 +306,7 @@ class Result:
     reason: str = ""
     best: str | None = None
     model: nn.Module | None = None
+    privacy: Mapping[str, Any] = field(default_factory=dict)
 
 
 class FitInProgress:
@@ -326,6 +330,7 @@ class FitInProgress:
         self._trace = _open_trace(session, run_dir, self.schedule)
         self._freed_memory = FreedMemory(session.recipe, session.mesh)
         self._freed_memory.return_to_system()  # the whole model that was partitioned, and trial steps
+        self._report_epsilon()
         session.run_callbacks(lambda callback: callback.on_begin(session))
         if session.interrupted_at is None:
             self.schedule.make_missed_evaluation()
@@ -356,6 +361,15 @@ class FitInProgress:
         self._before = self._session.state.step
         self._session.reported = self._before, stats
 
+    def _report_epsilon(self) -> dict[str, Any]:
+        """Send the event `epsilon`, and return its fields; empty if no sum has noise."""
+        private = self._session.private
+        if private is None:
+            return {}
+        record = asdict(private.ledger.report())
+        self.schedule.send_event("epsilon", {"step": self._session.state.step, **record})
+        return record
+
     def close(self) -> None:
         """Write the profile and the trace of a run that ends, also by an error, inside of their ranges."""
         if self._profile is not None:
@@ -374,7 +388,9 @@ class FitInProgress:
         evaluation = None if schedule.stopped else schedule.evaluate()
         saved = checkpoints.finish()
         self._freed_memory.return_to_system()  # before the whole model is assembled for the result
+        epsilon = self._report_epsilon()
         schedule.send_event("end", {"step": session.state.step, "stopped": schedule.stopped})
+        privacy = session.state.stateful_objects.get(PRIVACY_KEY)
         result = Result(
             steps=session.state.step,
             last=self._last,
@@ -385,6 +401,7 @@ class FitInProgress:
             run_dir=self.run_dir,
             reason=schedule.reason,
             best=checkpoints.best_checkpoint_path(),
+            privacy={**({} if privacy is None else privacy.state_dict()), **epsilon},
         )
         session.run_callbacks(lambda callback: callback.on_end(session, result))
         return result

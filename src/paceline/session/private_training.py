@@ -8,7 +8,7 @@ after noise was added to it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,7 @@ from paceline.sync.update import PendingUpdate, UpdatePart
 from paceline.task import Task
 
 LEDGER_KEY = "privacy"
-_EXPOSED = ("training losses and metrics of each round", "numbers of samples of each round")
+_WITHOUT_NOISE = ("training losses and metrics of each round", "numbers of samples of each round")
 _ABSENT = "late and lost clients are accounted as if they had taken part"
 
 
@@ -69,7 +69,12 @@ def plan_release(recipe: Recipe, num_units: int) -> tuple[NoisyRelease, float]:
 
 
 def build_private_sum(
-    recipe: Recipe, task: Task, mesh: Mesh, net: Net, device: torch.device
+    recipe: Recipe,
+    task: Task,
+    mesh: Mesh,
+    net: Net,
+    device: torch.device,
+    warn: Callable[[str], None],
 ) -> PrivateSum | None:
     """Return the noise of the sums of a run; None if it has none; collective.
 
@@ -88,27 +93,23 @@ def build_private_sum(
         clients = recipe.federated.clients
         num_units = clients if isinstance(clients, int) else recipe.federated.at_least
     release, expected = plan_release(recipe, num_units)
+    if warning := check_delta(private.delta, num_units):
+        warn(warning)
     entropy = Entropy(recipe.debug.entropy_seed)
+    if entropy.is_known:
+        warn(f"warning: {KNOWN_ENTROPY} (debug.entropy_seed)")
     ledger = PrivacyLedger(
         delta=private.delta,
         budget=private.budget,
         unit=private.unit,
         clip_norm=private.clip_norm,
-        exposed=(*_EXPOSED, *((_ABSENT,) if private.unit == "client" else ())),
+        without_noise=(*_WITHOUT_NOISE, *((_ABSENT,) if private.unit == "client" else ())),
         warning=KNOWN_ENTROPY if entropy.is_known else "",
     )
     # In memory only, on every rank: a resumed run takes another one.
     secret = broadcast_text(entropy.of("privacy").bytes(32).hex(), mesh.world, net, device)
     draws = PrivateDraws(bytes.fromhex(secret))
     return PrivateSum(ledger, draws, clip_norm=private.clip_norm, release=release, expected=expected)
-
-
-def warnings_of(recipe: Recipe, private: PrivateSum, num_units: int) -> list[str]:
-    """Return what a user should know before the first round."""
-    texts = [check_delta(recipe.private.delta, num_units)]
-    if private.ledger.warning:
-        texts.append(f"warning: debug.entropy_seed is set: {private.ledger.warning}")
-    return [text for text in texts if text]
 
 
 def _refuse_task(recipe: Recipe, task: Task) -> None:

@@ -315,7 +315,7 @@ class FederatedRounds:
     def _refuse_moved_buffers(
         self, table: CohortTable, sums: Mapping[TensorSlot, Tensor | None], num_counters: int
     ) -> None:
-        """Raise a TaskError if clients have changed a buffer, whose change would be released without noise."""
+        """Raise a TaskError if clients have changed a buffer: that would be released without noise."""
         changes = [sums[slot] for slot in self.slots if slot not in self.server.vectors]
         changes.append(table.rows[:, table.rows.shape[1] - num_counters :])
         if any(change is not None and bool(change.any()) for change in changes):

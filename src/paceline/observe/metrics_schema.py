@@ -333,6 +333,7 @@ _EPSILON = {
     "budget": "float: private.budget",
     "events": "list: each kind of release, with the number of them",
     "without_noise": "list: what the run shows without noise, which epsilon does not cover",
+    "assumptions": "list: under which epsilon holds",
     "warning": "str: why there is no privacy; empty if there is",
 }
 _BUFFER = {
@@ -416,7 +417,7 @@ EVENT_SCHEMAS: Mapping[str, EventSchema] = MappingProxyType(
             True,
             {
                 "step": "int: steps taken before it",
-                "reason": "str: as a callback gave it, or the privacy budget",
+                "reason": "str: of a callback, or the privacy budget",
             },
         ),
         "checkpoint": EventSchema("info", True, {"step": "int: saved state", "path": "str: where it is"}),

@@ -51,12 +51,16 @@ class NoisyRelease(NamedTuple):
     num_units: int = 0
 
     def __str__(self) -> str:
+        return f"{self.describe_sampling()}; noise {self.noise:g}"
+
+    def describe_sampling(self) -> str:
+        """Return how units were drawn, in words."""
         drawn = {
             "poisson": f"Poisson, each with probability {self.rate:g}",
             "fixed": f"{self.size} of {self.num_units}, without replacement",
             "all": "all",
         }
-        return f"{drawn[self.sampling]}; noise {self.noise:g}"
+        return drawn[self.sampling]
 
     @property
     def relation(self) -> str:
@@ -153,13 +157,22 @@ def compute_epsilon(releases: Releases, delta: float) -> float:
         for other in others:
             first = first.compose(other)
         return float(first.get_epsilon_for_delta(delta))
+    moments = [(_renyi_moments(release, relation), count) for release, count in made.items()]
+    orders = moments[0][0][0]
+    total = sum(divergences * count for (_, divergences), count in moments)
+    return float(dp.rdp.compute_epsilon(orders, total, delta)[0])
+
+
+@lru_cache(maxsize=16)
+def _renyi_moments(release: NoisyRelease, relation: str) -> tuple[Any, Any]:
+    """Return orders and Renyi divergences of a release, as the RdpAccountant computes them."""
+    dp = require_accountant()
     neighbours = dp.NeighboringRelation
     accountant = dp.rdp.RdpAccountant(
         neighboring_relation=neighbours.REPLACE_ONE if relation == REPLACE else neighbours.ADD_OR_REMOVE_ONE
     )
-    for release, count in made.items():
-        accountant.compose(to_event(release, relation), count)
-    return float(accountant.get_epsilon(delta))
+    accountant.compose(to_event(release, relation))
+    return accountant.orders, accountant.rdp
 
 
 def _distribution(release: NoisyRelease, count: int) -> Any:
@@ -243,6 +256,6 @@ def check_delta(delta: float, num_units: int) -> str:
     if num_units and delta > 1.0 / num_units:
         return (
             f"warning: private.delta = {delta:g} is above 1 / {num_units}: a mechanism that publishes one of"
-            f" the units at random would satisfy it. Set it to at most {10 ** math.floor(-math.log10(num_units)):g}."
+            " the units at random would satisfy it."
         )
     return ""

@@ -44,6 +44,7 @@ class PrivacyReport:
         budget: largest epsilon; 0: there is none.
         events: the releases: their fields, and how often each was made.
         without_noise: what the run shows without noise, which epsilon does not cover.
+        assumptions: under which epsilon holds.
         warning: why there is no privacy; empty if there is.
     """
 
@@ -57,6 +58,7 @@ class PrivacyReport:
     budget: float
     events: Sequence[Mapping[str, Any]]
     without_noise: Sequence[str]
+    assumptions: Sequence[str]
     warning: str = ""
 
 
@@ -84,6 +86,7 @@ class PrivacyLedger:
     Args:
         delta, budget, unit, clip_norm: of the recipe.
         without_noise: what the run shows without noise.
+        assumptions: under which epsilon holds.
         warning: why there is no privacy; empty if there is.
     Raises:
         MissingExtraError: dp-accounting is not installed.
@@ -97,11 +100,13 @@ class PrivacyLedger:
         unit: str,
         clip_norm: float,
         without_noise: Sequence[str] = (),
+        assumptions: Sequence[str] = (),
         warning: str = "",
     ) -> None:
         require_accountant()
         self.delta, self.budget, self.unit, self.clip_norm = delta, budget, unit, clip_norm
-        self.without_noise, self.warning = tuple(without_noise), warning
+        self.without_noise, self.assumptions = tuple(without_noise), tuple(assumptions)
+        self.warning = warning
         self.releases: dict[NoisyRelease, int] = {}
         self._file: TextIO | None = None
         self._known: _KnownRoom | None = None
@@ -221,6 +226,7 @@ class PrivacyLedger:
             unit=self.unit,
             clip_norm=self.clip_norm,
             without_noise=self.without_noise,
+            assumptions=self.assumptions,
             warning=self.warning,
         )
 
@@ -233,6 +239,7 @@ def describe_releases(
     unit: str,
     clip_norm: float,
     without_noise: Sequence[str],
+    assumptions: Sequence[str],
     warning: str,
 ) -> PrivacyReport:
     """Return what some releases guarantee; arguments as of `PrivacyLedger`."""
@@ -247,6 +254,7 @@ def describe_releases(
         budget=budget,
         events=[{**release.record(), "count": count} for release, count in releases.items()],
         without_noise=list(without_noise),
+        assumptions=list(assumptions),
         warning=warning,
     )
 

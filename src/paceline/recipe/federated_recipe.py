@@ -248,8 +248,8 @@ class FederatedRecipe(RecipeTable):
                 or (table.cohort_size.rate > 0 and not table.buffer)
             ),
             keys=("clients",),
-            reason='expected a number of clients or, without buffer, "poisson:Q" with clients = "network", found'
-            " {t.cohort}: nobody knows how many will connect",
+            reason='expected a number of clients or, without buffer, "poisson:Q" with clients = "network",'
+            " found {t.cohort}: nobody knows how many will connect",
             is_conflict=True,
             next_step="set federated.cohort to the most clients that a round may have",
         ),

@@ -1,4 +1,4 @@
-"""The table `[private]`: clip and noise of each sum, and the budget of the run; plain values without torch."""
+"""The table `[private]`: clip and noise of each sum, and the budget of the run; without torch."""
 
 from __future__ import annotations
 
@@ -48,16 +48,16 @@ NOISE_NEEDS = (
     ),
     _needed(
         lambda r: _of_client(r) or _sums_whole_gradients(r),
-        'expected sync=every-step on replicas of whole models, without lanes and codec, with unit = "sample",'
-        " found '{t.strategy}': only there each sample is clipped before anything is added",
+        "expected sync=every-step on replicas of whole models, without lanes and codec, with unit ="
+        " \"sample\", found '{t.strategy}': only there each sample is clipped before anything is added",
         "unit",
         "strategy",
         next_step='use replicas=all alone, or set private.unit = "client" and train clients',
     ),
     _needed(
         lambda r: not _of_client(r) or r.federated.weights == "equal",
-        'expected federated.weights = "equal", found "samples": a client with many samples would change the sum'
-        " by more than the clip norm",
+        'expected federated.weights = "equal", found "samples": a client with many samples would change the'
+        " sum by more than the clip norm",
         "federated.weights",
         next_step='set federated.weights = "equal"',
     ),
@@ -86,8 +86,8 @@ NOISE_NEEDS = (
     ),
     _needed(
         lambda r: _of_client(r) or (r.optimizer.spec.elementwise and not r.runtime.compile),
-        'expected an optimizer that reads nothing but gradients, and no runtime.compile, with unit = "sample",'
-        ' found optimizer.name = "{t.optimizer.name}"',
+        "expected an optimizer that reads nothing but gradients, and no runtime.compile, with unit ="
+        ' "sample", found optimizer.name = "{t.optimizer.name}"',
         "optimizer.name",
         "runtime.compile",
     ),

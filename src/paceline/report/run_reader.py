@@ -192,7 +192,7 @@ _REQUIRED_FIELDS: Mapping[str, Mapping[str, FieldCheck]] = {
         **dict.fromkeys(("step",), _is_count),
         **dict.fromkeys(("epsilon", "delta", "clip_norm", "budget"), _is_amount),
         **dict.fromkeys(("unit", "relation", "accountant", "warning"), _is_text),
-        **dict.fromkeys(("sampling", "without_noise"), partial(_is_list_of, _is_text)),
+        **dict.fromkeys(("sampling", "without_noise", "assumptions"), partial(_is_list_of, _is_text)),
         "events": partial(_is_list_of, _is_release),
     },
     "rollout": {
@@ -317,7 +317,7 @@ class RecordedRun:
             releases = read_releases(self.folder / LEDGER)
             if sum(releases.values()) <= sum(event["count"] for event in last["events"]):
                 return last
-            terms = ("delta", "budget", "unit", "clip_norm", "without_noise", "warning")
+            terms = ("delta", "budget", "unit", "clip_norm", "without_noise", "assumptions", "warning")
             report = describe_releases(releases, **{name: last[name] for name in terms})
         except (PacelineError, OSError):
             return last

@@ -172,7 +172,8 @@ def _describe_epsilon(run: RecordedRun) -> Iterator[str]:
         f"Noise protects each {record['unit']}: epsilon {format_number(record['epsilon'])} at delta"
         f" {record['delta']:g} after {format_count(count, 'release')}{how}, clip norm"
         f" {record['clip_norm']:g}. Neighbours: {record['relation']}. Accountant: {record['accountant']}."
-        f" Shown without noise: {', '.join(record['without_noise'])}."
+        f" Shown without noise: {', '.join(record['without_noise'])}. It is assumed that"
+        f" {'; that '.join(record['assumptions'])}."
     )
 
 

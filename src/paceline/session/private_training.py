@@ -12,15 +12,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from paceline.comm.group_collectives import broadcast_text
 from paceline.comm.net import Net
+from paceline.data.build_feed import run_length
 from paceline.data.poisson_batches import PoissonWork
 from paceline.data.sample_order import KeyedOrder
+from paceline.data.task_data import prepare_data
 from paceline.errors import RecipeError, TaskError
+from paceline.federated.cohorts import CohortWork, build_order_of_clients
 from paceline.job.mesh import Mesh
 from paceline.parallel.per_sample_gradients import PerSampleRunner
 from paceline.parallel.session_context import Components
@@ -37,7 +40,11 @@ from paceline.task import Task
 
 LEDGER_KEY = "privacy"
 _WITHOUT_NOISE = ("training losses and metrics of each round", "numbers of samples of each round")
-_ABSENT = "late and lost clients are accounted as if they had taken part"
+_ASSUMPTIONS = (
+    "the server, or the ranks of the job, are trusted: they see what has no noise yet, and who takes part",
+    "the noise is rounded to a grid, and accounted as if it were not",
+)
+_OF_CLIENTS = "clients that are late or lost are accounted as if they had taken part"
 
 
 def plan_release(recipe: Recipe, num_units: int) -> tuple[NoisyRelease, float]:
@@ -49,7 +56,7 @@ def plan_release(recipe: Recipe, num_units: int) -> tuple[NoisyRelease, float]:
         RecipeError: there are fewer units than a sum should have.
     """
     noise, size = recipe.private.noise, float(recipe.batch.size)
-    if recipe.private.unit == "client":
+    if recipe.strategy.sync_spec.trains_clients:
         cohort = recipe.federated.cohort_size
         if not cohort.rate:
             size = float(min(cohort.number, num_units))
@@ -66,6 +73,45 @@ def plan_release(recipe: Recipe, num_units: int) -> tuple[NoisyRelease, float]:
     if size == num_units:
         return NoisyRelease(noise, "all"), size
     return NoisyRelease(noise, "poisson", rate=size / num_units), size
+
+
+class PrivacyPlan(NamedTuple):
+    """What a run will release.
+
+    Args:
+        release: of a round, with the noise of the recipe.
+        num_rounds: of the run.
+        num_units: clients or samples.
+        unit: "client" or "sample".
+    """
+
+    release: NoisyRelease
+    num_rounds: int
+    num_units: int
+    unit: str
+
+
+def plan_run(recipe: Recipe, build_task: Callable[[], Task]) -> PrivacyPlan:
+    """Return what a run of a recipe releases, also of one that has no noise yet.
+
+    Args:
+        build_task: called only if samples must be counted.
+    """
+    if recipe.strategy.sync_spec.trains_clients:
+        num_units, rounds = _num_clients(recipe), recipe.steps
+        if rounds is None:
+            work = CohortWork(build_order_of_clients(recipe, prepare_data(build_task(), recipe)))
+            rounds = run_length(recipe, work.steps_per_epoch)
+        return PrivacyPlan(plan_release(recipe, num_units)[0], rounds, num_units, "client")
+    num_units = len(prepare_data(build_task(), recipe).data)
+    rounds = run_length(recipe, -(-num_units // recipe.batch.size))
+    return PrivacyPlan(plan_release(recipe, num_units)[0], rounds, num_units, "sample")
+
+
+def _num_clients(recipe: Recipe) -> int:
+    # How many clients of a network will connect is not known, and a divisor must not depend on it.
+    clients = recipe.federated.clients
+    return clients if isinstance(clients, int) else recipe.federated.at_least
 
 
 def build_private_sum(
@@ -87,11 +133,7 @@ def build_private_sum(
     if not private.is_on:
         return None
     _refuse_task(recipe, task)
-    num_units = len(task.data)
-    if private.unit == "client":
-        # How many clients will connect is not known, and a divisor must not depend on it.
-        clients = recipe.federated.clients
-        num_units = clients if isinstance(clients, int) else recipe.federated.at_least
+    num_units = _num_clients(recipe) if private.unit == "client" else len(task.data)
     release, expected = plan_release(recipe, num_units)
     if warning := check_delta(private.delta, num_units):
         warn(warning)
@@ -103,7 +145,8 @@ def build_private_sum(
         budget=private.budget,
         unit=private.unit,
         clip_norm=private.clip_norm,
-        without_noise=(*_WITHOUT_NOISE, *((_ABSENT,) if private.unit == "client" else ())),
+        without_noise=_WITHOUT_NOISE,
+        assumptions=(*_ASSUMPTIONS, *([_OF_CLIENTS] if private.unit == "client" else [])),
         warning=KNOWN_ENTROPY if entropy.is_known else "",
     )
     # In memory only, on every rank: a resumed run takes another one.

@@ -117,7 +117,7 @@ def compare_with_oracle(
 
 
 def _without_extras(recipe: Recipe) -> Recipe:
-    """Return the recipe without an average of the weights, noise, and health rules, whose skipped steps differ.
+    """Return the recipe without noise, an average of the weights, and health rules that skip steps.
 
     Under a server all ranks hold the same state only between two rounds, so each step becomes a round.
     """

@@ -69,8 +69,12 @@ class NoisyRelease(NamedTuple):
 
     def record(self) -> dict[str, Any]:
         """Return the fields that its sampling has, as JSON values."""
-        numbers = {"poisson": {"rate": self.rate}, "fixed": {"size": self.size, "num_units": self.num_units}}
-        return {"noise": self.noise, "sampling": self.sampling, **numbers.get(self.sampling, {})}
+        record: dict[str, Any] = {"noise": self.noise, "sampling": self.sampling}
+        if self.sampling == "poisson":
+            record["rate"] = self.rate
+        if self.sampling == "fixed":
+            record |= {"size": self.size, "num_units": self.num_units}
+        return record
 
 
 Releases = Mapping[NoisyRelease, int]

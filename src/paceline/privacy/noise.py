@@ -53,7 +53,8 @@ class PrivateDraws:
         """Return uniform numbers in (0, 1], float64 [count]."""
         key = hmac.digest(self._secret, repr(name).encode(), hashlib.sha256)
         words = np.frombuffer(key_stream(key, 8 * count), dtype="<u8")
-        return ((words >> np.uint64(64 - _UNIFORM_BITS)) + np.uint64(1)) * 2.0**-_UNIFORM_BITS
+        whole = (words >> np.uint64(64 - _UNIFORM_BITS)) + np.uint64(1)
+        return whole.astype(np.float64) * 2.0**-_UNIFORM_BITS
 
     def poisson(self, num_units: int, rate: float, *name: int | str) -> NDArray[np.int64]:
         """Return the units of a Poisson sample: each takes part with a probability, by itself."""

@@ -44,6 +44,7 @@ SPIKES = {"health.spike_factor": 3.0}
 DILOCO = {"strategy.sync": "diloco:2"}
 FEDERATED = {"strategy.sync": "federated:2"}
 NETWORK = {**FEDERATED, "strategy.channel": "grpc", "federated.clients": "network"}
+MASKS = {**FEDERATED, "federated.secure": "masks"}
 FED_ADAM = {**FEDERATED, "outer.name": "adam"}
 SERVED = {"strategy.sync": "server-async", "strategy.servers": 1}
 EVALUATES = {"evaluate.every_steps": 2, "evaluate.patience": 2}
@@ -170,6 +171,13 @@ CASES = {
     "federated.clip_norm": Case(1.0, FEDERATED),
     "federated.held_out": Case(0.2, FEDERATED),
     "federated.vectorize": Case(5, FEDERATED),
+    "federated.secure": Case("masks", FEDERATED),
+    "federated.threshold": Case(0.8, MASKS, {**FEDERATED, "federated.secure": "ring"}),
+    "federated.neighbours": Case(4, MASKS, {**FEDERATED, "federated.secure": "ring"}),
+    "federated.ring": Case(32, MASKS, FEDERATED),
+    "federated.fraction_bits": Case(16, MASKS, FEDERATED),
+    "federated.largest": Case(2.0, MASKS, FEDERATED),
+    "debug.entropy_seed": Case(1, MASKS, FEDERATED),
     "federated.at_least": Case(3, NETWORK),
     "federated.listen": Case("127.0.0.1:29600", NETWORK),
     "federated.deadline_seconds": Case(3.0, NETWORK),
@@ -345,6 +353,10 @@ CONFLICTS: tuple[tuple[str, dict[str, Any], str], ...] = (
         {**NETWORK, "schedule.decay": "plateau", "evaluate.every_steps": 2},
         'expected another schedule.decay than "plateau"',
     ),
+    ("federated.secure", {**MASKS, "strategy.codec": "topk:0.1"}, "each client keeps other values"),
+    ("federated.secure", {**MASKS, "strategy.codec": "int8"}, "a scale or a basis of each client"),
+    ("federated.secure", {**MASKS, "strategy.codec": "lossless"}, "compressed bytes have no sum"),
+    ("federated.secure", {**NETWORK, "federated.secure": "masks"}, "send their updates as they are"),
     (
         "federated.cohort",
         {**NETWORK, "federated.cohort": 0.5},

@@ -1,4 +1,4 @@
-"""Federated rounds under masks: the bits of the sum without masks, whoever is lost, on any number of ranks."""
+"""Federated rounds under masks: the bits of the sum without them, whoever is lost, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ from paceline.job.cluster import Cluster
 from paceline.recipe import Recipe
 from paceline.testing import run_ranks
 from paceline.testing.parity import Trajectory, build_test_session, trajectory_of
+from tests.parity.test_client_keeper import Scaffold
+from tests.parity.test_federated import squared_error
 from tests.recipes import recipe_of
 from tests.unit.federated.test_secure_masks import TWINS
 
@@ -91,7 +93,7 @@ def same(one: Trajectory, other: Trajectory) -> bool:
 @pytest.mark.capability("R3")
 @pytest.mark.parametrize("case", CASES)
 def test_a_whole_training_under_masks_has_the_bits_of_the_same_sum_without(case: str) -> None:
-    """Clients are lost before each of the four messages; the other loop of floats is as near as its rounding."""
+    """Clients are lost before each of the four messages; a sum of floats is as near as the rounding."""
     settings = CASES[case]
     plain, masked = (run(Cluster.single(), recipe(secure, **settings)) for secure in ("ring", "masks"))
     assert same(plain, masked)
@@ -107,9 +109,11 @@ def test_a_whole_training_under_masks_has_the_bits_of_the_same_sum_without(case:
 
 
 def loses_each_message(seed: int) -> bool:
-    """Return whether clients of three rounds are lost before each of the messages, and never three of a round."""
+    """Return whether clients are lost before each of the messages, and never three of a round."""
     lost = [[loses(seed, 0.3, number, f"client-{k}") for k in range(8)] for number in range(3)]
-    return {*sum(lost, [])} == {0, 1, 2, 3, 4} and all(sum(map(bool, row)) <= 2 for row in lost)
+    return {message for row in lost for message in row} == {0, 1, 2, 3, 4} and all(
+        sum(map(bool, row)) <= 2 for row in lost
+    )
 
 
 @pytest.mark.parametrize("twin", [*TWINS])
@@ -231,9 +235,7 @@ def test_what_ends_a_run_says_what_and_whom(tmp_path: Path) -> None:
     def kept() -> Task:
         x = torch.zeros(4, 2)
         clients = {f"site-{k}": TensorDataset(x, x) for k in range(8)}
-        return Task(
-            nn.Linear(2, 2), loss=lambda model, batch: model(batch[0]).sum(), clients=clients, keeper=object()
-        )
+        return Task(nn.Linear(2, 2), loss=squared_error, clients=clients, keeper=Scaffold())
 
     with pytest.raises(StrategyError, match="the server of a secure sum sees no client alone"):
         build_and_train(recipe("masks", federated={"partition": "natural"}), kept)

@@ -374,7 +374,8 @@ class Mask(NamedTuple):
 def add_mask(words: RingWords, key: bytes, sign: int) -> None:
     """Add the stream of a key to words in place, or subtract it."""
     encryptor = Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor()
-    buffer = bytearray(min(_BLOCK_BYTES, max(words.numbers.nbytes, words.values.nbytes)))
+    longest = max(words.numbers.nbytes, words.values.nbytes)
+    buffer = bytearray(min(_BLOCK_BYTES, longest + 7 & -8))  # whole words of either kind
     for part in (words.numbers, words.values):
         stream = np.frombuffer(buffer, part.dtype)
         step = max(1, len(stream))

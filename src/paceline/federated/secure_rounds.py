@@ -320,6 +320,17 @@ class SecureRounds(FederatedRounds):
         )
         return super()._run_round(work, stream, runner, local_step)
 
+    def buffer_change(self, runner: ModelRunner, before: list[Tensor], weight: float) -> Tensor:
+        """Return the weighted changes without those of counters, which are in the numbers of the client."""
+        change, start = super().buffer_change(runner, before, weight), 0
+        counters = find_counters(runner.buffers.names, before)
+        for index, buffer in enumerate(before):
+            size = buffer.numel() * (1 + buffer.is_complex())
+            if index in counters:
+                change[start : start + size] = 0.0
+            start += size
+        return change
+
     def open_leaf(self, position: int, weight: float) -> None:
         """Begin the words of a client."""
         self.reduction.begin_client(position, weight)

@@ -36,7 +36,7 @@ from paceline.state.slot import TensorSlot
 MODEL = bytes(32)
 
 
-def layout(size: int = 40, ring: Ring | None = None) -> RingLayout:
+def layout(size: int = 41, ring: Ring | None = None) -> RingLayout:
     like = torch.zeros(size, dtype=torch.float64)
     return RingLayout(ring or Ring(), {TensorSlot.whole("w", like): like}, 2)
 

@@ -403,7 +403,7 @@ class FederatedRounds:
         moved = _moved(runner, buffers, counters)
         weight = self._add_update(member, (name, state.step), num_samples, update, sums, table, moved)
         if buffers and weight is not None:
-            change = runner.buffers.weighted_change_since(buffers, weight)
+            change = self.buffer_change(runner, buffers, weight)
             self.reduction.ready(buffer_slot(change), change)
         if self._keeper is not None and weight is not None:
             by_name = {slot.name: value for slot, value in self.server.by_parameter(whole).items()}
@@ -452,6 +452,10 @@ class FederatedRounds:
             self.reduction.ready(slot, value)
         self.write_row(table, member.position, sums.row(weight, num_samples), moved, num_bytes)
         return weight
+
+    def buffer_change(self, runner: ModelRunner, before: list[Tensor], weight: float) -> Tensor:
+        """Return the weighted changes of the buffers of a client, float64 [values]."""
+        return runner.buffers.weighted_change_since(before, weight)
 
     def open_leaf(self, position: int, weight: float) -> None:
         """Begin what a client adds to the sums."""

@@ -374,10 +374,11 @@ class Mask(NamedTuple):
 def add_mask(words: RingWords, key: bytes, sign: int) -> None:
     """Add the stream of a key to words in place, or subtract it."""
     encryptor = Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor()
-    buffer = bytearray(_BLOCK_BYTES)
+    longest = max(words.numbers.nbytes, words.values.nbytes)
+    buffer = bytearray(min(_BLOCK_BYTES, longest + 7 & -8))  # whole words of either kind
     for part in (words.numbers, words.values):
-        step = _BLOCK_BYTES // part.itemsize
         stream = np.frombuffer(buffer, part.dtype)
+        step = max(1, len(stream))
         for start in range(0, len(part), step):
             block = part[start : start + step]
             encryptor.update_into(memoryview(_ZEROS)[: block.nbytes], buffer)

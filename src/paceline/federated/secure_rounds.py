@@ -339,6 +339,17 @@ class SecureRounds(FederatedRounds):
         noise = private.open_release(step)(0, count, layout.ring.fraction_bits)
         words.values[:count] += noise.view(np.uint64).astype(words.values.dtype, copy=False)
 
+    def buffer_change(self, runner: ModelRunner, before: list[Tensor], weight: float) -> Tensor:
+        """Return the weighted changes without those of counters, which are in the numbers of the client."""
+        change, start = super().buffer_change(runner, before, weight), 0
+        counters = find_counters(runner.buffers.names, before)
+        for index, buffer in enumerate(before):
+            size = buffer.numel() * (1 + buffer.is_complex())
+            if index in counters:
+                change[start : start + size] = 0.0
+            start += size
+        return change
+
     def open_leaf(self, position: int, weight: float) -> None:
         """Begin the words of a client."""
         self.reduction.begin_client(position, weight)

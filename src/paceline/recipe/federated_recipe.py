@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from paceline.recipe.constraints import FEDERATED_NEEDS, SECURE_NEEDS
+from paceline.recipe.constraints import FEDERATED_NEEDS
 from paceline.recipe.log_recipe import check_address
 from paceline.recipe.validation import (
     ExpectedText,
@@ -185,6 +185,40 @@ CLIENTS_NEEDS = (
         reason="expected no channel={t.strategy.channel} with simulated clients, which send no messages",
         is_conflict=True,
         next_step='leave out channel, or set federated.clients = "network"',
+    ),
+)
+
+
+def _why_codes_are_not_added(recipe: Any) -> str:
+    """Return why the encoded parts of clients have no sum."""
+    specs = [word.spec for word in recipe.strategy.codec_words]
+    if any(spec.sparsifies for spec in specs):
+        why = "each client keeps other values"
+    elif all(spec.exact for spec in specs):
+        why = "compressed bytes have no sum"
+    else:
+        why = "codes have a scale or a basis of each client"
+    return (
+        f"expected codec=fp32 with a secure sum, found codec={recipe.strategy.codec}: {why}, so what clients"
+        " encode cannot be added under masks"
+    )
+
+
+SECURE_NEEDS = (
+    *FEDERATED_NEEDS,
+    FieldNeed(
+        lambda recipe: not recipe.strategy.is_coded,
+        keys=("strategy.codec",),
+        scope="recipe",
+        reason=_why_codes_are_not_added,
+        is_conflict=True,
+        next_step="leave out codec, and set federated.ring = 32 to halve the bytes",
+    ),
+    FieldNeed(
+        lambda table: not table.is_networked,
+        keys=("clients",),
+        reason='expected simulated clients: those of clients = "network" send their updates as they are',
+        is_conflict=True,
     ),
 )
 

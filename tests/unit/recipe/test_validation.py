@@ -339,13 +339,13 @@ CONFLICTS: tuple[tuple[str, dict[str, Any], str], ...] = (
     (
         "private.noise",
         {"private.noise": 1.0},
-        'expected sync=federated:E with unit = "client", found sync=every',
+        'expected sync=federated:E with unit = "client"',
     ),
     ("private.noise", {**NOISY, "federated.weights": "samples"}, 'expected federated.weights = "equal"'),
     (
         "private.noise",
         {**NOISY, "federated.clip_norm": 1.0},
-        "expected no federated.clip_norm, federated.buffer",
+        "expected no federated.clip_norm, federated.b",
     ),
     ("private.noise", {**NOISY, "reproducible": True}, "expected no reproducible, no roll-back"),
     ("private.noise", {**SAMPLES, "strategy": "pipeline=2"}, "sync=every-step on replicas of whole models"),

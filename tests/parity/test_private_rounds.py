@@ -23,8 +23,8 @@ from paceline.job.cluster import Cluster
 from paceline.parallel.session_context import Components
 from paceline.privacy.accountant import NoisyRelease, compute_epsilon
 from paceline.privacy.entropy import KNOWN_ENTROPY, Entropy
-from paceline.privacy.ledger import LEDGER, read_releases
 from paceline.privacy.noise import PrivateDraws
+from paceline.privacy.privacy_ledger import LEDGER, read_releases
 from paceline.privacy.private_sum import PrivateSum
 from paceline.recipe import Recipe
 from paceline.report.run_reader import read_run

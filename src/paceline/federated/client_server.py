@@ -173,6 +173,23 @@ class NetworkClient:
     up_bytes: int = 0
 
 
+def describe_clients(joined: Sequence[NetworkClient]) -> dict[str, Any]:
+    """Return the event `partition` of clients with their own data."""
+    sizes = [client.num_samples for client in joined]
+    return {
+        "how": "network",
+        "clients": len(joined),
+        "samples": sum(sizes),
+        "smallest": min(sizes),
+        "largest": max(sizes),
+        "redraws": 0,
+        "names": [client.name for client in joined][:50],
+        "sizes": sizes[:50],
+        "labels": [],
+        "table": [],
+    }
+
+
 class ClientEvent(NamedTuple):
     """Event of a client: it has joined, or has returned an update.
 

@@ -31,7 +31,7 @@ from paceline.data.work import MicroBatch, MicroBatchWork, split_evenly
 from paceline.errors import DataError, TaskError, format_count
 from paceline.federated.data_partition import partition
 from paceline.privacy.noise import PrivateDraws
-from paceline.recipe.federated_recipe import FederatedRecipe
+from paceline.recipe.federated_recipe import CohortSize, FederatedRecipe
 from paceline.recipe.recipe import Recipe
 from paceline.state.keys import key
 from paceline.task import LossFunction, Task
@@ -193,6 +193,18 @@ def _label_of(sample: Any) -> Any:
     return last.item() if isinstance(last, Tensor) and last.numel() == 1 else last
 
 
+def draw_by_chance(
+    size: CohortSize, num_clients: int, seed: int, round_number: int, draws: PrivateDraws | None
+) -> SampleIndices:
+    """Return the clients of a round, sorted: each by itself, or with secret draws also a number of them."""
+    if draws is None:
+        by_seed = np.random.Generator(np.random.Philox(key=key(seed, "poisson", round_number)))
+        return np.flatnonzero(by_seed.random(num_clients) < size.rate)
+    if size.rate:
+        return draws.poisson(num_clients, size.rate, "cohort", round_number)
+    return draws.subset(num_clients, min(size.number, num_clients), "cohort", round_number)
+
+
 class CohortMember(NamedTuple):
     """A client at its position of a cohort."""
 
@@ -237,19 +249,9 @@ class ClientOrder:
     def _draw_cohorts(self, first: int) -> Iterator[tuple[int, tuple[CohortMember, ...]]]:
         """Yield the cohorts of a round and of those that follow it, as many as take the time of one."""
         size, num_clients = self.settings.cohort_size, len(self.clients)
-        if self.draws is not None:
-            secret = (
-                self.draws.poisson(num_clients, size.rate, "cohort", first)
-                if size.rate
-                else self.draws.subset(num_clients, size.number, "cohort", first)
-            ).tolist()
-            places = secret if size.rate else range(len(secret))
-            yield first, tuple(map(CohortMember, places, secret))
-            return
-        if size.rate:
-            draws = np.random.Generator(np.random.Philox(key=key(self.seed, "poisson", first)))
-            chosen = np.flatnonzero(draws.random(num_clients) < size.rate).tolist()
-            yield first, tuple(CohortMember(client, client) for client in chosen)
+        if self.draws is not None or size.rate:
+            chosen = draw_by_chance(size, num_clients, self.seed, first, self.draws).tolist()
+            yield first, tuple(map(CohortMember, chosen if size.rate else range(len(chosen)), chosen))
             return
         rounds = range(first, first + max(1, _NUM_DRAWN // size.number))
         keys = [key(self.seed, "cohort", number) for number in rounds]

@@ -38,6 +38,7 @@ from paceline.federated.client_server import (
     ClientEvent,
     ClientServer,
     NetworkClient,
+    describe_clients,
     frozen_tensors,
 )
 from paceline.federated.cohort_table import (
@@ -52,7 +53,7 @@ from paceline.federated.cohort_table import (
     CohortTable,
     status_of,
 )
-from paceline.federated.cohorts import CohortMember, CohortWork
+from paceline.federated.cohorts import CohortMember, CohortWork, draw_by_chance
 from paceline.federated.rounds import FederatedRounds
 from paceline.observe.step_stats import StepStats
 from paceline.parallel.model_runner import ModelRunner
@@ -150,21 +151,14 @@ class NetworkWork:
         """Return the members of a round, drawn from all clients but those that are gone."""
         names = self.roster.names
         clients = [number for number, name in enumerate(names) if name not in self.gone]
-        rate, size = self.settings.cohort_size.rate, min(self.settings.cohort_size.number, len(clients))
-        if self.draws is not None:
-            # Those that are gone are drawn too: being away is a selection, and is accounted as if present.
-            clients = [*range(len(names))] if rate else clients
-            drawn = (
-                self.draws.poisson(len(clients), rate, "cohort", step)
-                if rate
-                else self.draws.subset(len(clients), size, "cohort", step)
-            )
-        elif rate:
-            draws = np.random.Generator(np.random.Philox(key=key(self.seed, "poisson", step)))
-            drawn = np.flatnonzero(draws.random(len(clients)) < rate)
+        size = self.settings.cohort_size
+        if self.draws is not None and size.rate:
+            clients = [*range(len(names))]  # being away is a selection, and is accounted as if present
+        if self.draws is not None or size.rate:
+            drawn = draw_by_chance(size, len(clients), self.seed, step, self.draws)
         else:
             permutation = KeyedPermutation(len(clients), key(self.seed, "cohort", step))
-            drawn = np.sort(permutation[np.arange(size, dtype=np.int64)])
+            drawn = np.sort(permutation[np.arange(min(size.number, len(clients)), dtype=np.int64)])
         if len(drawn) > self.shards:
             raise StrategyError(
                 f"a round has drawn {len(drawn)} clients, and can have {self.shards}",
@@ -208,27 +202,10 @@ def build_network_work(context: SessionContext, task: Task) -> NetworkWork:
         server.wait_for(recipe.federated.at_least, recipe.runtime.setup_deadline_seconds)
         on_error.pop_all()
     joined = server.joined
-    context.note("partition", _describe_clients(joined))
+    context.note("partition", describe_clients(joined))
     private = context.rule_inputs.private
     draws = None if private is None else private.draws
     return NetworkWork(recipe.federated, server, recipe.seed, recipe.runtime.deadline_seconds, draws=draws)
-
-
-def _describe_clients(joined: Sequence[NetworkClient]) -> dict[str, Any]:
-    """Return the event `partition` of clients with their own data."""
-    sizes = [client.num_samples for client in joined]
-    return {
-        "how": "network",
-        "clients": len(joined),
-        "samples": sum(sizes),
-        "smallest": min(sizes),
-        "largest": max(sizes),
-        "redraws": 0,
-        "names": [client.name for client in joined][:50],
-        "sizes": sizes[:50],
-        "labels": [],
-        "table": [],
-    }
 
 
 class ClientUpdate(NamedTuple):

@@ -320,15 +320,13 @@ class FederatedRounds:
         changes.append(table.rows[:, table.rows.shape[1] - num_counters :])
         if any(change is not None and bool(change.any()) for change in changes):
             raise TaskError(
-                "the forward changes a buffer of the model, whose change would be released without noise",
+                "the forward changes a buffer, whose change would be released without noise",
                 where="private.noise",
                 next_step="use layers without running statistics and counters",
             )
 
     def divisor(self, table: CohortTable) -> float:
-        """Return the sum of the weights of the clients that returned an update, 0 if none did; with noise the
-        expected sum.
-        """
+        """Return the sum of the weights of clients that returned an update; with noise the expected one."""
         if self._private is not None:
             return self._private.expected
         return math.fsum(table.returned()[:, COHORT_COLUMNS.index("weight")].tolist())

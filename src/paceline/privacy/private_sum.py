@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.privacy.accountant import NoisyRelease
-from paceline.privacy.ledger import PrivacyLedger
 from paceline.privacy.noise import LARGEST_DEVIATIONS, PrivateDraws
+from paceline.privacy.privacy_ledger import PrivacyLedger
 
 FRACTION_BITS = 32
 """Of the grid of sums that no ring has put on one."""

@@ -23,7 +23,7 @@ from paceline.observe.metrics_schema import EVENT_SCHEMAS
 from paceline.observe.process_info import process_start_ticks
 from paceline.observe.sinks import METRICS, rotated_files
 from paceline.observe.step_stats import PHASES
-from paceline.privacy.ledger import LEDGER, describe_releases, read_releases
+from paceline.privacy.privacy_ledger import LEDGER, describe_releases, read_releases
 from paceline.report.run_files import CERTIFICATE, RECIPE, resolve_run_folder
 
 _MAX_COUNT = 2**53

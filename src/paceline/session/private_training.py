@@ -30,8 +30,8 @@ from paceline.parallel.session_context import Components
 from paceline.parallel.sync_batchnorm import batch_norms_of
 from paceline.privacy.accountant import NoisyRelease, check_delta
 from paceline.privacy.entropy import KNOWN_ENTROPY, Entropy
-from paceline.privacy.ledger import PrivacyLedger
 from paceline.privacy.noise import PrivateDraws
+from paceline.privacy.privacy_ledger import PrivacyLedger
 from paceline.privacy.private_sum import PrivateSum
 from paceline.recipe.recipe import Recipe
 from paceline.session.session import Session, share_with_all

@@ -13,8 +13,8 @@ import torch
 from paceline.errors import CheckpointError, RecipeError
 from paceline.privacy.accountant import NoisyRelease
 from paceline.privacy.entropy import Entropy
-from paceline.privacy.ledger import LEDGER, PrivacyLedger, read_releases
 from paceline.privacy.noise import PrivateDraws
+from paceline.privacy.privacy_ledger import LEDGER, PrivacyLedger, read_releases
 from paceline.privacy.private_sum import PrivateSum
 
 pytest.importorskip("dp_accounting", reason="needs paceline[private]")

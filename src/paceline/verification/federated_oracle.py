@@ -268,7 +268,7 @@ class FederatedVerifier:
             raise StrategyError(
                 "the oracle adds updates as they are, and a secure sum fixed-point numbers",
                 where="federated.secure",
-                next_step='verify with --set federated.secure=none; compare "masks" with "ring" by hash_every',
+                next_step='verify with --set federated.secure=none, and compare "masks" with "ring"',
             )
         if session.recipe.strategy.is_coded and not session.recipe.reproducible:
             raise StrategyError(

@@ -47,7 +47,7 @@ class Round:
         names = {position: f"client-{position}" for position in range(size)}
         identities = {name: Ed25519PrivateKey.generate() for name in names.values()}
         known = {name: key.public_key() for name, key in identities.items()}
-        terms = RoundTerms(MaskTerms(bytes(16), 0.67, neighbours), 0, bytes(32), names)
+        terms = RoundTerms(MaskTerms(bytes(16), 0.51, neighbours), 0, bytes(32), names)
         self._parts = terms, identities, known
         self.sent = dict.fromkeys(range(size), 0)
         self.server = MaskServer(terms)
@@ -125,7 +125,7 @@ def times_of_one_client(round_: Round, update: torch.Tensor, repeats: int) -> li
 def lost_rows(options: Options, data: dict[str, Any]) -> list[list[str]]:
     """A hundred clients of which some are lost, and the server's part."""
     rows, num_values = [], 100 if options.quick else 10_000
-    for neighbours in (40,) if options.quick else (40, 0):
+    for neighbours in (60,) if options.quick else (60, 0):
         for lost in (10,) if options.quick else (0, 10, 30):
             round_ = Round(100, neighbours, num_values)
             updates = {
@@ -173,7 +173,7 @@ def measure(options: Options) -> Report:
         ["counted bytes are those of the closed form: 8 n or 4 n, and a term of the number of neighbours"],
     )
     lost = Table(
-        f"100 clients, {100 if options.quick else 10_000:,} values, threshold 0.67",
+        f"100 clients, {100 if options.quick else 10_000:,} values, threshold 0.51",
         ("neighbours", "lost", "equal to the bit", "masks removed", "at most", "CPU seconds of the server"),
         lost_rows(options, data),
         ["lost x neighbours + all masks is the most that the server computes"],

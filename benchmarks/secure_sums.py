@@ -13,7 +13,6 @@ import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from benchmarks.report import Options, Report, Table, present
-from paceline.federated.entropy import Entropy
 from paceline.federated.ring_sum import Ring, RingLayout, RingWords
 from paceline.federated.secure_masks import (
     KEYS_BYTES,
@@ -25,6 +24,7 @@ from paceline.federated.secure_masks import (
     RoundTerms,
     add_mask,
 )
+from paceline.privacy.entropy import Entropy
 from paceline.state.slot import TensorSlot
 
 _NUMBERS = 5  # weight, samples, steps, sum of losses, count

@@ -48,6 +48,7 @@ NAMES = (
     "server",
     "server_libraries",
     "federated",
+    "secure_sums",
     "tune",
     "large_batch",
 )

@@ -206,6 +206,11 @@ COMMANDS = (
         "Predict how much memory each rank of a job needs, by kind, and whether it fits.",
     ),
     CommandEntry(
+        "plan privacy",
+        "plan_privacy:privacy",
+        "Print the noise with which a run stays within an epsilon, and the epsilon of its own noise.",
+    ),
+    CommandEntry(
         "bench link",
         "bench:link",
         "Measure latency and bandwidth between every pair of ranks, and of an all-reduce (CPU, Gloo).",

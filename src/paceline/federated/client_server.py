@@ -40,6 +40,7 @@ from paceline.observe.sinks import EventCallback
 from paceline.parallel.session_context import SessionContext
 from paceline.recipe.federated_recipe import FederatedRecipe
 from paceline.recipe.log_recipe import LogRecipe, split_address
+from paceline.recipe.private_recipe import PrivateRecipe
 from paceline.recipe.recipe import Recipe, to_toml
 from paceline.recipe.tables import (
     AverageRecipe,
@@ -126,8 +127,12 @@ def recipe_of_client(recipe: Recipe) -> Recipe:
         for name in ("at_least", "listen", "deadline_seconds", "buffer", "age")
     }
     strategy = recipe.strategy.replace(channel="socket", replicas=1)
+    if recipe.private.is_on:
+        # A client clips, and the server adds the noise.
+        federated["clip_norm"] = recipe.private.clip_norm
     return recipe.replace(
         strategy=strategy,
+        private=PrivateRecipe(),
         federated=FederatedRecipe(**federated | {"clients": 1, "cohort": 1, "partition": "natural"}),
         task="client",
         run_dir=None,
@@ -166,6 +171,23 @@ class NetworkClient:
     has_frozen: bool = False
     down_bytes: int = 0
     up_bytes: int = 0
+
+
+def describe_clients(joined: Sequence[NetworkClient]) -> dict[str, Any]:
+    """Return the event `partition` of clients with their own data."""
+    sizes = [client.num_samples for client in joined]
+    return {
+        "how": "network",
+        "clients": len(joined),
+        "samples": sum(sizes),
+        "smallest": min(sizes),
+        "largest": max(sizes),
+        "redraws": 0,
+        "names": [client.name for client in joined][:50],
+        "sizes": sizes[:50],
+        "labels": [],
+        "table": [],
+    }
 
 
 class ClientEvent(NamedTuple):

@@ -6,7 +6,8 @@ empty. Clients keep no state: client k in round r takes the steps r S, ..., (r +
 own samples, where S is the number of its local steps, whether or not it took part in the rounds before. With
 one client that is the order of plain training.
 
-Invariant: who takes part, and what each client trains on, are functions of (seed, data, recipe, round).
+Invariant: who takes part, and what each client trains on, are functions of (seed, data, recipe, round). With
+noise (`[private]`) who takes part is secret and follows from no seed, where epsilon counts on that.
 Source: McMahan et al. 2017, arXiv:1602.05629, Algorithm 1.
 """
 
@@ -29,7 +30,8 @@ from paceline.data.task_data import CollatedSamples
 from paceline.data.work import MicroBatch, MicroBatchWork, split_evenly
 from paceline.errors import DataError, TaskError, format_count
 from paceline.federated.data_partition import partition
-from paceline.recipe.federated_recipe import FederatedRecipe
+from paceline.privacy.noise import PrivateDraws
+from paceline.recipe.federated_recipe import CohortSize, FederatedRecipe
 from paceline.recipe.recipe import Recipe
 from paceline.state.keys import key
 from paceline.task import LossFunction, Task
@@ -191,6 +193,18 @@ def _label_of(sample: Any) -> Any:
     return last.item() if isinstance(last, Tensor) and last.numel() == 1 else last
 
 
+def draw_by_chance(
+    size: CohortSize, num_clients: int, seed: int, round_number: int, draws: PrivateDraws | None
+) -> SampleIndices:
+    """Return the clients of a round, sorted: each by itself, or with secret draws also a number of them."""
+    if draws is None:
+        by_seed = np.random.Generator(np.random.Philox(key=key(seed, "poisson", round_number)))
+        return np.flatnonzero(by_seed.random(num_clients) < size.rate)
+    if size.rate:
+        return draws.poisson(num_clients, size.rate, "cohort", round_number)
+    return draws.subset(num_clients, min(size.number, num_clients), "cohort", round_number)
+
+
 class CohortMember(NamedTuple):
     """A client at its position of a cohort."""
 
@@ -208,6 +222,8 @@ class ClientOrder:
         num_passes: E, the passes of a client over its samples in a round.
         seed: of the run.
         shuffle: each pass of a client has a new keyed order.
+        draws: of cohorts that nobody can compute again, for noise that counts on it; None: they follow from
+            the seed.
     """
 
     clients: ClientSamples
@@ -215,6 +231,7 @@ class ClientOrder:
     num_passes: int
     seed: int
     shuffle: bool = True
+    draws: PrivateDraws | None = None
     _orders: dict[int, KeyedOrder] = field(default_factory=dict, init=False, repr=False)
     _cohorts: dict[int, tuple[CohortMember, ...]] = field(default_factory=dict, init=False, repr=False)
     _present: dict[int, tuple[int, list[SampleIndices]]] = field(default_factory=dict, init=False, repr=False)
@@ -232,10 +249,9 @@ class ClientOrder:
     def _draw_cohorts(self, first: int) -> Iterator[tuple[int, tuple[CohortMember, ...]]]:
         """Yield the cohorts of a round and of those that follow it, as many as take the time of one."""
         size, num_clients = self.settings.cohort_size, len(self.clients)
-        if size.rate:
-            draws = np.random.Generator(np.random.Philox(key=key(self.seed, "poisson", first)))
-            chosen = np.flatnonzero(draws.random(num_clients) < size.rate).tolist()
-            yield first, tuple(CohortMember(client, client) for client in chosen)
+        if self.draws is not None or size.rate:
+            chosen = draw_by_chance(size, num_clients, self.seed, first, self.draws).tolist()
+            yield first, tuple(map(CohortMember, chosen if size.rate else range(len(chosen)), chosen))
             return
         rounds = range(first, first + max(1, _NUM_DRAWN // size.number))
         keys = [key(self.seed, "cohort", number) for number in rounds]
@@ -435,6 +451,9 @@ def build_cohort_work(context: SessionContext, task: Task) -> MicroBatchWork:
 
         return build_network_work(context, task)
     order, data = build_order_of_clients(context.recipe, task), context.mesh.data
+    private = context.rule_inputs.private
+    if private is not None and private.hides_units:
+        order = replace(order, draws=private.draws)
     context.note("partition", order.clients.record(context.recipe.federated.partition))
     if order.clients.num_redraws:
         context.warn(

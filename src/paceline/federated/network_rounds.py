@@ -38,6 +38,7 @@ from paceline.federated.client_server import (
     ClientEvent,
     ClientServer,
     NetworkClient,
+    describe_clients,
     frozen_tensors,
 )
 from paceline.federated.cohort_table import (
@@ -52,11 +53,12 @@ from paceline.federated.cohort_table import (
     CohortTable,
     status_of,
 )
-from paceline.federated.cohorts import CohortMember, CohortWork
+from paceline.federated.cohorts import CohortMember, CohortWork, draw_by_chance
 from paceline.federated.rounds import FederatedRounds
 from paceline.observe.step_stats import StepStats
 from paceline.parallel.model_runner import ModelRunner
 from paceline.parallel.session_context import SessionContext
+from paceline.privacy.noise import PrivateDraws
 from paceline.recipe.federated_recipe import FederatedRecipe
 from paceline.state.keys import key
 from paceline.state.train_state import TrainState
@@ -110,6 +112,7 @@ class NetworkWork:
         server: of the clients.
         seed: of the run.
         deadline_seconds: that any wait may take.
+        draws: of cohorts that nobody can compute again; None: they follow from the seed.
     Attributes:
         roster: names by number.
         gone: names that could not be reached in the last round to which they were drawn.
@@ -120,6 +123,7 @@ class NetworkWork:
     seed: int
     deadline_seconds: float
     roster: ClientRoster = field(default_factory=ClientRoster)
+    draws: PrivateDraws | None = None
     gone: set[str] = field(default_factory=set)
     num_round_samples: int = 1
 
@@ -147,9 +151,20 @@ class NetworkWork:
         """Return the members of a round, drawn from all clients but those that are gone."""
         names = self.roster.names
         clients = [number for number, name in enumerate(names) if name not in self.gone]
-        permutation = KeyedPermutation(len(clients), key(self.seed, "cohort", step))
-        size = min(self.settings.cohort_size.number, len(clients))
-        drawn = np.sort(permutation[np.arange(size, dtype=np.int64)])
+        size = self.settings.cohort_size
+        if self.draws is not None and size.rate:
+            clients = [*range(len(names))]  # being away is a selection, and is accounted as if present
+        if self.draws is not None or size.rate:
+            drawn = draw_by_chance(size, len(clients), self.seed, step, self.draws)
+        else:
+            permutation = KeyedPermutation(len(clients), key(self.seed, "cohort", step))
+            drawn = np.sort(permutation[np.arange(min(size.number, len(clients)), dtype=np.int64)])
+        if len(drawn) > self.shards:
+            raise StrategyError(
+                f"a round has drawn {len(drawn)} clients, and can have {self.shards}",
+                where="federated.cohort",
+                next_step="set a smaller probability",
+            )
         return tuple(CohortMember(position, clients[index]) for position, index in enumerate(drawn))
 
     def update_roster(self) -> None:
@@ -187,25 +202,10 @@ def build_network_work(context: SessionContext, task: Task) -> NetworkWork:
         server.wait_for(recipe.federated.at_least, recipe.runtime.setup_deadline_seconds)
         on_error.pop_all()
     joined = server.joined
-    context.note("partition", _describe_clients(joined))
-    return NetworkWork(recipe.federated, server, recipe.seed, recipe.runtime.deadline_seconds)
-
-
-def _describe_clients(joined: Sequence[NetworkClient]) -> dict[str, Any]:
-    """Return the event `partition` of clients with their own data."""
-    sizes = [client.num_samples for client in joined]
-    return {
-        "how": "network",
-        "clients": len(joined),
-        "samples": sum(sizes),
-        "smallest": min(sizes),
-        "largest": max(sizes),
-        "redraws": 0,
-        "names": [client.name for client in joined][:50],
-        "sizes": sizes[:50],
-        "labels": [],
-        "table": [],
-    }
+    context.note("partition", describe_clients(joined))
+    private = context.rule_inputs.private
+    draws = None if private is None else private.draws
+    return NetworkWork(recipe.federated, server, recipe.seed, recipe.runtime.deadline_seconds, draws=draws)
 
 
 class ClientUpdate(NamedTuple):
@@ -272,6 +272,8 @@ class NetworkRounds(FederatedRounds):
         network.server.wait_for(self.settings.at_least, network.deadline_seconds)
         network.update_roster()
         self._members = [(m, network.roster.names[m.client]) for m in network.draw(step)]
+        if self._private is not None and not self.settings.cohort_size.rate:
+            self._private.set_cohort(len(self._members), len(network.roster.names) - len(network.gone))
         self._phases.begin("communication")
         returned = self._collect(network, runner, local_step.state)
         for member, name in self._members:
@@ -429,6 +431,8 @@ class NetworkRounds(FederatedRounds):
         """Note the cohort of a round, who was left out and why, and the bytes of each client."""
         network, statuses = cast("NetworkWork", work), table.column("status")
         taken = network.server.take_bytes()
+        if self._private is not None and self._private.hides_units:
+            return  # epsilon counts on nobody knowing who took part
         network.num_round_samples = int(
             math.fsum(table.returned()[:, COHORT_COLUMNS.index("samples")].tolist())
         )

@@ -33,7 +33,7 @@ from paceline.comm.net import Net
 from paceline.comm.reduction.gradients import GradientReduction, Gradients
 from paceline.comm.tally import StepTally
 from paceline.data.work import BatchStream, MicroBatch, MicroBatchWork, TrainingFeed
-from paceline.errors import CheckpointError, NumericError
+from paceline.errors import CheckpointError, NumericError, TaskError
 from paceline.federated.client_codec import ClientCodec
 from paceline.federated.client_keeper import KeeperRounds, KeptVectors
 from paceline.federated.cohort_table import (
@@ -42,11 +42,11 @@ from paceline.federated.cohort_table import (
     NO_SAMPLES,
     NOT_FINITE,
     RETURNED,
+    ClientRow,
     CohortReplay,
     CohortTable,
     LocalSums,
     status_of,
-    write_returned,
 )
 from paceline.federated.cohorts import CohortMember, CohortWork
 from paceline.federated.server_step import ServerStep, norm_of
@@ -55,6 +55,7 @@ from paceline.job.mesh import RankGroup
 from paceline.observe.sinks import EventCallback
 from paceline.observe.step_stats import PhaseTimer, StepStats
 from paceline.parallel.model_runner import ModelRunner
+from paceline.privacy.private_sum import PrivateSum
 from paceline.recipe.recipe import Recipe
 from paceline.state.slot import TensorSlot
 from paceline.state.train_state import TrainState
@@ -132,6 +133,7 @@ class FederatedRounds:
         keeper: what the task keeps of each client.
         codec: of what a client returns; None: it returns values as they are.
         errors: the quantisation errors of the codec by client; None: none are kept.
+        private: the noise of the sum; None: it has none.
     Wire: one sum of the parameters in float64 (`TreeNodeOwners.calls`) and one all_reduce of the cohort table
         per round, whatever the number of clients.
     """
@@ -152,7 +154,9 @@ class FederatedRounds:
         keeper: KeeperRounds | None = None,
         codec: ClientCodec | None = None,
         errors: KeptVectors | None = None,
+        private: PrivateSum | None = None,
     ) -> None:
+        self._private = private
         self._keeper, self._codec, self._errors = keeper, codec, errors
         self._old_errors: Mapping[str, Tensor] = {}
         self._new_errors: dict[str, Tensor] = {}
@@ -228,6 +232,8 @@ class FederatedRounds:
         table.agree(self._net, self._group, runner.sharded_model.device, stops=self._stop_requested())
         sums = self.reduction.finish().tensors
         self._phases.begin("optimizer")
+        if self._private is not None:
+            sums = self.add_noise(self._private, sums, state.step)
         norm = self._apply(table, sums, runner, buffers, counters, state)
         if self._keeper is not None:
             self._keeper.end_round(names, sums.get(self._keeper.slot))
@@ -280,6 +286,8 @@ class FederatedRounds:
         state: TrainState,
     ) -> float | None:
         """Apply the mean update; return its norm, or None if no client returned one."""
+        if self._private is not None:
+            self._refuse_moved_buffers(table, sums, len(counters))
         divisor = self.divisor(table)
         if not divisor:
             if NOT_FINITE in table.column("status"):
@@ -293,8 +301,34 @@ class FederatedRounds:
             self._advance_counters(table, runner, buffers, counters)
         return norm
 
+    def add_noise(
+        self, private: PrivateSum, sums: Mapping[TensorSlot, Tensor | None], step: int
+    ) -> Mapping[TensorSlot, Tensor | None]:
+        """Return the sums with noise in the updates; without any client they are noise."""
+        totals = {
+            slot: torch.zeros_like(v) if (total := sums[slot]) is None else total
+            for slot, v in self.server.vectors.items()
+        }
+        private.add_noise([*totals.values()], step)
+        return {**sums, **totals}
+
+    def _refuse_moved_buffers(
+        self, table: CohortTable, sums: Mapping[TensorSlot, Tensor | None], num_counters: int
+    ) -> None:
+        """Raise a TaskError if clients have changed a buffer: that would be released without noise."""
+        changes = [sums[slot] for slot in self.slots if slot not in self.server.vectors]
+        changes.append(table.rows[:, table.rows.shape[1] - num_counters :])
+        if any(change is not None and bool(change.any()) for change in changes):
+            raise TaskError(
+                "the forward changes a buffer, whose change would be released without noise",
+                where="private.noise",
+                next_step="use layers without running statistics and counters",
+            )
+
     def divisor(self, table: CohortTable) -> float:
-        """Return the sum of the weights of the clients that returned an update; 0: none did."""
+        """Return the sum of the weights of clients that returned an update; with noise the expected one."""
+        if self._private is not None:
+            return self._private.expected
         return math.fsum(table.returned()[:, COHORT_COLUMNS.index("weight")].tolist())
 
     def client_weight(self, num_samples: int) -> float:
@@ -367,7 +401,7 @@ class FederatedRounds:
         moved = _moved(runner, buffers, counters)
         weight = self._add_update(member, (name, state.step), num_samples, update, sums, table, moved)
         if buffers and weight is not None:
-            change = runner.buffers.weighted_change_since(buffers, weight)
+            change = self.buffer_change(runner, buffers, weight)
             self.reduction.ready(buffer_slot(change), change)
         if self._keeper is not None and weight is not None:
             by_name = {slot.name: value for slot, value in self.server.by_parameter(whole).items()}
@@ -400,7 +434,8 @@ class FederatedRounds:
         if not (self._is_finite and math.isfinite(norm)):
             table.write(member.position, {"status": NOT_FINITE, "samples": num_samples}, {}, ())
             return None
-        weight, clip = self.client_weight(num_samples), self.settings.clip_norm
+        weight = self.client_weight(num_samples)
+        clip = self.settings.clip_norm if self._private is None else self._private.clip_norm
         if clip:
             # By parameter, so that the factor does not depend on how parameters share vectors.
             parts = [*self.server.by_parameter(update).values()]
@@ -410,11 +445,29 @@ class FederatedRounds:
             torch._foreach_mul_(update, factor)
             factor, num_bytes = 1.0, self._encode(self._codec, *source, update)
         torch._foreach_mul_(update, weight * factor)
-        self.reduction.micro_batch(range(member.position, member.position + 1), False)
+        self.open_leaf(member.position, weight)
         for slot, value in zip(self.server.vectors, update, strict=True):
             self.reduction.ready(slot, value)
-        write_returned(table, member, sums, weight, num_samples, moved, num_bytes)
+        self.write_row(table, member.position, sums.row(weight, num_samples), moved, num_bytes)
         return weight
+
+    def buffer_change(self, runner: ModelRunner, before: list[Tensor], weight: float) -> Tensor:
+        """Return the weighted changes of the buffers of a client, float64 [values]."""
+        return runner.buffers.weighted_change_since(before, weight)
+
+    def open_leaf(self, position: int, weight: float) -> None:
+        """Begin what a client adds to the sums."""
+        self.reduction.micro_batch(range(position, position + 1), False)
+
+    def write_row(
+        self, table: CohortTable, position: int, row: ClientRow, moved: Sequence[float], num_bytes: int
+    ) -> None:
+        """Write the numbers of a client to the table.
+
+        Args:
+            num_bytes: of its update, as it sends it.
+        """
+        table.write(position, {"status": RETURNED, **row.head, "bytes": float(num_bytes)}, row.metrics, moved)
 
     def _encode(self, codec: ClientCodec, client: str, round_number: int, update: list[Tensor]) -> int:
         """Replace an update by what the server decodes of it; return the bytes that are sent."""
@@ -498,6 +551,8 @@ class FederatedRounds:
 
     def _report(self, work: CohortWork, table: CohortTable, step: int) -> None:
         """Note the cohort of a round, who was left out and why, and the bytes that clients would send."""
+        if self._private is not None and self._private.hides_units:
+            return  # epsilon counts on nobody knowing who took part
         cohort, names = work.order.cohort(step), work.order.clients.names
         statuses = table.column("status")
         left_out = {

@@ -36,6 +36,7 @@ from paceline.observe.step_stats import PhaseTimer
 from paceline.parallel.mixed_precision import MixedPrecision
 from paceline.parallel.model_layout import ModelLayout
 from paceline.parallel.model_runner import LossSums, ModelRunner, check_loss
+from paceline.parallel.per_sample_gradients import ParameterPlaces
 from paceline.parallel.session_context import SessionContext
 from paceline.recipe.recipe import Recipe
 from paceline.state.train_state import TrainState
@@ -43,38 +44,6 @@ from paceline.task import Loss, LossFunction
 
 _KEY = "federated.vectorize"
 _ONE_AFTER_ANOTHER = "set federated.vectorize = 0, which trains clients one after another"
-
-
-class ParameterPlaces:
-    """The places of the trained parameters in the modules of a model, where other weights can be put.
-
-    It does what `torch.func.functional_call` does, without the checks, which take as long as a small forward;
-    and a loss may use its model as it likes.
-
-    Args:
-        model: whole.
-        parameters: in the order of the weights; a tied one has several places.
-    """
-
-    def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
-        numbers = {id(p): number for number, p in enumerate(parameters)}
-        self._places: list[tuple[dict[str, Any], str, nn.Parameter, int]] = [
-            (module._parameters, name, p, numbers[id(p)])
-            for module in model.modules()
-            for name, p in module._parameters.items()
-            if p is not None and id(p) in numbers
-        ]
-
-    @contextmanager
-    def replaced(self, weights: Sequence[Tensor]) -> Iterator[None]:
-        """Put weights in the places of the parameters within the block."""
-        try:
-            for table, name, _, number in self._places:
-                table[name] = weights[number]
-            yield
-        finally:
-            for table, name, p, _ in self._places:
-                table[name] = p
 
 
 @dataclass(frozen=True)

@@ -316,6 +316,26 @@ _COHORT = {
     "up_bytes": "int: bytes of the updates that it returns",
     "bytes": "table: bytes that each network client received and sent; empty if clients are simulated",
 }
+_PRIVACY = {
+    "secure": "str: federated.secure",
+    "released": "list: what the server of a round learns",
+    "warning": "str: why there is no privacy at all; empty: nothing of the kind is known",
+}
+_EPSILON = {
+    "step": "int: steps taken before; the event is written at the start and at the end",
+    "epsilon": "float: of all releases so far",
+    "delta": "float: private.delta",
+    "unit": "str: whose data is protected: client or sample",
+    "relation": "str: which data sets are neighbours",
+    "sampling": "list: how units were drawn, of each kind of release",
+    "accountant": "str: what has computed epsilon",
+    "clip_norm": "float: private.clip_norm",
+    "budget": "float: private.budget",
+    "events": "list: each kind of release, with the number of them",
+    "without_noise": "list: what the run shows without noise, which epsilon does not cover",
+    "assumptions": "list: under which epsilon holds",
+    "warning": "str: why there is no privacy; empty if there is",
+}
 _BUFFER = {
     "step": "int: index of the round",
     "clients": "list: names of the clients whose updates were applied, in this order",
@@ -395,7 +415,10 @@ EVENT_SCHEMAS: Mapping[str, EventSchema] = MappingProxyType(
         "stop": EventSchema(
             "info",
             True,
-            {"step": "int: steps taken before it", "reason": "str: as the callback gave it"},
+            {
+                "step": "int: steps taken before it",
+                "reason": "str: of a callback, or the privacy budget",
+            },
         ),
         "checkpoint": EventSchema("info", True, {"step": "int: saved state", "path": "str: where it is"}),
         "hash": EventSchema(
@@ -445,6 +468,8 @@ EVENT_SCHEMAS: Mapping[str, EventSchema] = MappingProxyType(
         "recovered": EventSchema("info", True, _RECOVERED),
         "partition": EventSchema("info", False, _PARTITION),
         "cohort": EventSchema("info", False, _COHORT),
+        "privacy": EventSchema("info", False, _PRIVACY),
+        "epsilon": EventSchema("info", False, _EPSILON),
         "rollout": EventSchema("info", False, _ROLLOUT),
         "buffer": EventSchema("info", False, _BUFFER),
         "wire": EventSchema("debug", False, _WIRE),

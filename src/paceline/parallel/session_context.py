@@ -37,6 +37,7 @@ from paceline.parallel.data_parallel import ReplicatedRunner
 from paceline.parallel.mixed_precision import MixedPrecision
 from paceline.parallel.model_runner import MetricNames
 from paceline.parallel.pipeline.pipeline_runner import PipelineRunner
+from paceline.privacy.private_sum import PrivateSum
 from paceline.recipe.recipe import Recipe, num_micro_batches
 from paceline.state.slot import TensorSlot
 from paceline.task import Task
@@ -98,6 +99,7 @@ class RuleInputs:
         choices: rules among which the run chooses after its first steps were measured; empty: no choice.
         awaited_rank: the slow rank whose recovery ends the present rule, if there is one.
         keeper: what the task keeps of each client of federated rounds (`Task.keeper`).
+        private: the noise of the sums of the run (`PrivateSum`); None: they have none.
     """
 
     items_per_sample: int
@@ -106,6 +108,7 @@ class RuleInputs:
     choices: Sequence[str] = ()
     awaited_rank: AwaitedRank | None = None
     keeper: Any = None
+    private: PrivateSum | None = None
 
 
 @dataclass(frozen=True)

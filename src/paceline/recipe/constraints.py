@@ -174,6 +174,15 @@ STREAMING_NEEDS = (_sync_need(lambda recipe: recipe.strategy.sync_spec.can_strea
 FEDERATED_NEEDS = (
     _sync_need(lambda recipe: recipe.strategy.sync_spec.trains_clients, "with sync=federated:E"),
 )
+ENTROPY_NEEDS = (
+    FieldNeed(
+        lambda recipe: recipe.federated.secure == "masks" or recipe.private.is_on,
+        'with federated.secure = "masks" or private.noise',
+        'found federated.secure = "{t.federated.secure}", and no noise',
+        keys=("federated.secure", "private.noise"),
+        scope="recipe",
+    ),
+)
 WIRE_NEEDS = (
     FieldNeed(
         lambda recipe: recipe.federated.is_networked,

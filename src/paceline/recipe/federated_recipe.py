@@ -106,6 +106,8 @@ def _check_clients(value: Any) -> Any:
 
 NETWORK_CLIENTS = "network"
 """The value of `federated.clients` with which clients connect over a network."""
+MAX_NETWORK_COHORT = 256
+"""Largest cohort of clients of a network that is drawn with a probability."""
 
 
 def _network_need(only: str, reason: str) -> FieldNeed:
@@ -187,6 +189,60 @@ CLIENTS_NEEDS = (
 )
 
 
+def _why_codes_are_not_added(recipe: Any) -> str:
+    """Return why the encoded parts of clients have no sum."""
+    specs = [word.spec for word in recipe.strategy.codec_words]
+    if any(spec.sparsifies for spec in specs):
+        why = "each client keeps other values"
+    elif all(spec.exact for spec in specs):
+        why = "compressed bytes have no sum"
+    else:
+        why = "codes have a scale or a basis of each client"
+    return (
+        f"expected codec=fp32 with a secure sum, found codec={recipe.strategy.codec}: {why}, so what clients"
+        " encode cannot be added under masks"
+    )
+
+
+SECURE_NEEDS = (
+    *FEDERATED_NEEDS,
+    FieldNeed(
+        lambda recipe: not recipe.strategy.is_coded,
+        keys=("strategy.codec",),
+        scope="recipe",
+        reason=_why_codes_are_not_added,
+        is_conflict=True,
+        next_step="leave out codec, and set federated.ring = 32 to halve the bytes",
+    ),
+    FieldNeed(
+        lambda table: not table.is_networked,
+        keys=("clients",),
+        reason='expected simulated clients: those of clients = "network" send their updates as they are',
+        is_conflict=True,
+    ),
+)
+
+
+def _secure_need(met: Any, only: str) -> FieldNeed:
+    return FieldNeed(met, only, 'found secure = "{t.secure}"', keys=("secure",))
+
+
+RING_NEEDS = (
+    *FEDERATED_NEEDS,
+    _secure_need(lambda table: table.secure != "none", 'with secure = "masks" or "ring"'),
+)
+MASK_NEEDS = (*FEDERATED_NEEDS, _secure_need(lambda table: table.secure == "masks", 'with secure = "masks"'))
+
+
+def _check_neighbours(value: int) -> int:
+    if value % 2:
+        raise value_error(expected_message(_NEIGHBOURS_EXPECTED, value))
+    return value
+
+
+_NEIGHBOURS_EXPECTED = "an even number >= 2, or 0 for all clients"
+
+
 class FederatedRecipe(RecipeTable):
     """The clients of sync=federated:E, and what each of them does in a round."""
 
@@ -220,10 +276,14 @@ class FederatedRecipe(RecipeTable):
             next_step="set federated.cohort to a number of clients, or to a larger fraction",
         ),
         FieldNeed(
-            lambda table: not table.is_networked or type(table.cohort) is int,
+            lambda table: (
+                not table.is_networked
+                or type(table.cohort) is int
+                or (table.cohort_size.rate > 0 and not table.buffer)
+            ),
             keys=("clients",),
-            reason='expected a number of clients with clients = "network", found {t.cohort}: nobody knows'
-            " how many will connect",
+            reason='expected a number of clients or, without buffer, "poisson:Q" with clients = "network",'
+            " found {t.cohort}: nobody knows how many will connect",
             is_conflict=True,
             next_step="set federated.cohort to the most clients that a round may have",
         ),
@@ -312,6 +372,37 @@ class FederatedRecipe(RecipeTable):
         " after another",
     )
 
+    secure: Annotated[Literal["none", "ring", "masks"], *SECURE_NEEDS] = Field(
+        default="none",
+        description="what the server receives: each update; masks: only their sum (secure aggregation); ring:"
+        " each update, added as the same fixed-point numbers, to compare with masks",
+    )
+    threshold: Annotated[float, *MASK_NEEDS] = Field(
+        default=0.67,
+        gt=0.5,
+        le=1,
+        description="share of the clients that hold a secret which must stay until the end of the round",
+    )
+    neighbours: Annotated[
+        int, AfterValidator(_check_neighbours), ExpectedText(_NEIGHBOURS_EXPECTED), *MASK_NEEDS
+    ] = Field(
+        default=0,
+        ge=0,
+        description="clients with which each one shares masks and secrets; 0: all of the cohort",
+    )
+    ring: Annotated[Literal[64, 32], *RING_NEEDS] = Field(
+        default=64, description="bits of a fixed-point number in the sum"
+    )
+    fraction_bits: Annotated[int, *RING_NEEDS] = Field(
+        default=32, ge=8, le=48, description="bits of it behind the binary point"
+    )
+    largest: Annotated[float, *RING_NEEDS] = Field(
+        default=8.0,
+        gt=0,
+        description="largest magnitude of a value of an update, before it is weighted; a larger one ends the"
+        " run",
+    )
+
     @property
     def cohort_size(self) -> CohortSize:
         """Return the size of a cohort; of a network the largest."""
@@ -324,7 +415,9 @@ class FederatedRecipe(RecipeTable):
         """
         if self.buffer:
             return self.buffer
-        return int(self.clients) if self.cohort_size.rate else self.cohort_size.number
+        if self.cohort_size.rate:
+            return int(self.clients) if isinstance(self.clients, int) else MAX_NETWORK_COHORT
+        return self.cohort_size.number
 
     @property
     def num_groups(self) -> int:

@@ -19,6 +19,7 @@ from paceline.recipe.constraints import RATE_LOWERING_NEEDS, RATE_SCHEDULE_NEEDS
 from paceline.recipe.federated_recipe import FederatedRecipe
 from paceline.recipe.log_recipe import LogRecipe
 from paceline.recipe.optimizer_recipe import OptimizerRecipe
+from paceline.recipe.private_recipe import PrivateRecipe
 from paceline.recipe.rl_recipe import EPOCHS_NEEDS, STEPS_NEEDS, TASK_NEEDS, RLRecipe
 from paceline.recipe.schedule_recipe import ScheduleRecipe
 from paceline.recipe.sparsity_recipe import SparsityRecipe
@@ -211,6 +212,9 @@ class Recipe(RecipeTable):
     )
     federated: FederatedRecipe = Field(
         default_factory=FederatedRecipe, description="the clients of federated, and their local training"
+    )
+    private: PrivateRecipe = Field(
+        default_factory=PrivateRecipe, description="clip and noise of sums, and their privacy budget"
     )
     outer: OuterRecipe = Field(
         default_factory=OuterRecipe, description="the outer optimizer of diloco and federated"

@@ -38,6 +38,7 @@ def partial_state_reasons(recipe: Recipe) -> list[str]:
         f"sync={strategy.sync}": strategy.is_set("sync"),
         f"codec={strategy.codec}": strategy.is_coded,
         "batch.sync_batchnorm": recipe.batch.sync_batchnorm,
+        "private.noise": recipe.private.is_on,
     }
     return [reason for reason, holds in reasons.items() if holds]
 

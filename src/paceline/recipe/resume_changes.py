@@ -31,6 +31,7 @@ _REFUSED: Mapping[KeyPath, str] = {
     ("federated", "held_out"): "a step would mean other samples",
     ("federated", "local_steps"): "a step would mean other samples",
     ("federated", "full"): "a step would mean other samples",
+    ("private", "unit"): "releases of clients and of samples have no common epsilon",
     ("outer", "name"): "the moments are those of the other one",
     ("rl", "env"): "it is what the policy has learned to act in",
     ("rl", "envs"): "an iteration would have other rows",

@@ -12,16 +12,18 @@ import json
 import math
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
+from paceline.errors import PacelineError
 from paceline.observe.metrics_schema import EVENT_SCHEMAS
 from paceline.observe.process_info import process_start_ticks
 from paceline.observe.sinks import METRICS, rotated_files
 from paceline.observe.step_stats import PHASES
+from paceline.privacy.privacy_ledger import LEDGER, describe_releases, read_releases
 from paceline.report.run_files import CERTIFICATE, RECIPE, resolve_run_folder
 
 _MAX_COUNT = 2**53
@@ -139,6 +141,10 @@ def _is_ledger(value: Any) -> bool:
     )
 
 
+def _is_release(value: Any) -> bool:
+    return _is_table(value) and _is_count(value.get("count")) and _is_amount(value.get("noise"))
+
+
 def _is_positive(value: Any) -> bool:
     return _is_count(value) and value > 0
 
@@ -180,6 +186,14 @@ _REQUIRED_FIELDS: Mapping[str, Mapping[str, FieldCheck]] = {
         **dict.fromkeys(("step", "samples", "down_bytes", "up_bytes"), _is_count),
         "clients": partial(_is_list_of, _is_text),
         "left_out": lambda value: _is_table(value) and all(map(_is_text, value.values())),
+    },
+    "privacy": {"secure": _is_text, "released": partial(_is_list_of, _is_text), "warning": _is_text},
+    "epsilon": {
+        **dict.fromkeys(("step",), _is_count),
+        **dict.fromkeys(("epsilon", "delta", "clip_norm", "budget"), _is_amount),
+        **dict.fromkeys(("unit", "relation", "accountant", "warning"), _is_text),
+        **dict.fromkeys(("sampling", "without_noise", "assumptions"), partial(_is_list_of, _is_text)),
+        "events": partial(_is_list_of, _is_release),
     },
     "rollout": {
         **dict.fromkeys(("step", "environment_steps", "episodes", "terminated", "truncated"), _is_count),
@@ -288,6 +302,26 @@ class RecordedRun:
     def error(self) -> MetricsRecord | None:
         """The error that ended the last start, the cause first; None if there was none."""
         return next((r for r in self.last_start_records if r.get("event") == "error"), None)
+
+    @cached_property
+    def epsilon(self) -> MetricsRecord | None:
+        """The last event `epsilon`, with all releases that the folder lists; None if no sum has noise.
+
+        A run that was killed has listed more releases than the event of its start. Without dp-accounting
+        epsilon is that of the event.
+        """
+        last = next(iter(reversed(self.of("epsilon"))), None)
+        if last is None:
+            return None
+        try:
+            releases = read_releases(self.folder / LEDGER)
+            if sum(releases.values()) <= sum(event["count"] for event in last["events"]):
+                return last
+            terms = ("delta", "budget", "unit", "clip_norm", "without_noise", "assumptions", "warning")
+            report = describe_releases(releases, **{name: last[name] for name in terms})
+        except (PacelineError, OSError):
+            return last
+        return {**last, **asdict(report)}
 
     @property
     def status(self) -> RunStatus:

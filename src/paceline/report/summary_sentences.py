@@ -32,6 +32,8 @@ def summarize_run(run: RecordedRun) -> list[str]:
         *_describe_bytes(run, compare_sent_bytes(run)),
         *_describe_imbalance(run),
         *_describe_warnings(run),
+        *_describe_epsilon(run),
+        *(f"{record['warning'].capitalize()}." for record in run.of("privacy")[-1:] if record["warning"]),
     ]
 
 
@@ -43,7 +45,7 @@ def _describe_end(run: RecordedRun, facts: RunFacts) -> str:
     progress = f"{steps} on {processes} with {facts.strategy}" if run.starts else ""
     error = run.error or {}
     sentences = {
-        "finished": f"Finished {progress}.",
+        "finished": f"Finished {progress}.{_describe_early_end(run, facts)}",
         "stopped": f"Stopped by a signal after {progress}. It can be resumed.",
         "running": f"Running: {progress} so far.",
         "failed": f"Failed after {progress}: {error.get('text', '')}",
@@ -57,6 +59,14 @@ def _describe_end(run: RecordedRun, facts: RunFacts) -> str:
         return sentences[run.status]
     times = "once" if num_resumes == 1 else f"{num_resumes} times, last"
     return f"{sentences[run.status]} It was resumed {times} at step {run.start['step']}."
+
+
+def _describe_early_end(run: RecordedRun, facts: RunFacts) -> str:
+    """Return why a run ended before its last step, if a callback or the privacy budget has ended it."""
+    stops = [record for record in run.last_start_records if record.get("event") == "stop"]
+    if not stops or facts.steps >= facts.num_steps:
+        return ""
+    return f" It ended early: {stops[-1]['reason']}."
 
 
 def _describe_losses(run: RecordedRun, facts: RunFacts) -> Iterator[str]:
@@ -146,6 +156,25 @@ def _describe_bytes(run: RecordedRun, ranks: list[SentBytes]) -> Iterator[str]:
         expected = format_bytes((wrong.expected_bytes or 0.0) / wrong.rounds)
         counted = format_bytes(wrong.counted_bytes / wrong.rounds)
         yield f"Rank {wrong.rank} sent {counted} {_round_text(wrong)}, but the prediction is {expected}."
+
+
+def _describe_epsilon(run: RecordedRun) -> Iterator[str]:
+    """Yield what the noise of a run guarantees, of all releases that its folder lists."""
+    record = run.epsilon
+    if record is None:
+        return
+    if record["warning"]:
+        yield f"Of its noise it holds: {record['warning']}."
+        return
+    count = sum(event["count"] for event in record["events"])
+    how = f" ({'; '.join(record['sampling'])})" if record["sampling"] else ""
+    yield (
+        f"Noise protects each {record['unit']}: epsilon {format_number(record['epsilon'])} at delta"
+        f" {record['delta']:g} after {format_count(count, 'release')}{how}, clip norm"
+        f" {record['clip_norm']:g}. Neighbours: {record['relation']}. Accountant: {record['accountant']}."
+        f" Shown without noise: {', '.join(record['without_noise'])}. It is assumed that"
+        f" {'; that '.join(record['assumptions'])}."
+    )
 
 
 def _describe_imbalance(run: RecordedRun) -> Iterator[str]:

@@ -44,6 +44,7 @@ from paceline.session.model_setup import (
     set_up_sync_batchnorm,
 )
 from paceline.session.partition_check import check_sequences, check_tensor_plan
+from paceline.session.private_training import LEDGER_KEY, build_private_sum, with_private_samples
 from paceline.session.reproducibility import check_numerics
 from paceline.session.rule_switch import enter_rule
 from paceline.session.session import EventQueue, RuleParts, Session, SessionBase
@@ -109,10 +110,14 @@ def build_session(
     recipe, strategy = tune_recipe(recipe, task, cluster, device, warn=warn, note=events.add)
     check_health_supported(recipe.health, strategy)
     net = Net(recipe.runtime.deadline_seconds, times_calls=device.type == "cpu")
+    mesh = Mesh.build(cluster, strategy.degrees)
+    private = build_private_sum(recipe, task, mesh, net, device, warn) if trains else None
+    if private is not None and recipe.private.unit == "sample":
+        components = with_private_samples(components or Components(), private)
     context = SessionContext(
         recipe=recipe.with_strategy(strategy.with_sync(strategy.phase(0).rule)),
         cluster=cluster,
-        mesh=Mesh.build(cluster, strategy.degrees),
+        mesh=mesh,
         net=net,
         device=device,
         phases=PhaseTimer(net.activity),
@@ -122,6 +127,7 @@ def build_session(
             stop_requested,
             choices=strategy.sync_choices,
             keeper=task.keeper,
+            private=private,
         ),
         warn=warn,
         note=events.add,
@@ -150,6 +156,9 @@ def _build_from_base(
     loss_scale = LossScale(precision.init_scale, precision.growth_steps) if scales else LossScale()
     state = TrainState(runner.sharded_model, optimizer, loss_scale)
     state.keep(TRAINED_FLAGS_KEY, session_base.guard.flags)
+    private = session_base.context.rule_inputs.private
+    if private is not None:
+        state.keep(LEDGER_KEY, private.ledger)
     parts = build_rule_parts(session_base, task, state)
     session = object.__new__(Session) if into is None else into
     # In place where there is one already: the loop and all that refers to it continue with the new one.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any, cast
@@ -25,6 +25,7 @@ from paceline.observe.step_stats import StepStats
 from paceline.observe.step_trace import TraceWindow
 from paceline.parallel.state_hash import find_divergence, whole_sha256
 from paceline.pipeline_schedule.schedule_table import TimelineRow
+from paceline.privacy.entropy import PRIVACY_KEY
 from paceline.recipe.tables import parse_step_range, require_steps_of_run
 from paceline.session.checkpointing import CheckpointSchedule, interval_passed, open_checkpoint_schedule
 from paceline.session.early_stopping import value_of_metric
@@ -113,6 +114,7 @@ class RunSchedule:
         if self._checkpoints.best.is_over():
             self.reason = self._patience()
         self._pause_if_due()
+        self._stop_at_privacy_budget()
         while not self.is_over():
             try:
                 for stats in session.rounds():
@@ -163,7 +165,17 @@ class RunSchedule:
             hashes |= self._evaluate_and_save(before)
             self._check_stop_requests()
             self._pause_if_due()
+            self._stop_at_privacy_budget()
         return hashes or self._may_be_stopped
+
+    def _stop_at_privacy_budget(self) -> None:
+        """End the run before the round that would exceed the privacy budget; equal on all ranks."""
+        private, step = self._session.private, self._session.state.step
+        if private is None or self.is_over():
+            return
+        self.reason = private.refuse_next(self._session.num_steps - step)
+        if self.reason:
+            self.send_event("stop", {"step": step, "reason": self.reason})
 
     def _pause_if_due(self) -> None:
         """Stop at the pause step, after what is due at that step, so that a resumed run repeats nothing."""
@@ -280,6 +292,8 @@ class Result:
         model: with the parameters of the last step, or their average if the recipe asks for one; None if this
             rank holds only a part of it (`paceline export` reads the whole from the checkpoint), and until
             `train` returns.
+        privacy: of a run with `federated.secure` what the server learned, of one with `private.noise` the
+            fields of `PrivacyReport`; in `warning` why that may be everything; empty for others.
     """
 
     steps: int
@@ -292,6 +306,7 @@ class Result:
     reason: str = ""
     best: str | None = None
     model: nn.Module | None = None
+    privacy: Mapping[str, Any] = field(default_factory=dict)
 
 
 class FitInProgress:
@@ -315,6 +330,7 @@ class FitInProgress:
         self._trace = _open_trace(session, run_dir, self.schedule)
         self._freed_memory = FreedMemory(session.recipe, session.mesh)
         self._freed_memory.return_to_system()  # the whole model that was partitioned, and trial steps
+        self._report_epsilon()
         session.run_callbacks(lambda callback: callback.on_begin(session))
         if session.interrupted_at is None:
             self.schedule.make_missed_evaluation()
@@ -345,6 +361,15 @@ class FitInProgress:
         self._before = self._session.state.step
         self._session.reported = self._before, stats
 
+    def _report_epsilon(self) -> dict[str, Any]:
+        """Send the event `epsilon`, and return its fields; empty if no sum has noise."""
+        private = self._session.private
+        if private is None:
+            return {}
+        record = asdict(private.ledger.report())
+        self.schedule.send_event("epsilon", {"step": self._session.state.step, **record})
+        return record
+
     def close(self) -> None:
         """Write the profile and the trace of a run that ends, also by an error, inside of their ranges."""
         if self._profile is not None:
@@ -363,7 +388,9 @@ class FitInProgress:
         evaluation = None if schedule.stopped else schedule.evaluate()
         saved = checkpoints.finish()
         self._freed_memory.return_to_system()  # before the whole model is assembled for the result
+        epsilon = self._report_epsilon()
         schedule.send_event("end", {"step": session.state.step, "stopped": schedule.stopped})
+        privacy = session.state.stateful_objects.get(PRIVACY_KEY)
         result = Result(
             steps=session.state.step,
             last=self._last,
@@ -374,6 +401,7 @@ class FitInProgress:
             run_dir=self.run_dir,
             reason=schedule.reason,
             best=checkpoints.best_checkpoint_path(),
+            privacy={**({} if privacy is None else privacy.state_dict()), **epsilon},
         )
         session.run_callbacks(lambda callback: callback.on_end(session, result))
         return result

@@ -46,6 +46,7 @@ from paceline.parallel.state_transfer import (
     take_snapshot,
     whole_model,
 )
+from paceline.privacy.private_sum import PrivateSum
 from paceline.recipe.recipe import Recipe
 from paceline.recipe.strategy import Strategy
 from paceline.session.callback import Callback
@@ -323,6 +324,11 @@ class Session:
     def plateau(self) -> ReduceOnPlateau | None:
         """The reductions of the rate by evaluations, if the recipe asks for them."""
         return cast("ReduceOnPlateau | None", self.state.stateful_objects.get(PLATEAU_KEY))
+
+    @property
+    def private(self) -> PrivateSum | None:
+        """The noise of the sums of the run, and what it has released; None: it has none."""
+        return self.session_base.context.rule_inputs.private
 
     @property
     def num_steps(self) -> int:

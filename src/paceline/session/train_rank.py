@@ -40,6 +40,7 @@ from paceline.session.membership_change import (
     leave_job,
 )
 from paceline.session.own_loop_steps import OwnLoop
+from paceline.session.private_training import open_ledger
 from paceline.session.session import Session, repeat_until_agreed
 from paceline.session.sink_setup import build_sinks
 from paceline.session.start_rank import build_task, join
@@ -265,6 +266,7 @@ def _begin_run(
     ):
         folder = run_folder.prepare_folder(session, resumed_run, name)
         checkpoint = None if source is None else run_folder.restore_run(session, source, warn)
+        open_ledger(session, folder)
         # There is a state to save now, so from here on a signal waits for the end of a step.
         stop.setting_up = False
         cluster.enter_phase(session.launcher_phase)

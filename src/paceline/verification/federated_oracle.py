@@ -264,6 +264,12 @@ class FederatedVerifier:
                 "the oracle does not know what a task keeps of each client (Task(keeper=...))",
                 next_step="verify the task without its keeper, whose methods a test of yours can call",
             )
+        if session.recipe.federated.secure != "none":
+            raise StrategyError(
+                "the oracle adds updates as they are, and a secure sum fixed-point numbers",
+                where="federated.secure",
+                next_step='verify with --set federated.secure=none, and compare "masks" with "ring"',
+            )
         if session.recipe.strategy.is_coded and not session.recipe.reproducible:
             raise StrategyError(
                 f"codec={session.recipe.strategy.codec} rounds values to codes, and the last bit of a weight"

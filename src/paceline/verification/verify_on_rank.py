@@ -23,6 +23,7 @@ from paceline.job.cluster import Cluster
 from paceline.job.launcher_reports import TRAINING
 from paceline.job.mesh import Mesh
 from paceline.parallel.session_context import Components
+from paceline.recipe.private_recipe import PrivateRecipe
 from paceline.recipe.recipe import Recipe, max_sharers, num_micro_batches
 from paceline.recipe.support import resolve_strategy
 from paceline.recipe.tables import AverageRecipe, HealthRecipe
@@ -116,12 +117,18 @@ def compare_with_oracle(
 
 
 def _without_extras(recipe: Recipe) -> Recipe:
-    """Return the recipe without an average of the weights and health rules, whose skipped steps differ.
+    """Return the recipe without noise, an average of the weights, and health rules that skip steps.
 
     Under a server all ranks hold the same state only between two rounds, so each step becomes a round.
     """
     hash_every = 1 if recipe.strategy.servers else recipe.hash_every
-    return recipe.replace(health=HealthRecipe(), average=AverageRecipe(), hash_every=hash_every)
+    return recipe.replace(
+        health=HealthRecipe(),
+        average=AverageRecipe(),
+        private=PrivateRecipe(),
+        debug=recipe.debug.replace(entropy_seed=None),
+        hash_every=hash_every,
+    )
 
 
 def _oracle_of_session(recipe: Recipe, task: Task, cluster: Cluster, device: torch.device) -> Oracle:

@@ -44,6 +44,10 @@ SPIKES = {"health.spike_factor": 3.0}
 DILOCO = {"strategy.sync": "diloco:2"}
 FEDERATED = {"strategy.sync": "federated:2"}
 NETWORK = {**FEDERATED, "strategy.channel": "grpc", "federated.clients": "network"}
+MASKS = {**FEDERATED, "federated.secure": "masks"}
+PRIVATE = {**FEDERATED, "federated.weights": "equal"}
+NOISY = {**PRIVATE, "private.noise": 1.0}
+SAMPLES = {"private.noise": 1.0, "private.unit": "sample"}
 FED_ADAM = {**FEDERATED, "outer.name": "adam"}
 SERVED = {"strategy.sync": "server-async", "strategy.servers": 1}
 EVALUATES = {"evaluate.every_steps": 2, "evaluate.patience": 2}
@@ -160,6 +164,11 @@ CASES = {
     "batch.shards": Case(2, {}, FEDERATED),
     "batch.accumulation": Case(2, {}, FEDERATED),
     "batch.drop_last": Case(True, {}, FEDERATED),
+    **{
+        f"private.{key}": Case(value, {**PRIVATE, "private.noise": 1.0}, PRIVATE)
+        for key, value in {"clip_norm": 0.5, "delta": 1e-6, "budget": 8.0}.items()
+    },
+    "private.unit": Case("sample", {"private.noise": 1.0}),
     "federated.clients": Case(50, FEDERATED),
     "federated.partition": Case("dirichlet:0.3", FEDERATED),
     "federated.cohort": Case(0.2, FEDERATED),
@@ -171,6 +180,13 @@ CASES = {
     "federated.clip_norm": Case(1.0, FEDERATED),
     "federated.held_out": Case(0.2, FEDERATED),
     "federated.vectorize": Case(5, FEDERATED),
+    "federated.secure": Case("masks", FEDERATED),
+    "federated.threshold": Case(0.8, MASKS, {**FEDERATED, "federated.secure": "ring"}),
+    "federated.neighbours": Case(4, MASKS, {**FEDERATED, "federated.secure": "ring"}),
+    "federated.ring": Case(32, MASKS, FEDERATED),
+    "federated.fraction_bits": Case(16, MASKS, FEDERATED),
+    "federated.largest": Case(2.0, MASKS, FEDERATED),
+    "debug.entropy_seed": Case(1, MASKS, FEDERATED),
     "federated.at_least": Case(3, NETWORK),
     "federated.listen": Case("127.0.0.1:29600", NETWORK),
     "federated.deadline_seconds": Case(3.0, NETWORK),
@@ -324,6 +340,21 @@ CONFLICTS: tuple[tuple[str, dict[str, Any], str], ...] = (
     ),
     ("rl.ppo.minibatches", {**RL[0], "rl.ppo.minibatches": 5}, "rl.envs * rl.steps = 2048, found 5"),
     (
+        "private.noise",
+        {"private.noise": 1.0},
+        'expected sync=federated:E with unit = "client"',
+    ),
+    ("private.noise", {**NOISY, "federated.weights": "samples"}, 'expected federated.weights = "equal"'),
+    (
+        "private.noise",
+        {**NOISY, "federated.clip_norm": 1.0},
+        "expected no federated.clip_norm, federated.b",
+    ),
+    ("private.noise", {**NOISY, "reproducible": True}, "expected no reproducible, no roll-back"),
+    ("private.noise", {**SAMPLES, "strategy": "pipeline=2"}, "sync=every-step on replicas of whole models"),
+    ("private.noise", {**SAMPLES, **FP16}, 'expected precision.compute = "fp32" or "bf16"'),
+    ("private.noise", {**SAMPLES, "optimizer.name": "kfac"}, "an optimizer that reads nothing but gradients"),
+    (
         "federated.cohort",
         {**FEDERATED, "federated.cohort": 0.001},
         "0.001 of clients = 100, which rounds to 0",
@@ -348,6 +379,10 @@ CONFLICTS: tuple[tuple[str, dict[str, Any], str], ...] = (
         {**NETWORK, "schedule.decay": "plateau", "evaluate.every_steps": 2},
         'expected another schedule.decay than "plateau"',
     ),
+    ("federated.secure", {**MASKS, "strategy.codec": "topk:0.1"}, "each client keeps other values"),
+    ("federated.secure", {**MASKS, "strategy.codec": "int8"}, "a scale or a basis of each client"),
+    ("federated.secure", {**MASKS, "strategy.codec": "lossless"}, "compressed bytes have no sum"),
+    ("federated.secure", {**NETWORK, "federated.secure": "masks"}, "send their updates as they are"),
     (
         "federated.cohort",
         {**NETWORK, "federated.cohort": 0.5},

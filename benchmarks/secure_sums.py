@@ -17,13 +17,13 @@ from paceline.federated.ring_sum import Ring, RingLayout, RingWords
 from paceline.federated.secure_masks import (
     KEYS_BYTES,
     SEALED_BYTES,
-    SHARE_BYTES,
     MaskClient,
     MaskServer,
     MaskTerms,
     RoundTerms,
     add_mask,
 )
+from paceline.federated.shamir import SHARE_BYTES
 from paceline.privacy.entropy import Entropy
 from paceline.state.slot import TensorSlot
 

@@ -35,7 +35,6 @@ from paceline.federated.rounds import FederatedRounds, find_counters
 from paceline.federated.secure_masks import (
     KEYS_BYTES,
     SEALED_BYTES,
-    SHARE_BYTES,
     MaskClient,
     MaskServer,
     MaskTerms,
@@ -43,6 +42,7 @@ from paceline.federated.secure_masks import (
     add_mask,
     derive,
 )
+from paceline.federated.shamir import SHARE_BYTES
 from paceline.job.mesh import RankGroup
 from paceline.parallel.model_runner import ModelRunner
 from paceline.parallel.session_context import SessionContext

@@ -77,8 +77,8 @@ def interrupted(folder: Path, phase: str) -> End:
 
 SHM = {
     "shared": "mount -t tmpfs -o size=64k tmpfs /dev/shm && exec ",
-    "absent": "mkdir dev && mount -t tmpfs tmpfs dev && ln -s /proc/self/fd dev/fd && for name in null zero urandom"
-    "; do touch dev/$name && mount --bind /dev/$name dev/$name; done && mount --rbind dev /dev && exec ",
+    "absent": "mkdir dev && mount -t tmpfs tmpfs dev && ln -s /proc/self/fd dev/fd && for name in null zero"
+    " urandom; do touch dev/$name && mount --bind /dev/$name dev/$name; done && mount --rbind dev /dev && exec ",
 }
 
 
@@ -156,7 +156,9 @@ def test_shared_memory_that_is_too_small(ends: dict[str, End]) -> None:
 
 @pytest.mark.timeout(1600)
 @pytest.mark.skipif(not has_namespaces(), reason="needs unshare and user namespaces, to leave out /dev/shm")
-def test_a_container_without_shared_memory_is_named_where_loader_workers_need_it(ends: dict[str, End]) -> None:
+def test_a_container_without_shared_memory_is_named_where_loaders_need_it(
+    ends: dict[str, End],
+) -> None:
     assert ends["absent"].code == 7, ends["absent"].err
     assert "rank 0 raised MemoryLimitError: this container has no /dev/shm" in ends["absent"].err
     assert "next:  mount it" in ends["absent"].err and "Traceback" not in ends["absent"].err

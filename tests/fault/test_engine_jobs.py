@@ -20,7 +20,7 @@ from tests.slurm_cluster import SlurmCluster, missing_programs, slurm_cluster
 pytestmark = pytest.mark.timeout(300)
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 120.0
+SECONDS = 240.0
 TASK = """
 import time
 from pathlib import Path

@@ -119,9 +119,7 @@ class MpiCollective:
         """Free the communicator; collective, as everything that was launched has been waited for."""
         self._communicator.Free()
 
-    def _launch(
-        self, op: str, x: Tensor, call: Callable[[Any], Any], result: Callable[[], Tensor]
-    ) -> Handle:
+    def _launch(self, op: str, x: Tensor, call: Callable[[Any], Any], result: Callable[[], Tensor]) -> Handle:
         if x.numel() == 0:
             return Handle.ready(result())
         entry = self.net.ledger.count_call(op, self.group.name, x.nbytes, self.group.size)
@@ -164,7 +162,7 @@ def build_mpi(group: RankGroup, context: RouteContext) -> Collective:
         return build_native(group, context)
     assert world is not None
     collective = MpiCollective(context.net, group, world.Create_group(world.group.Incl(ranks)))
-    context.record("route", {"group": group.name, "backend": describe_mpi(), "ranks": list(group.ranks)})
+    context.record("mpi", {"group": group.name, "ranks": list(group.ranks), "library": describe_mpi()})
     context.close_callbacks.append(collective.close)
     return collective
 

@@ -77,8 +77,9 @@ def interrupted(folder: Path, phase: str) -> End:
 
 SHM = {
     "shared": "mount -t tmpfs -o size=64k tmpfs /dev/shm && exec ",
-    "absent": "mkdir dev && mount -t tmpfs tmpfs dev && ln -s /proc/self/fd dev/fd && for name in null zero"
-    " urandom; do touch dev/$name && mount --bind /dev/$name dev/$name; done && mount --rbind dev /dev && exec ",
+    "absent": "mkdir dev && mount -t tmpfs tmpfs dev && ln -s /proc/self/fd dev/fd"
+    " && for name in null zero urandom; do touch dev/$name && mount --bind /dev/$name dev/$name; done"
+    " && mount --rbind dev /dev && exec ",
 }
 
 

@@ -103,7 +103,7 @@ def test_the_contract_holds_on_ranks_of_mpirun() -> None:
         env={**variables, "PYTHONPATH": f"{variables.get('PYTHONPATH', ROOT / 'src')}:{ROOT}"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=500,
         check=False,
     )
     names = [name for name, _ in inspect.getmembers(MpiContract) if name.startswith("test_")]

@@ -25,7 +25,7 @@ from paceline.launch.worker_process import die_with_parent
 from tests.ports import free_port
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "squeue", "scancel")
-_READY_SECONDS, _COMMAND_SECONDS, _END_SECONDS = 60.0, 60.0, 10.0
+_READY_SECONDS, _COMMAND_SECONDS, _END_SECONDS = 60.0, 240.0, 10.0
 _ENDS = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 _SYSTEM_PATH = "/usr/local/sbin:/usr/sbin:/sbin"
 

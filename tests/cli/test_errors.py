@@ -75,12 +75,17 @@ def interrupted(folder: Path, phase: str) -> End:
 
 # Others
 
-TINY_SHM = "mount -t tmpfs -o size=64k tmpfs /dev/shm && exec "
+SHM = {
+    "shared": "mount -t tmpfs -o size=64k tmpfs /dev/shm && exec ",
+    "absent": "mkdir dev && mount -t tmpfs tmpfs dev && ln -s /proc/self/fd dev/fd"
+    " && for name in null zero urandom; do touch dev/$name && mount --bind /dev/$name dev/$name; done"
+    " && mount --rbind dev /dev && exec ",
+}
 
 
-def has_a_tiny_shared_memory(folder: Path, _: str) -> End:
+def has_little_shared_memory(folder: Path, what: str) -> End:
     options = ("--set", "options.what=shared", "--set", "loader.workers=1")
-    with start(folder, *options, prefix=TINY_SHM) as process:
+    with start(folder, *options, prefix=SHM[what]) as process:
         return end_of(process, folder)
 
 
@@ -94,7 +99,7 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, End]:
     """All jobs, a few at a time."""
     jobs: dict[str, Callable[[Path, str], End]] = dict.fromkeys(FAILURES, fails)
     jobs |= dict.fromkeys(PHASES, interrupted)
-    jobs |= {"shared": has_a_tiny_shared_memory} if has_namespaces() else {}
+    jobs |= dict.fromkeys(SHM, has_little_shared_memory) if has_namespaces() else {}
     folder, before = tmp_path_factory.mktemp("jobs"), take_snapshot()
     with ThreadPoolExecutor(3) as pool:
         found = {name: pool.submit(job, folder / name, name) for name, job in jobs.items()}
@@ -148,6 +153,16 @@ def test_shared_memory_that_is_too_small(ends: dict[str, End]) -> None:
     assert ends["shared"].code == 7, ends["shared"].err
     assert "rank 0 raised MemoryLimitError: this host is out of shared memory" in ends["shared"].err
     assert "next:  enlarge /dev/shm" in ends["shared"].err and not ends["shared"].temporary
+
+
+@pytest.mark.timeout(1600)
+@pytest.mark.skipif(not has_namespaces(), reason="needs unshare and user namespaces, to leave out /dev/shm")
+def test_a_container_without_shared_memory_is_named_where_loaders_need_it(
+    ends: dict[str, End],
+) -> None:
+    assert ends["absent"].code == 7, ends["absent"].err
+    assert "rank 0 raised MemoryLimitError: this container has no /dev/shm" in ends["absent"].err
+    assert "next:  mount it" in ends["absent"].err and "Traceback" not in ends["absent"].err
 
 
 def test_a_missing_recipe(tmp_path: Path) -> None:

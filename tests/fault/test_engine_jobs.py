@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +20,7 @@ from tests.slurm_cluster import SlurmCluster, missing_programs, slurm_cluster
 pytestmark = pytest.mark.timeout(300)
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 120.0
+SECONDS = 240.0
 TASK = """
 import time
 from pathlib import Path
@@ -189,6 +190,36 @@ def test_a_cancelled_job_saves_and_is_not_queued_again(cluster: SlurmCluster, tm
     assert [*(folder / "runs" / "cancelled" / "checkpoints").glob("step-*")]
 
 
+@pytest.mark.capability("O3")
+def test_a_job_that_waits_for_a_full_partition_says_so_and_its_exit_code_is_returned(
+    cluster: SlurmCluster, plain_hash: str, tmp_path: Path
+) -> None:
+    folder = write_job(tmp_path / "job")
+    words = ("sbatch", "--parsable", "-N", "2", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 60")
+    first = cluster.run(*words)
+    assert first.returncode == 0, first.stderr
+    submission = ("submit", "recipe.toml", "--on", "slurm", "--nodes", "2", "-n", "1", "--name", "waiting")
+    options = ("--option", "mem=0", "--option", "partition=low", "--attach")
+    log = folder / "log"
+    with log.open("wb") as output:
+        waiting = subprocess.Popen(
+            [*PACELINE, *submission, *options],
+            cwd=folder,
+            env=dict(cluster.environ),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            until(lambda: "the partition is full" in log.read_text(), "it does not say why it waits")
+            cluster.run("scancel", first.stdout.strip())
+            code = waiting.wait(SECONDS)
+        finally:
+            waiting.kill()
+            waiting.wait()
+    assert code == 0 and hash_in(log.read_text()) == plain_hash, log.read_text()
+
+
 def test_what_slurm_refuses_has_a_next_step(cluster: SlurmCluster, tmp_path: Path) -> None:
     """What sbatch says here; its texts are those of Slurm 22.05."""
     script = tmp_path / "job.sh"
@@ -199,6 +230,7 @@ def test_what_slurm_refuses_has_a_next_step(cluster: SlurmCluster, tmp_path: Pat
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(1800)
 @pytest.mark.capability("O3", "N7")
 def test_twenty_preempted_jobs_of_twenty_continue(
     cluster: SlurmCluster, plain_hash: str, tmp_path: Path
@@ -209,6 +241,7 @@ def test_twenty_preempted_jobs_of_twenty_continue(
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(600)
 @pytest.mark.capability("O3", "N7")
 def test_a_time_limit_is_announced_and_the_job_continues(
     cluster: SlurmCluster, plain_hash: str, tmp_path: Path
@@ -241,6 +274,7 @@ def test_a_job_does_not_need_the_daemon_of_a_node(plain_hash: str, tmp_path: Pat
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(600)
 @pytest.mark.capability("O3", "N8")
 def test_a_job_that_loses_a_node_is_queued_again_and_continues(plain_hash: str, tmp_path: Path) -> None:
     """Slurm finds the node lost after its `SlurmdTimeout`, and queues the job again."""

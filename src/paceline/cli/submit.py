@@ -9,17 +9,19 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from types import TracebackType
+from typing import TYPE_CHECKING, Annotated, NoReturn, Self
 
 import typer
 
 from paceline.cli import common_options
-from paceline.cli.console import print_plain
+from paceline.cli.console import error_output, print_plain
 from paceline.errors import PacelineError, RecipeError, StrategyError, TaskError, format_count
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 
 SUBMISSIONS = Path("submissions")
 _CLIENT_SECONDS, _POLL_SECONDS = 60.0, 1.0
+_SSH_FAILED = 255
 _CLIENTS = {"slurm": "sbatch", "mpi": "mpirun", "ssh": "ssh", "kubernetes": "kubectl", "sky": "sky"}
 _PACKAGES = {
     "sbatch": "the clients of Slurm (Debian: slurm-client), or run this command on a login node",
@@ -211,17 +214,51 @@ def _planned_bytes(args: SubmitArgs, recipe: Recipe, count: int, show: Callable[
     from paceline.session.start_rank import build_task
 
     try:
-        task = build_task(recipe, None, common_options.task_directory(args.recipe))
-        try:
-            verdict = check_budget(recipe, task, count * args.nodes, nodes=args.nodes)
-        except StrategyError:  # of some routes between hosts only the tensors of the ranks can be planned
-            verdict = check_budget(recipe, task, count * args.nodes)
+        with _ErrorsOfTask() as raised:
+            task = build_task(recipe, None, common_options.task_directory(args.recipe))
+            try:
+                verdict = check_budget(recipe, task, count * args.nodes, nodes=args.nodes)
+            except StrategyError:  # of some routes between hosts only the tensors of the ranks can be planned
+                verdict = check_budget(recipe, task, count * args.nodes)
     except (StrategyError, TaskError) as error:
         show(f"memory is not requested: {error.what}")
+        return 0
+    if raised.text:
+        print_plain(f"warning: memory is not requested: {raised.text}", error_output())
         return 0
     if verdict.refusal is not None:
         raise verdict.refusal
     return verdict.plan.peak
+
+
+class _ErrorsOfTask:
+    """A context manager that keeps what the user's own code raises; errors of Paceline pass.
+
+    Attributes:
+        text: the exception with its file and line, and what to do; empty: there was none.
+    """
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        from paceline.launch.worker_guard import is_folded
+
+        if not isinstance(error, Exception) or isinstance(error, PacelineError):
+            return False
+        frames = [frame for frame in traceback.extract_tb(trace) if not is_folded(frame.filename)]
+        where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+        summary = str(error).partition("\n")[0]
+        self.text = (
+            f"the task raised {type(error).__name__}: {summary}{where}. Correct it, unless it needs what only"
+            " the nodes of the job have"
+        )
+        return True
 
 
 def _show_files(args: SubmitArgs, files: dict[str, str]) -> None:
@@ -254,7 +291,13 @@ def _submit(args: SubmitArgs, file: Path, *, attach: bool) -> int:
     if args.engine != "ray":
         require_client(_CLIENTS[args.engine])
     if args.engine in ("mpi", "ssh", "ray"):  # these run here, and their output is that of this command
-        return _run_here(_submit_command(args.engine, file))
+        code = _run_here(_submit_command(args.engine, file))
+        if args.engine == "ssh" and code == _SSH_FAILED:
+            raise PacelineError(
+                f"ssh has not reached all of {', '.join(args.hosts[: args.nodes])}: see its message above",
+                next_step="`ssh HOST true` has to work without a password: ssh-copy-id HOST",
+            )
+        return code
     if args.engine == "kubernetes":
         return _submit_to_kubernetes(args, file, attach=attach)
     if args.engine == "sky":

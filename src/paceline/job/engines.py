@@ -44,6 +44,7 @@ class EnginePlace:
         settings: the variables that decided, as text, for errors.
         starts_launchers: the engine starts one process on each node, which starts the ranks of that node.
         num_servers: number of servers among the ranks, which come first; None: the strategy decides.
+        has_mpi: the engine has started each rank as a process of MPI.
     """
 
     engine: str
@@ -60,6 +61,7 @@ class EnginePlace:
     settings: str = ""
     starts_launchers: bool = False
     num_servers: int | None = None
+    has_mpi: bool = False
 
     @property
     def has_one_task_per_node(self) -> bool:
@@ -351,7 +353,7 @@ def _read_open_mpi(values: _Values) -> EnginePlace:
     job = values.values.get("PMIX_NAMESPACE", values.values.get("OMPI_MCA_ess_base_jobid", ""))
     ranks = (rank, size, local_rank, local_size, node_rank, num_nodes)
     address = "" if found is None else found[1] or found[2]
-    return EnginePlace("Open MPI", "mpirun", *ranks, address=address, job=f"mpi {job}")
+    return EnginePlace("Open MPI", "mpirun", *ranks, address=address, job=f"mpi {job}", has_mpi=True)
 
 
 def _open_mpi_node(values: _Values, num_nodes: int, by_rank: int) -> int:
@@ -371,7 +373,7 @@ def _read_mpich(values: _Values) -> EnginePlace:
         return EnginePlace("PMI", "srun --mpi=pmi2", rank, size, 0, 1, rank, size)  # Slurm knows the nodes
     local_rank, local_size = values.integer("MPI_LOCALRANKID"), values.integer("MPI_LOCALNRANKS")
     ranks = (rank, size, local_rank, local_size, rank // max(1, local_size), -(-size // max(1, local_size)))
-    return EnginePlace("MPICH", "mpiexec", *ranks)
+    return EnginePlace("MPICH", "mpiexec", *ranks, has_mpi=True)
 
 
 def _is_slurm_task(values: Variables) -> bool:

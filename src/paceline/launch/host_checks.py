@@ -185,7 +185,9 @@ def check_memory(job: PlannedJob) -> HostCheck:
 def check_shared_memory(job: PlannedJob, folder: Path = Path("/dev/shm")) -> HostCheck:
     """Check the space in /dev/shm, which loaders and the ranks of a host share."""
     if not folder.is_dir():
-        return HostCheck("shared memory", "ok", "this system has no /dev/shm")
+        severity: Severity = "warning" if sys.platform == "linux" else "ok"
+        found = f"there is no {folder}, which loader workers need"
+        return HostCheck("shared memory", severity, found, "docker run --shm-size 2g; or loader.workers = 0")
     free = shutil.disk_usage(folder).free
     found = f"{_format(free)} free in {folder}"
     step = "mount -o remount,size=2g /dev/shm; docker run --shm-size 2g; or set loader.workers = 0"

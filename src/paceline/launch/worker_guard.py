@@ -42,6 +42,9 @@ _SHARED_MEMORY_ADVICE = (
     "enlarge /dev/shm (mount -o remount,size=2g /dev/shm; docker run --shm-size 2g), "
     "or set loader.workers = 0; --resume RUN continues from the last checkpoint"
 )
+_NO_SHARED_MEMORY_ADVICE = (
+    "mount it (docker run --shm-size 2g; in a pod an emptyDir with medium Memory), or set loader.workers = 0"
+)
 _LOADER_ADVICE = (
     "if the kernel log (dmesg) says out of memory, use fewer loader.workers; "
     "set loader.workers = 0 to see the error in the training process"
@@ -92,6 +95,11 @@ def explain_memory(error: BaseException) -> MemoryLimitError | None:
     """Return an error with a next step if this one, or one that caused it, says that memory ran out."""
     message = str(error).partition("\n")[0]
     for cause in _exception_chain(error):
+        if _is_of_semaphore(cause):
+            return MemoryLimitError(
+                f"this container has no /dev/shm, which loader workers need: {message}",
+                next_step=_NO_SHARED_MEMORY_ADVICE,
+            )
         names = {kind.__name__ for kind in type(cause).__mro__}
         text = str(cause) if names & _ERRORS_WITH_TEXT else ""
         if any(part in text for part in _SHARED_TEXTS):
@@ -102,6 +110,13 @@ def explain_memory(error: BaseException) -> MemoryLimitError | None:
         if named or any(part in text for part in _HOST_TEXTS):
             return MemoryLimitError(f"out of memory: {message}", next_step=_MEMORY_ADVICE)
     return None
+
+
+def _is_of_semaphore(error: BaseException) -> bool:
+    """Return whether a semaphore could not be created for want of /dev/shm; the error names no file."""
+    frames = traceback.extract_tb(error.__traceback__)
+    creates = bool(frames) and frames[-1].filename.endswith("multiprocessing/synchronize.py")
+    return creates and isinstance(error, FileNotFoundError)
 
 
 def _exception_chain(error: BaseException) -> Iterator[BaseException]:

@@ -108,6 +108,11 @@ _ROUTE = {
     "source": "str: measured, measured before, or the file of a link profile",
     "routes": "table: alpha, beta and measurements of an all_reduce, by route",
 }
+_MPI = {
+    "group": "str: name of the group",
+    "ranks": "list: ranks of this group",
+    "library": "str: the MPI library that sums, with its version and that of mpi4py",
+}
 _BUCKETS = {
     "bucket_bytes": "int: size of a bucket of gradients",
     "reason": "str: why, with alpha and beta of the links",
@@ -384,6 +389,7 @@ EVENT_SCHEMAS: Mapping[str, EventSchema] = MappingProxyType(
         "recompute": EventSchema("info", False, _RECOMPUTE),
         "servers": EventSchema("info", False, _SERVERS),
         "route": EventSchema("info", False, _ROUTE),
+        "mpi": EventSchema("info", False, _MPI),
         "buckets": EventSchema("info", False, _BUCKETS),
         "codec": EventSchema("info", False, _CODEC),
         "resume": EventSchema(

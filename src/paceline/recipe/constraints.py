@@ -374,8 +374,8 @@ CHANNEL_NEEDS = (
 CODEC_NEEDS = (
     _strategy_need(
         lambda s: s.route_spec.coded != 0,
-        "with a route that sends bytes",
-        "this route sends no bytes, so a codec has no effect: leave out codec or route",
+        "with a route that sends messages of its own",
+        "this route has no messages that a codec could encode: leave out codec or route",
     ),
     FieldNeed(_sums_gradients, "where several ranks sum gradients", _ONE_RANK, scope="session"),
 )

@@ -248,7 +248,7 @@ def _describe_libraries() -> dict[str, Any]:
         "cudnn": str(torch.backends.cudnn.version() or ""),
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else "",
         "gloo": available and distributed.is_gloo_available(),
-        "mpi": available and distributed.is_mpi_available(),
+        "mpi": f"mpi4py {version}" if (version := _version("mpi4py")) else "",
     }
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from paceline.cli.main import build_app
 from paceline.cli.submit import describe_reason, explain_client_error, require_client
 from paceline.errors import PacelineError, RecipeError
 from paceline.launch.cloud_task import describe_cost, read_machines
@@ -144,7 +147,7 @@ def test_what_cannot_be_rendered_is_refused_with_a_next_step() -> None:
 
 @pytest.mark.parametrize(
     "printed, advice",
-    [  # the first is of Slurm 22.05 here; those of kubectl are from its sources, not recorded
+    [  # the first is of Slurm 22.05 here; the others are from the sources of Slurm and kubectl, not recorded
         (
             "sbatch: error: invalid partition specified: x\nsbatch: error: Batch job submission failed",
             "sinfo",
@@ -159,6 +162,7 @@ def test_what_cannot_be_rendered_is_refused_with_a_next_step() -> None:
         ),
         ('no matches for kind "JobSet" in version "jobset.x-k8s.io/v1alpha2"', "kind=job"),
         ('container "trainer" is waiting to start: trying and failing to pull image', "--option image"),
+        ("sbatch: error: User's group not permitted to use this partition", "ask for access"),
         ("something new", "look up this message"),
     ],
 )
@@ -172,6 +176,30 @@ def test_a_client_that_is_missing_is_named_with_its_package(monkeypatch: pytest.
     with pytest.raises(PacelineError, match="sbatch is not installed on this machine") as caught:
         require_client("sbatch")
     assert "slurm-client" in caught.value.next_step
+
+
+@pytest.mark.skipif(shutil.which("ssh") is None, reason="needs ssh")
+def test_a_host_that_ssh_does_not_reach_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["submit", "digits.toml", "--on", "ssh", "-n", "1", "--hosts", "127.0.0.1", "--name", "one"]
+    (tmp_path / "digits.toml").write_text('task = "digits"\nsteps = 1\n')
+    done = CliRunner().invoke(build_app(words), words)
+    assert isinstance(done.exception, PacelineError)
+    assert done.exception.what.startswith("ssh has not reached all of 127.0.0.1")
+    assert "ssh-copy-id" in done.exception.next_step
+
+
+def test_a_task_that_raises_while_memory_is_planned_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "task.py").write_text("def build():\n    raise OSError('no such disk')\n")
+    (tmp_path / "r.toml").write_text('task = "task.py:build"\nsteps = 1\n')
+    words = ["submit", "r.toml", "--on", "slurm", "-n", "1", "--name", "one", "--dry-run"]
+    done = CliRunner().invoke(build_app(words), words)
+    assert done.exit_code == 0, done.output
+    assert f"the task raised OSError: no such disk at {tmp_path}/task.py:2." in done.stderr
+    assert "--mem" not in done.stdout and "#SBATCH --nodes=1" in done.stdout
 
 
 def test_a_job_that_waits_has_a_reason_in_words() -> None:

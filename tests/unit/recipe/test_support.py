@@ -36,7 +36,7 @@ WORKS = (
     | each("gpipe 1f1b interleaved zero-bubble file:schedule.csv", "pipeline=2 schedule=")
     | each("fp32 bf16 fp16 int8 int4 int2 fixed:8 sign topk:0.01 dgc:0.01:0.9 randomk:0.01", "codec=")
     | each("lowrank:2 lossless auto", "codec=")
-    | each("auto native ring tree recursive-doubling grid shared-memory", "route=")
+    | each("auto native ring tree recursive-doubling grid shared-memory mpi", "route=")
     | {"replicas=4 route=hierarchical", "replicas=1 pipeline=2 sync=pipedream"}
 )
 COMBINATIONS = {  # what runs on as many processes, or the reason why not
@@ -61,6 +61,8 @@ COMBINATIONS = {  # what runs on as many processes, or the reason why not
     "sync=federated:1 lanes=2": (2, "lanes need an exact sync"),
     "servers=1 sync=federated:1": (3, "leave out servers"),
     "sync=every-step@4,federated:1": (2, "name federated alone"),
+    "route=mpi codec=int8": (2, "no messages that a codec could encode"),
+    "route=mpi lanes=2": (2, "this route in another"),
     "shard=2": (2, "shard without zero shares nothing"),
     "zero=1": (2, "add shard=2"),
     "shard=2 zero=1 sync=diloco:4": (4, ""),

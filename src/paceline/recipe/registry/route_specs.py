@@ -119,6 +119,14 @@ ROUTE_SPECS = (
         ring_bytes=True,
         in_memory=True,
     ),
+    RouteSpec(
+        word="mpi",
+        summary="the collectives of an MPI library (mpi4py), for machines with a good MPI",
+        build="paceline.comm.routes.mpi_route:build_mpi",
+        has_own_sum_order=True,
+        ring_bytes=True,
+        coded=0,
+    ),
     # Reserved: a word without `build` is refused as not implemented.
     RouteSpec(word="server"),
 )

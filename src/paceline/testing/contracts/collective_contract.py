@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -24,11 +25,13 @@ class CollectiveContract(ABC):
         worlds: world sizes for sums; tests with a single size use the first.
         relative_error: error of a sum of integers, relative to the sum of the largest magnitudes.
         uses_error_feedback: whether the error of a sum is added to the next one of the same buffer.
+        run_ranks: calls a function on as many ranks, as `paceline.testing.run_ranks` does.
     """
 
     worlds: ClassVar[tuple[int, ...]] = (2, 3)
     relative_error: float = 0.0
     uses_error_feedback: bool = False
+    run_ranks: ClassVar[Callable[..., list[Any]]] = staticmethod(run_ranks)
 
     @abstractmethod
     def collective(self, net: Net, group: RankGroup) -> Collective:
@@ -48,7 +51,7 @@ class CollectiveContract(ABC):
             return xs
 
         for world in self.worlds:
-            ranks = run_ranks(run, world)
+            ranks = self.run_ranks(run, world)
             for k, n in enumerate(_SIZES):
                 right = sum(_values(n, rank) for rank in range(world))
                 bound = self.relative_error * sum(float(_values(n, r).abs().max()) for r in range(world))
@@ -68,7 +71,7 @@ class CollectiveContract(ABC):
             return row_sum, in_buffer
 
         for world in self.worlds:
-            for row, both in enumerate(run_ranks(run, world)):
+            for row, both in enumerate(self.run_ranks(run, world)):
                 parts = [_values(40, 10 * rank + row) for rank in range(world)]
                 bound = self.relative_error * sum(float(part.abs().max()) for part in parts)
                 for row_sum in both:
@@ -87,7 +90,7 @@ class CollectiveContract(ABC):
 
         for world in self.worlds:
             right = torch.stack([_values(13, rank) for rank in range(world)])
-            assert all(torch.equal(found, right) for found in run_ranks(run, world))
+            assert all(torch.equal(found, right) for found in self.run_ranks(run, world))
 
     def test_broadcast_copies_any_rank_to_all_in_place(self) -> None:
         def run(cluster: Cluster) -> list[Tensor]:
@@ -100,7 +103,7 @@ class CollectiveContract(ABC):
             return copies
 
         for world in self.worlds:
-            for copies in run_ranks(run, world):
+            for copies in self.run_ranks(run, world):
                 assert all(torch.equal(x, _values(9, 50 + source)) for source, x in enumerate(copies))
 
     def test_an_aborted_step_changes_nothing(self) -> None:
@@ -120,7 +123,7 @@ class CollectiveContract(ABC):
                     collective.feedback.commit()
             return x
 
-        plain, disturbed = (run_ranks(run, self.worlds[0], aborts) for aborts in (False, True))
+        plain, disturbed = (self.run_ranks(run, self.worlds[0], aborts) for aborts in (False, True))
         assert torch.equal(plain[0], disturbed[0])
 
     def test_what_one_step_loses_the_next_ones_bring(self) -> None:
@@ -140,7 +143,7 @@ class CollectiveContract(ABC):
                 first = float((x - right).abs().max()) if step == 0 else first
             return first, float((total / num_steps - right).abs().max())
 
-        first, mean = run_ranks(run, self.worlds[0])[0]
+        first, mean = self.run_ranks(run, self.worlds[0])[0]
         if self.uses_error_feedback:
             assert first > 0 and mean <= 4 * first / num_steps
         else:
@@ -164,7 +167,7 @@ class CollectiveContract(ABC):
                     collective.feedback.commit()
             return x
 
-        whole, restored = (run_ranks(run, self.worlds[0], moves) for moves in (False, True))
+        whole, restored = (self.run_ranks(run, self.worlds[0], moves) for moves in (False, True))
         assert torch.equal(whole[1], restored[1])
 
 

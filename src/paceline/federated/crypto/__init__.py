@@ -1,0 +1,52 @@
+"""Cryptography for parties that compute together: secret shares, encrypted sums, garbled circuits.
+
+`parties` starts and connects processes; `ring_shares` adds and multiplies shares in Z_2^64, and `shared_training`
+trains on them; `shamir` splits a secret into t of n shares; `paillier` adds what is encrypted; `garbled_circuit`
+computes a boolean function of two inputs, with `oblivious_transfer`. All of them are small, correct and slow, and
+for parties that are honest but curious: there is no defence against one that deviates, and none is constant-time.
+"""
+
+from paceline.federated.crypto.garbled_circuit import (
+    Circuit,
+    adder_circuit,
+    bitwise_circuit,
+    comparator_circuit,
+    run_evaluator,
+    run_garbler,
+)
+from paceline.federated.crypto.paillier import generate_keys, pack_slots, unpack_slots
+from paceline.federated.crypto.parties import Party, connect_parties, run_parties
+from paceline.federated.crypto.ring_shares import (
+    SharedArithmetic,
+    decode_fixed,
+    encode_fixed,
+    serve_dealer,
+    split_secret,
+)
+from paceline.federated.crypto.shamir import rebuild_shamir, split_shamir
+from paceline.federated.crypto.shared_training import SquareNet, train_logistic_regression, train_square_net
+
+__all__ = [
+    "Circuit",
+    "Party",
+    "SharedArithmetic",
+    "SquareNet",
+    "adder_circuit",
+    "bitwise_circuit",
+    "comparator_circuit",
+    "connect_parties",
+    "decode_fixed",
+    "encode_fixed",
+    "generate_keys",
+    "pack_slots",
+    "rebuild_shamir",
+    "run_evaluator",
+    "run_garbler",
+    "run_parties",
+    "serve_dealer",
+    "split_secret",
+    "split_shamir",
+    "train_logistic_regression",
+    "train_square_net",
+    "unpack_slots",
+]

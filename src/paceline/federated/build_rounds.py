@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from paceline.comm.reduction.gradients import LocalReducer
+from paceline.comm.reduction.gradients import GradientReduction, LocalReducer
 from paceline.errors import StrategyError
 from paceline.federated.client_codec import ClientCodec
 from paceline.federated.client_keeper import KeeperRounds, KeptVectors
 from paceline.federated.cohort_table import read_cohort_replay
+from paceline.federated.entropy import KNOWN_ENTROPY, PRIVACY_KEY, RELEASED_FIELDS, PrivacyRecord
 from paceline.federated.rounds import FederatedRounds, buffer_slot
 from paceline.federated.server_step import ServerStep
 from paceline.federated.vectorized_clients import build_vectorized
@@ -63,7 +64,7 @@ def build_federated_rounds(context: SessionContext, layout: ModelLayout, state: 
     rule = _choose_rounds(context)(
         step,
         server,
-        build_client_reduction(context, tensors),
+        _build_reduction(context, tensors),
         recipe,
         group=context.mesh.data,
         net=context.net,
@@ -77,6 +78,7 @@ def build_federated_rounds(context: SessionContext, layout: ModelLayout, state: 
         if recipe.federated.vectorize
         else None,
     )
+    _note_privacy(context, state)
     if recipe.debug.replay_arrivals is not None and recipe.federated.vectorize:
         raise StrategyError(
             "clients that train as one batched computation cannot leave out those that were late",
@@ -87,15 +89,49 @@ def build_federated_rounds(context: SessionContext, layout: ModelLayout, state: 
     return rule
 
 
+def _note_privacy(context: SessionContext, state: TrainState) -> None:
+    """Note what the server of a secure sum learns, as an event, in checkpoints and in the result."""
+    settings, is_known = context.recipe.federated, context.recipe.debug.entropy_seed is not None
+    if settings.secure == "none":
+        return
+    record = {
+        "secure": settings.secure,
+        "released": RELEASED_FIELDS if settings.secure == "masks" else ["all of the update of each client"],
+        "warning": KNOWN_ENTROPY if is_known else "",
+    }
+    state.keep(PRIVACY_KEY, PrivacyRecord(record))
+    context.note("privacy", record)
+    if is_known:
+        context.warn(f"warning: {KNOWN_ENTROPY} (debug.entropy_seed)")
+    if settings.secure == "masks":
+        context.warn(
+            "clients are simulated: this job makes the keys of all of them, so the masks hide nothing from it"
+        )
+
+
 def _choose_rounds(context: SessionContext) -> Callable[..., FederatedRounds]:
     """Return the class of the rule: of simulated clients, or of those that connect."""
     settings = context.recipe.federated
+    if settings.secure != "none" and context.components.federated is None:
+        from paceline.federated.secure_rounds import SecureRounds
+
+        return SecureRounds
     if context.components.federated is not None or not settings.is_networked:
         return context.components.federated or FederatedRounds
     # It needs gRPC, which simulated clients do not.
     from paceline.federated.network_rounds import BufferedRounds, NetworkRounds
 
     return BufferedRounds if settings.buffer else NetworkRounds
+
+
+def _build_reduction(context: SessionContext, tensors: Mapping[TensorSlot, Tensor]) -> GradientReduction:
+    """Return the sum over clients: in the tree, or of words in a ring; collective."""
+    if context.recipe.federated.secure == "none":
+        return build_client_reduction(context, tensors)
+    # It needs cryptography, which plain sums do not.
+    from paceline.federated.secure_rounds import build_ring_reduction
+
+    return build_ring_reduction(context, tensors)
 
 
 def _build_keeper(context: SessionContext, runner: ModelRunner) -> KeeperRounds | None:
@@ -114,6 +150,13 @@ def _build_keeper(context: SessionContext, runner: ModelRunner) -> KeeperRounds 
             " a network do not send",
             where="federated.clients",
             next_step="set federated.clients to a number of simulated clients, or leave the keeper out",
+        )
+    if context.recipe.federated.secure != "none":
+        raise StrategyError(
+            "the task keeps something of each client (Task(keeper=...)), and the server of a secure sum sees"
+            " no client alone",
+            where="federated.secure",
+            next_step='set federated.secure = "none", or leave the keeper out',
         )
     if context.recipe.federated.vectorize:
         raise StrategyError(

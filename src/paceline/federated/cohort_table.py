@@ -13,7 +13,6 @@ from torch import Tensor
 from paceline.comm.net import Net
 from paceline.comm.tally import StepTally
 from paceline.errors import DataError
-from paceline.federated.cohorts import CohortMember
 from paceline.job.mesh import RankGroup
 from paceline.report.run_reader import read_run
 
@@ -26,6 +25,7 @@ LEFT_OUT_REASONS = {
     INVALID: "its update has other tensors than the model",
 }
 COHORT_COLUMNS = ("status", "weight", "samples", "steps", "total", "count", "bytes")
+_SUMMED = COHORT_COLUMNS[1:-1]
 
 
 def status_of(reason: str) -> float:
@@ -112,7 +112,7 @@ class CohortTable:
     """
 
     def __init__(self, num_positions: int, metric_names: Sequence[str], num_counters: int) -> None:
-        self._metric_names = metric_names
+        self._metric_names, self._num_counters = metric_names, num_counters
         self._width = len(COHORT_COLUMNS) + len(metric_names) + num_counters
         self._written: dict[int, list[float]] = {}
         self.rows = torch.zeros(num_positions + 1, self._width, dtype=torch.float64)
@@ -131,6 +131,39 @@ class CohortTable:
         ]
         # One tensor for all rows is made in `agree`: small tensors cost more than their numbers.
         self._written[position] = [*values, *(counters or [0.0] * (self._width - len(values)))]
+
+    @property
+    def num_summed(self) -> int:
+        """Return how many numbers of a client are added up: all but its status and its bytes."""
+        return self._width - 2
+
+    def summed_numbers(self, row: ClientRow, counters: Sequence[float]) -> list[float]:
+        """Return the numbers of a client that are added up, [num_summed]."""
+        values = [*(row.head[name] for name in _SUMMED), *(row.metrics[name] for name in self._metric_names)]
+        return [*values, *(counters or [0.0] * self._num_counters)]
+
+    def set_sums(self, survivors: Sequence[int], numbers: Sequence[float]) -> None:
+        """Write sums over clients whose own numbers are not known; after `agree`.
+
+        They stand in the row of the first survivor, and the other rows stay without them. A counter is there
+        the mean of its changes, as the largest is no sum.
+
+        Args:
+            survivors: positions that are in the sums; others that have returned something are lost.
+            numbers: [num_summed].
+        """
+        for position, status in enumerate(self.column("status")):
+            if status == RETURNED and position not in survivors:
+                self.rows[position] = 0.0
+                self.rows[position, 0] = LOST
+        if not survivors:
+            return
+        first, values = survivors[0], [*numbers]
+        for index in range(len(values) - self._num_counters, len(values)):
+            values[index] = float(round(values[index] / len(survivors)))
+        columns = [index for index, name in enumerate(COHORT_COLUMNS) if name in _SUMMED]
+        columns += range(len(COHORT_COLUMNS), self._width)
+        self.rows[first, columns] = torch.tensor(values, dtype=torch.float64)
 
     def agree(self, net: Net, group: RankGroup, device: torch.device, *, stops: bool) -> None:
         """Sum the rows over the ranks; collective."""
@@ -172,6 +205,18 @@ class CohortTable:
         )
 
 
+class ClientRow(NamedTuple):
+    """The numbers of a client in the table.
+
+    Args:
+        head: numbers of `COHORT_COLUMNS` other than status and bytes.
+        metrics: sums by name.
+    """
+
+    head: Mapping[str, float]
+    metrics: Mapping[str, float]
+
+
 class LocalSums(NamedTuple):
     """The sums of the loss over the local steps of a client.
 
@@ -195,29 +240,13 @@ class LocalSums(NamedTuple):
         self.counts.append(count)
         self.metrics.append(metrics)
 
-
-def write_returned(
-    table: CohortTable,
-    member: CohortMember,
-    sums: LocalSums,
-    weight: float,
-    num_samples: int,
-    counters: Sequence[float],
-    num_bytes: int,
-) -> None:
-    """Write the row of a client that returned an update.
-
-    Args:
-        num_bytes: of the update, as the client sends it.
-    """
-    metrics = {name: math.fsum(m[name] for m in sums.metrics) for name in sums.metrics[0]}
-    head = {
-        "status": RETURNED,
-        "weight": weight,
-        "samples": float(num_samples),
-        "steps": float(len(sums.totals)),
-        "total": math.fsum(sums.totals),
-        "count": math.fsum(sums.counts),
-        "bytes": float(num_bytes),
-    }
-    table.write(member.position, head, metrics, counters)
+    def row(self, weight: float, num_samples: int) -> ClientRow:
+        """Return the sums over all steps, with the weight and the samples of the client."""
+        head = {
+            "weight": weight,
+            "samples": float(num_samples),
+            "steps": float(len(self.totals)),
+            "total": math.fsum(self.totals),
+            "count": math.fsum(self.counts),
+        }
+        return ClientRow(head, {name: math.fsum(m[name] for m in self.metrics) for name in self.metrics[0]})

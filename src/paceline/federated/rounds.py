@@ -42,11 +42,11 @@ from paceline.federated.cohort_table import (
     NO_SAMPLES,
     NOT_FINITE,
     RETURNED,
+    ClientRow,
     CohortReplay,
     CohortTable,
     LocalSums,
     status_of,
-    write_returned,
 )
 from paceline.federated.cohorts import CohortMember, CohortWork
 from paceline.federated.server_step import ServerStep, norm_of
@@ -410,11 +410,25 @@ class FederatedRounds:
             torch._foreach_mul_(update, factor)
             factor, num_bytes = 1.0, self._encode(self._codec, *source, update)
         torch._foreach_mul_(update, weight * factor)
-        self.reduction.micro_batch(range(member.position, member.position + 1), False)
+        self.open_leaf(member.position, weight)
         for slot, value in zip(self.server.vectors, update, strict=True):
             self.reduction.ready(slot, value)
-        write_returned(table, member, sums, weight, num_samples, moved, num_bytes)
+        self.write_row(table, member.position, sums.row(weight, num_samples), moved, num_bytes)
         return weight
+
+    def open_leaf(self, position: int, weight: float) -> None:
+        """Begin what a client adds to the sums."""
+        self.reduction.micro_batch(range(position, position + 1), False)
+
+    def write_row(
+        self, table: CohortTable, position: int, row: ClientRow, moved: Sequence[float], num_bytes: int
+    ) -> None:
+        """Write the numbers of a client to the table.
+
+        Args:
+            num_bytes: of its update, as it sends it.
+        """
+        table.write(position, {"status": RETURNED, **row.head, "bytes": float(num_bytes)}, row.metrics, moved)
 
     def _encode(self, codec: ClientCodec, client: str, round_number: int, update: list[Tensor]) -> int:
         """Replace an update by what the server decodes of it; return the bytes that are sent."""

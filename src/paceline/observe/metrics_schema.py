@@ -316,6 +316,11 @@ _COHORT = {
     "up_bytes": "int: bytes of the updates that it returns",
     "bytes": "table: bytes that each network client received and sent; empty if clients are simulated",
 }
+_PRIVACY = {
+    "secure": "str: federated.secure",
+    "released": "list: what the server of a round learns",
+    "warning": "str: why there is no privacy at all; empty: nothing of the kind is known",
+}
 _BUFFER = {
     "step": "int: index of the round",
     "clients": "list: names of the clients whose updates were applied, in this order",
@@ -437,6 +442,7 @@ EVENT_SCHEMAS: Mapping[str, EventSchema] = MappingProxyType(
         "recovered": EventSchema("info", True, _RECOVERED),
         "partition": EventSchema("info", False, _PARTITION),
         "cohort": EventSchema("info", False, _COHORT),
+        "privacy": EventSchema("info", False, _PRIVACY),
         "rollout": EventSchema("info", False, _ROLLOUT),
         "buffer": EventSchema("info", False, _BUFFER),
         "wire": EventSchema("debug", False, _WIRE),

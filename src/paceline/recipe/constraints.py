@@ -140,6 +140,49 @@ STREAMING_NEEDS = (_sync_need(lambda recipe: recipe.strategy.sync_spec.can_strea
 FEDERATED_NEEDS = (
     _sync_need(lambda recipe: recipe.strategy.sync_spec.trains_clients, "with sync=federated:E"),
 )
+ENTROPY_NEEDS = (
+    FieldNeed(
+        lambda recipe: recipe.federated.secure == "masks",
+        'with federated.secure = "masks"',
+        'found federated.secure = "{t.federated.secure}"',
+        keys=("federated.secure",),
+        scope="recipe",
+    ),
+)
+
+
+def _why_codes_are_not_added(recipe: Recipe) -> str:
+    """Return why the encoded parts of clients have no sum."""
+    specs = [word.spec for word in recipe.strategy.codec_words]
+    if any(spec.sparsifies for spec in specs):
+        why = "each client keeps other values"
+    elif all(spec.exact for spec in specs):
+        why = "compressed bytes have no sum"
+    else:
+        why = "codes have a scale or a basis of each client"
+    return (
+        f"expected codec=fp32 with a secure sum, found codec={recipe.strategy.codec}: {why}, so what clients"
+        " encode cannot be added under masks"
+    )
+
+
+SECURE_NEEDS = (
+    *FEDERATED_NEEDS,
+    FieldNeed(
+        lambda recipe: not recipe.strategy.is_coded,
+        keys=("strategy.codec",),
+        scope="recipe",
+        reason=_why_codes_are_not_added,
+        is_conflict=True,
+        next_step="leave out codec, and set federated.ring = 32 to halve the bytes",
+    ),
+    FieldNeed(
+        lambda table: not table.is_networked,
+        keys=("clients",),
+        reason='expected simulated clients: those of clients = "network" send their updates as they are',
+        is_conflict=True,
+    ),
+)
 WIRE_NEEDS = (
     FieldNeed(
         lambda recipe: recipe.federated.is_networked,

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from paceline.recipe.constraints import FEDERATED_NEEDS
+from paceline.recipe.constraints import FEDERATED_NEEDS, SECURE_NEEDS
 from paceline.recipe.log_recipe import check_address
 from paceline.recipe.validation import (
     ExpectedText,
@@ -187,6 +187,26 @@ CLIENTS_NEEDS = (
 )
 
 
+def _secure_need(met: Any, only: str) -> FieldNeed:
+    return FieldNeed(met, only, 'found secure = "{t.secure}"', keys=("secure",))
+
+
+RING_NEEDS = (
+    *FEDERATED_NEEDS,
+    _secure_need(lambda table: table.secure != "none", 'with secure = "masks" or "ring"'),
+)
+MASK_NEEDS = (*FEDERATED_NEEDS, _secure_need(lambda table: table.secure == "masks", 'with secure = "masks"'))
+
+
+def _check_neighbours(value: int) -> int:
+    if value % 2:
+        raise value_error(expected_message(_NEIGHBOURS_EXPECTED, value))
+    return value
+
+
+_NEIGHBOURS_EXPECTED = "an even number >= 2, or 0 for all clients"
+
+
 class FederatedRecipe(RecipeTable):
     """The clients of sync=federated:E, and what each of them does in a round."""
 
@@ -310,6 +330,37 @@ class FederatedRecipe(RecipeTable):
         ge=0,
         description="clients that train as one batched computation (torch.func), with plain SGD; 0: one"
         " after another",
+    )
+
+    secure: Annotated[Literal["none", "ring", "masks"], *SECURE_NEEDS] = Field(
+        default="none",
+        description="what the server receives: each update; masks: only their sum (secure aggregation); ring:"
+        " each update, added as the same fixed-point numbers, to compare with masks",
+    )
+    threshold: Annotated[float, *MASK_NEEDS] = Field(
+        default=0.67,
+        gt=0.5,
+        le=1,
+        description="share of the clients that hold a secret which must stay until the end of the round",
+    )
+    neighbours: Annotated[
+        int, AfterValidator(_check_neighbours), ExpectedText(_NEIGHBOURS_EXPECTED), *MASK_NEEDS
+    ] = Field(
+        default=0,
+        ge=0,
+        description="clients with which each one shares masks and secrets; 0: all of the cohort",
+    )
+    ring: Annotated[Literal[64, 32], *RING_NEEDS] = Field(
+        default=64, description="bits of a fixed-point number in the sum"
+    )
+    fraction_bits: Annotated[int, *RING_NEEDS] = Field(
+        default=32, ge=8, le=48, description="bits of it behind the binary point"
+    )
+    largest: Annotated[float, *RING_NEEDS] = Field(
+        default=8.0,
+        gt=0,
+        description="largest magnitude of a value of an update, before it is weighted; a larger one ends the"
+        " run",
     )
 
     @property

@@ -19,6 +19,7 @@ from paceline.recipe.constraints import (
     BUCKET_LATENCY_NEEDS,
     CERTIFICATE_NEEDS,
     DELAY_NEEDS,
+    ENTROPY_NEEDS,
     FEDERATED_NEEDS,
     FORMAT_NEEDS,
     FRAGMENT_NEEDS,
@@ -395,6 +396,11 @@ class DebugRecipe(RecipeTable):
     races: bool = Field(
         default=False,
         description="find code that touches a tensor between the launch of a collective and its wait",
+    )
+    entropy_seed: Annotated[int | None, *ENTROPY_NEEDS] = Field(
+        default=None,
+        description="draw masks, keys and noise from this seed, and not from the entropy of the operating"
+        " system; for tests: such a run has no privacy",
     )
     replay_arrivals: Annotated[str | None, *REPLAY_NEEDS] = Field(
         default=None,

@@ -40,7 +40,17 @@ from paceline.report.run_reader import MetricsRecord, RecordedRun, read_run, to_
 from paceline.report.svg_chart import ChartCurve, ChartPoint, render_chart
 
 _MAX_EVENTS = 60
-_ROUTINE_EVENTS = ("step", "ranks", "communication", "cache", "timeline", "partition", "cohort", "rollout")
+_ROUTINE_EVENTS = (
+    "step",
+    "ranks",
+    "communication",
+    "cache",
+    "timeline",
+    "partition",
+    "cohort",
+    "privacy",
+    "rollout",
+)
 
 
 def write_report(folder: Path) -> Path:

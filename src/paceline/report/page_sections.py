@@ -390,6 +390,7 @@ def render_federated(run: RecordedRun) -> Html:
         describe_partition(partitions[-1]),
         f"The weight of a client in the mean is {counted}.",
         *describe_cohorts(cohorts),
+        *map(describe_privacy, run.of("privacy")[-1:]),
     ]
     parts = [tag("h2", "Clients"), tag("div", [tag("p", line) for line in lines], class_="card words")]
     if cohorts:
@@ -456,6 +457,14 @@ def describe_cohorts(cohorts: Sequence[MetricsRecord]) -> list[str]:
         f"A round had {size} of them; in {format_count(len(cohorts), 'round')} {format_bytes(down)} went to"
         f" clients and {format_bytes(up)} came back. {left_out}"
     ]
+
+
+def describe_privacy(record: MetricsRecord) -> str:
+    """Return what the server of a round learned, as sentences."""
+    if record["warning"]:
+        return f"Of this run it holds: {record['warning']}."
+    learned = "; ".join(record["released"])
+    return f'With secure = "{record["secure"]}" the server of a round learned: {learned}.'
 
 
 def _cohort_row(cohort: MetricsRecord) -> list[str]:

@@ -181,6 +181,7 @@ _REQUIRED_FIELDS: Mapping[str, Mapping[str, FieldCheck]] = {
         "clients": partial(_is_list_of, _is_text),
         "left_out": lambda value: _is_table(value) and all(map(_is_text, value.values())),
     },
+    "privacy": {"secure": _is_text, "released": partial(_is_list_of, _is_text), "warning": _is_text},
     "rollout": {
         **dict.fromkeys(("step", "environment_steps", "episodes", "terminated", "truncated"), _is_count),
         **dict.fromkeys(("mean_return", "recent_return"), _is_float),

@@ -32,6 +32,7 @@ def summarize_run(run: RecordedRun) -> list[str]:
         *_describe_bytes(run, compare_sent_bytes(run)),
         *_describe_imbalance(run),
         *_describe_warnings(run),
+        *(f"{record['warning'].capitalize()}." for record in run.of("privacy")[-1:] if record["warning"]),
     ]
 
 

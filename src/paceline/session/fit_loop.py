@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any, cast
@@ -19,6 +19,7 @@ from typing import Any, cast
 from torch import nn
 
 from paceline.errors import CommunicationError, DivergenceError, RecipeError, format_count
+from paceline.federated.entropy import PRIVACY_KEY
 from paceline.job.launcher_reports import write_run_folder
 from paceline.observe.sinks import Sink
 from paceline.observe.step_stats import StepStats
@@ -280,6 +281,8 @@ class Result:
         model: with the parameters of the last step, or their average if the recipe asks for one; None if this
             rank holds only a part of it (`paceline export` reads the whole from the checkpoint), and until
             `train` returns.
+        privacy: of a run with `federated.secure`: what the server learned, and in `warning` why that may be
+            everything; empty for others.
     """
 
     steps: int
@@ -292,6 +295,7 @@ class Result:
     reason: str = ""
     best: str | None = None
     model: nn.Module | None = None
+    privacy: Mapping[str, Any] = field(default_factory=dict)
 
 
 class FitInProgress:
@@ -364,6 +368,7 @@ class FitInProgress:
         saved = checkpoints.finish()
         self._freed_memory.return_to_system()  # before the whole model is assembled for the result
         schedule.send_event("end", {"step": session.state.step, "stopped": schedule.stopped})
+        privacy = session.state.stateful_objects.get(PRIVACY_KEY)
         result = Result(
             steps=session.state.step,
             last=self._last,
@@ -374,6 +379,7 @@ class FitInProgress:
             run_dir=self.run_dir,
             reason=schedule.reason,
             best=checkpoints.best_checkpoint_path(),
+            privacy=dict(privacy.state_dict()) if privacy is not None else {},
         )
         session.run_callbacks(lambda callback: callback.on_end(session, result))
         return result

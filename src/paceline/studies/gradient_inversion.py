@@ -1,12 +1,12 @@
 """Gradient inversion: which inputs a server recovers from an update, or from a sum of updates, by a formula.
 
-With a ReLU network, the gradient of row i of the first layer is the sum over samples of d_i x, and that of its bias
-the sum of d_i. A unit that is active for one sample alone gives this sample exactly: the quotient of both. So a sum
-over clients is no protection: a wide layer has units for one sample in many. What helps is a bound on each update
-(clip) and noise.
+With a ReLU network, the gradient of row i of the first layer is the sum over samples of d_i x, and that of
+its bias the sum of d_i. A unit that is active for one sample alone gives this sample exactly: the quotient
+of both. So a sum over clients is no protection: a wide layer has units for one sample in many. What helps
+is a bound on each update (clip) and noise.
 
-Source: Phong et al. 2018, Privacy-Preserving Deep Learning via Additively Homomorphic Encryption, section 3; Boenisch
-et al. 2023, When the Curious Abandon Honesty, section 4 (extraction from passive ReLU layers).
+Source: Phong et al. 2018, Privacy-Preserving Deep Learning via Additively Homomorphic Encryption, section
+3; Boenisch et al. 2023, When the Curious Abandon Honesty, section 4 (extraction from passive ReLU layers).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ CURVE: Sequence[tuple[str, Sequence[InversionCase]]] = (
     ("clip_norm", [InversionCase(clip_norm=c) for c in (0.0, 10.0, 1.0, 0.1)]),
     ("noise", [InversionCase(clip_norm=1.0, noise=s) for s in (0.0, 1e-5, 1e-4, 1e-3, 0.01, 0.1)]),
 )
-"""What is varied, with its points; everything else is one client, one digit, one step, no clip and no noise."""
+"""What is varied, with its points; else it is one client, one digit, one step, no clip and no noise."""
 
 
 @dataclass(frozen=True)
@@ -147,3 +147,13 @@ def is_recovered(candidates: Tensor, images: Tensor) -> Tensor:
     distances = torch.cdist(images, candidates, compute_mode="donot_use_mm_for_euclid_dist")
     return distances.min(1).values <= TOLERANCE * images.norm(dim=1)
 
+
+def render_inversion(points: Sequence[InversionPoint]) -> list[str]:
+    """Return the curve as a table in Markdown, with one line for each axis."""
+    lines = ["| varied | recovered, of all inputs |", "|---|---|"]
+    for axis in dict.fromkeys(point.axis for point in points):
+        cells = [
+            f"{getattr(point.case, axis):g}: {point.fraction:.0%}" for point in points if point.axis == axis
+        ]
+        lines.append(f"| {axis} | {', '.join(cells)} |")
+    return lines

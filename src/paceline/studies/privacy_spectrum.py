@@ -1,39 +1,35 @@
-"""The privacy study: one federated task in six ways, each party a process, with what it costs and what it hides.
+"""The privacy study: one federated task in six ways, each party a process, with what it costs and what it
+hides.
 
-Plain, masked, Shamir, Paillier and CKKS sums train the same model by FedAvg: only how updates are added differs,
-and `n_k * delta` and `n_k` go through the same sum. Training on shares has two owners of data and a dealer, and a
-model of its own: logistic regression, or a net with the square as activation. Next to them, two clients compare a
-number in a garbled circuit. Bytes are those of all parties together, with headers.
+Plain, masked, Shamir, Paillier and CKKS sums train the same model by FedAvg: only how updates are added
+differs, and `n_k * delta` and `n_k` go through the same sum. Training on shares has two owners of data and
+a dealer, and a model of its own: logistic regression, or a net with the square as activation. Next to them,
+two clients compare a number in a garbled circuit. Bytes are those of all parties together, with headers.
 
 No way of adding hides what the sum itself reveals: see `gradient_inversion`.
 """
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from paceline.errors import CommunicationError, DataError, MissingExtraError
+from paceline.errors import DataError, MissingExtraError
 from paceline.federated.crypto.garbled_circuit import comparator_circuit, run_evaluator, run_garbler
-from paceline.federated.crypto.paillier import PaillierPublicKey, generate_keys, pack_slots, unpack_slots
 from paceline.federated.crypto.parties import Party, run_parties
 from paceline.federated.crypto.ring_shares import (
     SharedArithmetic,
-    decode_fixed,
     encode_fixed,
     serve_dealer,
 )
-from paceline.federated.crypto.shamir import ShamirShare, rebuild_shamir, split_shamir
+from paceline.federated.crypto.secret_sums import WAYS
 from paceline.federated.crypto.shared_training import (
     SquareNet,
     predict_scores,
@@ -46,10 +42,7 @@ from paceline.models.mlp import MLP
 from paceline.state.keys import key
 from paceline.tasks.digits import load_digits
 
-_SERVER, _KEY_HOLDER = 0, 1
-_SLOT_BITS = 40  # a sum of 2^19 with 20 fraction bits
-_SHAMIR_SLOTS = 3
-_KEY_BYTES = 32
+_SERVER = 0
 _COMPARED_BITS = 32
 
 
@@ -140,236 +133,6 @@ def load_digit_images() -> SpectrumTask:
 TASKS: Mapping[str, Callable[[], SpectrumTask]] = {
     "breast-cancer": load_breast_cancer,
     "digits": load_digit_images,
-}
-
-
-class SecretSum(Protocol):
-    """One party's side of a way to add vectors; the server is party 0, the others are clients."""
-
-    def contribute(self, values: Tensor) -> None:
-        """Take part with a vector, float64 [n], as a client."""
-
-    def collect(self, count: int) -> Tensor:
-        """Return the sum of all vectors, float64 [count], on the server."""
-
-
-class PlainSum:
-    """Updates as they are."""
-
-    def __init__(self, party: Party) -> None:
-        self._party = party
-
-    def contribute(self, values: Tensor) -> None:
-        self._party.send(_SERVER, "update", [values.float()])
-
-    def collect(self, count: int) -> Tensor:
-        parts = [self._party.receive(rank, "update").tensors[0] for rank in self._party.others]
-        return torch.stack(parts).double().sum(0)
-
-
-class ShamirSum:
-    """Shares of each update for every client, which adds what it holds; t of these sums rebuild the sum."""
-
-    def __init__(self, party: Party) -> None:
-        self._party, self._clients = party, range(1, party.num_parties)
-        self._threshold = len(self._clients) // 2 + 1
-
-    def contribute(self, values: Tensor) -> None:
-        packed = pack_slots(encode_fixed(values).tolist(), _SLOT_BITS, _SHAMIR_SLOTS)
-        shares = split_shamir(packed, self._threshold, len(self._clients))
-        held = shares[self._party.rank - 1]
-        for client in self._clients:
-            if client != self._party.rank:
-                self._party.send_integers(client, "shares", shares[client - 1].values, 16)
-        for client in self._clients:
-            if client != self._party.rank:
-                received = self._party.receive_integers(client, "shares")
-                held = held + ShamirShare(self._party.rank, self._threshold, tuple(received))
-        self._party.send_integers(_SERVER, "share-of-sum", held.values, 16)
-
-    def collect(self, count: int) -> Tensor:
-        sums = [
-            ShamirShare(rank, self._threshold, tuple(self._party.receive_integers(rank, "share-of-sum")))
-            for rank in self._clients
-        ]
-        packed = rebuild_shamir(sums[-self._threshold :])
-        return decode_fixed(torch.tensor(unpack_slots(packed, _SLOT_BITS, _SHAMIR_SLOTS, count)))
-
-
-class EncryptedSum:
-    """Ciphertexts that the server adds, and that one client, the holder of the key, decrypts.
-
-    Args:
-        party: this party.
-        make_cipher: generates a key pair; called by the key holder alone.
-        read_cipher: returns a cipher without the private key, from its public part.
-    """
-
-    def __init__(
-        self, party: Party, make_cipher: Callable[[], Any], read_cipher: Callable[[bytes], Any]
-    ) -> None:
-        self._party = party
-        if party.rank == _KEY_HOLDER:
-            self._cipher = make_cipher()
-            for rank in party.others:
-                party.send(rank, "public-key", [_to_tensor(self._cipher.public_bytes())])
-        else:
-            self._cipher = read_cipher(_to_bytes(party.receive(_KEY_HOLDER, "public-key").tensors[0]))
-
-    def contribute(self, values: Tensor) -> None:
-        self._party.send(_SERVER, "encrypted", [_to_tensor(self._cipher.encrypt(values))])
-        if self._party.rank == _KEY_HOLDER:
-            total = _to_bytes(self._party.receive(_SERVER, "encrypted-sum").tensors[0])
-            self._party.send(_SERVER, "sum", [self._cipher.decrypt(total, len(values))])
-
-    def collect(self, count: int) -> Tensor:
-        parts = [_to_bytes(self._party.receive(r, "encrypted").tensors[0]) for r in self._party.others]
-        self._party.send(_KEY_HOLDER, "encrypted-sum", [_to_tensor(self._cipher.add(parts))])
-        return self._party.receive(_KEY_HOLDER, "sum").tensors[0]
-
-
-class PaillierCipher:
-    """Paillier with packed slots, as `EncryptedSum` uses it.
-
-    Args:
-        public: the public key.
-        private: the private one; None where it is not known.
-    """
-
-    def __init__(self, public: PaillierPublicKey, private: Any = None) -> None:
-        self._public, self._private = public, private
-        self._num_slots = public.num_slots(_SLOT_BITS)
-
-    @classmethod
-    def generate(cls) -> PaillierCipher:
-        """Generate a key pair of 2048 bits."""
-        private = generate_keys()
-        return cls(private.public, private)
-
-    @classmethod
-    def read(cls, data: bytes) -> PaillierCipher:
-        """Read a public key."""
-        return cls(PaillierPublicKey(int.from_bytes(data, "little")))
-
-    def public_bytes(self) -> bytes:
-        """Return the public key."""
-        return self._public.n.to_bytes(self._public.num_bytes // 2, "little")
-
-    def encrypt(self, values: Tensor) -> bytes:
-        """Encrypt a vector, float64 [n]."""
-        packed = pack_slots(encode_fixed(values).tolist(), _SLOT_BITS, self._num_slots)
-        return self._join([self._public.encrypt(one) for one in packed])
-
-    def add(self, parts: Sequence[bytes]) -> bytes:
-        """Add encrypted vectors."""
-        total, *others = [self._split(part) for part in parts]
-        for other in others:
-            total = [self._public.add(a, b) for a, b in zip(total, other, strict=True)]
-        return self._join(total)
-
-    def decrypt(self, data: bytes, count: int) -> Tensor:
-        """Decrypt a vector of so many values."""
-        packed = [self._private.decrypt(one) for one in self._split(data)]
-        return decode_fixed(torch.tensor(unpack_slots(packed, _SLOT_BITS, self._num_slots, count)))
-
-    def _join(self, ciphertexts: Sequence[int]) -> bytes:
-        return b"".join(one.to_bytes(self._public.num_bytes, "little") for one in ciphertexts)
-
-    def _split(self, data: bytes) -> list[int]:
-        size = self._public.num_bytes
-        return [int.from_bytes(data[i : i + size], "little") for i in range(0, len(data), size)]
-
-
-class CKKSCipher:
-    """CKKS by TenSEAL, as `EncryptedSum` uses it; its sums are approximate.
-
-    Args:
-        context: of TenSEAL.
-    """
-
-    def __init__(self, context: Any) -> None:
-        self._context = context
-
-    @classmethod
-    def generate(cls) -> CKKSCipher:
-        """Generate keys for ring dimension 8192, with 128 bits of security."""
-        import tenseal
-
-        context = tenseal.context(tenseal.SCHEME_TYPE.CKKS, 8192, coeff_mod_bit_sizes=[60, 40, 60])
-        context.global_scale = 2**40
-        return cls(context)
-
-    @classmethod
-    def read(cls, data: bytes) -> CKKSCipher:
-        """Read a context without the secret key."""
-        import tenseal
-
-        return cls(tenseal.context_from(data))
-
-    def public_bytes(self) -> bytes:
-        """Return the context without the secret key."""
-        return bytes(self._context.serialize(save_secret_key=False))
-
-    def encrypt(self, values: Tensor) -> bytes:
-        """Encrypt a vector, float64 [n]."""
-        import tenseal
-
-        return bytes(tenseal.ckks_vector(self._context, values.tolist()).serialize())
-
-    def add(self, parts: Sequence[bytes]) -> bytes:
-        """Add encrypted vectors."""
-        import tenseal
-
-        total, *others = [tenseal.ckks_vector_from(self._context, part) for part in parts]
-        for other in others:
-            total += other
-        return bytes(total.serialize())
-
-    def decrypt(self, data: bytes, count: int) -> Tensor:
-        """Decrypt a vector of so many values."""
-        import tenseal
-
-        decrypted = tenseal.ckks_vector_from(self._context, data).decrypt()
-        return torch.tensor(decrypted[:count], dtype=torch.float64)
-
-
-@dataclass(frozen=True)
-class SumWay:
-    """A way of adding updates, with what it reveals.
-
-    Args:
-        build: makes one party's side.
-        sees: what each party learns.
-        assumes: what must hold for that.
-        module: an optional library that it needs.
-    """
-
-    build: Callable[[Party], SecretSum]
-    sees: str
-    assumes: str
-    module: str = ""
-
-
-_KEYS_SEE = "server: the sum; key holder: the sum; clients: nothing of each other"
-_KEYS_ASSUME = "the server and the key holder do not collude"
-WAYS: Mapping[str, SumWay] = {
-    "plain": SumWay(PlainSum, "server: the update of every client", "the server is trusted with all data"),
-    "shamir": SumWay(
-        ShamirSum,
-        "server: the sum; clients: random shares",
-        "less than half of the clients collude; shares travel on private links",
-    ),
-    "paillier": SumWay(
-        lambda party: EncryptedSum(party, PaillierCipher.generate, PaillierCipher.read),
-        _KEYS_SEE,
-        _KEYS_ASSUME,
-    ),
-    "ckks": SumWay(
-        lambda party: EncryptedSum(party, CKKSCipher.generate, CKKSCipher.read),
-        _KEYS_SEE,
-        f"{_KEYS_ASSUME}; the sum is approximate",
-        "tenseal",
-    ),
 }
 
 
@@ -475,10 +238,14 @@ def _measure(
 ) -> SpectrumRow:
     results = run_parties(_measured, [(function, own) for own in arguments], deadline_seconds=3600.0)
     values, num_bytes, seconds, cpu_seconds = zip(*results, strict=True)
-    return SpectrumRow(task, way, values[0], sum(num_bytes), max(seconds), sum(cpu_seconds), sees, assumes, note)
+    return SpectrumRow(
+        task, way, values[0], sum(num_bytes), max(seconds), sum(cpu_seconds), sees, assumes, note
+    )
 
 
-def _measured(party: Party, function: Callable[..., Any], own: Sequence[Any]) -> tuple[Any, int, float, float]:
+def _measured(
+    party: Party, function: Callable[..., Any], own: Sequence[Any]
+) -> tuple[Any, int, float, float]:
     """Return what a party's function returns, its bytes, its seconds and its CPU seconds."""
     wall, cpu = time.perf_counter(), time.process_time()
     value = function(party, *own)
@@ -568,9 +335,16 @@ def _label_columns(targets: Tensor, is_linear: bool) -> Tensor:
     return targets[:, None].double() if is_linear else F.one_hot(targets, 10).double()
 
 
-def _to_tensor(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
-def _to_bytes(data: Tensor) -> bytes:
-    return data.numpy().tobytes()
+def render_spectrum(rows: Sequence[SpectrumRow]) -> list[str]:
+    """Return the table in Markdown."""
+    lines = ["| task | way | accuracy | MB | s | CPU s | what each party sees | what it assumes |"]
+    lines.append("|---|---|---|---|---|---|---|---|")
+    for row in rows:
+        accuracy = "" if row.accuracy is None else f"{row.accuracy:.3f}"
+        spent = [f"{row.num_bytes / 1e6:.3g}", f"{row.seconds:.3g}", f"{row.cpu_seconds:.3g}"]
+        cells = spent if row.num_bytes else ["", "", ""]
+        way = f"{row.way} ({row.note})" if row.note else row.way
+        lines.append(
+            f"| {row.task} | {way} | {accuracy} | {' | '.join(cells)} | {row.sees} | {row.assumes} |"
+        )
+    return lines

@@ -1,9 +1,10 @@
 """Cryptography for parties that compute together: secret shares, encrypted sums, garbled circuits.
 
-`parties` starts and connects processes; `ring_shares` adds and multiplies shares in Z_2^64, and `shared_training`
-trains on them; `shamir` splits a secret into t of n shares; `paillier` adds what is encrypted; `garbled_circuit`
-computes a boolean function of two inputs, with `oblivious_transfer`. All of them are small, correct and slow, and
-for parties that are honest but curious: there is no defence against one that deviates, and none is constant-time.
+`parties` starts and connects processes; `ring_shares` adds and multiplies shares in Z_2^64, and
+`shared_training` trains on them; `shamir_vectors` splits vectors into t of n shares; `paillier` adds what
+is encrypted; `garbled_circuit` computes a boolean function of two inputs, with `oblivious_transfer`;
+`secret_sums` adds vectors in five ways. All of them are small, correct and slow, and for parties that are
+honest but curious: there is no defence against one that deviates, and none is constant-time.
 """
 
 from paceline.federated.crypto.garbled_circuit import (
@@ -23,10 +24,12 @@ from paceline.federated.crypto.ring_shares import (
     serve_dealer,
     split_secret,
 )
-from paceline.federated.crypto.shamir import rebuild_shamir, split_shamir
+from paceline.federated.crypto.secret_sums import WAYS
+from paceline.federated.crypto.shamir_vectors import rebuild_vector, split_vector
 from paceline.federated.crypto.shared_training import SquareNet, train_logistic_regression, train_square_net
 
 __all__ = [
+    "WAYS",
     "Circuit",
     "Party",
     "SharedArithmetic",
@@ -39,13 +42,13 @@ __all__ = [
     "encode_fixed",
     "generate_keys",
     "pack_slots",
-    "rebuild_shamir",
+    "rebuild_vector",
     "run_evaluator",
     "run_garbler",
     "run_parties",
     "serve_dealer",
     "split_secret",
-    "split_shamir",
+    "split_vector",
     "train_logistic_regression",
     "train_square_net",
     "unpack_slots",

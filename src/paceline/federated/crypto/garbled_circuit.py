@@ -1,12 +1,13 @@
 """Garbled circuits: two parties compute a boolean function of their inputs, and learn its result alone.
 
-The garbler gives each wire two labels of 128 bits, one for each value, and sends tables from which the evaluator
-gets exactly one label of every wire. XOR and NOT take no table (free-XOR, Kolesnikov and Schneider 2008), AND takes
-two rows (half gates, Zahur, Rosulek and Evans 2015), and the last bit of a label names the row (point and permute).
-Labels of the evaluator's inputs arrive by oblivious transfer, so the garbler does not learn those inputs.
+The garbler gives each wire two labels of 128 bits, one for each value, and sends tables from which the
+evaluator gets exactly one label of every wire. XOR and NOT take no table (free-XOR, Kolesnikov and
+Schneider 2008), AND takes two rows (half gates, Zahur, Rosulek and Evans 2015), and the last bit of a label
+names the row (point and permute). Labels of the evaluator's inputs arrive by oblivious transfer, so the
+garbler does not learn those inputs.
 
-For parties that are honest but curious: a garbler that sends tables of another circuit is not noticed. The hash is
-SHA-256 of label and gate, and nothing here is constant-time.
+For parties that are honest but curious: a garbler that sends tables of another circuit is not noticed. The
+hash is SHA-256 of label and gate, and nothing here is constant-time.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Oblivious transfer: the receiver gets one of two messages, and the sender does not learn which.
 
-For parties that are honest but curious. Each transfer takes a few powers in a group of 2048 bits, so this is for
-hundreds of transfers; there is no extension to millions. Python's powers are not constant-time.
+For parties that are honest but curious. Each transfer takes a few powers in a group of 2048 bits, so this
+is for hundreds of transfers; there is no extension to millions. Python's powers are not constant-time.
 
-Source: Naor and Pinkas 2001, Efficient Oblivious Transfer Protocols, protocol 3.1, in the group 14 of RFC 3526.
+Source: Naor and Pinkas 2001, Efficient Oblivious Transfer Protocols, protocol 3.1, in the group 14 of RFC
+3526.
 """
 
 from __future__ import annotations

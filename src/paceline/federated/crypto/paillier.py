@@ -1,11 +1,13 @@
 """Paillier encryption: whoever has the public key adds numbers that only the private key can read.
 
-Enc(a) Enc(b) decrypts to a + b, and Enc(a)^k to k a, modulo n; signed integers are those of magnitude below n / 2.
-Many small numbers are packed into slots of one plaintext. The primes come from the RSA key generation of
-`cryptography`; powers are gmpy2's if it is installed, else Python's. Neither is constant-time: whoever can measure
-the time of a decryption may learn of the key. Adding is all: no product of two ciphertexts.
+Enc(a) Enc(b) decrypts to a + b, and Enc(a)^k to k a, modulo n; signed integers are those of magnitude below
+n / 2. Many small numbers are packed into slots of one plaintext. The primes come from the RSA key
+generation of `cryptography`; powers are gmpy2's if it is installed, else Python's. Neither is constant-
+time: whoever can measure the time of a decryption may learn of the key. Adding is all: no product of two
+ciphertexts.
 
-Source: Paillier 1999, Public-Key Cryptosystems Based on Composite Degree Residuosity Classes, with g = n + 1.
+Source: Paillier 1999, Public-Key Cryptosystems Based on Composite Degree Residuosity Classes, with g = n +
+1.
 """
 
 from __future__ import annotations

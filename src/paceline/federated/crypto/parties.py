@@ -1,9 +1,10 @@
 """Parties of a protocol: processes that exchange messages over sockets, each with secrets of its own.
 
 Every pair of parties has a connection, made after both have proved that they know the key of the protocol.
-Invariant: what a party receives from another arrives in the order in which it was sent, and is of the kind that
-the protocol has at this point; every wait has a deadline. The parties are honest but curious: they follow the
-protocol, and look at whatever they receive. Connections are not encrypted, so they stay on this machine.
+Invariant: what a party receives from another arrives in the order in which it was sent, and is of the kind
+that the protocol has at this point; every wait has a deadline. The parties are honest but curious: they
+follow the protocol, and look at whatever they receive. Connections are not encrypted, so they stay on this
+machine.
 """
 
 from __future__ import annotations

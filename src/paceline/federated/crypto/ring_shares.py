@@ -1,12 +1,13 @@
 """Arithmetic on additive shares in Z_2^64: the shares of a secret add up to it, modulo 2^64.
 
-A secret is a fixed-point number with 20 fraction bits. Sums are local. A product takes a trusted dealer, a party
-of its own that sees no data: it deals random masks a and b with shares of a b (Beaver 1991), the parties open
-x - a and y - b, and x y follows. After a product the fraction bits are halved again by a truncation pair.
+A secret is a fixed-point number with 20 fraction bits. Sums are local. A product takes a trusted dealer, a
+party of its own that sees no data: it deals random masks a and b with shares of a b (Beaver 1991), the
+parties open x - a and y - b, and x y follows. After a product the fraction bits are halved again by a
+truncation pair.
 Invariant: all that is opened on the way is uniform in the ring; shares come from the system's entropy.
 
-This is correct and slow, for parties that are honest but curious: one that sends a wrong share is not noticed,
-and a dealer that colludes with any party reveals everything. Values must stay below 2^22.
+This is correct and slow, for parties that are honest but curious: one that sends a wrong share is not
+noticed, and a dealer that colludes with any party reveals everything. Values must stay below 2^22.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def encode_fixed(x: Tensor) -> Tensor:
     """
     if not bool((x.abs() < _LARGEST).all()):
         raise DataError(
-            f"a value of {x.abs().max().item():g} does not fit the ring: its magnitude must be below {_LARGEST:g}",
+            f"a value of {x.abs().max().item():g} does not fit the ring: the limit is {_LARGEST:g}",
             next_step="scale the data; nothing is clipped silently",
         )
     return (x.double() * 2**FRACTION_BITS).round().long()

@@ -1,9 +1,10 @@
-"""Training on shares: logistic regression and a net with one hidden layer, of which no party sees data or weights.
+"""Training on shares: logistic regression and a net with one hidden layer, of which no party sees data or
+weights.
 
-The functions are the program of one computing party; all of them run it together, with a dealer. What is known
-to all: the shapes, the number of steps, the rates and the order of the batches. Weights stay shares until they
-are opened. Rows must be scaled (`scale_rows`): the cubic sigmoid is meant for |z| below 8, and on standardised
-rows, where |z| reaches 26, it diverges, in plain floats as well.
+The functions are the program of one computing party; all of them run it together, with a dealer. What is
+known to all: the shapes, the number of steps, the rates and the order of the batches. Weights stay shares
+until they are opened. Rows must be scaled (`scale_rows`): the cubic sigmoid is meant for |z| below 8, and
+on standardised rows, where |z| reaches 26, it diverges, in plain floats as well.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from torch import Tensor
 
 from paceline.federated.crypto.ring_shares import MaskedShare, SharedArithmetic, encode_fixed
 
-# Kim et al. 2018, Logistic regression model training based on the approximate homomorphic encryption, BMC Med.
-# Genomics 11: least squares on [-8, 8].
+# Kim et al. 2018, Logistic regression model training based on the approximate homomorphic encryption,
+# BMC Medical Genomics 11: least squares on [-8, 8].
 SIGMOID_LINEAR, SIGMOID_CUBIC = 0.15012, -0.001593
 
 

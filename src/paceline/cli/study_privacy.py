@@ -28,8 +28,8 @@ def study_privacy(
     as_json: common_options.AsJson = False,
 ) -> None:
     """Train breast-cancer and digits in six ways of privacy, and attack the updates; write tables."""
-    from paceline.studies.gradient_inversion import measure_curve, render_inversion
-    from paceline.studies.privacy_spectrum import TASKS, render_spectrum, run_spectrum
+    from paceline.studies.gradient_inversion import measure_curve
+    from paceline.studies.privacy_spectrum import TASKS, render_privacy, run_spectrum
 
     unknown = sorted(set(tasks or ()) - set(TASKS))
     if unknown:
@@ -55,7 +55,7 @@ def study_privacy(
         "ways": [asdict(row) for row in rows],
         "inversion": [{**asdict(point), "fraction": point.fraction} for point in points],
     }
-    lines = [*render_spectrum(rows), "", *render_inversion(points)]
+    lines = render_privacy(rows, points)
     (folder / "results.json").write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
     (folder / "table.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     if as_json:

@@ -40,6 +40,7 @@ from paceline.federated.crypto.shared_training import (
 )
 from paceline.models.mlp import MLP
 from paceline.state.keys import key
+from paceline.studies.gradient_inversion import InversionPoint, render_inversion
 from paceline.tasks.digits import load_digits
 
 _SERVER = 0
@@ -335,8 +336,8 @@ def _label_columns(targets: Tensor, is_linear: bool) -> Tensor:
     return targets[:, None].double() if is_linear else F.one_hot(targets, 10).double()
 
 
-def render_spectrum(rows: Sequence[SpectrumRow]) -> list[str]:
-    """Return the table in Markdown."""
+def render_privacy(rows: Sequence[SpectrumRow], points: Sequence[InversionPoint]) -> list[str]:
+    """Return the table of the ways and that of the attack, in Markdown."""
     lines = ["| task | way | accuracy | MB | s | CPU s | what each party sees | what it assumes |"]
     lines.append("|---|---|---|---|---|---|---|---|")
     for row in rows:
@@ -347,4 +348,4 @@ def render_spectrum(rows: Sequence[SpectrumRow]) -> list[str]:
         lines.append(
             f"| {row.task} | {way} | {accuracy} | {' | '.join(cells)} | {row.sees} | {row.assumes} |"
         )
-    return lines
+    return [*lines, "", *render_inversion(points)]

@@ -15,6 +15,7 @@ from paceline.federated.crypto.garbled_circuit import (
     run_evaluator,
     run_garbler,
 )
+from paceline.federated.crypto.oblivious_transfer import receive_obliviously, send_obliviously
 from paceline.federated.crypto.paillier import generate_keys, pack_slots, unpack_slots
 from paceline.federated.crypto.parties import Party, connect_parties, run_parties
 from paceline.federated.crypto.ring_shares import (
@@ -43,9 +44,11 @@ __all__ = [
     "generate_keys",
     "pack_slots",
     "rebuild_vector",
+    "receive_obliviously",
     "run_evaluator",
     "run_garbler",
     "run_parties",
+    "send_obliviously",
     "serve_dealer",
     "split_secret",
     "split_vector",

@@ -276,7 +276,8 @@ def _run_federated(
             nn.utils.vector_to_parameters(weights, model.parameters())
         else:
             weights = party.receive(_SERVER, "weights").tensors[0]
-            nn.utils.vector_to_parameters(weights, model.parameters())
+            # The parameters become views of this vector, and training changes them in place.
+            nn.utils.vector_to_parameters(weights.clone(), model.parameters())
             train_epoch(model, rows, targets, lr=lr, batch=batch)
             delta = nn.utils.parameters_to_vector(model.parameters()).detach() - weights
             count = torch.tensor([float(len(rows))], dtype=torch.float64)

@@ -45,6 +45,7 @@ from paceline.federated.crypto.shamir_vectors import rebuild_vector, split_vecto
 from paceline.federated.crypto.shared_training import SquareNet
 from paceline.federated.entropy import Entropy
 from paceline.federated.shamir import split
+from paceline.studies.privacy_spectrum import _run_federated, load_breast_cancer
 
 SMALL_KEY = paillier._generate_keys(1024)
 
@@ -367,3 +368,16 @@ def test_every_way_of_adding_returns_the_plain_sum(name: str, monkeypatch: pytes
     # Of CKKS and of float32 the sum is approximate.
     tolerance = 3 * 2.0 ** -(FRACTION_BITS + 1) if name not in ("plain", "ckks") else 1e-3
     assert (torch.stack(sums) - expected).abs().max() <= tolerance
+
+
+@pytest.mark.capability("R3", "Z13")
+def test_fedavg_learns_as_much_from_sums_as_from_updates() -> None:
+    task = load_breast_cancer()
+    data = [(task.held_out_rows, task.held_out_targets), *task.parts(3)]
+
+    def accuracy(way: str) -> float:
+        arguments = [(way, task.widths, 4, task.lr, task.batch, own) for own in data]
+        return float(run_threads(_run_federated, arguments)[0])
+
+    plain = accuracy("plain")
+    assert plain > 0.9 and accuracy("masks") == accuracy("shamir") == plain

@@ -97,6 +97,11 @@ COMMANDS = (
         "Compare optimizers over schedules, number formats and batch sizes; write tables, plots and a page.",
     ),
     CommandEntry(
+        "study privacy",
+        "study_privacy:study_privacy",
+        "Train breast-cancer and digits in six ways of privacy, and attack the updates; write tables.",
+    ),
+    CommandEntry(
         "run", "run_script:run", "Run SCRIPT with its arguments on every process, as torchrun does.", _ANY
     ),
     CommandEntry("runs", "runs:runs", "List runs, oldest first."),

@@ -20,6 +20,8 @@ from paceline.cli.console import error_output, output, print_json, print_plain
 from paceline.errors import RecipeError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from paceline.recipe.recipe import Recipe
     from paceline.search import Study, WorkerEntrance
 
@@ -100,7 +102,6 @@ def tune(
     # without a time in its name, so that the same command finds it again
     folder = out or Path("studies") / f"{recipe.stem}-{space.stem}"
     console = error_output() if as_json else output()
-
     file, base_dir = RecipeFile(recipe), common_options.task_directory(recipe)
 
     def load(overrides: Sequence[str], chosen: str | None) -> Recipe:
@@ -127,11 +128,16 @@ def tune(
         sys.exit(_INTERRUPTED_EXIT_CODE)
     _show(study, as_json)
     if export is not None:
-        from paceline.search.optuna_storage import export_trials
-
-        path = export_trials(study.folder, study.plan, study.trials)
-        print_plain(f"storage: {path} (optuna-dashboard {path})", console)
+        _export(study, console)
     sys.exit(0 if study.best is not None else 1)
+
+
+def _export(study: Study, console: Console) -> None:
+    """Write the trials to a storage of Optuna in the folder of the study."""
+    from paceline.search.optuna_storage import export_trials
+
+    path = export_trials(study.folder, study.plan, study.trials)
+    print_plain(f"storage: {path} (optuna-dashboard {path})", console)
 
 
 def _entrance(listen: str | None, token_file: str, lease: float, workers: int) -> WorkerEntrance | None:

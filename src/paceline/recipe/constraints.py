@@ -100,38 +100,6 @@ KEEP_BEST_NEEDS = (
 )
 
 
-def buddy_conflicts(recipe: Recipe) -> list[str]:
-    """Return what keeps ranks from rebuilding the state from copies of their neighbours; pure."""
-    strategy = recipe.strategy
-    divides = strategy.fills == "shard" or strategy.shard > 1
-    stages = strategy.fills == "pipeline" or strategy.pipeline > 1
-    reasons = {
-        "no shard and no pipeline": not (divides or stages),
-        "shard and pipeline together": divides and stages,
-        f"tensor={strategy.tensor}": strategy.tensor > 1,
-        f"context={strategy.context}": strategy.context > 1,
-        f"cut={strategy.cut}": bool(strategy.cut),
-        f"lanes={strategy.lanes}": strategy.lanes > 1,
-        f"storage={strategy.storage}": strategy.is_set("storage"),
-        f"stages={strategy.stages}": strategy.is_set("stages"),
-        f"sync={strategy.sync}": strategy.is_set("sync"),
-        f"codec={strategy.codec}": strategy.is_coded,
-        "batch.sync_batchnorm": recipe.batch.sync_batchnorm,
-    }
-    return [reason for reason, holds in reasons.items() if holds]
-
-
-BUDDY_NEEDS = (
-    FieldNeed(
-        lambda recipe: not buddy_conflicts(recipe),
-        "with shard or pipeline, under sync=every-step",
-        "found strategy {t.strategy}",
-        keys=tuple(
-            f"strategy.{word}" for word in ("shard", "zero", "pipeline", "tensor", "context", "sync", "codec")
-        ),
-        scope="recipe",
-    ),
-)
 HELD_OUT_NEEDS = (
     FieldNeed(
         lambda facts: facts.has_held_out,

@@ -7,11 +7,13 @@ again from the newest checkpoint, or the job ends.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from paceline.recipe.constraints import buddy_conflicts
-from paceline.recipe.recipe import Recipe
 from paceline.recipe.strategy import Strategy
+from paceline.recipe.validation import FieldNeed
+
+if TYPE_CHECKING:
+    from paceline.recipe.recipe import Recipe
 
 RecoveryKind = Literal["in process", "from a checkpoint", "none"]
 
@@ -28,6 +30,40 @@ class Recovery:
 
     kind: RecoveryKind
     reason: str = ""
+
+
+def buddy_conflicts(recipe: Recipe) -> list[str]:
+    """Return what keeps ranks from rebuilding the state from copies of their neighbours; pure."""
+    strategy = recipe.strategy
+    divides = strategy.fills == "shard" or strategy.shard > 1
+    stages = strategy.fills == "pipeline" or strategy.pipeline > 1
+    reasons = {
+        "no shard and no pipeline": not (divides or stages),
+        "shard and pipeline together": divides and stages,
+        f"tensor={strategy.tensor}": strategy.tensor > 1,
+        f"context={strategy.context}": strategy.context > 1,
+        f"cut={strategy.cut}": bool(strategy.cut),
+        f"lanes={strategy.lanes}": strategy.lanes > 1,
+        f"storage={strategy.storage}": strategy.is_set("storage"),
+        f"stages={strategy.stages}": strategy.is_set("stages"),
+        f"sync={strategy.sync}": strategy.is_set("sync"),
+        f"codec={strategy.codec}": strategy.is_coded,
+        "batch.sync_batchnorm": recipe.batch.sync_batchnorm,
+    }
+    return [reason for reason, holds in reasons.items() if holds]
+
+
+BUDDY_NEEDS = (
+    FieldNeed(
+        lambda recipe: not buddy_conflicts(recipe),
+        "with shard or pipeline, under sync=every-step",
+        "found strategy {t.strategy}",
+        keys=tuple(
+            f"strategy.{word}" for word in ("shard", "zero", "pipeline", "tensor", "context", "sync", "codec")
+        ),
+        scope="recipe",
+    ),
+)
 
 
 def partial_state_reasons(recipe: Recipe) -> list[str]:

@@ -17,7 +17,6 @@ from paceline.recipe.constraints import (
     BEST_VALUE_NEEDS,
     BUCKET_BYTES_NEEDS,
     BUCKET_LATENCY_NEEDS,
-    BUDDY_NEEDS,
     CERTIFICATE_NEEDS,
     DELAY_NEEDS,
     ENTROPY_NEEDS,
@@ -38,6 +37,7 @@ from paceline.recipe.constraints import (
     SYNC_BATCHNORM_NEEDS,
     TLS_NEEDS,
 )
+from paceline.recipe.recovery import BUDDY_NEEDS
 from paceline.recipe.rl_recipe import BATCH_SIZE_NEEDS
 from paceline.recipe.validation import (
     BYTES_EXPECTED,

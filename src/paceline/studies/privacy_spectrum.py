@@ -293,7 +293,7 @@ def train_epoch(model: nn.Module, rows: Tensor, targets: Tensor, *, lr: float, b
         gradients = torch.autograd.grad(F.cross_entropy(model(x), y), list(model.parameters()))
         with torch.no_grad():
             for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-                parameter -= lr * gradient
+                parameter.sub_(lr * gradient)
 
 
 def _run_shared(party: Party, task: SpectrumTask | None, rows: Tensor, targets: Tensor) -> float | None:

@@ -89,7 +89,9 @@ def read_digits() -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.bo
     table = _read_image_table()
     pixels, classes = table[:, :-1], table[:, -1]
     held_out = [key("digits", "held out", i) % _HELD_OUT_ONE_IN == 0 for i in range(len(pixels))]
-    arrays = (pixels.astype(np.float32) / 16, classes.astype(np.int64), np.array(held_out))
+    images = pixels.astype(np.float32) / np.float32(16)
+    arrays: tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.bool_]]
+    arrays = images, classes.astype(np.int64), np.array(held_out)
     for array in arrays:
         array.setflags(write=False)
     return arrays

@@ -21,9 +21,12 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from paceline.errors import DataError
 
 try:
-    from gmpy2 import powmod as modular_power
+    from gmpy2 import powmod
 except ImportError:
-    modular_power = pow
+    powmod = pow
+
+modular_power = powmod
+"""`pow` with a modulus; of gmpy2 if it is installed, which is faster."""
 
 MIN_KEY_BITS = 2048
 _EXPONENT_OF_RSA = 65537  # its generation wants one; it is not used

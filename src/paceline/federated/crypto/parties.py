@@ -231,8 +231,9 @@ def _collect(pipes: Sequence[Connection], expires: float) -> list[Any]:
         if not ready and not failures:
             late = [rank for rank in range(len(pipes)) if rank not in values]
             raise DeadlineError(f"parties {late} were not done in time", next_step="raise deadline_seconds")
-        for pipe in ready:
-            rank = next(r for r, one in enumerate(pipes) if one is pipe)
+        for rank, pipe in enumerate(pipes):
+            if pipe not in ready:
+                continue
             try:
                 values[rank], error = cloudpickle.loads(pipe.recv_bytes())
             except EOFError:

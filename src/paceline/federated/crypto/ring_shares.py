@@ -16,6 +16,7 @@ import math
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -192,7 +193,7 @@ class SharedArithmetic:
         """Let the dealer return."""
         self._request("end")
 
-    def _request(self, kind: str, **fields: object) -> None:
+    def _request(self, kind: str, **fields: Any) -> None:
         # One party asks for all: the dealer answers each of them.
         if self.party.rank == 0:
             self.party.send(self.num_computing, kind, **fields)

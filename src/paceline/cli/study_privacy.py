@@ -53,7 +53,9 @@ def study_privacy(
         "clients": clients,
         "rounds": rounds,
         "ways": [asdict(row) for row in rows],
-        "inversion": [{**asdict(point), "fraction": point.fraction} for point in points],
+        "inversion": [
+            {**asdict(point), "fraction": point.fraction, "epsilon": point.epsilon} for point in points
+        ],
     }
     lines = render_privacy(rows, points)
     (folder / "results.json").write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")

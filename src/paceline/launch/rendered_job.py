@@ -105,15 +105,24 @@ def _render_slurm(recipe: Recipe, target: JobTarget) -> dict[str, str]:
         key=_KEY,
         stopped=STOPPED_EXIT_CODE,
         train=_join([*words, "-n", str(target.processes)]),
+        run=shlex.quote(target.run_dir),
+        starts=_STARTS_WITHOUT_PROGRESS,
+        # the checkpoints of another place are not looked at, so such a job is always queued again
+        saved=_SAVED.format(run=shlex.quote(target.run_dir))
+        if recipe.checkpoint.folder is None
+        else "date +%s%N",
     )
     return {f"{target.name}.sbatch": script}
 
 
+_STARTS_WITHOUT_PROGRESS = 3
+_SAVED = "ls {run}/checkpoints 2>/dev/null | grep '^step-' | tail -n 1"
 _SBATCH = """#!/bin/bash
 {header}{requests}
 #
 # The contract with Paceline: exit code {stopped} means that the job was told to stop (preemption, time limit)
-# and has saved. Slurm takes such an end for a completed job, so this script has it queued again.
+# and has saved. Slurm takes such an end for a completed job, so this script has it queued again, unless
+# {starts} starts in a row have saved no step.
 
 # The key of the job is in the memory of its processes only.
 {key}
@@ -122,12 +131,24 @@ export PACELINE_TOKEN
 # A signal to this script ends nothing: the job's own processes get one, and save.
 trap : TERM USR1
 
+last_saved() {{ {saved}; }}
+before=$(last_saved)
 srun --ntasks-per-node=1 --kill-on-bad-exit=0 {train}
 code=$?
+fruitless=0
+if [ "$(last_saved)" = "$before" ]; then
+    fruitless=$(($(cat {run}/fruitless-starts 2>/dev/null || echo 0) + 1))
+fi
+mkdir -p {run} && echo "$fruitless" > {run}/fruitless-starts
 
 # A job that was cancelled is not running any more, and stays cancelled.
 state=$(scontrol show job -o "$SLURM_JOB_ID" | sed -n 's/.*JobState=\\([A-Z_]*\\).*/\\1/p')
 if [ "$code" -eq {stopped} ] && [ "$state" = RUNNING ]; then
+    if [ "$fruitless" -ge {starts} ]; then
+        echo "$fruitless starts in a row have saved no step, so the job is not queued again:" \\
+            "submit it with a longer time limit (--option time=HH:MM:SS)" >&2
+        exit "$code"
+    fi
     scontrol requeue "$SLURM_JOB_ID" && exit 0
 fi
 exit "$code"

@@ -18,9 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from paceline.errors import MissingExtraError
 from paceline.models.mlp import MLP
+from paceline.privacy.accountant import NoisyRelease, compute_epsilon
 from paceline.tasks.digits import load_digits
 
+DELTA = 1e-5
+"""Delta of the epsilons of the curve."""
 TOLERANCE = 0.01
 """Relative error below which an input counts as recovered."""
 _HIDDEN, _CLASSES = 256, 10
@@ -51,7 +55,7 @@ CURVE: Sequence[tuple[str, Sequence[InversionCase]]] = (
     ("batch", [InversionCase(batch=n) for n in (1, 2, 5, 10, 20, 50)]),
     ("local_steps", [InversionCase(local_steps=n) for n in (1, 2, 5, 10, 20)]),
     ("clip_norm", [InversionCase(clip_norm=c) for c in (0.0, 10.0, 1.0, 0.1)]),
-    ("noise", [InversionCase(clip_norm=1.0, noise=s) for s in (0.0, 1e-5, 1e-4, 1e-3, 0.01, 0.1)]),
+    ("noise", [InversionCase(clip_norm=1.0, noise=s) for s in (0.0, 1e-5, 1e-4, 1e-3, 0.01, 0.1, 1.0)]),
 )
 """What is varied, with its points; else it is one client, one digit, one step, no clip and no noise."""
 
@@ -75,6 +79,16 @@ class InversionPoint:
     def fraction(self) -> float:
         """Return the fraction of inputs that were recovered."""
         return self.num_recovered / self.num_inputs
+
+    @property
+    def epsilon(self) -> float | None:
+        """Return epsilon of one such sum at `DELTA`, for a client; None without noise or accountant."""
+        if not self.case.noise:
+            return None
+        try:
+            return compute_epsilon({NoisyRelease(self.case.noise, "all"): 1}, DELTA)
+        except MissingExtraError:
+            return None
 
 
 def measure_curve(num_inputs: int = 50) -> list[InversionPoint]:
@@ -156,4 +170,7 @@ def render_inversion(points: Sequence[InversionPoint]) -> list[str]:
             f"{getattr(point.case, axis):g}: {point.fraction:.0%}" for point in points if point.axis == axis
         ]
         lines.append(f"| {axis} | {', '.join(cells)} |")
+    epsilons = [f"{p.case.noise:g}: {p.epsilon:.3g}" for p in points if p.axis == "noise" and p.epsilon]
+    if epsilons:
+        lines.append(f"| epsilon of one sum with this noise, delta {DELTA:g} | {', '.join(epsilons)} |")
     return lines

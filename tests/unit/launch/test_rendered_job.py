@@ -81,6 +81,45 @@ def test_a_batch_script_requests_what_the_ranks_need() -> None:
     assert 'if [ "$code" -eq 143 ] && [ "$state" = RUNNING ]' in script
 
 
+@pytest.mark.capability("O3", "N7")
+def test_a_batch_job_is_queued_again_until_three_starts_have_saved_nothing(tmp_path: Path) -> None:
+    run = tmp_path / "my run"
+    script = render(RECIPE, RECIPE.strategy, replace(TARGET, run_dir=str(run)))["digits-1.sbatch"]
+    (tmp_path / "job.sh").write_text(script)
+    for name, text in (
+        ("srun", f"test -z $STEP || mkdir -p '{run}'/checkpoints/step-$STEP; exit $CODE"),
+        ("scontrol", "test $1 = requeue && touch requeued; echo JobState=RUNNING"),
+    ):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+
+    def start(code: int, step: str = "") -> tuple[int, bool, str]:
+        (tmp_path / "requeued").unlink(missing_ok=True)
+        environment = {
+            "PATH": f"{tmp_path}:/usr/bin:/bin",
+            "SLURM_JOB_ID": "7",
+            "CODE": str(code),
+            "STEP": step,
+        }
+        done = subprocess.run(
+            ["bash", "job.sh"],
+            check=False,
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        return done.returncode, (tmp_path / "requeued").exists(), done.stderr
+
+    assert start(143) == start(143) == (0, True, "")
+    assert start(143, "00000004") == (0, True, "")  # a saved step: the count begins again
+    assert start(143) == start(143) == (0, True, "")
+    code, requeued, said = start(143)
+    assert (code, requeued) == (143, False) and "3 starts in a row" in said and "time limit" in said
+    assert start(1)[:2] == (1, False) and start(0, "00000009")[:2] == (0, False)
+
+
 @pytest.mark.capability("O8")
 def test_a_task_of_a_cloud_names_its_resources_and_has_the_cost_of_the_price_file() -> None:
     target = replace(TARGET, engine="sky", options=ENGINES["sky"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import pytest
 
 from paceline.studies.gradient_inversion import (
@@ -38,4 +40,7 @@ def test_the_curve_falls_with_clients_and_noise() -> None:
     assert fractions["clients"][0] == 1.0 and fractions["clients"][-1] < 0.5
     assert fractions["noise"][0] == 1.0 and fractions["noise"][-1] == 0.0
     lines = render_inversion(points)
-    assert lines[2].startswith("| clients | 1: 100%, 2: ") and len(lines) == 7
+    assert lines[2].startswith("| clients | 1: 100%, 2: ") and lines[6].startswith("| noise | 0: 100%")
+    if find_spec("dp_accounting"):  # of a Gaussian sum with noise 1: 4.3772 (Balle and Wang 2018, equation 6)
+        assert [p.epsilon for p in points if p.case.noise == 1.0] == pytest.approx([4.3772], rel=1e-3)
+        assert lines[7].startswith("| epsilon of one sum") and lines[7].endswith(", 0.1: 96.1, 1: 4.38 |")

@@ -10,6 +10,7 @@ import pytest
 
 from paceline.errors import RecipeError
 from paceline.recipe import BatchRecipe, OptimizerRecipe, Recipe, Strategy, load_recipe
+from paceline.recipe.recipe_loading import RecipeFile
 from paceline.recipe.registry.optimizer_specs import OPTIMIZER_SPECS
 
 Write = Callable[[str], Path]
@@ -40,6 +41,14 @@ def test_a_file_is_the_same_as_the_objects(write: Write) -> None:
     expected = Recipe(task="digits", steps=20, batch=BatchRecipe(size=16), optimizer=OptimizerRecipe(lr=0.1))
     assert load_recipe(write(GOOD)) == expected
     assert load_recipe(str(write("\ufeff" + GOOD.replace("\n", "\r\n")))) == expected
+
+
+def test_a_file_that_is_loaded_several_times_keeps_nothing_of_earlier_overrides(write: Write) -> None:
+    path = write('task = "digits"\nsteps = 5\n[optimizer]\nlr = 0.1\n[options]\nhidden = [8]\n')
+    file = RecipeFile(path)
+    for overrides in (["optimizer.lr=0.5", "options.hidden=[4]"], ["epochs=2", "batch.size=4"], []):
+        assert file.load(overrides, "replicas=2") == load_recipe(path, overrides, "replicas=2")
+        assert file.load(overrides) == load_recipe(path, overrides)
 
 
 def test_a_strategy_is_text_or_a_table(write: Write) -> None:

@@ -26,6 +26,7 @@ from paceline.observe.step_trace import TraceWindow
 from paceline.parallel.state_hash import find_divergence, whole_sha256
 from paceline.pipeline_schedule.schedule_table import TimelineRow
 from paceline.privacy.entropy import PRIVACY_KEY
+from paceline.privacy.private_sum import PrivateSum
 from paceline.recipe.tables import parse_step_range, require_steps_of_run
 from paceline.session.checkpointing import CheckpointSchedule, interval_passed, open_checkpoint_schedule
 from paceline.session.early_stopping import value_of_metric
@@ -102,6 +103,7 @@ class RunSchedule:
 
     def __init__(self, session: Session, checkpoints: CheckpointSchedule, sinks: Sequence[Sink]) -> None:
         self._session, self._checkpoints, self._sinks = session, checkpoints, sinks
+        self._private = session.private
         self.pause_step: int | None = None
         self.reason, self.stopped, self.checks_stop_requests = "", False, False
         self._evaluation: Evaluation | None = None
@@ -114,7 +116,8 @@ class RunSchedule:
         if self._checkpoints.best.is_over():
             self.reason = self._patience()
         self._pause_if_due()
-        self._stop_at_privacy_budget()
+        if self._private is not None:
+            self._stop_at_privacy_budget(self._private)
         while not self.is_over():
             try:
                 for stats in session.rounds():
@@ -165,13 +168,14 @@ class RunSchedule:
             hashes |= self._evaluate_and_save(before)
             self._check_stop_requests()
             self._pause_if_due()
-            self._stop_at_privacy_budget()
+            if self._private is not None:
+                self._stop_at_privacy_budget(self._private)
         return hashes or self._may_be_stopped
 
-    def _stop_at_privacy_budget(self) -> None:
+    def _stop_at_privacy_budget(self, private: PrivateSum) -> None:
         """End the run before the round that would exceed the privacy budget; equal on all ranks."""
-        private, step = self._session.private, self._session.state.step
-        if private is None or self.is_over():
+        step = self._session.state.step
+        if self.is_over():
             return
         self.reason = private.refuse_next(self._session.num_steps - step)
         if self.reason:

@@ -55,6 +55,18 @@ RUNS = (
         "strategy": "sync=federated:1",
         "federated": {"clients": 20, "cohort": 2, "proximal": 0.1, "clip_norm": 1.0},
     },
+    {
+        "batch": {},
+        "strategy": "sync=federated:1",
+        "federated": {
+            "clients": 20,
+            "cohort": "poisson:0.5",
+            "secure": "masks",
+            "neighbours": 4,
+            "weights": "equal",
+        },
+        "private": {"noise": 1.0, "clip_norm": 0.1, "budget": 100.0},
+    },
 )
 
 

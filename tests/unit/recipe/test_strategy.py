@@ -44,10 +44,12 @@ def test_text_table_and_object_are_the_same(seed: int) -> None:
         strategy = strategy.replace(channel=Strategy().channel)
     assert Strategy.parse(str(strategy)) == strategy
     assert str(Strategy.parse(str(strategy))) == str(strategy)
+    assert hash(Strategy.parse(str(strategy))) == hash(strategy)
     forms: tuple[Any, ...] = (str(strategy), strategy, strategy.model_dump())
+    if strategy.sync_spec.learns_alone:  # actors need environments, see tests/unit/recipe/test_support.py
+        return
     for written in forms:
         assert Recipe(task="digits", steps=1, strategy=written).strategy == strategy
-    assert hash(Strategy.parse(str(strategy))) == hash(strategy)
 
 
 @pytest.mark.parametrize("seed", range(50))

@@ -85,7 +85,7 @@ def test_what_cannot_be_allowed_is_an_error(text: str) -> None:
         ("replicas=2 codec=auto+lossless", "in a chain of codecs"),
         ("replicas=2 codec=topk:0.01+auto", "in a chain of codecs"),
         ("replicas=1 pipeline=2 codec=auto:int8", "name the codec"),
-        ("replicas=2 codec=auto:int8 route=shared-memory", "sends no bytes"),
+        ("replicas=2 codec=auto:int8 route=shared-memory", "no messages that a codec could encode"),
     ],
 )
 def test_what_no_alternative_may_have_is_refused(text: str, why: str) -> None:

@@ -22,7 +22,7 @@ ALLOWED = ("search/", "recipe/registry/", "recipe/strategy_text.py")
 TERMS = {"sync", "codec", "route", "channel", "schedule", "stages", "balance", "partition"}
 KINDS = (SyncSpec, CodecSpec, RouteSpec, ChannelSpec, ScheduleSpec)
 WORDS = {word for kind in KINDS for word in builtin_specs(kind)}
-OTHER_MEANINGS = {  # values of other keys (precision, device, TLS), of files and of module kinds
+OTHER_MEANINGS = {  # values of other keys (precision, device, TLS), engines, files and module kinds
     "auto",
     "bf16",
     "file",
@@ -30,6 +30,7 @@ OTHER_MEANINGS = {  # values of other keys (precision, device, TLS), of files an
     "fp16",
     "fp32",
     "local",
+    "mpi",
     "server",
     "tree",
 }

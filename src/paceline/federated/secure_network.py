@@ -242,13 +242,6 @@ class SecureNetworkRounds(SecureRounds, NetworkRounds):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        if self._private is not None and self._private.hides_units:
-            raise StrategyError(
-                "clients of a network know who else takes part in a round with masks, and epsilon counts on"
-                " nobody knowing that",
-                where="federated.secure",
-                next_step='set federated.secure = "none", or let all clients take part in each round',
-            )
         settings = self.settings
         terms = MaskTerms(Entropy().bytes(16), settings.threshold, settings.neighbours)
         self._masks, self._left_out = NetworkMasks(terms), dict[str, float]()
@@ -263,6 +256,13 @@ class SecureNetworkRounds(SecureRounds, NetworkRounds):
         """Draw the clients of a round, and return the names of those that can take part, by position."""
         network = cast("NetworkWork", work)
         self.draw_members(network, state.step)
+        if self._private is not None and self._private.hides_units:
+            raise StrategyError(
+                "clients of a network know who else takes part in a round with masks, and epsilon counts on"
+                " nobody knowing that",
+                where="federated.secure",
+                next_step='set federated.secure = "none", or let all clients take part in each round',
+            )
         self.server.begin()  # the weights that are sent
         self._left_out = self._find_left_out(network, state.step)
         members = {m.position: m for m, name in self._members if name not in self._left_out}

@@ -237,10 +237,10 @@ def _secure_need(met: Any, only: str) -> FieldNeed:
 
 
 RING_NEEDS = (
-    *FEDERATED_NEEDS,
     _secure_need(lambda table: table.secure != "none", 'with secure = "masks" or "ring"'),
+    *FEDERATED_NEEDS,
 )
-MASK_NEEDS = (*FEDERATED_NEEDS, _secure_need(lambda table: table.secure == "masks", 'with secure = "masks"'))
+MASK_NEEDS = (_secure_need(lambda table: table.secure == "masks", 'with secure = "masks"'), *FEDERATED_NEEDS)
 
 
 def _check_neighbours(value: int) -> int:

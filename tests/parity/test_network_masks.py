@@ -202,7 +202,7 @@ def test_a_client_without_keys_and_a_cohort_of_one_are_refused(tmp_path: Path) -
 
 def test_noise_is_added_to_the_masked_sum_and_a_cohort_that_hides_clients_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("dp_accounting", reason="needs paceline[private]")
-    settings: dict[str, Any] = {"steps": 2, "reproducible": False}
+    settings: dict[str, Any] = {"steps": 1, "reproducible": False}
     settings["private"] = {"noise": 0.5, "clip_norm": 0.7}
     settings["debug"] = {"entropy_seed": 3}
     simulated = {"secure": "ring", "weights": "equal"}

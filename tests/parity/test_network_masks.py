@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from paceline.comm.channel.message_channel import ChannelMessage
-from paceline.errors import RecipeError, StrategyError
+from paceline.errors import NumericError, RecipeError, StrategyError
 from paceline.federated.client_server import WORK
 from paceline.federated.secure_masks import (
     PUBLIC_KEYS_FILE,
@@ -24,6 +24,7 @@ from paceline.federated.secure_masks import (
 )
 from paceline.federated.secure_network import LOST_SECRETS, stage_message
 from paceline.federated.secure_rounds import RingReduction
+from paceline.observe.metrics_schema import find_schema_errors
 from paceline.session.federated_client import ClientSettings, MaskedTraining
 from paceline.session.session import Session
 from tests.parity.network_clients import (
@@ -131,6 +132,7 @@ def test_masked_clients_have_the_bits_of_simulated_ones_whoever_is_lost_when(tmp
     # What a client says: no number of its own but the samples, with which it joins.
     wire = events_of(tmp_path / "network", "wire.jsonl")["wire"]
     assert {record["kind"] for record in wire} == {"hello", "recipe", "join", "work", "masks", "update"}
+    assert not [error for record in wire for error in find_schema_errors(record)]
     said = [r for r in wire if r["direction"] == "received" and r["kind"] in ("masks", "update")]
     assert {len(r["tensors"]) for r in said} == {1}
     assert {field for r in said for field in r["fields"]} <= {"ticket", "stage", "status", "step"}
@@ -182,6 +184,17 @@ def test_a_client_with_the_key_of_another_name_ends_the_run_and_names_it(tmp_pat
         assert client.num_works == 0
 
 
+def test_a_value_that_does_not_fit_ends_the_run_and_names_client_and_tensor(tmp_path: Path) -> None:
+    keys, port = make_keys(tmp_path / "keys"), new_port()
+    tiny = {**MASKED, "largest": 1e-6}
+    with (
+        masked_clients(port, keys, deadline_seconds=2.0) as clients,
+        pytest.raises(SecureSumError, match=r"the update of client site-\d has a value of .* in updates/0"),
+    ):
+        trained(network_recipe(tmp_path / "network", port, federated=tiny))
+    assert any(isinstance(client.error, NumericError) for client in clients.values())
+
+
 def test_a_client_without_keys_and_a_cohort_of_one_are_refused(tmp_path: Path) -> None:
     keys, port = make_keys(tmp_path / "keys"), new_port()
     without, alone = ClientThread(port, "site-1"), list[ClientThread]()
@@ -198,6 +211,23 @@ def test_a_client_without_keys_and_a_cohort_of_one_are_refused(tmp_path: Path) -
     assert isinstance(without.error, RecipeError) and "take the place of all of them" in str(without.error)
     alone[0].wait()
     assert alone[0].num_works == 0
+
+
+def test_a_client_with_keys_refuses_a_server_that_asks_for_its_update_as_it_is(tmp_path: Path) -> None:
+    keys, port = make_keys(tmp_path / "keys"), new_port()
+    careful, plain = ClientThread(port, "site-0", identity=identity(keys, "site-0")), list[ClientThread]()
+
+    def come_later() -> None:
+        careful.wait()
+        plain.append(ClientThread(port, "site-1"))
+
+    later = threading.Thread(target=come_later)
+    later.start()
+    _, events = trained(network_recipe(tmp_path / "network", port, steps=1, federated={"at_least": 1}))
+    later.join()
+    plain[0].wait()
+    assert "would receive its updates as they are" in str(careful.error)
+    assert [record["clients"] for record in events["cohort"]] == [["site-1"]]
 
 
 def test_noise_is_added_to_the_masked_sum_and_a_cohort_that_hides_clients_is_refused(tmp_path: Path) -> None:

@@ -5,8 +5,7 @@ training step of the project. A connection that breaks is repaired by the channe
 client connects again until `deadline_seconds` have passed, and does the present work once more.
 
 Invariant: what leaves this process are the messages of `federated/client_server.py`: numbers of samples, of
-losses and of steps, and tensors with the shapes of the model; under `federated.secure = "masks"` its keys,
-shares and masked words.
+losses and of steps, and tensors with the shapes of the model; under masks its keys, shares and masked words.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from paceline.data.task_data import prepare_data
 from paceline.errors import (
     CommunicationError,
     DeadlineError,
-    PacelineError,
+    NumericError,
     RecipeError,
     TaskError,
     format_count,
@@ -491,11 +490,10 @@ class FederatedClient:
         rule = cast("ClientTraining", session.rule)
         try:
             answer = rule.answer(session, self._settings, message)
-        except PacelineError as error:
-            if self._settings.identity is not None:
-                # The server ends the run with this reason, and does not wait for a client that is gone.
-                said = {"ticket": message.fields.get("ticket"), "error": error.what}
-                self._send(channel, ChannelMessage(MASKS, {**said, "next_step": error.next_step}))
+        except (SecureSumError, NumericError) as error:
+            # The server ends the run with this reason; a client with other trouble is lost.
+            said = {"ticket": message.fields.get("ticket"), "error": error.what}
+            self._send(channel, ChannelMessage(MASKS, {**said, "next_step": error.next_step}))
             raise
         self._send(channel, answer)
         if answer.kind != UPDATE:
@@ -524,11 +522,10 @@ class FederatedClient:
         """Return the rule of this client.
 
         Raises:
-            RecipeError: there should be masks, and this client has no keys for them.
+            RecipeError: there should be masks, and this client has no keys for them; or the reverse.
         """
-        if recipe.federated.secure != "masks":
-            return ClientTraining
-        if self._settings.identity is None:
+        is_masked, has_keys = recipe.federated.secure == "masks", self._settings.identity is not None
+        if is_masked and not has_keys:
             raise RecipeError(
                 "the run adds updates under masks, and without the public keys of the others the server could"
                 " take the place of all of them",
@@ -536,7 +533,13 @@ class FederatedClient:
                 next_step="make keys with `paceline certificate FOLDER --client NAME`, give every client the"
                 " file of all public keys beforehand, and pass --identity FOLDER/NAME.key --keys FILE",
             )
-        return MaskedTraining
+        if has_keys and not is_masked:
+            raise RecipeError(
+                "this client has keys for a secure sum, and the run would receive its updates as they are",
+                where='federated.secure = "none"',
+                next_step="leave out --identity and --keys if the server may see each update",
+            )
+        return MaskedTraining if is_masked else ClientTraining
 
     def _own_task(self, recipe: Recipe) -> Task:
         """Return the task with the data of this client alone."""

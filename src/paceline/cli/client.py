@@ -31,6 +31,16 @@ Certificate = Annotated[
     Path | None,
     typer.Option("--certificate", help="Folder of `paceline certificate`, a copy of that of the server."),
 ]
+Identity = Annotated[
+    Path | None,
+    typer.Option("--identity", help="Private key of this client, of `paceline certificate --client NAME`."),
+]
+Keys = Annotated[
+    Path | None,
+    typer.Option(
+        "--keys", help="File with the public keys of all clients, for a secure sum; with --identity."
+    ),
+]
 Plain = Annotated[
     bool, typer.Option("--plain", help="Send updates without encryption. Only in a network that you trust.")
 ]
@@ -47,6 +57,8 @@ def client(
     token_file: TokenFile = "",
     options: Options = None,
     certificate: Certificate = None,
+    identity: Identity = None,
+    keys: Keys = None,
     plain: Plain = False,
     deadline: Deadline = 3600.0,
 ) -> None:
@@ -65,9 +77,15 @@ def client(
             "a client needs the key of the job",
             next_step="pass the file that the job was started with: --token-file KEY; or set PACELINE_TOKEN",
         )
+    if (identity is None) != (keys is None):
+        raise RecipeError(
+            "a secure sum needs the private key of this client and the public keys of all",
+            next_step="pass both: --identity NAME.key --keys FILE",
+        )
     from paceline.comm.channel.grpc_protocol import require_grpc
 
     require_grpc()
+    from paceline.federated.secure_masks import ClientIdentity
     from paceline.job.tls import JobCertificate
     from paceline.session.federated_client import ClientSettings, FederatedClient
 
@@ -82,6 +100,7 @@ def client(
         certificate=None if certificate is None else JobCertificate.read(certificate),
         allows_plain=plain,
         deadline_seconds=deadline,
+        identity=None if identity is None or keys is None else ClientIdentity.read(name, identity, keys),
     )
     running = FederatedClient(settings, print_plain)
     running.run()

@@ -93,18 +93,26 @@ def build_federated_rounds(context: SessionContext, layout: ModelLayout, state: 
 def _note_privacy(context: SessionContext, state: TrainState) -> None:
     """Note what the server of a secure sum learns, as an event, in checkpoints and in the result."""
     settings, is_known = context.recipe.federated, context.recipe.debug.entropy_seed is not None
-    if settings.secure == "none":
+    if settings.secure == "none" or context.components.federated is not None:
         return
+    released = RELEASED_FIELDS if settings.secure == "masks" else ["all of the update of each client"]
+    if settings.is_networked:
+        released = [*released, "the number of samples of each client, when it joins"]
     record = {
         "secure": settings.secure,
-        "released": RELEASED_FIELDS if settings.secure == "masks" else ["all of the update of each client"],
+        "released": released,
         "warning": KNOWN_ENTROPY if is_known else "",
     }
     state.keep(PRIVACY_KEY, PrivacyRecord(record))
     context.note("privacy", record)
     if is_known:
         context.warn(f"warning: {KNOWN_ENTROPY} (debug.entropy_seed)")
-    if settings.secure == "masks":
+    if settings.is_networked:
+        context.warn(
+            "clients need --identity and --keys: whoever gives them the file of public keys could take the"
+            " place of any of them, and must not be this server"
+        )
+    elif settings.secure == "masks":
         context.warn(
             "clients are simulated: this job makes the keys of all of them, so the masks hide nothing from it"
         )
@@ -113,6 +121,10 @@ def _note_privacy(context: SessionContext, state: TrainState) -> None:
 def _choose_rounds(context: SessionContext) -> Callable[..., FederatedRounds]:
     """Return the class of the rule: of simulated clients, or of those that connect."""
     settings = context.recipe.federated
+    if settings.secure == "masks" and settings.is_networked:
+        from paceline.federated.secure_network import SecureNetworkRounds
+
+        return SecureNetworkRounds
     if settings.secure != "none" and context.components.federated is None:
         from paceline.federated.secure_rounds import SecureRounds
 

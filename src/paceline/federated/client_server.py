@@ -8,6 +8,8 @@ that is killed and started again is the same one. Messages of a client, in this 
   first difference, or by work;
 - `work`: weights and buffers at the start of a round, answered by `update`: numbers of the table of the
   cohort, and the tensors that are added at its position;
+- under `federated.secure = "masks"` the messages `masks` in both directions, whose field `stage` says which,
+  and an `update` of masked words (`federated/secure_network.py`);
 - `end`: the run is complete.
 
 Invariant: no message has a tensor with a batch dimension or anything of a sample. Of two processes with one
@@ -51,12 +53,13 @@ from paceline.recipe.tables import (
 )
 from paceline.task import Task
 
-HELLO, RECIPE, JOIN, REFUSED, WORK, UPDATE, END = (
+HELLO, RECIPE, JOIN, REFUSED, WORK, MASKS, UPDATE, END = (
     "hello",
     "recipe",
     "join",
     "refused",
     "work",
+    "masks",
     "update",
     "end",
 )
@@ -194,7 +197,7 @@ class ClientEvent(NamedTuple):
     """Event of a client: it has joined, or has returned an update.
 
     Args:
-        message: of kind `update`; None: it has joined.
+        message: of kind `update` or `masks`; None: it has joined.
     """
 
     client: NetworkClient
@@ -232,6 +235,7 @@ class ClientServer:
             recipe.runtime.deadline_seconds,
         )
         self._warn, self._note, self._logs_wire = warn, note, recipe.log.wire
+        self._has_masks = recipe.federated.secure == "masks"
         self.clients: dict[str, NetworkClient] = {}
         self._by_number: dict[int, NetworkClient] = {}
 
@@ -357,6 +361,8 @@ class ClientServer:
         self._log("received", client, message)
         if message.kind == JOIN:
             return self._join(client, message.fields)
+        if message.kind == MASKS and client.is_joined and self._has_masks:
+            return ClientEvent(client, message)
         if message.kind != UPDATE or not client.is_joined:
             return None
         if client.ticket is None or message.fields.get("ticket") != client.ticket:

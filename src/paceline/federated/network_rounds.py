@@ -239,6 +239,7 @@ class NetworkRounds(FederatedRounds):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._members: Sequence[tuple[CohortMember, str]] = ()
+        self.work_fields: Mapping[str, Any] = {}
         self._num_tickets = 0
         self._counted: dict[str, int] = {}
 
@@ -268,13 +269,8 @@ class NetworkRounds(FederatedRounds):
     ) -> None:
         """Send the weights to the cohort, and add what comes back in time."""
         undo()  # changes of buffers count from the start of the round
-        network, step = cast("NetworkWork", work), local_step.state.step
-        network.server.wait_for(self.settings.at_least, network.deadline_seconds)
-        network.update_roster()
-        self._members = [(m, network.roster.names[m.client]) for m in network.draw(step)]
-        if self._private is not None and not self.settings.cohort_size.rate:
-            self._private.set_cohort(len(self._members), len(network.roster.names) - len(network.gone))
-        self._phases.begin("communication")
+        network = cast("NetworkWork", work)
+        self.draw_members(network, local_step.state.step)
         returned = self._collect(network, runner, local_step.state)
         for member, name in self._members:
             update = returned.get(name)
@@ -283,6 +279,15 @@ class NetworkRounds(FederatedRounds):
                 self._add(member.position, update, table)
             else:
                 table.write(member.position, {"status": status}, {}, ())
+
+    def draw_members(self, network: NetworkWork, step: int) -> None:
+        """Wait until enough clients are connected, and draw those of a round."""
+        self._phases.begin("communication")
+        network.server.wait_for(self.settings.at_least, network.deadline_seconds)
+        network.update_roster()
+        self._members = [(m, network.roster.names[m.client]) for m in network.draw(step)]
+        if self._private is not None and not self.settings.cohort_size.rate:
+            self._private.set_cohort(len(self._members), len(network.roster.names) - len(network.gone))
 
     def _no_answer(self, network: NetworkWork, name: str) -> float:
         client = network.server.clients.get(name)
@@ -365,6 +370,7 @@ class NetworkRounds(FederatedRounds):
             "counted": self._counted.get(client.name, 0),
             "frozen": len(frozen),
             "buffers": len(buffers),
+            **self.work_fields,
         }
         client.ticket, client.has_frozen = self._num_tickets, True
         tensors = [*self.server.start, *frozen, *buffers]

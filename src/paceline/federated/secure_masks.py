@@ -23,6 +23,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import stat
 import struct
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,8 +39,14 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    load_pem_private_key,
+)
 
-from paceline.errors import CommunicationError
+from paceline.errors import CommunicationError, RecipeError
 from paceline.federated.ring_sum import RingWords
 from paceline.federated.shamir import SECRET_BITS, SHARE_BYTES, rebuild, split
 from paceline.privacy.entropy import Entropy
@@ -188,6 +195,77 @@ class ShareLedger:
                 os.fsync(file.fileno())
 
 
+PUBLIC_KEYS_FILE = "clients.keys"
+
+
+@dataclass(frozen=True)
+class ClientIdentity:
+    """What a client on a machine of its own has beforehand.
+
+    Args:
+        key: the private key that belongs to its name.
+        known: public keys by name.
+        ledger: of the shares that it has revealed.
+    """
+
+    key: Ed25519PrivateKey
+    known: Mapping[str, Ed25519PublicKey]
+    ledger: ShareLedger
+
+    @staticmethod
+    def make(folder: Path, name: str) -> Path:
+        """Write a private key to NAME.key, and add its public key to `clients.keys`; return the former.
+
+        Raises:
+            RecipeError: the name has a key already, or is no name of a file; or a file cannot be written.
+        """
+        path, key = folder / f"{name}.key", Ed25519PrivateKey.generate()
+        if not name.isprintable() or name != name.strip() or name in ("", ".", "..") or "/" in name:
+            raise RecipeError(f"'{name}' is no name of a file", next_step="use letters, digits, - and _")
+        line = f"ed25519 {key.public_key().public_bytes_raw().hex()} {name}\n"
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                file.write(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+            with (folder / PUBLIC_KEYS_FILE).open("a", encoding="utf-8") as lines:
+                lines.write(line)
+        except OSError as error:
+            raise RecipeError(
+                f"cannot write the key of client {name}: {error.strerror}: {error.filename}",
+                next_step="choose another folder, or use the key that is there",
+            ) from error
+        return path
+
+    @classmethod
+    def read(cls, name: str, key_file: Path, keys_file: Path) -> ClientIdentity:
+        """Read what `make` has written; what is revealed is noted in NAME.key.revealed.
+
+        Raises:
+            RecipeError: a file is missing or invalid, or other users can read the private key.
+        """
+        try:
+            mode = stat.S_IMODE(key_file.stat().st_mode)
+            key = load_pem_private_key(key_file.read_bytes(), None)
+            lines = [line.split(" ", 2) for line in keys_file.read_text("utf-8").splitlines() if line.strip()]
+            known = {n: Ed25519PublicKey.from_public_bytes(bytes.fromhex(text)) for _, text, n in lines}
+            ledger = ShareLedger(key_file.with_name(key_file.name + ".revealed"))
+        except (OSError, ValueError, TypeError) as error:
+            raise RecipeError(
+                f"cannot read the keys of client {name}: {error}",
+                next_step="make a key with `paceline certificate FOLDER --client NAME`, and give every client"
+                " the lines of all clients.keys in one file",
+            ) from error
+        if mode & 0o077 or not isinstance(key, Ed25519PrivateKey):
+            problem = f"{key_file} has mode {mode:04o}, and only its owner may read an Ed25519 key"
+        elif len(known) < len(lines):
+            problem = f"{keys_file} has two keys of one client"
+        elif name not in known or known[name] != key.public_key():
+            problem = f"the public key of {name} in {keys_file} is not that of {key_file}"
+        else:
+            return cls(key, known, ledger)
+        raise RecipeError(problem, next_step="look at where the two files come from")
+
+
 class MaskClient:
     """A client in one round.
 
@@ -319,20 +397,22 @@ def check_keys(
     """Check the keys that a server has forwarded.
 
     Raises:
-        SecureSumError: there are too few; a signature is not that of the name; clients have other models.
+        SecureSumError: there are too few; a name has no known key, or a signature is not that of the name;
+            clients have other models.
     """
-    if len(keys) < MIN_CLIENTS:
-        raise SecureSumError(
-            f"round {round_terms.number} has a cohort of {len(keys)}, and the sum over one client is its"
-            " update",
-            where="federated.secure",
-            next_step="raise federated.cohort",
-        )
+    require_clients(round_terms.number, len(keys))
     for position, message in keys.items():
         name = round_terms.names[position]
+        if name not in known:
+            raise SecureSumError(
+                f"nobody has given this client the public key of {name}, which takes part in round"
+                f" {round_terms.number}",
+                next_step="add its line to the file of public keys of every client, or look at who has sent"
+                " this name",
+            )
         try:
             known[name].verify(message.signature, message.signed(round_terms, position))
-        except (InvalidSignature, KeyError):
+        except InvalidSignature:
             raise SecureSumError(
                 f"the keys of client {name} in round {round_terms.number} are not signed with the key that"
                 " belongs to this name: they were changed on the way",
@@ -344,6 +424,20 @@ def check_keys(
                 " difference of two updates could show one of them",
                 next_step="do not trust this server: all clients of a round begin with the same model",
             )
+
+
+def require_clients(number: int, num_clients: int) -> None:
+    """Check that a round has more than one client.
+
+    Raises:
+        SecureSumError: it has not.
+    """
+    if num_clients < MIN_CLIENTS:
+        raise SecureSumError(
+            f"round {number} has a cohort of {num_clients}, and the sum over one client is its update",
+            where="federated.secure",
+            next_step="raise federated.cohort",
+        )
 
 
 def too_few(round_terms: RoundTerms, found: int, needed: int, what: str) -> SecureSumError:

@@ -16,6 +16,7 @@ import hashlib
 import struct
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -56,6 +57,27 @@ from paceline.sync.update import UpdateStep
 KEYS, SHARES, INPUT, UNMASK = 1, 2, 3, 4
 """The messages of a client, for `RingReduction.lost_at`."""
 _HEAD = struct.Struct("<HI")
+
+
+class MaskExchange(Protocol):
+    """What a sum needs of the protocol of `secure_masks`; arguments as in `SimulatedMasks`."""
+
+    def begin(
+        self,
+        number: int,
+        model: bytes,
+        names: Mapping[int, str],
+        own: Collection[int],
+        lost_at: Callable[[int], int],
+    ) -> None:
+        """Exchange keys and shares at the start of a round; collective."""
+
+    def mask(self, position: int, words: RingWords) -> None:
+        """Mask the words of a client in place."""
+
+    def unmask(self, arrived: Collection[int], total: RingWords) -> list[int]:
+        """Remove the masks that are left in the sum; return the survivors; collective."""
+        ...
 
 
 class SimulatedMasks:
@@ -100,8 +122,8 @@ class SimulatedMasks:
         }
         sent = {p: client.advertise().to_bytes() for p, client in self._clients.items()}
         keys = self.server.forward_keys(self._gather(sent))
-        shares = {p: _pack(client.share(keys)) for p, client in self._clients.items() if lost_at(p) != SHARES}
-        received = {p: _unpack(data) for p, data in self._gather(shares).items()}
+        shares = {p: pack(client.share(keys)) for p, client in self._clients.items() if lost_at(p) != SHARES}
+        received = {p: unpack(data) for p, data in self._gather(shares).items()}
         self._sealed = self.server.forward_shares(received)
 
     def build_client(
@@ -123,14 +145,11 @@ class SimulatedMasks:
         present = self._gather(dict.fromkeys(arrived, b""))
         survivors, lost = self.server.requests([*present])
         answers = {
-            p: _pack({o: s.to_bytes(SHARE_BYTES, "little") for o, s in c.reveal(survivors, lost).items()})
+            p: pack_shares(c.reveal(survivors, lost))
             for p, c in self._clients.items()
             if p in survivors and self._lost_at(p) != UNMASK
         }
-        revealed = {
-            p: {owner: int.from_bytes(share, "little") for owner, share in _unpack(data).items()}
-            for p, data in self._gather(answers).items()
-        }
+        revealed = {p: unpack_shares(data) for p, data in self._gather(answers).items()}
         masks = self.server.masks_left(survivors, lost, revealed)
         for index, mask in enumerate(masks):
             if index % self._group.size == self._group.rank:
@@ -139,9 +158,9 @@ class SimulatedMasks:
 
     def _gather(self, own: Mapping[int, bytes]) -> dict[int, bytes]:
         """Return the messages of all ranks, by position; collective."""
-        packed = _pack(own)
+        packed = pack(own)
         parts = all_gather_bytes(packed, self._group, self._net) if self._group.size > 1 else [packed]
-        merged = {p: data for part in parts for p, data in _unpack(part).items()}
+        merged = {p: data for part in parts for p, data in unpack(part).items()}
         return dict(sorted(merged.items()))
 
 
@@ -154,6 +173,7 @@ class RingReduction:
         group, net: of the ranks that share the positions.
         masks: of the clients; None: the words are added as they are.
     Attributes:
+        total: the words of the clients of this rank.
         after_sum: is given the words of the whole sum once, equal on every rank, before they are decoded; it
             may change them in place, equally on every rank. Noise is added here.
         lost_at: the message before which a client is lost, by round and name; for tests and simulations.
@@ -170,14 +190,16 @@ class RingReduction:
         tensors: Mapping[TensorSlot, Tensor],
         group: RankGroup,
         net: Net,
-        masks: SimulatedMasks | None,
+        masks: MaskExchange | None,
     ) -> None:
-        self._ring, self._tensors, self._group, self._net, self._masks = ring, tensors, group, net, masks
+        self.ring, self.masks = ring, masks
+        self._tensors, self._group, self._net = tensors, group, net
         self.after_sum: Callable[[RingLayout, RingWords], None] = lambda layout, words: None
         self.lost_at: Callable[[int, str], int] = lambda number, name: 0
         self.survivors: list[int] = []
         self.numbers: list[float] = []
         self.layout = RingLayout(ring, tensors, 0)
+        self.total = self.layout.zeros()
         self._names: Mapping[int, str] = {}
         self._open: tuple[int, float] | None = None
         self._values: dict[TensorSlot, Tensor] = {}
@@ -198,9 +220,9 @@ class RingReduction:
             num_numbers: counts and sums of each client.
         """
         self._round, self._names = number, names
-        self.layout = RingLayout(self._ring, self._tensors, num_numbers)
-        if self._masks is not None and names:
-            self._masks.begin(number, model, names, own, lambda p: self.lost_at(number, names[p]))
+        self.layout = RingLayout(self.ring, self._tensors, num_numbers)
+        if self.masks is not None and names:
+            self.masks.begin(number, model, names, own, lambda p: self.lost_at(number, names[p]))
 
     @property
     def num_clients(self) -> int:
@@ -209,7 +231,7 @@ class RingReduction:
 
     def begin(self, num_micro_batches: int | None = None) -> None:
         """Begin with a sum of zeros."""
-        self._total, self._arrived = self.layout.zeros(), set()
+        self.total, self._arrived = self.layout.zeros(), set()
         self._open, self._values = None, {}
 
     def begin_client(self, position: int, weight: float) -> None:
@@ -238,14 +260,14 @@ class RingReduction:
         if self.lost_at(self._round, name) in (KEYS, SHARES, INPUT):
             return
         words = self.layout.encode(self._values, self._client_numbers, client=name, weight=weight)
-        if self._masks is not None:
-            self._masks.mask(position, words)
+        if self.masks is not None:
+            self.masks.mask(position, words)
         self.receive(position, words)
-        self._arrived.add(position)
 
     def receive(self, position: int, words: RingWords) -> None:
         """Add what the server receives of a client."""
-        self._total.add(words)
+        self.total.add(words)
+        self._arrived.add(position)
 
     def close(self) -> None:
         """End the last client."""
@@ -253,9 +275,9 @@ class RingReduction:
 
     def finish(self) -> Gradients:
         """Return the sums; collective."""
-        total = self._total
-        if self._masks is not None and self._names:
-            self.survivors = self._masks.unmask(self._arrived, total)
+        total = self.total
+        if self.masks is not None and self._names:
+            self.survivors = self.masks.unmask(self._arrived, total)
         else:
             self.survivors = self._agree(self._arrived)
         if self._group.size > 1:
@@ -274,8 +296,8 @@ class RingReduction:
     def _agree(self, positions: Collection[int]) -> list[int]:
         if self._group.size == 1:
             return sorted(positions)
-        own = _pack(dict.fromkeys(positions, b""))
-        return sorted(p for part in all_gather_bytes(own, self._group, self._net) for p in _unpack(part))
+        own = pack(dict.fromkeys(positions, b""))
+        return sorted(p for part in all_gather_bytes(own, self._group, self._net) for p in unpack(part))
 
     def commit(self, used: Collection[str] | None = None) -> None:
         """Do nothing: no state is kept between rounds."""
@@ -313,17 +335,20 @@ class SecureRounds(FederatedRounds):
         step, buffers = local_step.state.step, runner.buffers.values()
         counters = find_counters(runner.buffers.names, buffers)
         table = CohortTable(1, runner.metric_names.names or (), len(counters))
-        cohort = [m for m in work.order.cohort(step) if work.order.num_local_steps(m.client)]
+        names, own = self.open_cohort(work, runner, local_step.state)
         if self._private is not None:
             self.reduction.after_sum = partial(self._add_noise_to_words, self._private, step)
-        self.reduction.open_round(
-            step,
-            {m.position: work.order.clients.names[m.client] for m in cohort},
-            [m.position for m in work.members(step)],
-            hash_tensors([*self.server.parameters, *buffers]),
-            table.num_summed,
-        )
+        model = hash_model(self.server.parameters, runner)
+        self.reduction.open_round(step, names, own, model, table.num_summed)
         return super()._run_round(work, stream, runner, local_step)
+
+    def open_cohort(
+        self, work: CohortWork, runner: ModelRunner, state: TrainState
+    ) -> tuple[dict[int, str], list[int]]:
+        """Return the names of clients of a round with samples, by position, and this rank's positions."""
+        cohort = [m for m in work.order.cohort(state.step) if work.order.num_local_steps(m.client)]
+        names = {m.position: work.order.clients.names[m.client] for m in cohort}
+        return names, [m.position for m in work.members(state.step)]
 
     def add_noise(
         self, private: PrivateSum, sums: Mapping[TensorSlot, Tensor | None], step: int
@@ -382,7 +407,8 @@ def build_ring_reduction(context: SessionContext, tensors: Mapping[TensorSlot, T
     settings, group, net = context.recipe.federated, context.mesh.data, context.net
     ring, masks = Ring(settings.ring, settings.fraction_bits, settings.largest), None
     entropy = Entropy(context.recipe.debug.entropy_seed)
-    if settings.secure == "masks":
+    is_simulated = context.components.federated is None and not settings.is_networked
+    if settings.secure == "masks" and is_simulated:
         mine = entropy.of("run").bytes(48)
         shared = all_gather_bytes(mine, group, net)[0] if group.size > 1 else mine
         terms = MaskTerms(shared[:16], settings.threshold, settings.neighbours)
@@ -425,6 +451,12 @@ def protocol_bytes(settings: FederatedRecipe, num_clients: int) -> int:
     return KEYS_BYTES + degree * (_HEAD.size + SEALED_BYTES) + (degree + 1) * (_HEAD.size + SHARE_BYTES)
 
 
+def hash_model(parameters: Sequence[Tensor], runner: ModelRunner) -> bytes:
+    """Return the hash of the model with which a round begins: trained parameters, others, and buffers."""
+    frozen = [p.detach() for p in runner.sharded_model.model.parameters() if not p.requires_grad]
+    return hash_tensors([*parameters, *frozen, *runner.buffers.values()])
+
+
 def hash_tensors(tensors: Sequence[Tensor]) -> bytes:
     """Return the SHA-256 of the bytes of tensors: what clients sign as the model of a round."""
     digest = hashlib.sha256()
@@ -434,13 +466,23 @@ def hash_tensors(tensors: Sequence[Tensor]) -> bytes:
     return digest.digest()
 
 
-def _pack(messages: Mapping[int, bytes]) -> bytes:
+def pack(messages: Mapping[int, bytes]) -> bytes:
     """Return messages by position as bytes."""
     return b"".join(_HEAD.pack(position, len(data)) + data for position, data in messages.items())
 
 
-def _unpack(data: bytes) -> dict[int, bytes]:
-    """Return what `_pack` has packed."""
+def pack_shares(shares: Mapping[int, int]) -> bytes:
+    """Return shares by position as bytes."""
+    return pack({owner: share.to_bytes(SHARE_BYTES, "little") for owner, share in shares.items()})
+
+
+def unpack_shares(data: bytes) -> dict[int, int]:
+    """Return what `pack_shares` has packed."""
+    return {owner: int.from_bytes(share, "little") for owner, share in unpack(data).items()}
+
+
+def unpack(data: bytes) -> dict[int, bytes]:
+    """Return what `pack` has packed."""
     messages, start = dict[int, bytes](), 0
     while start < len(data):
         position, size = _HEAD.unpack_from(data, start)

@@ -215,10 +215,19 @@ SECURE_NEEDS = (
         next_step="leave out codec, and set federated.ring = 32 to halve the bytes",
     ),
     FieldNeed(
-        lambda table: not table.is_networked,
+        lambda table: not table.is_networked or table.secure == "masks",
         keys=("clients",),
-        reason='expected simulated clients: those of clients = "network" send their updates as they are',
+        reason='expected secure = "masks" or "none" with clients = "network", found "{t.secure}": a sum'
+        " without masks is there to compare those of simulated clients",
         is_conflict=True,
+        next_step='set federated.secure = "masks"',
+    ),
+    FieldNeed(
+        lambda table: not table.buffer,
+        keys=("buffer",),
+        reason="expected no buffer with a secure sum: updates of several rounds have no masks in common",
+        is_conflict=True,
+        next_step="leave out federated.buffer",
     ),
 )
 
@@ -228,10 +237,10 @@ def _secure_need(met: Any, only: str) -> FieldNeed:
 
 
 RING_NEEDS = (
-    *FEDERATED_NEEDS,
     _secure_need(lambda table: table.secure != "none", 'with secure = "masks" or "ring"'),
+    *FEDERATED_NEEDS,
 )
-MASK_NEEDS = (*FEDERATED_NEEDS, _secure_need(lambda table: table.secure == "masks", 'with secure = "masks"'))
+MASK_NEEDS = (_secure_need(lambda table: table.secure == "masks", 'with secure = "masks"'), *FEDERATED_NEEDS)
 
 
 def _check_neighbours(value: int) -> int:

@@ -5,14 +5,14 @@ training step of the project. A connection that breaks is repaired by the channe
 client connects again until `deadline_seconds` have passed, and does the present work once more.
 
 Invariant: what leaves this process are the messages of `federated/client_server.py`: numbers of samples, of
-losses and of steps, and tensors with the shapes of the model.
+losses and of steps, and tensors with the shapes of the model; under masks its keys, shares and masked words.
 """
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -32,12 +32,20 @@ from paceline.comm.channel.reliable_queue import ReliableQueues
 from paceline.comm.ledger import ByteLedger
 from paceline.comm.reduction.gradients import Gradients
 from paceline.data.task_data import prepare_data
-from paceline.errors import CommunicationError, DeadlineError, RecipeError, TaskError, format_count
+from paceline.errors import (
+    CommunicationError,
+    DeadlineError,
+    NumericError,
+    RecipeError,
+    TaskError,
+    format_count,
+)
 from paceline.federated.client_codec import ClientCodec
 from paceline.federated.client_server import (
     END,
     HELLO,
     JOIN,
+    MASKS,
     RECIPE,
     REFUSED,
     UPDATE,
@@ -47,13 +55,35 @@ from paceline.federated.client_server import (
     frozen_tensors,
     is_loopback,
 )
-from paceline.federated.cohort_table import COHORT_COLUMNS, CohortTable
+from paceline.federated.cohort_table import RETURNED, ClientRow, CohortTable
 from paceline.federated.cohorts import ClientSamples, CohortMember, CohortWork
+from paceline.federated.ring_sum import RingWords
 from paceline.federated.rounds import FederatedRounds, find_counters, set_rate
+from paceline.federated.secure_masks import (
+    ClientIdentity,
+    ClientKeys,
+    MaskClient,
+    MaskTerms,
+    RoundTerms,
+    SecureSumError,
+    require_clients,
+)
+from paceline.federated.secure_network import (
+    INPUT,
+    KEYS,
+    LOST_SECRETS,
+    SHARES,
+    UNMASK,
+    stage_message,
+    stage_parts,
+)
+from paceline.federated.secure_rounds import RingReduction, SecureRounds, hash_model, pack, pack_shares
 from paceline.job.addresses import format_address
 from paceline.job.cluster import Cluster
 from paceline.job.tls import JobCertificate
+from paceline.parallel.model_runner import ModelRunner
 from paceline.parallel.session_context import Components
+from paceline.privacy.entropy import Entropy
 from paceline.recipe.recipe import Recipe
 from paceline.recipe.toml_text import parse_toml
 from paceline.session.arguments import TaskLike
@@ -96,16 +126,29 @@ class LocalUpdate:
 
 
 class ClientTraining(FederatedRounds):
-    """The local training of one client; arguments as of `FederatedRounds`."""
+    """The local training of one client; arguments as of `FederatedRounds`.
+
+    Attributes:
+        row: numbers of its last work, by `COHORT_COLUMNS`; empty: it is left out.
+    """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
+        self.row: Mapping[str, float] = {}
         self._update = LocalUpdate()
         self.reduction = cast(Any, self._update)
         self._payload: Tensor | None = None
         self._error: Tensor | None = None
         self._pending: tuple[int, Tensor] | None = None
         self._ticket = 0
+
+    def answer(self, session: Session, settings: ClientSettings, message: ChannelMessage) -> ChannelMessage:
+        """Return the answer to a message of the server.
+
+        Args:
+            message: of kind `work`.
+        """
+        return self.train(session, settings.name, message)
 
     def train(self, session: Session, name: str, message: ChannelMessage) -> ChannelMessage:
         """Do a work: take the local steps from the weights of the server.
@@ -116,7 +159,17 @@ class ClientTraining(FederatedRounds):
         Returns:
             The message of kind `update`.
         """
+        row = self.take_steps(session, name, message)
+        values = self._update.values
+        if self._payload is not None:
+            values = [self._payload, *values[len(self.server.vectors) :]]
+        answer = {name: message.fields[name] for name in ("ticket", "step")}
+        return ChannelMessage(UPDATE, answer, [row, *values])
+
+    def take_steps(self, session: Session, name: str, message: ChannelMessage) -> Tensor:
+        """Take the local steps of a work; return its row of the table."""
         fields, runner, state = message.fields, session.runner, session.state
+        self.row = {}
         self._begin_work(int(fields["ticket"]), int(fields["counted"]))
         device, work = runner.sharded_model.device, cast("CohortWork", session.work)
         buffers = self._load(session, message)
@@ -133,16 +186,25 @@ class ClientTraining(FederatedRounds):
         work = replace(work, order=replace(work.order, clients=clients))
         table = CohortTable(member.position + 1, runner.metric_names.names or (), len(counters))
         local_step = self._local_update_step(session.update_step)
-        self._update.begin()
+        self.begin_update(member, name, runner, state.step, table)
         with session.feed.open(work.order.micro_batches(state.step, member)) as stream:
             self._run_client(work, member, stream, runner, local_step, table, counters)
         self.begin_client(state.optimizer)
         table.agree(self._net, self._group, device, stops=False)
-        answer = {name: fields[name] for name in ("ticket", "step")}
-        values = self._update.values
-        if self._payload is not None:
-            values = [self._payload, *values[len(self.server.vectors) :]]
-        return ChannelMessage(UPDATE, answer, [table.rows[member.position], *values])
+        return table.rows[member.position]
+
+    def begin_update(
+        self, member: CohortMember, name: str, runner: ModelRunner, step: int, table: CohortTable
+    ) -> None:
+        """Forget the update of the last work."""
+        self._update.begin()
+
+    def write_row(
+        self, table: CohortTable, position: int, row: ClientRow, moved: Sequence[float], num_bytes: int
+    ) -> None:
+        """Write the numbers of this client to the table."""
+        self.row = row.head
+        super().write_row(table, position, row, moved, num_bytes)
 
     def _begin_work(self, ticket: int, counted: int) -> None:
         """Keep the error of the last update if it was counted, and forget it otherwise.
@@ -185,6 +247,96 @@ class ClientTraining(FederatedRounds):
         return buffers
 
 
+class MaskedTraining(ClientTraining, SecureRounds):
+    """The local training of a client that masks what it returns; arguments as of `FederatedRounds`.
+
+    A message of the server is answered by that of the next stage: `work` by keys, keys by shares, shares by
+    the masked words, and the request for shares by those.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.reduction = cast("RingReduction", args[2])
+        self.reduction.masks = self
+        self._work: ChannelMessage | None = None
+        self._client: MaskClient | None = None
+        self._names: Mapping[int, str] = {}
+        self._sealed: Mapping[int, bytes] = {}
+        self._model = b""
+
+    def answer(self, session: Session, settings: ClientSettings, message: ChannelMessage) -> ChannelMessage:
+        """Return the message of the next stage.
+
+        Raises:
+            SecureSumError: the server, or another client, has deviated from the protocol.
+            NumericError: a value of the update does not fit.
+        """
+        identity, ticket = settings.identity, int(message.fields.get("ticket", 0))
+        assert identity is not None
+        if message.kind == WORK:
+            self._work, self._client = message, self._begin_round(session, settings.name, identity, message)
+            return stage_message(ticket, KEYS, self._client.advertise().to_bytes())
+        work, client = self._work, self._client
+        if work is None or client is None or work.fields["ticket"] != ticket:
+            return stage_message(ticket, LOST_SECRETS)
+        stage, parts = message.fields.get("stage"), stage_parts(message) or {}
+        if stage == KEYS:
+            shares = client.share({p: ClientKeys.read(data) for p, data in sorted(parts.items())})
+            return stage_message(ticket, SHARES, pack(shares))
+        if stage == SHARES:
+            self._sealed = parts
+            return self._train_masked(session, settings.name, work)
+        survivors, lost = (map(int, message.fields.get(word, ())) for word in ("survivors", "lost"))
+        return stage_message(ticket, UNMASK, pack_shares(client.reveal([*survivors], [*lost])))
+
+    def _begin_round(
+        self, session: Session, name: str, identity: ClientIdentity, message: ChannelMessage
+    ) -> MaskClient:
+        """Return this client of a round, whose keys are fresh and bound to the model that it has received."""
+        fields, settings = message.fields, self.settings
+        self._load(session, message)
+        self._model = hash_model(self.server.parameters, session.runner)
+        self._names = {int(position): str(other) for position, other in fields["names"]}
+        terms = MaskTerms(bytes.fromhex(fields["run"]), settings.threshold, settings.neighbours)
+        round_terms = RoundTerms(terms, int(fields["step"]), self._model, self._names)
+        position = int(fields["position"])
+        require_clients(round_terms.number, len({*self._names.values()}))
+        if self._names.get(position) != name or len({*self._names.values()}) != len(self._names):
+            raise SecureSumError(
+                f"the list of the clients of round {round_terms.number} does not have {name} in its place",
+                next_step="do not trust this server: look at who has changed it",
+            )
+        return MaskClient(round_terms, position, identity.key, identity.known, Entropy(), identity.ledger)
+
+    def _train_masked(self, session: Session, name: str, work: ChannelMessage) -> ChannelMessage:
+        """Take the local steps, and return the masked words."""
+        row = self.take_steps(session, name, work)
+        self.reduction.close()
+        status, ticket = float(row[0]), int(work.fields["ticket"])
+        words = self.reduction.total.to_bytes() if status == RETURNED else b""
+        return stage_message(ticket, INPUT, words, status=status, step=work.fields["step"])
+
+    def begin_update(
+        self, member: CohortMember, name: str, runner: ModelRunner, step: int, table: CohortTable
+    ) -> None:
+        """Begin the words of a round."""
+        own = [member.position]
+        self.reduction.open_round(step, self._names, own, self._model, table.num_summed)
+        self.reduction.begin()
+
+    def begin(self, *args: Any, **options: Any) -> None:
+        """Do nothing: keys and shares are exchanged already."""
+
+    def mask(self, position: int, words: RingWords) -> None:
+        """Mask the words of this client in place."""
+        assert self._client is not None
+        self._client.mask(self._sealed, words)
+
+    def unmask(self, arrived: Collection[int], total: RingWords) -> list[int]:
+        """Return none: the server computes the sum."""
+        return []
+
+
 @dataclass(frozen=True)
 class ClientSettings:
     """What a client needs to connect and to train.
@@ -200,6 +352,8 @@ class ClientSettings:
         certificate: of the job; None: messages are not encrypted.
         allows_plain: messages may be sent without encryption to another host.
         deadline_seconds: time for which the server may be gone, or send nothing.
+        identity: the private key of this client and the public keys of all; None: it takes part in no round
+            with masks.
     """
 
     host: str
@@ -212,6 +366,7 @@ class ClientSettings:
     certificate: JobCertificate | None = None
     allows_plain: bool = False
     deadline_seconds: float = 3600.0
+    identity: ClientIdentity | None = None
 
 
 class FederatedClient:
@@ -320,7 +475,7 @@ class FederatedClient:
                 )
             if message.kind == RECIPE:
                 self._join(channel, self._build(str(message.fields["recipe"])))
-            elif message.kind == WORK and self._session is not None:
+            elif message.kind in (WORK, MASKS) and self._session is not None:
                 self._do(channel, self._session, message)
 
     def _join(self, channel: GrpcChannel, session: Session) -> None:
@@ -333,13 +488,21 @@ class FederatedClient:
 
     def _do(self, channel: GrpcChannel, session: Session, message: ChannelMessage) -> None:
         rule = cast("ClientTraining", session.rule)
-        update = rule.train(session, self._settings.name, message)
-        self._send(channel, update)
+        try:
+            answer = rule.answer(session, self._settings, message)
+        except (SecureSumError, NumericError) as error:
+            # The server ends the run with this reason; a client with other trouble is lost.
+            said = {"ticket": message.fields.get("ticket"), "error": error.what}
+            self._send(channel, ChannelMessage(MASKS, {**said, "next_step": error.next_step}))
+            raise
+        self._send(channel, answer)
+        if answer.kind != UPDATE:
+            return
         self.num_works += 1
-        row = dict(zip(COHORT_COLUMNS, update.tensors[0].tolist(), strict=False))
-        loss = row["total"] / row["count"] if row["count"] else float("nan")
-        steps = format_count(int(row["steps"]), "step")
-        self._log(f"round {message.fields['step']}: {steps}, loss {loss:.5g}")
+        row = rule.row
+        loss = row["total"] / row["count"] if row.get("count") else float("nan")
+        steps = format_count(int(row.get("steps", 0)), "step")
+        self._log(f"round {answer.fields['step']}: {steps}, loss {loss:.5g}")
 
     def _build(self, text: str) -> Session:
         """Build the session of a recipe, or return that which is built."""
@@ -349,11 +512,34 @@ class FederatedClient:
         recipe = Recipe.read(parse_toml(text), lambda paths: "the recipe of the server")
         cluster, device = self._opened.enter_context(connected(recipe, Cluster.single()))
         task = self._own_task(recipe)
-        components = Components(federated=ClientTraining)
+        components = Components(federated=self._choose_training(recipe))
         self._session = build_session(recipe, task, cluster, device, components=components, warn=self._log)
         self._opened.callback(self._session.close)
         self._recipe_text = text
         return self._session
+
+    def _choose_training(self, recipe: Recipe) -> type[ClientTraining]:
+        """Return the rule of this client.
+
+        Raises:
+            RecipeError: there should be masks, and this client has no keys for them; or the reverse.
+        """
+        is_masked, has_keys = recipe.federated.secure == "masks", self._settings.identity is not None
+        if is_masked and not has_keys:
+            raise RecipeError(
+                "the run adds updates under masks, and without the public keys of the others the server could"
+                " take the place of all of them",
+                where='federated.secure = "masks"',
+                next_step="make keys with `paceline certificate FOLDER --client NAME`, give every client the"
+                " file of all public keys beforehand, and pass --identity FOLDER/NAME.key --keys FILE",
+            )
+        if has_keys and not is_masked:
+            raise RecipeError(
+                "this client has keys for a secure sum, and the run would receive its updates as they are",
+                where='federated.secure = "none"',
+                next_step="leave out --identity and --keys if the server may see each update",
+            )
+        return MaskedTraining if is_masked else ClientTraining
 
     def _own_task(self, recipe: Recipe) -> Task:
         """Return the task with the data of this client alone."""

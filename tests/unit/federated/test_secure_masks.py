@@ -15,9 +15,13 @@ import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from numpy.typing import NDArray
 
+from paceline.cli.certificate_command import certificate
+from paceline.errors import RecipeError
 from paceline.federated import secure_masks
 from paceline.federated.ring_sum import Ring, RingLayout, RingWords
 from paceline.federated.secure_masks import (
+    PUBLIC_KEYS_FILE,
+    ClientIdentity,
     ClientKeys,
     MaskClient,
     MaskServer,
@@ -339,3 +343,40 @@ def test_both_sides_of_a_pair_have_one_key_and_other_pairs_and_rounds_another() 
         if p != q
     }
     assert all(keys[n, p, q] == keys[n, q, p] for n, p, q in keys) and len({*keys.values()}) == 6
+
+
+# -- clients on machines of their own
+
+
+def test_keys_of_clients_are_made_once_and_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    certificate(tmp_path, clients=["site-0", "site 1"])
+    public, secret = tmp_path / PUBLIC_KEYS_FILE, tmp_path / "site-0.key"
+    assert secret.stat().st_mode & 0o777 == 0o600
+    known = ClientIdentity.read("site 1", tmp_path / "site 1.key", public)
+    assert [*known.known] == ["site-0", "site 1"]
+    assert known.known["site 1"] == known.key.public_key() != known.known["site-0"]
+    for name in ("site-0", "../up", ""):
+        with pytest.raises(RecipeError, match="File exists" if name == "site-0" else "is no name of a file"):
+            ClientIdentity.make(tmp_path, name)
+    with pytest.raises(RecipeError, match=r"the public key of site 1 in .* is not that of .*site-0\.key"):
+        ClientIdentity.read("site 1", secret, public)
+    double = tmp_path / "double"
+    double.write_text(public.read_text() + public.read_text())
+    with pytest.raises(RecipeError, match="has two keys of one client"):
+        ClientIdentity.read("site-0", secret, double)
+    secret.chmod(0o644)
+    with pytest.raises(RecipeError, match="mode 0644, and only its owner"):
+        ClientIdentity.read("site-0", secret, public)
+    for text in ("ed25519 00 site-0", "no keys", "\xff"):
+        double.write_text(text, encoding="latin-1")
+        with pytest.raises(RecipeError, match="cannot read the keys of client site-0"):
+            ClientIdentity.read("site-0", secret, double)
+
+
+def test_a_client_of_the_round_whose_key_nobody_has_given_is_named() -> None:
+    identity = Ed25519PrivateKey.generate()
+    terms = RoundTerms(MaskTerms(bytes(16)), 0, MODEL, {0: "site-0", 1: "site-1"})
+    known = {"site-0": identity.public_key()}
+    clients = [MaskClient(terms, p, identity, known, Entropy()) for p in range(2)]
+    with pytest.raises(SecureSumError, match="nobody has given this client the public key of site-1"):
+        clients[0].share({p: client.advertise() for p, client in enumerate(clients)})

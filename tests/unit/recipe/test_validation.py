@@ -381,7 +381,12 @@ CONFLICTS: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("federated.secure", {**MASKS, "strategy.codec": "topk:0.1"}, "each client keeps other values"),
     ("federated.secure", {**MASKS, "strategy.codec": "int8"}, "a scale or a basis of each client"),
     ("federated.secure", {**MASKS, "strategy.codec": "lossless"}, "compressed bytes have no sum"),
-    ("federated.secure", {**NETWORK, "federated.secure": "masks"}, "send their updates as they are"),
+    ("federated.secure", {**NETWORK, "federated.secure": "ring"}, 'expected secure = "masks" or "none"'),
+    (
+        "federated.secure",
+        {**NETWORK, "federated.secure": "masks", "federated.buffer": 3},
+        "updates of several rounds have no masks in common",
+    ),
     (
         "federated.cohort",
         {**NETWORK, "federated.cohort": 0.5},

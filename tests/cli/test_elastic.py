@@ -108,6 +108,20 @@ def test_replicas_continue_and_end_with_the_same_bits(dies: str, at: int, tmp_pa
     assert sha256_of(output) == undisturbed()
 
 
+@pytest.mark.capability("N8", clause="under local SGD and DiLoCo the peer leaves the round")
+def test_a_round_of_diloco_ends_without_the_lost_replica_and_another_one_joins(tmp_path: Path) -> None:
+    """The one that dies is in its second round of ten steps; its samples of this round are missing."""
+    words = ("--strategy", "sync=diloco:10", "--set", "reproducible=false")
+    code, output, events = run(tmp_path, *words, DIES="1", AT="24", SLOW="0.2")
+    assert code == 0, output
+    changes = [event for event in events if event["event"] == "members"]
+    assert next((one["step"], one["lost"], one["ranks"]) for one in changes) == (10, [1], 2)
+    (joined,) = [one for one in changes if one["joined"]]
+    assert (joined["joined"], joined["ranks"], joined["step"] % 10) == ([3], 3, 0)
+    rounds = {event["step"]: event["num_items"] for event in events if event["event"] == "step"}
+    assert rounds == {9: 120, 19: 80, 29: 120, 39: 120, 49: 120, 59: 120}
+
+
 @pytest.mark.soak
 @pytest.mark.capability("N8", clause="a rank that is stopped")
 def test_a_stopped_rank_counts_as_lost_and_the_others_continue(tmp_path: Path) -> None:

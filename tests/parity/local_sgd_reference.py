@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 Samples = list[tuple[Tensor, Tensor]]
+Meeting = list[tuple[int, int, int]]
+"""The replicas of a round: the name of each, its share of the samples, and of how many shares."""
 
 
 @dataclass(frozen=True)
@@ -66,23 +68,36 @@ def train_local(
     samples: Samples,
     plan: LocalPlan,
     optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+    meetings: list[Meeting] | None = None,
 ) -> dict[str, Tensor]:
-    """Parameters and buffers after the last round."""
-    replicas = [Replica(copy.deepcopy(model), optimizer) for _ in range(plan.replicas)]
+    """Parameters and buffers after the last round.
+
+    Args:
+        meetings: of each round the replicas whose deltas count; a new one has the optimizer of the first.
+    """
+    everyone = [(r, r, plan.replicas) for r in range(plan.replicas)]
+    known = {r: Replica(copy.deepcopy(model), optimizer) for r in range(plan.replicas)}
     momentum = [torch.zeros_like(p) for p in model.parameters()]
     step = 0
     while step < plan.steps:
         end = min(step + plan.local_steps, plan.steps)
+        meeting = everyone if meetings is None else meetings.pop(0)
+        for name, *_ in meeting:
+            if name not in known:
+                known[name] = Replica(copy.deepcopy(model), optimizer)
+                first = known[meeting[0][0]].optimizer.state_dict()
+                known[name].optimizer.load_state_dict(copy.deepcopy(first))
+        replicas = [known[name] for name, *_ in meeting]
         for replica in replicas:
             replica.model.load_state_dict(model.state_dict())
         weights = [
             [
                 sum(x)
                 for x in zip(
-                    *(replica.step(_mine(samples, plan, s, r)) for s in range(step, end)), strict=True
+                    *(replica.step(_mine(samples, plan, s, *share)) for s in range(step, end)), strict=True
                 )
             ]
-            for r, replica in enumerate(replicas)
+            for replica, (_, *share) in zip(replicas, meeting, strict=True)
         ]
         _meet(model, [replica.model for replica in replicas], weights, momentum, plan)
         step = end
@@ -117,12 +132,12 @@ def _meet(
     )
 
 
-def _mine(samples: Samples, plan: LocalPlan, step: int, replica: int) -> list[Samples]:
+def _mine(samples: Samples, plan: LocalPlan, step: int, replica: int, of: int) -> list[Samples]:
     """This replica's shards of a step that have samples."""
     first = step % -(-len(samples) // plan.size) * plan.size
     whole = samples[first : first + plan.size]
     ends = [len(whole) * k // plan.shards for k in range(plan.shards + 1)]
-    own = range(plan.shards * replica // plan.replicas, plan.shards * (replica + 1) // plan.replicas)
+    own = range(plan.shards * replica // of, plan.shards * (replica + 1) // of)
     return [whole[ends[k] : ends[k + 1]] for k in own if ends[k] < ends[k + 1]]
 
 

@@ -200,22 +200,26 @@ def walks(m: nn.Module) -> torch.optim.Optimizer:
 OPTIMIZERS = {"adamw": adamw, "walks": walks}
 
 
-def session(cluster: Cluster, sync: str, optimizer: str, **changes: Any) -> Session:
-    def task() -> Task:
-        def loss(m: nn.Module, batch: Any) -> Loss:
-            x, y = batch
-            return Loss(nn.functional.cross_entropy(m(x), y, reduction="sum"), len(y))
+def own_task(optimizer: str) -> Task:
+    def loss(m: nn.Module, batch: Any) -> Loss:
+        x, y = batch
+        return Loss(nn.functional.cross_entropy(m(x), y, reduction="sum"), len(y))
 
-        return Task(model(), samples(), loss, optimizer=OPTIMIZERS[optimizer])
+    return Task(model(), samples(), loss, optimizer=OPTIMIZERS[optimizer])
 
-    recipe = Recipe(
+
+def own_recipe(sync: str, **changes: Any) -> Recipe:
+    return Recipe(
         task="own",
         steps=STEPS,
         batch={"size": SIZE, "shards": SHARDS, "shuffle": False},
         strategy=Strategy.parse(f"sync={sync}"),
         **changes,
     )
-    return build_test_session(cluster, recipe, task)
+
+
+def session(cluster: Cluster, sync: str, optimizer: str, **changes: Any) -> Session:
+    return build_test_session(cluster, own_recipe(sync, **changes), partial(own_task, optimizer))
 
 
 def trained(cluster: Cluster, sync: str, optimizer: str) -> dict[str, Tensor]:

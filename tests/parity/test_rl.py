@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -13,12 +16,13 @@ import torch
 from torch import nn
 
 from paceline import rl
-from paceline.job.cluster import Cluster
+from paceline.job.cluster import Cluster, process_environment
 from paceline.recipe import Recipe
 from paceline.rl import environments, rollouts
 from paceline.rl.policy_versions import weights_hash
 from paceline.rl.rollouts import Rollouts
 from paceline.session import Session
+from paceline.session.reproducibility import MKL_VARIABLE
 from paceline.task import Task
 from paceline.testing import run_ranks
 from paceline.testing.parity import CPU, build_test_session, make_task
@@ -40,6 +44,9 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+ROOT = Path(__file__).parents[2]
 
 
 def recipe(strategy: str = "", iterations: int = 3, **settings: Any) -> Recipe:
@@ -133,15 +140,32 @@ def noisy_logits() -> Task:
                    value=nn.Linear(4, 1))  # fmt: skip
 
 
+COUNT_UNEQUAL = """
+import sys
+from paceline.job.cluster import Cluster
+from paceline.testing.parity import build_test_session
+from tests.parity.test_rl import recipe, run
+rl = {"shards": int(sys.argv[1])}
+chosen = recipe(reproducible=False, iterations=6, rl=rl, options={"hidden": [64, 64]})
+print(sum(record["not_equal"] for record in run(build_test_session(Cluster.single(), chosen))))
+"""
+
+
+def unequal_rows(shards: int, mkl: str | None) -> int:
+    """Rows of the first minibatches in which actor and learner differ, in a new process."""
+    environ = {**process_environment(), "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}", MKL_VARIABLE: mkl or ""}
+    if mkl is None:
+        del environ[MKL_VARIABLE]
+    command = [sys.executable, "-c", COUNT_UNEQUAL, str(shards)]
+    ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=200, check=True)
+    return int(ended.stdout.split()[-1])
+
+
 @pytest.mark.capability("T1")
-def test_groups_below_four_rows_have_other_bits_than_the_learner() -> None:
-    """The twin of a batch shape: groups of two are refused where bits matter, and differ elsewhere."""
-    counts = {}
-    for shards in (8, 4):
-        chosen = recipe(reproducible=False, iterations=6, rl={"shards": shards}, options={"hidden": [64, 64]})
-        records = run(build_test_session(Cluster.single(), chosen))
-        counts[shards] = [record["not_equal"] for record in records]
-    assert sum(counts[8]) > 0 and counts[4] == [0] * 6
+def test_a_row_has_other_bits_in_a_small_group_unless_kernels_are_chosen_for_equal_rows() -> None:
+    """Groups of four rows have the learner's bits; the twin: groups of two whose kernels follow shapes."""
+    assert unequal_rows(4, None) == 0
+    assert unequal_rows(8, "COMPATIBLE") > 0
 
 
 def learning_rates(cluster: Cluster) -> list[float]:

@@ -335,19 +335,20 @@ class Cluster:
         device = claim_device(device_type, self.local_rank)
         return self._with(join_running_job(self._candidate(device, deadline_seconds)))
 
-    def renew(self, deadline_seconds: float) -> Cluster:
+    def renew(self, deadline_seconds: float, *, admits: bool = True) -> Cluster:
         """Form the next membership, of remaining and joining ranks; every remaining rank calls this.
 
         Process groups of the present membership end; whatever uses them must be built again.
 
         Args:
             deadline_seconds: how long to wait for members that are alive and do not call.
+            admits: whether ranks that have asked to join are admitted; equal on every remaining rank.
         Returns:
             The cluster with the new membership.
         Raises:
             CommunicationError: the others have continued without this process, or cannot be reached.
         """
-        return self._with(form_next_membership(self.connected, deadline_seconds))
+        return self._with(form_next_membership(self.connected, deadline_seconds, admits=admits))
 
     def abort(self) -> None:
         """Make every running collective fail now, here and on the ranks that wait for this one."""

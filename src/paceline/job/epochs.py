@@ -134,7 +134,7 @@ def _check_world_size(candidate: MemberCandidate, meeting: InitialRendezvous, ke
         )
 
 
-def form_next_membership(membership: JobMembership, seconds: float) -> JobMembership:
+def form_next_membership(membership: JobMembership, seconds: float, *, admits: bool = True) -> JobMembership:
     """Return the next membership; every member that continues calls this, between steps or after an error.
 
     Members that are gone, or that do not call until the deadline, are left out; processes that have asked to
@@ -142,6 +142,7 @@ def form_next_membership(membership: JobMembership, seconds: float) -> JobMember
 
     Args:
         seconds: how long to wait for members that are alive and do not call.
+        admits: whether processes that have asked to join are admitted; equal on all members.
     Raises:
         CommunicationError: the others have continued without this process, or cannot be reached.
     """
@@ -149,7 +150,7 @@ def form_next_membership(membership: JobMembership, seconds: float) -> JobMember
     membership.abort()
     store.set(f"{membership.continuation_key}/{number}", membership.notes[membership.rank])
     present = _collect_continuing_members(membership, seconds)
-    joining = _join_requests(store)
+    joining = _join_requests(store) if admits else []
     members = choose_members(membership.members, present, joining, store.lost())
     notes = [_member_note(membership, member) for member in members]
     proposal = json.dumps({"members": members, "notes": notes})

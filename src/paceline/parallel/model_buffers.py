@@ -66,7 +66,7 @@ class MicroBatchBuffers:
         names = [name for name, _ in model.named_buffers() if name in state]
         self.names, self._places = names, [_owner_and_name(model, name) for name in names]
         self._buffer_reductions = [_reduction_of(*owner) for owner in self._places]
-        self._base = self._copies()
+        self._base, self._is_kept = self._copies(), False
         self._changes: list[Tensor] = []
         self._passed: dict[tuple[int, int], Tensor] = {}
         self._swapped_out: list[Tensor] = []
@@ -79,6 +79,7 @@ class MicroBatchBuffers:
 
     def begin_step(self) -> None:
         """Save the values before the step."""
+        self._is_kept = False
         if self._places:
             self._base = self._copies()
             self._changes, self._passed = [], {}
@@ -90,12 +91,19 @@ class MicroBatchBuffers:
                 self._changes.append(self.change_since(self._base))
             self._restore()
 
+    def keep_step(self) -> None:
+        """Keep the values of a step that all ranks have completed: nothing restores those before it."""
+        self._is_kept = True
+
     def abort_step(self) -> None:
-        """Restore the values from before the step, whatever a forward has changed since."""
+        """Restore the values from before the step, whatever a forward has changed since.
+
+        After `keep_step` they stay as they are.
+        """
         # An aborted forward may have left the swapped-in copies in the modules.
         for (module, name), original in zip(self._places, self._swapped_out, strict=False):
             module._buffers[name] = original
-        if self._places:
+        if self._places and not self._is_kept:
             self._restore()
 
     def swap_in(self, held: Sequence[Tensor] | None = None) -> None:
@@ -251,7 +259,7 @@ class MicroBatchBuffers:
 
     def reset(self, before: list[Tensor]) -> None:
         """Restore earlier `values` and start the step from them."""
-        self._base = before
+        self._base, self._is_kept = before, False
         if self._places:
             self._restore()
 

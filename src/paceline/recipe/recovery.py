@@ -66,12 +66,22 @@ BUDDY_NEEDS = (
 )
 
 
+def trains_in_rounds(recipe: Recipe) -> bool:
+    """Return whether the replicas train alone between meetings, so that a lost one only leaves its round.
+
+    Every rank has the parameters with which the round began, and an optimizer of its own.
+    """
+    strategy, outer = recipe.strategy, recipe.outer
+    is_local = len(strategy.sync_words) == 1 and strategy.sync_spec.word in ("local", "diloco")
+    return is_local and outer.fragments == 1 and not strategy.balances_by_speed and strategy.lanes == 1
+
+
 def partial_state_reasons(recipe: Recipe) -> list[str]:
     """Return what keeps a rank from having the whole state of the run; empty: every rank has all of it."""
     strategy = recipe.strategy
     reasons = {
         "a partitioned model": bool(strategy.cuts),
-        f"sync={strategy.sync}": strategy.is_set("sync"),
+        f"sync={strategy.sync}": strategy.is_set("sync") and not trains_in_rounds(recipe),
         f"codec={strategy.codec}": strategy.is_coded,
         "batch.sync_batchnorm": recipe.batch.sync_batchnorm,
         "private.noise": recipe.private.is_on,

@@ -81,8 +81,8 @@ class RolloutRounds:
                 f"{self.num_not_equal} of {stats.num_samples} rows of the first minibatch have another"
                 " log-probability in the learner than in the actor",
                 where=f"step {stats.step}",
-                next_step="remove what differs between both from the policy (dropout, BatchNorm), or set"
-                " reproducible = false",
+                next_step="remove what differs between both from the policy (dropout, BatchNorm), set"
+                " MKL_CBWR=AUTO,STRICT in the environment of Python, or set reproducible = false",
             )
 
     def _report(self, stats: StepStats, record: RolloutRecord) -> None:

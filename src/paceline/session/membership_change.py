@@ -1,10 +1,11 @@
 """Change the members of a job while it runs: a session continues with other ranks in the same process.
 
 Where every replica has the whole state, model, optimizer, data and the memory of the layout stay where they
-are; mesh, collectives, reduction, update step and rule are built again. Where ranks hold parts of it and keep
-copies of those of their neighbours (`parallel.buddy_copies`), the task and the session are built again for
-the new number of ranks, and the state comes from the copies. Under other strategies the job continues from a
-snapshot (`Session.restore_shared`) or a checkpoint.
+are; mesh, collectives, reduction, update step and rule are built again. Replicas that train alone between
+meetings keep the round that they are in, which ends without the lost one. Where ranks hold parts of the
+state and keep copies of those of their neighbours (`parallel.buddy_copies`), the task and the session are
+built again for the new number of ranks, and the state comes from the copies. Under other strategies the job
+continues from a snapshot (`Session.restore_shared`) or a checkpoint.
 
 Invariant: afterwards all members have the same step and the same state, even if some had completed a step
 that others had not; new members receive the state from old ones.
@@ -27,6 +28,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm.group_collectives import all_gather_texts
+from paceline.data.work import MicroBatchWork
 from paceline.errors import CommunicationError, PacelineError, StrategyError, format_count
 from paceline.job.cluster import Cluster
 from paceline.job.cpu_count import find_cores
@@ -40,7 +42,12 @@ from paceline.parallel.data_parallel import ReplicatedRunner
 from paceline.parallel.session_context import Components
 from paceline.parallel.state_transfer import StateSnapshot, gather_whole, share_snapshot
 from paceline.recipe.recipe import Recipe, max_sharers
-from paceline.recipe.recovery import keeps_copies, partial_state_reasons, strategy_for_members
+from paceline.recipe.recovery import (
+    keeps_copies,
+    partial_state_reasons,
+    strategy_for_members,
+    trains_in_rounds,
+)
 from paceline.recipe.support import resolve_strategy
 from paceline.recipe.tables import ElasticRecipe
 from paceline.session.arguments import TaskLike
@@ -50,6 +57,7 @@ from paceline.session.session import Session
 from paceline.session.start_rank import build_task, choose_device
 from paceline.state.slot import InMemorySource
 from paceline.state.train_state import TrainState
+from paceline.sync.diloco import DiLoCo
 from paceline.task import Task
 from paceline.tuning.hardware_defaults import choose_threads
 
@@ -58,7 +66,11 @@ TaskBuilder = Callable[[], Task]
 
 
 def change_members(
-    session: Session, seconds: float | None = None, rebuild_task: TaskBuilder | None = None
+    session: Session,
+    seconds: float | None = None,
+    rebuild_task: TaskBuilder | None = None,
+    *,
+    admits: bool = True,
 ) -> None:
     """Continue with the remaining members and those that have asked to join; changes the session.
 
@@ -68,6 +80,7 @@ def change_members(
     Args:
         seconds: how long to wait for living ranks that do not call; None: `runtime.deadline_seconds`.
         rebuild_task: needed where ranks hold parts of the state.
+        admits: whether processes that wait to join are admitted; equal on all ranks.
     Raises:
         StrategyError: no rank has the whole state, or the strategy does not fit the remaining ranks.
         CommunicationError: the others have continued without this rank, or cannot be reached; or what a lost
@@ -79,7 +92,7 @@ def change_members(
     session.close_rule()
     session.abort()
     limit = session.recipe.runtime.deadline_seconds if seconds is None else seconds
-    cluster = session.cluster.renew(limit)
+    cluster = session.cluster.renew(limit, admits=admits)
     if session.copies is None or rebuild_task is None:
         _rebuild(session, cluster)
     else:
@@ -103,18 +116,29 @@ class JoinRequests:
     def check(self) -> None:
         """Raise an error if a process waits, on rank 0 and between two rounds; looks at most once a while.
 
+        Replicas that train alone between meetings all raise it, so that none is in a round: 8 bytes a round.
+
         Raises:
             MembersWaitError: `continue_after_loss` admits it; the other ranks see their next collective fail.
         """
-        session, now = self._session, time.monotonic()
-        membership = session.cluster.membership
-        if not session.is_elastic or not session.is_first or membership is None or now < self._next_at:
+        session = self._session
+        if not session.is_elastic or session.cluster.membership is None:
             return
+        waiting = self._look() if session.is_first else []
+        is_waited_for = bool(waiting)
+        if trains_in_rounds(session.recipe) and session.cluster.world_size > 1:
+            is_waited_for = session.sum(float(is_waited_for)) > 0
+        if is_waited_for:
+            names = f"process {', '.join(map(str, waiting))}" if waiting else "a process"
+            raise MembersWaitError(f"{names} joins", next_step="nothing: the job continues with it")
+
+    def _look(self) -> list[int]:
+        """Return the numbers of the processes that wait, or none if the last look was a moment ago."""
+        now = time.monotonic()
+        if now < self._next_at:
+            return []
         self._next_at = now + self._seconds
-        waiting = waiting_processes(membership)
-        if waiting:
-            names = ", ".join(map(str, waiting))
-            raise MembersWaitError(f"process {names} joins", next_step="nothing: the job continues with it")
+        return waiting_processes(self._session.cluster.connected)
 
 
 class RankLeavesError(PacelineError):
@@ -192,7 +216,9 @@ def continue_after_loss(
     if not session.is_elastic or membership is None:
         raise error
     before = membership.members
-    change_members(session, rebuild_task=rebuild_task)
+    # A process that joins gets no share of a round that has begun: it waits for the next one.
+    admits = isinstance(error, MembersWaitError) or not trains_in_rounds(session.recipe)
+    change_members(session, rebuild_task=rebuild_task, admits=admits)
     after = session.cluster.connected.members
     lost = tuple(number for number in before if number not in after)
     joined = tuple(number for number in after if number not in before)
@@ -441,6 +467,8 @@ def _rebuild(session: Session, cluster: Cluster, *, is_new: bool = False) -> Non
         rule_inputs=replace(context.rule_inputs, choices=session.rule_switches.choices),
     )
     session.session_base = replace(session.session_base, context=context)
+    old_rule, old_work = session.rule, session.work
+    session.skip_buffer_warning()
     extra_states = _take_extra_states(session.state)
     session.parts = build_rule_parts(session.session_base, session.task, session.state)
     for install in session.reinstall_hooks:
@@ -449,7 +477,12 @@ def _rebuild(session: Session, cluster: Cluster, *, is_new: bool = False) -> Non
     for name, tensors in extra_states.items():
         keeper, source = session.state.extra_states[name], InMemorySource(tensors)
         keeper.load(source.read(keeper.wanted(source.shapes)))
-    _catch_up(session, is_new=is_new)
+    interrupted = old_rule.interrupted_round if isinstance(old_rule, DiLoCo) else None
+    if interrupted is not None and isinstance(session.rule, DiLoCo):
+        session.rule.continue_round(interrupted)
+        # The step that all have agreed on; the loop of the rule sets it again.
+        session.state.step = interrupted.local_round.first
+    _catch_up(session, old_work, is_new=is_new)
 
 
 def _take_extra_states(state: TrainState) -> dict[str, dict[str, Tensor]]:
@@ -469,8 +502,12 @@ def _share_last_round(session: Session, records: Sequence[dict[str, Any] | None]
         session.reported = session.reported[0], StepStats(**found[0])
 
 
-def _catch_up(session: Session, *, is_new: bool) -> None:
-    """Give ranks that are behind the state of the first rank that is not; collective."""
+def _catch_up(session: Session, old_work: MicroBatchWork, *, is_new: bool) -> None:
+    """Give ranks that are behind the state of the first rank that is not; collective.
+
+    Args:
+        old_work: the share of this rank before the change, in which a round ends that others have begun.
+    """
     world, net, device = session.mesh.world, session.net, session.runner.sharded_model.device
     done, last = session.reported
     local = {
@@ -479,6 +516,7 @@ def _catch_up(session: Session, *, is_new: bool) -> None:
         # A process that joins has nothing to repeat.
         "done": None if is_new else done,
         "last": None if last is None else vars(last),
+        "in round": isinstance(session.rule, DiLoCo) and session.rule.interrupted_round is not None,
     }
     members = [json.loads(text) for text in all_gather_texts(json.dumps(local), world, net)]
     formats = [member["compute"] for member in members]
@@ -492,11 +530,18 @@ def _catch_up(session: Session, *, is_new: bool) -> None:
     done = min((member["done"] for member in members if member["done"] is not None), default=max(steps))
     session.interrupted_at = done if done < max(steps) else None
     _share_last_round(session, [member["last"] for member in members], max(steps))
+    if isinstance(session.rule, DiLoCo) and not local["in round"] and any(m["in round"] for m in members):
+        session.rule.keep_share(old_work)
     if len(set(steps)) == 1:
         return
     # Some ranks may have completed a step in which others saw the communication fail.
-    source = steps.index(max(steps))
-    state = session.state
+    able = [rank for rank, m in enumerate(members) if m["step"] == max(steps) and not m["in round"]]
+    if not able:
+        raise CommunicationError(
+            "no rank has the state with which its round began",
+            next_step="resume from the newest checkpoint",
+        )
+    source, state = able[0], session.state
     snapshot = StateSnapshot(state.step, state.tensors(), state.scalars()) if world.rank == source else None
     shared = share_snapshot(snapshot, world, net, device, source)
     if state.step < steps[source]:

@@ -16,10 +16,29 @@ import torch
 from paceline.comm.group_collectives import all_gather_texts
 from paceline.comm.net import Net
 from paceline.errors import DeviceError, StrategyError
+from paceline.job.cluster import change_environment, process_environment
 from paceline.job.mesh import Mesh
 from paceline.parallel.sharded_model import ShardedModel
 
 _SMALLEST_NORMAL = 2.0**-126
+MKL_VARIABLE, MKL_EQUAL_ROWS = "MKL_CBWR", "AUTO,STRICT"
+
+
+def request_equal_rows() -> None:
+    """Ask MKL for matrix products whose rows do not depend on how many rows there are.
+
+    It chooses kernels by the shape of a product; on some processors a row of 4 then has other bits than the
+    same row among 96, so the policy of an actor is not that of the learner. MKL reads the variable in the
+    first product of a process, which is here unless the program has computed one before. A value that is set
+    stays, and afterwards the environment is as it was.
+    Source: oneMKL Developer Guide, Conditional Numerical Reproducibility, strict mode.
+    """
+    before = process_environment().get(MKL_VARIABLE)
+    if before:
+        return
+    change_environment({MKL_VARIABLE: MKL_EQUAL_ROWS})
+    torch.mm(torch.ones(2, 2), torch.ones(2, 2))
+    change_environment({MKL_VARIABLE: before})
 
 
 def numerics_fingerprint() -> dict[str, str]:

@@ -425,6 +425,7 @@ class Session:
                 drop_lost_ranks(self)
             if self._unruled_buffers:
                 self._warn_of_unruled_buffers()
+            self.runner.buffers.keep_step()
             yield self.with_reported_metrics(stats)
             self.guard.check()
             self._renew_copies()
@@ -453,6 +454,10 @@ class Session:
         if names:
             context = self.session_base.context
             context.warn(unruled_buffers_warning(names, context.shards))
+
+    def skip_buffer_warning(self) -> None:
+        """Do not warn of unruled buffers: after a change of members, ranks differ in whether they have."""
+        self._unruled_buffers = frozenset[str]()
 
     def with_reported_metrics(self, stats: StepStats) -> StepStats:
         """Return the stats with the metrics of the task and the learning rate of every parameter group."""

@@ -22,6 +22,7 @@ from paceline.recipe.recipe import Recipe
 from paceline.session.arguments import TaskLike, resolve_task
 from paceline.session.build import build_session
 from paceline.session.callback import Callback
+from paceline.session.reproducibility import request_equal_rows
 from paceline.session.session import Session
 from paceline.task import Task
 from paceline.tasks.task_registry import load_task, run_build
@@ -156,6 +157,8 @@ def build_task_on_all_ranks(
 
 def build_task(recipe: Recipe, task: TaskLike | None, base_dir: Path | None) -> Task:
     """Return the given task, the one that the given function builds, or the one that the recipe names."""
+    if recipe.rl.total_steps:
+        request_equal_rows()
     task = resolve_task(task)
     if isinstance(task, Task):
         return task

@@ -19,15 +19,17 @@ Refusals: `paceline.recipe.registry.sync_specs`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from paceline.comm.net import Net
 from paceline.comm.reduction.gradient_norm import SharedNorm
 from paceline.comm.reduction.gradients import GradientReduction
 from paceline.comm.tally import StepTally
-from paceline.data.work import TrainingFeed
+from paceline.data.work import MicroBatchWork, TrainingFeed
 from paceline.job.mesh import RankGroup
 from paceline.observe.step_stats import PhaseTimer, StepStats
 from paceline.parallel.gradient_reduction import build_delta_reduction
@@ -51,6 +53,19 @@ from paceline.sync.straggler_recovery import stop_when_recovered
 from paceline.sync.streaming_diloco import FragmentSchedule, StreamingDiLoCo
 from paceline.sync.sync_rule import MemoryQuery, RuleMemory, SyncRule
 from paceline.sync.update import UpdateStep
+
+
+@dataclass(frozen=True)
+class InterruptedRound:
+    """A round whose meeting has failed, because a replica was lost.
+
+    Args:
+        local_round: what this replica has done in it.
+        anchors: the parameters with which it began.
+    """
+
+    local_round: LocalRound
+    anchors: Sequence[Tensor]
 
 
 class DiLoCo(ExtraState):
@@ -96,6 +111,23 @@ class DiLoCo(ExtraState):
         self.inner.abort()
         # A sum of deltas may have been started with the others; the next round sums from the anchors again.
         self.reducer.abort()
+
+    @property
+    def interrupted_round(self) -> InterruptedRound | None:
+        """The round that an error has interrupted; None: there is none."""
+        local_round = self._loop.interrupted_round
+        return None if local_round is None else InterruptedRound(local_round, [*self._delta.anchors.values()])
+
+    @torch.no_grad()
+    def continue_round(self, interrupted: InterruptedRound) -> None:
+        """Continue a round that began with other members; the delta of a lost replica is not in its mean."""
+        for anchor, value in zip(self._delta.anchors.values(), interrupted.anchors, strict=True):
+            anchor.copy_(value)
+        self._loop.continue_round(interrupted.local_round)
+
+    def keep_share(self, work: MicroBatchWork) -> None:
+        """Give the next round a share of the samples that is not the present one."""
+        self._loop.keep_share(work)
 
     def _begin(self, feed: TrainingFeed, step: int) -> int:
         self._delta.begin()

@@ -127,6 +127,9 @@ class LocalRound:
         results: tally and update of each step so far.
         num_items: about how many items each of these steps had on all replicas, applied or not.
         is_agreed: all ranks have agreed on `end`, so later stop requests do not change it.
+        work: the share of this rank, if the members have changed since the round was due; None: its present
+            one.
+        buffer_change: of this replica in the whole round, once it meets the others.
     """
 
     first: int
@@ -135,6 +138,8 @@ class LocalRound:
     results: list[tuple[StepTally, UpdateResult]] = field(default_factory=list)
     num_items: list[float] = field(default_factory=list)
     is_agreed: bool = False
+    work: MicroBatchWork | None = None
+    buffer_change: Tensor | None = None
 
     @property
     def step(self) -> int:
@@ -184,6 +189,7 @@ class LocalRoundLoop:
         self.inner, self._replicas, self._net, self._phases = inner, replicas, net, phases
         self.shares = shares or EvenAssignment()
         self._round: LocalRound | None = None
+        self._next_work: MicroBatchWork | None = None
 
     def rounds(
         self,
@@ -211,8 +217,12 @@ class LocalRoundLoop:
                 self._phases.take()
                 # After an error the round is still there: `rounds` is called again and continues it.
                 if self._round is None:
-                    self._round = LocalRound(state.step, begin(feed, state.step), runner.buffers.values())
+                    end = begin(feed, state.step)
+                    self._round = LocalRound(state.step, end, runner.buffers.values(), work=self._next_work)
+                    self._next_work = None
                 local_round = self._round
+                # After a change of members the state is at the first step of a round that continues.
+                state.step = local_round.step
                 take = self._bind_step(local_round, streams, runner, update_step)
                 while state.step < local_round.end:
                     step(local_round, take)
@@ -238,13 +248,17 @@ class LocalRoundLoop:
         """
         round_tally = sum_tallies([tally for tally, _ in local_round.results])
         rule_sums |= self.shares.round_sums()
-        change = runner.buffers.weighted_change_since(local_round.buffers, round_tally.micro_batches)
+        if local_round.buffer_change is None:
+            # Only once: a meeting that failed may have moved the buffers, and the next one starts from here.
+            local_round.buffer_change = runner.buffers.weighted_change_since(
+                local_round.buffers, round_tally.micro_batches
+            )
         # The sums of the rule travel inside the tally, so they need no collective of their own.
         metrics_and_sums = {
             **round_tally.metrics,
             **{f"{_RULE_PREFIX}{name}": value for name, value in rule_sums.items()},
         }
-        local_tally = replace(round_tally, buffers=change, metrics=metrics_and_sums)
+        local_tally = replace(round_tally, buffers=local_round.buffer_change, metrics=metrics_and_sums)
         tally = local_tally.agree(self._net, self._replicas, runner.sharded_model.device).wait()
         # All ranks move the buffers of the start by the same mean change, so they end up with equal bits.
         runner.buffers.reset(local_round.buffers)
@@ -260,13 +274,26 @@ class LocalRoundLoop:
         """Drop a round that was in progress, because another state was loaded."""
         self._round = None
 
+    @property
+    def interrupted_round(self) -> LocalRound | None:
+        """The round that an error has interrupted; None: there is none."""
+        return self._round
+
+    def continue_round(self, local_round: LocalRound) -> None:
+        """Continue a round that began with other members: it keeps its share of the samples."""
+        self._round = local_round
+
+    def keep_share(self, work: MicroBatchWork) -> None:
+        """Give the next round a share of the samples that is not the present one."""
+        self._next_work = work
+
     def _bind_step(
         self, local_round: LocalRound, streams: ReopenedStream, runner: ModelRunner, update_step: UpdateStep
     ) -> TakeStep:
         state = update_step.state
 
         def take() -> UpdateResult:
-            work = self.shares.assign(streams.feed.work, state.step)
+            work = local_round.work or self.shares.assign(streams.feed.work, state.step)
             counter = SampleCountingStream(streams.stream(work, state.step))
             # Only local work: the time in communication is mostly the wait for other ranks.
             seconds_before = self._phases.spent(*LOCAL_PHASES)

@@ -62,8 +62,8 @@ def allowed(target: str, number: int, strategy: str) -> set[int]:
         return {0, 2, 4} if number == signal.SIGSTOP else {0, 2}  # the other rank may be the first to give up
     if number == signal.SIGSTOP:
         return {0, 4}  # replicas continue without it, and others start again if they have saved
-    asked = {0, 143, 130} if number in (signal.SIGTERM, signal.SIGINT) else set()
-    return {died} | asked
+    asked = {143, 130} if number in (signal.SIGTERM, signal.SIGINT) else set()
+    return {0, died} | asked  # 0: the others continue, or start again from what they have saved
 
 
 def mistakes(found: list[dict[str, Any]]) -> list[str]:

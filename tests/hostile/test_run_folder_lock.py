@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -99,7 +100,9 @@ def test_an_owner_on_another_host_is_watched(beats: bool, tmp_path: Path) -> Non
     if beats:
         theirs = FolderLock(Unlockable(str(tmp_path)), print, heartbeat_seconds=0.05)
         theirs._record["boot"] = theirs._record["host"] = "elsewhere"
-        theirs._write()
+        expires = time.monotonic() + 60.0
+        while "elsewhere" not in (tmp_path / LOCK_FILE).read_text() and time.monotonic() < expires:
+            time.sleep(0.01)  # until its next heartbeat
         with pytest.raises(CheckpointError, match="on elsewhere"):
             FolderLock(Unlockable(str(tmp_path)), said.append, watch_seconds=30.0)
         theirs.release()

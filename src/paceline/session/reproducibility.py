@@ -54,6 +54,7 @@ def numerics_fingerprint() -> dict[str, str]:
         "oneDNN": str(torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled),
         "precision of float32 products": torch.get_float32_matmul_precision(),
         "default type": str(torch.get_default_dtype()),
+        "kernels of MKL": process_environment().get(MKL_VARIABLE) or "by processor and shape",
     }
 
 

@@ -59,7 +59,8 @@ def test_each_step_counts_once_and_one_that_only_a_checkpoint_has_counts_as_well
         ("kill", "stage", {"strategy": "pipeline=2"}, 2, 2, "resumed"),
         ("stop", "stage", {"strategy": "pipeline=2"}, 2, 2, "continued"),
         ("partition", "worker", {"elastic.mode": "off"}, 2, 2, "continued"),
-        ("disk-full", "rank0", {}, 2, 1, "continued"),
+        ("disk-full", "rank0", {}, 2, 1, "resumed"),
+        ("disk-full", "rank0", {"checkpoint.full_disk_seconds": 60.0}, 2, 1, "continued"),
     ],
 )
 def test_the_expected_outcome_is_that_of_the_table(
@@ -73,7 +74,8 @@ def test_the_expected_outcome_is_that_of_the_table(
 ) -> None:
     (tmp_path / "recipe.toml").write_text(RECIPE)
     recipe = load_recipe(tmp_path / "recipe.toml", [f"{key}={value}" for key, value in settings.items()])
-    assert expected_outcome(recipe, fault, role, processes=processes, hosts=hosts) == expected
+    outcome = expected_outcome(recipe, fault, role, processes=processes, hosts=hosts, fault_seconds=4.0)
+    assert outcome == expected
 
 
 def test_a_worse_outcome_than_the_expected_one_is_not_survived() -> None:
@@ -114,10 +116,11 @@ def run_chaos(folder: Path, *words: str, seconds: float) -> dict[str, object]:
 
 
 @pytest.mark.capability("Z9")
-def test_ten_kills_and_stops_on_one_host_end_as_expected(lab, tmp_path: Path) -> None:
+@pytest.mark.timeout(900)
+def test_eleven_faults_on_one_host_end_as_expected(lab, tmp_path: Path) -> None:
     """The fixture skips the test where there are no labs."""
-    words = ["--hosts", "1", "--faults", "kill,stop,clock-jump", "--fault-seconds", "0.5"]
-    certificate = run_chaos(tmp_path, *words, seconds=400.0)
+    words = ["--hosts", "1", "--faults", "kill,stop,disk-full,clock-jump", "--fault-seconds", "0.5"]
+    certificate = run_chaos(tmp_path, *words, seconds=850.0)
     outcomes = {(cell["fault"], cell["role"]): cell["outcome"] for cell in certificate["cells"]}
     assert {role: outcomes["kill", role] for role in ROLES} == {
         "worker": "continued",
@@ -128,13 +131,14 @@ def test_ten_kills_and_stops_on_one_host_end_as_expected(lab, tmp_path: Path) ->
     }
     assert {outcomes["stop", role] for role in ROLES} == {"continued"}
     assert {outcomes["clock-jump", role] for role in ROLES} == {"not run"}
-    assert certificate["run"] == certificate["survived"] == 10
+    assert outcomes["disk-full", "rank0"] == "resumed"
+    assert certificate["run"] == certificate["survived"] == 11
 
 
 @pytest.mark.capability("Z9")
 def test_a_lost_host_and_a_partition_end_as_expected(lab, tmp_path: Path) -> None:
     words = ["--faults", "kill,partition", "--roles", "worker", "--fault-seconds", "0.5"]
-    killed, parted = run_chaos(tmp_path, *words, seconds=300.0)["cells"]
+    killed, parted = run_chaos(tmp_path, *words, seconds=400.0)["cells"]
     assert (killed["outcome"], killed["num_samples"], killed["steps_lost"]) == ("continued", 1536, 0)
     assert killed["sha256"] == killed["expected_sha256"] == parted["sha256"] != ""
     assert (parted["expected"], parted["outcome"]) == ("continued", "continued")

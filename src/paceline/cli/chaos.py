@@ -95,13 +95,17 @@ class ChaosCell:
         return not self.refusal and OUTCOMES.index(self.outcome) > OUTCOMES.index(self.expected)
 
 
-def expected_outcome(recipe: Recipe, fault: str, role: str, *, processes: int, hosts: int) -> str:
+def expected_outcome(
+    recipe: Recipe, fault: str, role: str, *, processes: int, hosts: int, fault_seconds: float
+) -> str:
     """Return the outcome that docs/howto/survive.md states for a cell; pure.
 
     Args:
         recipe: with the strategy of the cell.
-        processes, hosts: of the job.
+        processes, hosts, fault_seconds: of `ChaosTrials`.
     """
+    if fault == "disk-full":
+        return "continued" if recipe.checkpoint.full_disk_seconds > fault_seconds else "resumed"
     if fault != "kill":
         return "continued"  # nothing is lost: all other faults pass before anything counts as lost
     recovery, processes_per_host = recovery_of(recipe), processes // hosts
@@ -225,7 +229,14 @@ class ChaosTrials:
             fault,
             role,
             strategy,
-            expected=expected_outcome(recipe, fault, role, processes=self.processes, hosts=hosts),
+            expected=expected_outcome(
+                recipe,
+                fault,
+                role,
+                processes=self.processes,
+                hosts=hosts,
+                fault_seconds=self.fault_seconds,
+            ),
             outcome=outcome,
             recovery_seconds=record.longest_pause,
             steps_lost=record.num_repeated,

@@ -336,6 +336,8 @@ class ChaosTrials:
                 deadline_seconds=_RUN_SECONDS,
                 settle_seconds=_SETTLE_SECONDS,
             )
+            if ended.signal:
+                raise typer.Exit(128 + ended.signal)
             if plan is not None and not attempt and not has_hit(ended.events):
                 return "lost", "the job has ended before the fault, or the fault has hit nothing"
             record = self._record(lab, run_dir)
@@ -395,14 +397,16 @@ def chaos(
         trials = ChaosTrials(
             recipe.resolve(), words, processes, hosts, steps, fault_seconds, deadline, Path(folder), stack
         )
-        cells = []
+        cells: list[ChaosCell] = []
+        certificate: dict[str, Any] = {}
         for fault in chosen[0]:
             for role in chosen[1]:
                 cells.append(trials.run(fault, role))
                 if not as_json:
                     print_plain(_line_of(cells[-1], same_bits=loaded.reproducible))
-    certificate = _certificate(trials, cells, same_bits=loaded.reproducible)
-    to.write_text(json.dumps(certificate, indent=1) + "\n", encoding="utf-8")
+                # After every cell, so that a command that is stopped leaves what was run.
+                certificate = _certificate(trials, cells, same_bits=loaded.reproducible)
+                to.write_text(json.dumps(certificate, indent=1) + "\n", encoding="utf-8")
     if as_json:
         print_json(certificate)
     else:

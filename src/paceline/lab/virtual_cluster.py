@@ -61,7 +61,7 @@ class LabJob:
     ) -> None:
         self._lab, self._on_line, self._directory = lab, on_line, directory
         self._settle_seconds = settle_seconds
-        self._signals = 0
+        self._signals = self._first_signal = 0
         self._stop_at = self._kill_at = float("inf")
         self._forced: list[str] = []
         self._injector = self._prepare(faults or FaultPlan())
@@ -185,6 +185,7 @@ class LabJob:
     def _on_signal(self, number: int, frame: object) -> None:
         self._signals += 1
         if self._signals == 1:
+            self._first_signal = number
             self._stop_at = 0.0
         else:
             self._kill_at = 0.0
@@ -206,6 +207,7 @@ class LabJob:
             remarks=remarks,
             ledger_bytes=self._ledger_bytes(agents),
             forced=self._forced,
+            signal=self._first_signal,
         )
 
     def _ledger_bytes(self, agents: Sequence[HostProcess]) -> float | None:

@@ -227,6 +227,14 @@ def test_twenty_of_each_end_leave_nothing_behind() -> None:
         assert footprint.find_leftovers() == []
 
 
+def test_the_outcome_has_the_signal_that_stopped_the_commands() -> None:
+    with Lab(1) as lab:
+        job = ["sh", "-c", "echo sleeps; exec sleep 600"]
+        first = lab.run(job, on_line=lambda line: os.kill(os.getpid(), signal.SIGTERM), deadline_seconds=60.0)
+        assert (first.signal, first.exit_code) == (signal.SIGTERM, 128 + signal.SIGTERM)
+        assert lab.run(["true"]).signal == 0
+
+
 COMPANION = 'import sys; print(\'{"HAS_COMPANION": "yes"}\', flush=True); sys.stdin.read()'
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli.chaos import FAULTS, ROLES, ChaosCell, read_run_record
+from paceline.cli.chaos import FAULTS, ROLES, ChaosCell, expected_outcome, has_hit, read_run_record
 from paceline.lab import FaultPlan
+from paceline.recipe.recipe_loading import load_recipe
 from tests import command_jobs
 
 RECIPE = """
@@ -35,13 +36,73 @@ def test_each_step_counts_once_and_one_that_only_a_checkpoint_has_counts_as_well
     assert later.count_samples(undisturbed) == 32
 
 
+@pytest.mark.capability("Z9")
+@pytest.mark.parametrize(
+    ("fault", "role", "settings", "processes", "hosts", "expected"),
+    [
+        ("kill", "worker", {}, 2, 1, "continued"),
+        ("kill", "rank0", {}, 2, 1, "continued"),
+        ("kill", "launcher", {}, 2, 1, "resumed"),
+        ("kill", "stage", {"strategy": "pipeline=2"}, 2, 1, "restarted"),
+        ("kill", "stage", {"strategy": "pipeline=2", "elastic.redundancy": "buddy"}, 2, 1, "continued"),
+        ("kill", "server", {"strategy": "servers=1 sync=server"}, 2, 1, "restarted"),
+        ("kill", "worker", {"strategy": "servers=1 sync=server"}, 3, 1, "continued"),
+        ("kill", "worker", {"strategy": "servers=1 sync=server"}, 2, 1, "restarted"),
+        ("kill", "worker", {"elastic.mode": "off"}, 2, 1, "resumed"),
+        ("kill", "worker", {"elastic.min_processes": 2}, 2, 1, "restarted"),
+        ("kill", "worker", {"elastic.min_processes": 2, "elastic.max_restarts": 0}, 2, 1, "resumed"),
+        ("kill", "worker", {}, 2, 2, "continued"),
+        ("kill", "rank0", {}, 2, 2, "resumed"),  # its launcher ends, and with it the store
+        ("kill", "rank0", {}, 4, 2, "continued"),
+        ("kill", "launcher", {}, 4, 2, "continued"),
+        ("kill", "launcher", {"strategy": "shard=all", "elastic.redundancy": "buddy"}, 4, 2, "resumed"),
+        ("kill", "stage", {"strategy": "pipeline=2"}, 2, 2, "resumed"),
+        ("stop", "stage", {"strategy": "pipeline=2"}, 2, 2, "continued"),
+        ("partition", "worker", {"elastic.mode": "off"}, 2, 2, "continued"),
+        ("disk-full", "rank0", {}, 2, 1, "resumed"),
+        ("disk-full", "rank0", {"checkpoint.full_disk_seconds": 60.0}, 2, 1, "continued"),
+    ],
+)
+def test_the_expected_outcome_is_that_of_the_table(
+    fault: str,
+    role: str,
+    settings: dict[str, object],
+    processes: int,
+    hosts: int,
+    expected: str,
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    recipe = load_recipe(tmp_path / "recipe.toml", [f"{key}={value}" for key, value in settings.items()])
+    outcome = expected_outcome(recipe, fault, role, processes=processes, hosts=hosts, fault_seconds=4.0)
+    assert outcome == expected
+
+
+def test_a_worse_outcome_than_the_expected_one_is_not_survived() -> None:
+    values = {"num_samples": 8, "expected_samples": 8, "sha256": "a", "expected_sha256": "a"}
+    order = ("continued", "restarted", "resumed", "lost")
+    for i, expected in enumerate(order[:3]):
+        for j, outcome in enumerate(order):
+            cell = ChaosCell("kill", "worker", expected=expected, outcome=outcome, **values)
+            assert cell.is_survived(same_bits=True) == (j <= i), cell
+    assert ChaosCell("clock-jump", "worker", refusal="one clock").is_survived(same_bits=True)
+
+
+def test_a_fault_that_has_hit_nothing_is_known() -> None:
+    assert not has_hit([])
+    assert not has_hit([{"fault": "kill", "process": "rank1", "was_running": False}])
+    assert has_hit([{"fault": "kill", "process": "rank1", "was_running": True}])
+    assert has_hit([{"fault": "partition"}])
+
+
 def test_another_hash_or_a_lost_sample_is_not_survived() -> None:
-    values = {"outcome": "resumed", "num_samples": 8, "expected_samples": 8}
+    values = {"expected": "resumed", "outcome": "resumed", "num_samples": 8, "expected_samples": 8}
     same = ChaosCell("kill", "worker", sha256="a", expected_sha256="a", **values)
     other = ChaosCell("kill", "worker", sha256="a", expected_sha256="b", **values)
     assert same.is_survived(same_bits=True) and other.is_survived(same_bits=False)
     assert not other.is_survived(same_bits=True)
-    assert not ChaosCell("kill", "worker", outcome="resumed", expected_samples=8).is_survived(same_bits=False)
+    lost = ChaosCell("kill", "worker", expected="resumed", outcome="resumed", expected_samples=8)
+    assert not lost.is_survived(same_bits=False)
 
 
 def run_chaos(folder: Path, *words: str, seconds: float) -> dict[str, object]:
@@ -55,13 +116,32 @@ def run_chaos(folder: Path, *words: str, seconds: float) -> dict[str, object]:
 
 
 @pytest.mark.capability("Z9")
-def test_a_killed_and_a_stopped_worker_are_survived_and_certified(lab, tmp_path: Path) -> None:
+@pytest.mark.timeout(900)
+def test_eleven_faults_on_one_host_end_as_expected(lab, tmp_path: Path) -> None:
     """The fixture skips the test where there are no labs."""
-    certificate = run_chaos(tmp_path, "--faults", "kill,clock-jump", "--roles", "worker", seconds=240.0)
-    killed, jumped = certificate["cells"]
+    words = ["--hosts", "1", "--faults", "kill,stop,disk-full,clock-jump", "--fault-seconds", "0.5"]
+    certificate = run_chaos(tmp_path, *words, seconds=850.0)
+    outcomes = {(cell["fault"], cell["role"]): cell["outcome"] for cell in certificate["cells"]}
+    assert {role: outcomes["kill", role] for role in ROLES} == {
+        "worker": "continued",
+        "rank0": "continued",
+        "stage": "restarted",
+        "server": "restarted",
+        "launcher": "resumed",
+    }
+    assert {outcomes["stop", role] for role in ROLES} == {"continued"}
+    assert {outcomes["clock-jump", role] for role in ROLES} == {"not run"}
+    assert outcomes["disk-full", "rank0"] == "resumed"
+    assert certificate["run"] == certificate["survived"] == 11
+
+
+@pytest.mark.capability("Z9")
+def test_a_lost_host_and_a_partition_end_as_expected(lab, tmp_path: Path) -> None:
+    words = ["--faults", "kill,partition", "--roles", "worker", "--fault-seconds", "0.5"]
+    killed, parted = run_chaos(tmp_path, *words, seconds=400.0)["cells"]
     assert (killed["outcome"], killed["num_samples"], killed["steps_lost"]) == ("continued", 1536, 0)
-    assert killed["sha256"] == killed["expected_sha256"] != ""
-    assert "share the clock" in jumped["refusal"] and certificate["run"] == 1
+    assert killed["sha256"] == killed["expected_sha256"] == parted["sha256"] != ""
+    assert (parted["expected"], parted["outcome"]) == ("continued", "continued")
 
 
 @pytest.mark.soak

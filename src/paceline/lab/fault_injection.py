@@ -81,9 +81,11 @@ def is_process_of_job(pid: int, name: str) -> bool:
     """Return whether a process is the launcher of a job, or one of its ranks; it must not be forked.
 
     Args:
-        name: "launcher", or a rank as in "rank1".
+        name: "launcher", or a rank as in "rank1"; one that a fork server has started is known by its title.
     """
+    rank = name.removeprefix("rank")
     try:
+        title = Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
@@ -91,7 +93,7 @@ def is_process_of_job(pid: int, name: str) -> bool:
     if name == "launcher":
         has_rank = any(variable.startswith(b"RANK=") for variable in variables)
         return b"paceline" in words and b"train" in words and not has_rank
-    return f"RANK={name.removeprefix('rank')}".encode() in variables
+    return title == f"rank {rank}" or f"RANK={rank}".encode() in variables
 
 
 def fill_disks(disks: Sequence[Path]) -> None:
@@ -221,19 +223,22 @@ class FaultInjector:
         return [pid for pid in pids if not fault.process or is_process_of_job(pid, fault.process)]
 
     def _kill(self, fault: FaultSpec, draw: DrawNumber) -> tuple[HealFunction | None, dict[str, Any]]:
-        expires = time.monotonic() + _KILL_SECONDS  # a replacement of the process may be there already
+        if fault.process:  # once: a replacement of the process may be there already
+            pids = self._members(fault)
+            signal_all(pids, signal.SIGKILL)
+            return None, _describe_process(fault, pids)
+        expires = time.monotonic() + _KILL_SECONDS
         while (pids := self._members(fault)) and time.monotonic() < expires:
             # A process that was just forked is found in the next round.
             signal_all(pids, signal.SIGKILL)
-            if fault.process:
-                break
             time.sleep(0.001)
-        return None, {"process": fault.process} if fault.process else {}
+        return None, {}
 
     def _stop(self, fault: FaultSpec, draw: DrawNumber) -> tuple[HealFunction | None, dict[str, Any]]:
-        signal_all(self._members(fault), signal.SIGSTOP)
+        pids = self._members(fault)
+        signal_all(pids, signal.SIGSTOP)
         # Members are listed again then: a number of now may belong to another process later.
-        return lambda: signal_all(self._members(fault), signal.SIGCONT), {}
+        return lambda: signal_all(self._members(fault), signal.SIGCONT), _describe_process(fault, pids)
 
     def _slow(self, fault: FaultSpec, draw: DrawNumber) -> tuple[HealFunction | None, dict[str, Any]]:
         assert isinstance(fault.value, int | float)
@@ -279,6 +284,11 @@ class FaultInjector:
 
     def _file(self, fault: FaultSpec) -> Path:
         return newest_match(path_in_host(self.spaces[fault.hosts[0]].first, fault.path, self.directory))
+
+
+def _describe_process(fault: FaultSpec, pids: Sequence[int]) -> dict[str, Any]:
+    """Return the process that a fault has hit, for the log; empty if it has hit a whole host."""
+    return {"process": fault.process, "was_running": bool(pids)} if fault.process else {}
 
 
 class SlowdownThread(threading.Thread):

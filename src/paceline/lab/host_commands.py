@@ -1,5 +1,7 @@
 """The commands of the hosts: the command line of each, and the process that runs it and collects its output.
 
+A companion stays in a host while commands come and go.
+
 `paceline train R -n 4` starts four processes on one machine; on four hosts it starts one on each. So `-n`
 counts the processes of all hosts, as the degrees of a strategy do, and every host gets its part with the
 options that the nodes of a real cluster get. Any other command runs unchanged on every host.
@@ -18,8 +20,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from paceline.errors import RecipeError
-from paceline.lab.namespaces import HostNamespaces, host_pids, signal_all
+from paceline.errors import LabError, RecipeError
+from paceline.lab.namespaces import HostNamespaces, host_pids, read_json_line, signal_all
 
 _READ_END_SECONDS = 5.0
 
@@ -36,6 +38,7 @@ class HostProcess:
         on_line: receives each line of output as "[host] ..." with its newline.
         cores, cgroups: as for `HostNamespaces.command`.
         directory: its working directory; None for that of this process.
+        companions: processes of the host that are not of this command, and stay.
     """
 
     def __init__(
@@ -48,8 +51,10 @@ class HostProcess:
         cores: Sequence[int] = (),
         cgroups: Sequence[str] = (),
         directory: Path | None = None,
+        companions: Sequence[int] = (),
     ) -> None:
         self.host = space.name
+        self._companions = companions
         self.lines: list[str] = []
         self.ended_at: float | None = None
         self._space, self._on_line = space, on_line
@@ -67,7 +72,7 @@ class HostProcess:
     @property
     def has_entered(self) -> bool:
         """Return whether the command runs inside its host, or has already ended."""
-        return bool(host_pids(self._space.first)) or self.poll()
+        return bool(self._pids()) or self.poll()
 
     @property
     def exit_code(self) -> int | None:
@@ -78,7 +83,7 @@ class HostProcess:
         """Return whether the command has ended; end the processes that it left behind."""
         if self.ended_at is None and self._process.poll() is not None:
             self.ended_at = time.monotonic()
-            signal_all(host_pids(self._space.first), signal.SIGKILL)
+            signal_all(self._pids(), signal.SIGKILL)
         return self.ended_at is not None
 
     def terminate(self) -> None:
@@ -88,10 +93,13 @@ class HostProcess:
 
     def kill(self) -> None:
         """Kill the command and every process of its host."""
-        signal_all(host_pids(self._space.first), signal.SIGKILL)
+        signal_all(self._pids(), signal.SIGKILL)
         self._process.kill()
         self._process.wait()
         self.poll()
+
+    def _pids(self) -> list[int]:
+        return [pid for pid in host_pids(self._space.first) if pid not in self._companions]
 
     def close(self) -> None:
         """Wait for the last lines of output."""
@@ -99,6 +107,58 @@ class HostProcess:
         self._reader.join(_READ_END_SECONDS)
         if self._process.stdout is not None and not self._reader.is_alive():
             self._process.stdout.close()
+
+
+class HostCompanion:
+    """A process that stays in a host while commands come and go, such as a server that they use.
+
+    It is ready when it has written one line of JSON: an object with the variables that commands of the host
+    get from then on. It ends with its standard input.
+
+    Args:
+        space, argv, environ, cores, cgroups: as for `HostProcess`.
+    Attributes:
+        variables: those of its line.
+        pids: its processes so far, by their numbers outside.
+    Raises:
+        LabError: it has ended, or has written something else.
+    """
+
+    def __init__(
+        self,
+        space: HostNamespaces,
+        argv: Sequence[str],
+        environ: Mapping[str, str],
+        *,
+        cores: Sequence[int] = (),
+        cgroups: Sequence[str] = (),
+    ) -> None:
+        self._process = subprocess.Popen(
+            space.command(argv, cores=cores, cgroups=cgroups),
+            env=dict(environ),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        try:
+            self.variables: Mapping[str, str] = read_json_line(self._process)
+        except ValueError:
+            self.variables = {}
+        self.pids = host_pids(space.first)
+        if not self.variables:
+            self.end()
+            raise LabError(f"{' '.join(argv)} did not start in a host of the lab", where=space.name)
+
+    def end(self) -> None:
+        """End its standard input, and wait until it has ended."""
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None:
+                stream.close()
+        try:
+            self._process.wait(_READ_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
 
 def _start_process(

@@ -24,6 +24,7 @@ class LabOutcome:
         remarks: further lines of the summary.
         ledger_bytes: bytes that all ranks sent in collectives, by their ledgers; None without metrics.
         forced: hosts whose command had to be killed.
+        signal: the first signal that this process received meanwhile, which stopped the commands; 0: none.
     """
 
     exit_codes: Mapping[str, int]
@@ -34,6 +35,7 @@ class LabOutcome:
     remarks: Sequence[str] = ()
     ledger_bytes: float | None = None
     forced: Sequence[str] = ()
+    signal: int = 0
 
     @property
     def exit_code(self) -> int:

@@ -3,8 +3,8 @@ runs.
 
 Invariant: when the block is left, no process, namespace, link, mount, control group or file of the lab is
 left, whatever happened. If this process is killed, processes, namespaces, links and mounts vanish with it,
-and `clean` removes the rest. When `run` returns or raises, no process is left in any host, every fault is
-healed, and the signal handlers are restored.
+and `clean` removes the rest. When `run` returns or raises, no process is left in any host but those of
+`start_companions`, every fault is healed, and the signal handlers are restored.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from paceline.errors import LabError, RecipeError
 from paceline.job.cluster import process_environment
 from paceline.lab.fault_injection import FaultInjector
 from paceline.lab.fault_plan import FaultPlan
-from paceline.lab.host_commands import HostProcess, LineCallback, spread_over_hosts
+from paceline.lab.host_commands import HostCompanion, HostProcess, LineCallback, spread_over_hosts
 from paceline.lab.host_cores import assign_cores, describe_core_shares
 from paceline.lab.lab_outcome import LabOutcome
 from paceline.lab.lab_registry import ProcessIdentity, create_lab_record, remove_lab_folder
@@ -39,6 +39,8 @@ _TICK_SECONDS = 0.01
 _GRACE_SECONDS = 15.0  # from SIGTERM to SIGKILL
 _ENTRY_SECONDS = 30.0  # for the commands to enter their hosts
 _FAULTS_VARIABLE = "PACELINE_FAULTS"
+# Gloo would else take the interface of the host name, which can be the loopback.
+_HOST_VARIABLES = {"GLOO_SOCKET_IFNAME": HOST_DEVICE}
 _METRICS_LINE = re.compile(
     r"^metrics: +(?P<path>\S.*metrics\.jsonl)\n(?:report: .*\n)?resume: .* -n (?P<world>\d+)", re.MULTILINE
 )
@@ -59,13 +61,12 @@ class LabJob:
     ) -> None:
         self._lab, self._on_line, self._directory = lab, on_line, directory
         self._settle_seconds = settle_seconds
-        self._signals = 0
+        self._signals = self._first_signal = 0
         self._stop_at = self._kill_at = float("inf")
         self._forced: list[str] = []
         self._injector = self._prepare(faults or FaultPlan())
         self._environ = dict(process_environment() if environ is None else environ)
-        # Gloo would else take the interface of the host name, which can be the loopback.
-        self._environ |= {"GLOO_SOCKET_IFNAME": HOST_DEVICE, "PACELINE_TOKEN": secrets.token_hex(32)}
+        self._environ |= {**_HOST_VARIABLES, "PACELINE_TOKEN": secrets.token_hex(32)}
         if self._injector.plan.faults:
             self._environ[_FAULTS_VARIABLE] = str(self._injector.folder)
         addresses = [host.address for host in lab.topology.hosts]
@@ -117,14 +118,17 @@ class LabJob:
     def _start(self, agents: list[HostProcess]) -> None:
         lab = self._lab
         for host, argv, share in zip(lab.hosts, self._commands, lab.shares, strict=True):
+            companions = lab.companions[host]
+            variables = {name: value for one in companions for name, value in one.variables.items()}
             agent = HostProcess(
                 lab.spaces[host],
                 argv,
-                share.environ(self._environ),
+                share.environ({**self._environ, **variables}),
                 self._on_line,
                 cores=share.cores,
                 cgroups=lab.group(host),
                 directory=self._directory,
+                companions=[pid for one in companions for pid in one.pids],
             )
             agents.append(agent)
 
@@ -181,6 +185,7 @@ class LabJob:
     def _on_signal(self, number: int, frame: object) -> None:
         self._signals += 1
         if self._signals == 1:
+            self._first_signal = number
             self._stop_at = 0.0
         else:
             self._kill_at = 0.0
@@ -202,6 +207,7 @@ class LabJob:
             remarks=remarks,
             ledger_bytes=self._ledger_bytes(agents),
             forced=self._forced,
+            signal=self._first_signal,
         )
 
     def _ledger_bytes(self, agents: Sequence[HostProcess]) -> float | None:
@@ -266,6 +272,7 @@ class Lab:
         )
         self._cores, self._disk_bytes, self._seed = cores, parse_size_bytes(disk), seed
         self.spaces: dict[str, HostNamespaces] = {}
+        self.companions: dict[str, list[HostCompanion]] = {host.name: [] for host in self.topology.hosts}
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -360,6 +367,26 @@ class Lab:
     def group(self, host: str) -> list[str]:
         """Return the control groups for the processes of a host."""
         return [] if self.groups is None else [f for f in self.record.cgroups if f.endswith(f"/{host}")]
+
+    def start_companions(self, argv: Sequence[str]) -> None:
+        """Start a process in every host that stays there until the lab ends, as `HostCompanion` describes.
+
+        Faults that hit a whole host hit it as well.
+
+        Raises:
+            LabError: it does not start.
+        """
+        environ = {**process_environment(), **_HOST_VARIABLES}
+        for host, share in zip(self.hosts, self.shares, strict=True):
+            companion = HostCompanion(
+                self.spaces[host],
+                argv,
+                share.environ(environ),
+                cores=share.cores,
+                cgroups=self.group(host),
+            )
+            self._stack.callback(companion.end)
+            self.companions[host].append(companion)
 
     def run(
         self,

@@ -9,6 +9,7 @@ Invariant: a worker is forked only if it would be equal to a process that is sta
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
@@ -260,3 +261,12 @@ def _request_fork(
         pid, _ = fork_protocol.expect_message(connection)
         opened.pop_all()
     return ForkedProcess(pid, report)
+
+
+def serve_until_input_ends() -> None:
+    """Run a fork server until standard input ends; print the variables that name it, as JSON."""
+    inherited = {name: text for name, text in process_environment().items() if name != FORK_SERVER_VARIABLE}
+    with fork_server((), inherited) as variables:
+        sys.stdout.write(json.dumps(variables or {FORK_SERVER_VARIABLE: NO_FORK_SERVER}) + "\n")
+        sys.stdout.flush()
+        sys.stdin.read()

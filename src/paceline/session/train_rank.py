@@ -45,6 +45,7 @@ from paceline.session.session import Session, repeat_until_agreed
 from paceline.session.sink_setup import build_sinks
 from paceline.session.start_rank import build_task, join
 from paceline.session.stop_signals import StopRequest, stop_on_notice, stop_on_signals
+from paceline.watch.run_tail import last_recorded_step
 
 
 def print_summary(
@@ -202,10 +203,12 @@ class _RunInProgress:
         if change.has_new_first:
             for sink in self.sinks:
                 sink.close()
+            if session.is_first:
+                session.recorded_step = last_recorded_step(self.folder)
             self.sinks = build_sinks(session, self.folder, self.console)
         _, last = session.reported
         # A rank can be lost after a step and before its record is written.
-        if last is not None and (change.has_new_first or last.step > session.recorded_step):
+        if last is not None and last.step > session.recorded_step:
             session.recorded_step = last.step
             for sink in self.sinks:
                 sink.step(last)

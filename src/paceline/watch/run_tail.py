@@ -1,7 +1,8 @@
 """Reading of `metrics.jsonl` and other files of records from another process, while a job appends to them.
 
 `RunTail` reads all that is new. `preview_records` reads the beginning, the end and evenly spaced records
-between them: a run of ten million steps has gigabytes of records, which take minutes to read. Steps are in
+between them: a run of ten million steps has gigabytes of records, which take minutes to read.
+`last_recorded_step` reads the end. Steps are in
 the file in ascending order, so lines at evenly spaced positions are a sample of the whole curve.
 
 Invariant: reading never fails because of what is in the file, and never waits. Lines that are no valid
@@ -10,9 +11,10 @@ records are counted; a last line without its end is read once it has one.
 
 from __future__ import annotations
 
+import math
 import os
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -226,6 +228,38 @@ class _JoinedFiles:
             if record is not None and record["event"] == "step":
                 return int(record["step"])
         return None
+
+
+_TAIL_BYTES = (2**16, 2**22)  # the last record of a step is in the first, unless others follow it
+
+
+def last_recorded_step(folder: Path) -> int:
+    """Return the step of the last record that counts, from the end of the files; -1 if there is none.
+
+    Records that a resume or a roll-back has undone do not count. A last line that was cut is no record, but
+    one that only lacks its end is.
+    """
+    with _JoinedFiles(folder) as files:
+        for num_bytes in _TAIL_BYTES:
+            lines = files.read(max(0, files.num_bytes - num_bytes), num_bytes).split(b"\n")
+            step = _last_step(parse_record(line.decode("utf-8", "replace")) for line in reversed(lines))
+            if step is not None or num_bytes >= files.num_bytes:
+                return -1 if step is None else step
+    return -1
+
+
+def _last_step(records: Iterable[Mapping[str, Any] | None]) -> int | None:
+    """Return the step of the first record that counts, of records from the last one on; None without one."""
+    first_undone = math.inf
+    for record in records:
+        match record:
+            case {"event": "step", "step": int(step)} if step < first_undone:
+                return step
+            case {"event": "run", "step": int(step)}:
+                first_undone = min(first_undone, step)
+            case {"event": "roll-back"}:
+                return -1  # the steps before it may be undone, and none has followed
+    return None
 
 
 def _sample_lines(

@@ -225,3 +225,30 @@ def test_twenty_of_each_end_leave_nothing_behind() -> None:
             footprint = LabFootprint.of(made.record)
             raise ZeroDivisionError
         assert footprint.find_leftovers() == []
+
+
+def test_the_outcome_has_the_signal_that_stopped_the_commands() -> None:
+    with Lab(1) as lab:
+        job = ["sh", "-c", "echo sleeps; exec sleep 600"]
+        first = lab.run(job, on_line=lambda line: os.kill(os.getpid(), signal.SIGTERM), deadline_seconds=60.0)
+        assert (first.signal, first.exit_code) == (signal.SIGTERM, 128 + signal.SIGTERM)
+        assert lab.run(["true"]).signal == 0
+
+
+COMPANION = 'import sys; print(\'{"HAS_COMPANION": "yes"}\', flush=True); sys.stdin.read()'
+
+
+def test_a_companion_outlives_commands_and_ends_with_its_lab() -> None:
+    job = ["sh", "-c", "sleep 600 & echo companion: $HAS_COMPANION"]
+    with Lab(1) as lab:
+        lab.start_companions([sys.executable, "-c", COMPANION])
+        (pid,) = lab.companions["h0"][0].pids
+        for _ in range(2):
+            assert lab.run(job).output["h0"] == ["companion: yes"]
+            assert host_commands.host_pids(lab.spaces["h0"].first) == [pid], "the sleep has ended"
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_companion_that_does_not_start_is_an_error() -> None:
+    with Lab(1) as lab, pytest.raises(LabError, match="did not start"):
+        lab.start_companions([sys.executable, "-c", "pass"])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
 from paceline.observe.sinks import JsonLinesSink
-from paceline.watch.run_tail import RunTail, records_size
-from tests.unit.watch.records import append, step_record
+from paceline.watch.run_tail import RunTail, last_recorded_step, records_size
+from tests.unit.watch.records import append, run_record, step_record
 
 
 def steps(tail: RunTail, max_bytes: int = 2**23) -> list[int]:
@@ -74,3 +75,38 @@ def test_it_begins_again_where_a_file_was_replaced_or_cut(tmp_path: Path) -> Non
 def test_a_pipe_in_place_of_the_file_does_not_hold_it(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "metrics.jsonl")
     assert steps(RunTail(tmp_path)) == []
+
+
+def test_the_last_recorded_step_is_found_at_the_end_of_the_files(tmp_path: Path) -> None:
+    assert last_recorded_step(tmp_path) == -1
+    sink = JsonLinesSink(tmp_path / "metrics.jsonl", rotate_bytes=3000)
+    for step in range(40):
+        sink.event("step", {**step_record(step), "event": "step"})
+    assert last_recorded_step(tmp_path) == 39
+    for _ in range(100):  # more than the first look reads, in several files
+        sink.event("warning", {"text": "x" * 1000})
+    assert last_recorded_step(tmp_path) == 39
+    sink.event("run", run_record(12))  # resumed from a checkpoint
+    assert last_recorded_step(tmp_path) == 11
+    sink.event("step", {**step_record(12), "event": "step"})
+    sink.event("run", run_record(13))  # another rank has taken over the files
+    assert last_recorded_step(tmp_path) == 12
+    sink.event("roll-back", {"step": 12, "checkpoint": "c", "left_out": [8, 12], "reason": "nan"})
+    assert last_recorded_step(tmp_path) == -1
+    sink.close()
+
+
+def test_a_record_that_was_cut_does_not_count_and_does_not_spoil_the_next_one(tmp_path: Path) -> None:
+    append(tmp_path, step_record(0), step_record(1))
+    whole = (tmp_path / "metrics.jsonl").read_bytes()
+    for cut in range(1, len(whole) // 2 - 2):
+        (tmp_path / "metrics.jsonl").write_bytes(whole[: -1 - cut])
+        assert last_recorded_step(tmp_path) == 0, cut
+        sink = JsonLinesSink(tmp_path / "metrics.jsonl")
+        sink.event("step", {**step_record(1), "event": "step"})
+        sink.close()
+        assert last_recorded_step(tmp_path) == 1, cut
+        last = (tmp_path / "metrics.jsonl").read_text().splitlines()[-1]
+        assert json.loads(last)["step"] == 1, cut
+    (tmp_path / "metrics.jsonl").write_bytes(whole[:-1])  # only the end of the line is missing
+    assert last_recorded_step(tmp_path) == 1

@@ -25,9 +25,10 @@ from paceline.cli.console import error_output, print_plain
 from paceline.errors import PacelineError, RecipeError, StrategyError, TaskError, format_count
 
 if TYPE_CHECKING:
+    from paceline.launch.job_target import JobTarget, NodeResources
     from paceline.recipe.recipe import Recipe
 
-SUBMISSIONS = Path("submissions")
+SUBMISSIONS, SWEEPS = Path("submissions"), Path("sweeps")
 _CLIENT_SECONDS, _POLL_SECONDS = 60.0, 1.0
 _SSH_FAILED = 255
 _CLIENTS = {"slurm": "sbatch", "mpi": "mpirun", "ssh": "ssh", "kubernetes": "kubectl", "sky": "sky"}
@@ -57,6 +58,12 @@ def submit(
     options: Annotated[
         list[str] | None,
         typer.Option("--option", help="Option of the engine: partition=gpu, image=NAME:TAG. Repeatable."),
+    ] = None,
+    over: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--over", help="Slurm: an axis of a sweep, as a job array: batch=32,64 or seed=1,2. Repeatable."
+        ),
     ] = None,
     hosts: Annotated[str, typer.Option("--hosts", help="Hosts of mpi and ssh, with commas.")] = "",
     render: Annotated[
@@ -92,14 +99,21 @@ def submit(
         options=tuple(map(_parse_option, options or ())),
         hosts=tuple(host for host in hosts.split(",") if host),
         prices=prices,
+        over=tuple(over or ()),
+        render=render,
     )
+    if attach and over:
+        raise RecipeError(
+            "--attach prints the output of one job, and --over makes several",
+            next_step="leave it out; the output of task I of job J is in NAME-J_I.out",
+        )
     files = render_files(args, show=print_plain if dry_run else lambda text: None)
     if dry_run:
         _show_files(args, files)
     else:
-        _write(files, render or SUBMISSIONS / args.name)
+        _write(files, args.folder)
         if render is None:
-            sys.exit(_submit(args, SUBMISSIONS / args.name / next(iter(files)), attach=attach))
+            sys.exit(_submit(args, args.folder / next(iter(files)), attach=attach))
 
 
 @dataclass(frozen=True)
@@ -116,6 +130,13 @@ class SubmitArgs:
     options: tuple[tuple[str, str], ...]
     hosts: tuple[str, ...]
     prices: Path | None = None
+    over: tuple[str, ...] = ()
+    render: Path | None = None
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the files; for a job array that of the sweep, with its runs."""
+        return self.render or (SWEEPS if self.over else SUBMISSIONS) / self.name
 
 
 def _parse_option(text: str) -> tuple[str, str]:
@@ -131,18 +152,30 @@ def render_files(args: SubmitArgs, show: Callable[[str], object]) -> dict[str, s
     Raises:
         RecipeError, StrategyError: the recipe, the name or an option is wrong, or a file would have a secret.
     """
+    from paceline.cli.job_array import render_sweep
     from paceline.job.cluster import process_environment
-    from paceline.launch.cloud_task import describe_cost, read_machines
-    from paceline.launch.job_target import JobTarget, plan_resources
     from paceline.launch.rendered_job import find_secrets
-    from paceline.launch.rendered_job import render as render_job
-    from paceline.recipe.recipe_loading import load_recipe
 
     if not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?", args.name):
         raise RecipeError(
             f"--name '{args.name}' cannot name a job on every engine",
             next_step="--name with at most 42 lower-case letters, digits and dashes",
         )
+    files = render_sweep(args, show) if args.over else _render_job(args, show)
+    leaked = find_secrets(files, process_environment())
+    if leaked:
+        raise RecipeError(
+            f"the value of {', '.join(leaked)} stands in a rendered file",
+            next_step="leave it out of the recipe",
+        )
+    return files
+
+
+def _render_job(args: SubmitArgs, show: Callable[[str], object]) -> dict[str, str]:
+    from paceline.launch.job_target import JobTarget, plan_resources
+    from paceline.launch.rendered_job import render as render_job
+    from paceline.recipe.recipe_loading import load_recipe
+
     in_pod = args.engine in ("kubernetes", "sky")
     settings = list(args.settings)
     checked = common_options.read_recipe(args.recipe, settings, args.strategy)
@@ -159,23 +192,24 @@ def render_files(args: SubmitArgs, show: Callable[[str], object]) -> dict[str, s
         arguments=tuple(word for setting in settings for word in ("--set", setting)),
         options=args.options,
         hosts=args.hosts,
-        planned_bytes=_planned_bytes(args, checked, count, show),
+        planned_bytes=planned_bytes(args, checked, count, show),
     )
-    need = plan_resources(recipe, target)
+    show_request(args, plan_resources(recipe, target), target, show)
+    return render_job(recipe, recipe.strategy, target)
+
+
+def show_request(
+    args: SubmitArgs, need: NodeResources, target: JobTarget, show: Callable[[str], object]
+) -> None:
+    """Print what a job requests, and what that costs if there is a price file."""
+    from paceline.launch.cloud_task import describe_cost, read_machines
+
     memory = f", {need.memory_mib:,} MiB" if need.memory_mib else ""
     gpus = f", {format_count(need.gpus, 'GPU')}" if need.gpus else ""
     show(f"each of {format_count(args.nodes, 'node')}: {format_count(need.cpus, 'core')}{memory}{gpus}")
     if args.prices is not None:
         machines = read_machines(read_price_file(args.prices), str(args.prices))
         show(describe_cost(machines, need, target))
-    files = render_job(recipe, recipe.strategy, target)
-    leaked = find_secrets(files, process_environment())
-    if leaked:
-        raise RecipeError(
-            f"the value of {', '.join(leaked)} stands in a rendered file",
-            next_step="leave it out of the recipe",
-        )
-    return files
 
 
 def _path_of(args: SubmitArgs) -> Path:
@@ -206,7 +240,7 @@ def read_price_file(path: Path) -> str:
         ) from error
 
 
-def _planned_bytes(args: SubmitArgs, recipe: Recipe, count: int, show: Callable[[str], object]) -> int:
+def planned_bytes(args: SubmitArgs, recipe: Recipe, count: int, show: Callable[[str], object]) -> int:
     """Return the planned peak of a rank; 0 if nothing is requested by it, or it cannot be planned."""
     if args.engine in ("mpi", "ssh") or any(name.startswith("mem") for name, _ in args.options):
         return 0
@@ -264,14 +298,12 @@ class _ErrorsOfTask:
 def _show_files(args: SubmitArgs, files: dict[str, str]) -> None:
     for file, text in files.items():
         print_plain(f"== {file}\n{text}")
-    print_plain(
-        f"command: {' '.join(_submit_command(args.engine, SUBMISSIONS / args.name / next(iter(files))))}"
-    )
+    print_plain(f"command: {' '.join(_submit_command(args.engine, args.folder / next(iter(files))))}")
 
 
 def _write(files: dict[str, str], folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")
         print_plain(f"wrote {folder / name}")
 
@@ -305,6 +337,10 @@ def _submit(args: SubmitArgs, file: Path, *, attach: bool) -> int:
     printed = _call(["sbatch", "--parsable", str(file)])
     job = printed.strip().partition(";")[0]
     print_plain(f"job {job}: cancel it by `paceline submit --on slurm --cancel {job}`")
+    if args.over:
+        from paceline.cli.job_array import collect_command
+
+        print_plain(f"results of the runs that are complete: {collect_command(args)}")
     return _follow_slurm(job) if attach else 0
 
 

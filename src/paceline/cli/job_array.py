@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 from paceline.cli import common_options
 from paceline.cli.console import error_output, print_plain
+from paceline.cli.job_request import SubmitArgs, planned_bytes, show_request
 from paceline.errors import RecipeError, format_count
 
 if TYPE_CHECKING:
-    from paceline.cli.submit import SubmitArgs
     from paceline.launch.job_target import JobTarget
     from paceline.recipe.recipe import Recipe
 
@@ -33,7 +33,6 @@ def render_sweep(args: SubmitArgs, show: Callable[[str], object]) -> dict[str, s
         RecipeError, StrategyError: the recipe, an axis or an option is wrong, or no run is left.
     """
     from paceline.cli.study_runs import RESOLVED_RECIPE, plan_runs, resolved_text
-    from paceline.cli.submit import show_request
     from paceline.launch.rendered_job import plan_array_resources, refuse_secret_settings, render_array
     from paceline.studies.sweep_cells import build_cells, parse_axis
 
@@ -62,7 +61,6 @@ def render_sweep(args: SubmitArgs, show: Callable[[str], object]) -> dict[str, s
 
 def _target_of(args: SubmitArgs, recipe: Recipe, folder: Path, show: Callable[[str], object]) -> JobTarget:
     from paceline.cli.study_runs import RESOLVED_RECIPE
-    from paceline.cli.submit import planned_bytes
     from paceline.launch.job_target import JobTarget
 
     count = common_options.processes_for(recipe, args.processes, args.nodes)

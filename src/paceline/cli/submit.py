@@ -9,26 +9,19 @@ import signal
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Annotated, NoReturn, Self
+from typing import Annotated, NoReturn
 
 import typer
 
 from paceline.cli import common_options
-from paceline.cli.console import error_output, print_plain
-from paceline.errors import PacelineError, RecipeError, StrategyError, TaskError, format_count
+from paceline.cli.console import print_plain
+from paceline.cli.job_request import SubmitArgs, planned_bytes, show_request
+from paceline.errors import PacelineError, RecipeError
 
-if TYPE_CHECKING:
-    from paceline.launch.job_target import JobTarget, NodeResources
-    from paceline.recipe.recipe import Recipe
-
-SUBMISSIONS, SWEEPS = Path("submissions"), Path("sweeps")
 _CLIENT_SECONDS, _POLL_SECONDS = 60.0, 1.0
 _SSH_FAILED = 255
 _CLIENTS = {"slurm": "sbatch", "mpi": "mpirun", "ssh": "ssh", "kubernetes": "kubectl", "sky": "sky"}
@@ -40,6 +33,20 @@ _PACKAGES = {
     "sky": "SkyPilot: pip install 'skypilot[aws]' (or gcp, azure, ...), then `sky check`",
     "kubectl": "kubectl, and name your cluster in ~/.kube/config",
 }
+
+
+Axes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--over", help="Slurm: an axis of a sweep, as a job array: batch=32,64 or seed=1,2. Repeatable."
+    ),
+]
+Prices = Annotated[
+    Path | None, typer.Option("--prices", help="Price file (TOML) for the hourly cost that --dry-run prints.")
+]
+Attach = Annotated[
+    bool, typer.Option("--attach", help="Print the output of the job until it ends; its exit code is ours.")
+]
 
 
 def submit(
@@ -59,12 +66,7 @@ def submit(
         list[str] | None,
         typer.Option("--option", help="Option of the engine: partition=gpu, image=NAME:TAG. Repeatable."),
     ] = None,
-    over: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--over", help="Slurm: an axis of a sweep, as a job array: batch=32,64 or seed=1,2. Repeatable."
-        ),
-    ] = None,
+    over: Axes = None,
     hosts: Annotated[str, typer.Option("--hosts", help="Hosts of mpi and ssh, with commas.")] = "",
     render: Annotated[
         Path | None, typer.Option("--render", help="Write the files to this folder, and submit nothing.")
@@ -72,14 +74,8 @@ def submit(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the files, the resources and the command; write nothing.")
     ] = False,
-    prices: Annotated[
-        Path | None,
-        typer.Option("--prices", help="Price file (TOML) for the hourly cost that --dry-run prints."),
-    ] = None,
-    attach: Annotated[
-        bool,
-        typer.Option("--attach", help="Print the output of the job until it ends; its exit code is ours."),
-    ] = False,
+    prices: Prices = None,
+    attach: Attach = False,
     cancel: Annotated[str | None, typer.Option("--cancel", metavar="JOB", help="Cancel a job.")] = None,
 ) -> None:
     """Start RECIPE by Slurm, MPI, ssh, Ray, Kubernetes or SkyPilot."""
@@ -114,29 +110,6 @@ def submit(
         _write(files, args.folder)
         if render is None:
             sys.exit(_submit(args, args.folder / next(iter(files)), attach=attach))
-
-
-@dataclass(frozen=True)
-class SubmitArgs:
-    """The arguments of `paceline submit`, as the user gave them."""
-
-    recipe: Path
-    engine: str
-    nodes: int
-    processes: int | None
-    strategy: str | None
-    settings: tuple[str, ...]
-    name: str
-    options: tuple[tuple[str, str], ...]
-    hosts: tuple[str, ...]
-    prices: Path | None = None
-    over: tuple[str, ...] = ()
-    render: Path | None = None
-
-    @property
-    def folder(self) -> Path:
-        """The folder of the files; for a job array that of the sweep, with its runs."""
-        return self.render or (SWEEPS if self.over else SUBMISSIONS) / self.name
 
 
 def _parse_option(text: str) -> tuple[str, str]:
@@ -198,20 +171,6 @@ def _render_job(args: SubmitArgs, show: Callable[[str], object]) -> dict[str, st
     return render_job(recipe, recipe.strategy, target)
 
 
-def show_request(
-    args: SubmitArgs, need: NodeResources, target: JobTarget, show: Callable[[str], object]
-) -> None:
-    """Print what a job requests, and what that costs if there is a price file."""
-    from paceline.launch.cloud_task import describe_cost, read_machines
-
-    memory = f", {need.memory_mib:,} MiB" if need.memory_mib else ""
-    gpus = f", {format_count(need.gpus, 'GPU')}" if need.gpus else ""
-    show(f"each of {format_count(args.nodes, 'node')}: {format_count(need.cpus, 'core')}{memory}{gpus}")
-    if args.prices is not None:
-        machines = read_machines(read_price_file(args.prices), str(args.prices))
-        show(describe_cost(machines, need, target))
-
-
 def _path_of(args: SubmitArgs) -> Path:
     """Return the recipe as nodes find it: those of a cloud get a copy of this folder.
 
@@ -228,71 +187,6 @@ def _path_of(args: SubmitArgs) -> Path:
             next_step="run this command in a folder above the recipe, or --option workdir=FOLDER",
         )
     return path.relative_to(folder)
-
-
-def read_price_file(path: Path) -> str:
-    """Return the text of a price file."""
-    try:
-        return path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(
-            f"cannot read the price file {path}: {error}", next_step="name a TOML file: docs/howto/cloud.md"
-        ) from error
-
-
-def planned_bytes(args: SubmitArgs, recipe: Recipe, count: int, show: Callable[[str], object]) -> int:
-    """Return the planned peak of a rank; 0 if nothing is requested by it, or it cannot be planned."""
-    if args.engine in ("mpi", "ssh") or any(name.startswith("mem") for name, _ in args.options):
-        return 0
-    from paceline.plan.memory_budget import check_budget
-    from paceline.session.start_rank import build_task
-
-    try:
-        with _ErrorsOfTask() as raised:
-            task = build_task(recipe, None, common_options.task_directory(args.recipe))
-            try:
-                verdict = check_budget(recipe, task, count * args.nodes, nodes=args.nodes)
-            except StrategyError:  # of some routes between hosts only the tensors of the ranks can be planned
-                verdict = check_budget(recipe, task, count * args.nodes)
-    except (StrategyError, TaskError) as error:
-        show(f"memory is not requested: {error.what}")
-        return 0
-    if raised.text:
-        print_plain(f"warning: memory is not requested: {raised.text}", error_output())
-        return 0
-    if verdict.refusal is not None:
-        raise verdict.refusal
-    return verdict.plan.peak
-
-
-class _ErrorsOfTask:
-    """A context manager that keeps what the user's own code raises; errors of Paceline pass.
-
-    Attributes:
-        text: the exception with its file and line, and what to do; empty: there was none.
-    """
-
-    def __init__(self) -> None:
-        self.text = ""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        from paceline.launch.worker_guard import is_folded
-
-        if not isinstance(error, Exception) or isinstance(error, PacelineError):
-            return False
-        frames = [frame for frame in traceback.extract_tb(trace) if not is_folded(frame.filename)]
-        where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-        summary = str(error).partition("\n")[0]
-        self.text = (
-            f"the task raised {type(error).__name__}: {summary}{where}. Correct it, unless it needs what only"
-            " the nodes of the job have"
-        )
-        return True
 
 
 def _show_files(args: SubmitArgs, files: dict[str, str]) -> None:

@@ -280,7 +280,7 @@ def test_a_sweep_is_a_job_array_of_which_a_preempted_task_is_queued_again_alone(
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 @pytest.mark.capability("O3", "N7")
 def test_twenty_preempted_jobs_of_twenty_continue(
     cluster: SlurmCluster, plain_hash: str, tmp_path: Path

@@ -1,8 +1,8 @@
 """Time to the first step of a two-rank job under Slurm and Open MPI, and what it is made of.
 
-Each is compared with the sum of the start of the engine itself, two ranks that print a word, and of our own:
-the same job by `paceline train -n 2`. Slurm is the cluster of the tests: its nodes are this machine. The first
-step ends when rank 0 has recorded it in metrics.jsonl; a word ends with its command.
+Each is compared with the start of the engine itself, of two ranks that print a word, plus our own start of
+the same job by `paceline train -n 2`. Slurm is the cluster of the tests: its nodes are this machine. The
+first step ends when rank 0 has recorded it in metrics.jsonl; a word ends with its command.
 """
 
 from __future__ import annotations

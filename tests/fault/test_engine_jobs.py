@@ -13,7 +13,9 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from paceline.cli.main import build_app
 from paceline.cli.submit import explain_client_error
 from tests.commands import run
 from tests.slurm_cluster import SlurmCluster, missing_programs, slurm_cluster
@@ -232,9 +234,10 @@ def test_what_slurm_refuses_has_a_next_step(cluster: SlurmCluster, tmp_path: Pat
         assert advice in error.next_step, error
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.capability("O3", "N7")
 def test_a_sweep_is_a_job_array_of_which_a_preempted_task_is_queued_again_alone(
-    cluster: SlurmCluster, tmp_path: Path
+    cluster: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the last task: its number in Slurm is that of the whole array."""
     folder = write_job(tmp_path / "job")
@@ -250,8 +253,9 @@ def test_a_sweep_is_a_job_array_of_which_a_preempted_task_is_queued_again_alone(
     runs = [sweep / f"seed={seed}" for seed in (1, 2, 3)]
     until(lambda: all(map(has_trained, runs)), f"not all train: {cluster.describe(array)}")
     collect = ("sweep", "recipe.toml", "--collect", "--out", str(sweep), *axis)
-    early = run(folder, *collect)
-    assert early.returncode == 1 and early.stdout.count("it is not complete: running") == 3, early.stdout
+    monkeypatch.chdir(folder)
+    early = CliRunner().invoke(build_app(), collect)
+    assert early.exit_code == 1 and early.stdout.count("it is not complete: running") == 3, early.output
 
     shown = cluster.run("scontrol", "show", "job", "-o", tasks[2]).stdout
     assert f"JobId={array} " in shown, shown
@@ -271,12 +275,12 @@ def test_a_sweep_is_a_job_array_of_which_a_preempted_task_is_queued_again_alone(
     assert ["resume: step" in text for text in printed] == [False, False, True]
     plain = run(folder, "train", "recipe.toml", "--set", "seed=3")
     assert hash_in(printed[2]) == hash_in(plain.stdout)
-    results = run(folder, *collect, "--json")
-    assert results.returncode == 0, results.stderr
+    results = CliRunner().invoke(build_app(), [*collect, "--json"])
+    assert results.exit_code == 0, results.output
     found = json.loads(results.stdout)
     assert [(row["runs"], row["numbers"]["steps"]["mean"]) for row in found["rows"]] == [(3, 12.0)]
-    again = cluster.run(*PACELINE, *words, cwd=folder)
-    assert again.returncode == 2 and "all runs of this sweep are complete" in again.stderr
+    again = CliRunner().invoke(build_app(), words)
+    assert "all runs of this sweep are complete" in str(again.exception), again.output
 
 
 @pytest.mark.soak
@@ -291,15 +295,15 @@ def test_twenty_preempted_jobs_of_twenty_continue(
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.capability("O3", "N7")
 def test_a_time_limit_is_announced_and_the_job_continues(
     cluster: SlurmCluster, plain_hash: str, tmp_path: Path
 ) -> None:
     folder = write_job(tmp_path / "job")
     (folder / "hold").touch()
-    job = submit(cluster, folder, "limited", "time=2", "signal=TERM@60")
-    until(lambda: "CANCELLED AT" in _output(folder, "limited", job), "no notice", 200.0)
+    job = submit(cluster, folder, "limited", "time=4", "signal=TERM@60")
+    until(lambda: "CANCELLED AT" in _output(folder, "limited", job), "no notice", 320.0)
     (folder / "hold").unlink()
     until(lambda: cluster.job_state(job) == "PENDING", "it was not queued again")
     cluster.start_soon(job)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 NAMES = (
     "startup",
+    "engines",
     "renewal",
     "step_overhead",
     "small_steps",

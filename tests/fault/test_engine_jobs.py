@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -12,7 +13,9 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from paceline.cli.main import build_app
 from paceline.cli.submit import explain_client_error
 from tests.commands import run
 from tests.slurm_cluster import SlurmCluster, missing_programs, slurm_cluster
@@ -122,8 +125,8 @@ def submit(
     return found[1]
 
 
-def has_trained(folder: Path, name: str) -> bool:
-    metrics = folder / "runs" / name / "metrics.jsonl"
+def has_trained(run_dir: Path) -> bool:
+    metrics = run_dir / "metrics.jsonl"
     return metrics.is_file() and '"event": "step"' in metrics.read_text()
 
 
@@ -153,7 +156,7 @@ def preempt(cluster: SlurmCluster, folder: Path, name: str) -> str:
     """Submit a job, preempt it while it trains, and let it continue; returns what it printed."""
     (folder / "hold").touch()
     job = submit(cluster, folder, name)
-    until(lambda: has_trained(folder, name), f"{job} does not train: {cluster.job_state(job)}")
+    until(lambda: has_trained(folder / "runs" / name), f"{job} does not train: {cluster.job_state(job)}")
     first = cluster.run("sbatch", "-p", "high", "-N", "2", "--exclusive", "-o", "/dev/null", "--wrap", "true")
     assert first.returncode == 0, first.stderr
     until(lambda: "CANCELLED AT" in _output(folder, name, job), f"{job} was told nothing")
@@ -182,7 +185,9 @@ def test_a_cancelled_job_saves_and_is_not_queued_again(cluster: SlurmCluster, tm
     folder = write_job(tmp_path / "job")
     (folder / "hold").touch()
     job = submit(cluster, folder, "cancelled")
-    until(lambda: has_trained(folder, "cancelled"), f"{job} does not train: {cluster.job_state(job)}")
+    until(
+        lambda: has_trained(folder / "runs" / "cancelled"), f"{job} does not train: {cluster.job_state(job)}"
+    )
     done = cluster.run(*PACELINE, "submit", "--on", "slurm", "--cancel", job)
     assert done.returncode == 0, done.stderr
     (folder / "hold").unlink()
@@ -229,8 +234,57 @@ def test_what_slurm_refuses_has_a_next_step(cluster: SlurmCluster, tmp_path: Pat
         assert advice in error.next_step, error
 
 
+@pytest.mark.timeout(600)
+@pytest.mark.capability("O3", "N7")
+def test_a_sweep_is_a_job_array_of_which_a_preempted_task_is_queued_again_alone(
+    cluster: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the last task: its number in Slurm is that of the whole array."""
+    folder = write_job(tmp_path / "job")
+    (folder / "hold").touch()
+    axis = ("--over", "seed=1,2,3")
+    words = ("submit", "recipe.toml", "--on", "slurm", "--name", "seeds", *axis)
+    options = ("--option", "mem=0", "--option", "partition=low")
+    done = cluster.run(*PACELINE, *words, *options, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    array = re.findall(r"job (\d+):", done.stdout)[-1]
+    tasks = [f"{array}_{index}" for index in range(3)]
+    sweep = folder / "sweeps" / "seeds"
+    runs = [sweep / f"seed={seed}" for seed in (1, 2, 3)]
+    until(lambda: all(map(has_trained, runs)), f"not all train: {cluster.describe(array)}")
+    collect = ("sweep", "recipe.toml", "--collect", "--out", str(sweep), *axis)
+    monkeypatch.chdir(folder)
+    early = CliRunner().invoke(build_app(), collect)
+    assert early.exit_code == 1 and early.stdout.count("it is not complete: running") == 3, early.output
+
+    shown = cluster.run("scontrol", "show", "job", "-o", tasks[2]).stdout
+    assert f"JobId={array} " in shown, shown
+    node = re.findall(r" NodeList=(n\d)", shown)[-1]
+    alone = ("-p", "high", "-w", node, "--exclusive", "-o", "/dev/null")
+    first = cluster.run("sbatch", "--parsable", *alone, "--wrap", "true")
+    assert first.returncode == 0, first.stderr
+    outputs = [folder / f"seeds-{task}.out" for task in tasks]
+    until(lambda: "CANCELLED AT" in outputs[2].read_text(), cluster.describe(tasks[2]))
+    (folder / "hold").unlink()
+    until(lambda: cluster.job_state(tasks[2]) == "PENDING", cluster.describe(tasks[2]))
+    until(lambda: cluster.job_state(first.stdout.strip()) == "COMPLETED", "the other job does not end")
+    cluster.start_soon(tasks[2])
+    for task in tasks:
+        cluster.wait_for_state(task, "COMPLETED", seconds=SECONDS)
+    printed = [path.read_text() for path in outputs]
+    assert ["resume: step" in text for text in printed] == [False, False, True]
+    plain = run(folder, "train", "recipe.toml", "--set", "seed=3")
+    assert hash_in(printed[2]) == hash_in(plain.stdout)
+    results = CliRunner().invoke(build_app(), [*collect, "--json"])
+    assert results.exit_code == 0, results.output
+    found = json.loads(results.stdout)
+    assert [(row["runs"], row["numbers"]["steps"]["mean"]) for row in found["rows"]] == [(3, 12.0)]
+    again = CliRunner().invoke(build_app(), words)
+    assert "all runs of this sweep are complete" in str(again.exception), again.output
+
+
 @pytest.mark.soak
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 @pytest.mark.capability("O3", "N7")
 def test_twenty_preempted_jobs_of_twenty_continue(
     cluster: SlurmCluster, plain_hash: str, tmp_path: Path
@@ -241,15 +295,15 @@ def test_twenty_preempted_jobs_of_twenty_continue(
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.capability("O3", "N7")
 def test_a_time_limit_is_announced_and_the_job_continues(
     cluster: SlurmCluster, plain_hash: str, tmp_path: Path
 ) -> None:
     folder = write_job(tmp_path / "job")
     (folder / "hold").touch()
-    job = submit(cluster, folder, "limited", "time=2", "signal=TERM@60")
-    until(lambda: "CANCELLED AT" in _output(folder, "limited", job), "no notice", 200.0)
+    job = submit(cluster, folder, "limited", "time=4", "signal=TERM@60")
+    until(lambda: "CANCELLED AT" in _output(folder, "limited", job), "no notice", 320.0)
     (folder / "hold").unlink()
     until(lambda: cluster.job_state(job) == "PENDING", "it was not queued again")
     cluster.start_soon(job)
@@ -264,7 +318,9 @@ def test_a_job_does_not_need_the_daemon_of_a_node(plain_hash: str, tmp_path: Pat
         folder = write_job(tmp_path / "job")
         (folder / "hold").touch()
         job = submit(cluster, folder, "daemon")
-        until(lambda: has_trained(folder, "daemon"), f"{job} does not train: {cluster.job_state(job)}")
+        until(
+            lambda: has_trained(folder / "runs" / "daemon"), f"{job} does not train: {cluster.job_state(job)}"
+        )
         cluster.kill_daemon("n2")
         (folder / "hold").unlink()
         until(lambda: "state sha256" in _output(folder, "daemon", job), "it does not end")

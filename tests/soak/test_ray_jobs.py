@@ -8,9 +8,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.commands import run
@@ -24,15 +26,30 @@ pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     """A cluster of three raylets with one core each, of which a job uses two."""
-    from ray.cluster_utils import Cluster
-
-    # a raylet that does not start within 30 s on a busy machine is given up by Ray
-    started = Cluster()
-    for number in range(3):
-        head: dict[str, Any] = {"include_dashboard": False} if number == 0 else {}
-        started.add_node(num_cpus=1, object_store_memory=100 << 20, **head)
+    started = start_cluster()
     yield started
     started.shutdown()
+
+
+def start_cluster(attempts: int = 4) -> Any:
+    """Start the raylets, and again if Ray gives one up, which needs more than 30 s on a busy machine."""
+    from ray.cluster_utils import Cluster
+
+    started = Cluster()
+    try:
+        for number in range(3):
+            head: dict[str, Any] = {"include_dashboard": False} if number == 0 else {}
+            started.add_node(num_cpus=1, object_store_memory=100 << 20, **head)
+    except Exception as error:
+        if attempts == 1 or "timed out during startup" not in str(error):
+            raise
+    else:
+        return started
+    started.shutdown()
+    for process in psutil.Process().children(recursive=True):  # Ray leaves those of a node that it gave up
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    return start_cluster(attempts - 1)
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,8 @@ from paceline.launch.job_spec import LaunchJob
 from paceline.launch.launcher import launch
 from paceline.launch.shutdown import ShutdownTimeouts
 from paceline.observe.sinks import METRICS
-from paceline.report.run_files import RECIPE
+from paceline.report.run_files import RECIPE, is_run_folder
+from paceline.report.run_reader import read_run
 from paceline.studies.sweep_cells import SweepCell
 from paceline.studies.sweep_summary import RunMeasurements, read_measurements
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from paceline.recipe.recipe import Recipe
 
 _COMPLETE = "complete"
-_RESOLVED_RECIPE = "asked.toml"
+RESOLVED_RECIPE = "asked.toml"
 """File with the recipe as the sweep resolved it; recipe.toml of the run also has choices of its machine."""
 STOPPED_EXIT_CODES = (129, 130, 143)
 _EVALUATE_EVERY = 20
@@ -62,6 +63,11 @@ class StudyRun:
     def complete(self) -> bool:
         """Return whether the run has been trained to its end."""
         return (self.folder / _COMPLETE).exists()
+
+    @property
+    def status(self) -> str:
+        """The state of the run, as in `paceline runs`; "not started" without a run."""
+        return read_run(self.folder).status if is_run_folder(self.folder) else "not started"
 
 
 def plan_runs(
@@ -113,8 +119,8 @@ def with_evaluation_interval(recipe: Recipe, base_batch: int) -> Recipe:
 def refuse_other_recipes(runs: Sequence[StudyRun]) -> None:
     """Raise a RecipeError if the folder of a run holds a run of another recipe."""
     for run in runs:
-        path = run.folder / _RESOLVED_RECIPE
-        text = None if run.recipe is None else _recipe_text(run.recipe.replace(run_dir=None))
+        path = run.folder / RESOLVED_RECIPE
+        text = None if run.recipe is None else resolved_text(run.recipe)
         if text is not None and path.exists() and path.read_text("utf-8") != text:
             raise RecipeError(
                 "the folder holds a run of another recipe",
@@ -123,10 +129,11 @@ def refuse_other_recipes(runs: Sequence[StudyRun]) -> None:
             )
 
 
-def _recipe_text(recipe: Recipe) -> str:
+def resolved_text(recipe: Recipe) -> str:
+    """Return the text of a resolved recipe, which names no run folder."""
     from paceline.recipe.recipe import to_toml
 
-    return to_toml(recipe)
+    return to_toml(recipe.replace(run_dir=None))
 
 
 def train_all(
@@ -151,6 +158,19 @@ def train_all(
         if variables is None:
             variables = stack.enter_context(fork_server(TRAIN_MODULES)) if several else {}
         return _train_all(runs, log, {**process_environment(), **variables}, on_end)
+
+
+def collect_runs(runs: Sequence[StudyRun]) -> tuple[CompletedRuns, dict[str, str], int]:
+    """Return what `train_all` returns, for runs that an engine trains; those that are not complete failed."""
+    done: CompletedRuns = []
+    failed: dict[str, str] = {}
+    for run in runs:
+        if not run.complete and run.status != "finished":
+            failed[run.cell.label] = run.refusal or f"it is not complete: {run.status}"
+            continue
+        (run.folder / _COMPLETE).touch()
+        done.append((run.cell, read_measurements(run.folder)))
+    return done, failed, int(bool(failed))
 
 
 def train_run(run: StudyRun) -> tuple[str, int]:
@@ -207,8 +227,8 @@ def _train(run: StudyRun, environ: Mapping[str, str]) -> tuple[str, int]:
 
 def write_resolved_recipe(run: StudyRun, recipe: Recipe) -> Path:
     """Write the resolved recipe to the run's folder; returns its path."""
-    path = run.folder / _RESOLVED_RECIPE
-    path.write_text(_recipe_text(recipe.replace(run_dir=None)), encoding="utf-8")
+    path = run.folder / RESOLVED_RECIPE
+    path.write_text(resolved_text(recipe), encoding="utf-8")
     return path
 
 

@@ -9,25 +9,19 @@ import signal
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Annotated, NoReturn, Self
+from typing import Annotated, NoReturn
 
 import typer
 
 from paceline.cli import common_options
-from paceline.cli.console import error_output, print_plain
-from paceline.errors import PacelineError, RecipeError, StrategyError, TaskError, format_count
+from paceline.cli.console import print_plain
+from paceline.cli.job_request import SubmitArgs, planned_bytes, show_request
+from paceline.errors import PacelineError, RecipeError
 
-if TYPE_CHECKING:
-    from paceline.recipe.recipe import Recipe
-
-SUBMISSIONS = Path("submissions")
 _CLIENT_SECONDS, _POLL_SECONDS = 60.0, 1.0
 _SSH_FAILED = 255
 _CLIENTS = {"slurm": "sbatch", "mpi": "mpirun", "ssh": "ssh", "kubernetes": "kubectl", "sky": "sky"}
@@ -39,6 +33,20 @@ _PACKAGES = {
     "sky": "SkyPilot: pip install 'skypilot[aws]' (or gcp, azure, ...), then `sky check`",
     "kubectl": "kubectl, and name your cluster in ~/.kube/config",
 }
+
+
+Axes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--over", help="Slurm: an axis of a sweep, as a job array: batch=32,64 or seed=1,2. Repeatable."
+    ),
+]
+Prices = Annotated[
+    Path | None, typer.Option("--prices", help="Price file (TOML) for the hourly cost that --dry-run prints.")
+]
+Attach = Annotated[
+    bool, typer.Option("--attach", help="Print the output of the job until it ends; its exit code is ours.")
+]
 
 
 def submit(
@@ -58,6 +66,7 @@ def submit(
         list[str] | None,
         typer.Option("--option", help="Option of the engine: partition=gpu, image=NAME:TAG. Repeatable."),
     ] = None,
+    over: Axes = None,
     hosts: Annotated[str, typer.Option("--hosts", help="Hosts of mpi and ssh, with commas.")] = "",
     render: Annotated[
         Path | None, typer.Option("--render", help="Write the files to this folder, and submit nothing.")
@@ -65,14 +74,8 @@ def submit(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the files, the resources and the command; write nothing.")
     ] = False,
-    prices: Annotated[
-        Path | None,
-        typer.Option("--prices", help="Price file (TOML) for the hourly cost that --dry-run prints."),
-    ] = None,
-    attach: Annotated[
-        bool,
-        typer.Option("--attach", help="Print the output of the job until it ends; its exit code is ours."),
-    ] = False,
+    prices: Prices = None,
+    attach: Attach = False,
     cancel: Annotated[str | None, typer.Option("--cancel", metavar="JOB", help="Cancel a job.")] = None,
 ) -> None:
     """Start RECIPE by Slurm, MPI, ssh, Ray, Kubernetes or SkyPilot."""
@@ -92,30 +95,21 @@ def submit(
         options=tuple(map(_parse_option, options or ())),
         hosts=tuple(host for host in hosts.split(",") if host),
         prices=prices,
+        over=tuple(over or ()),
+        render=render,
     )
+    if attach and over:
+        raise RecipeError(
+            "--attach prints the output of one job, and --over makes several",
+            next_step="leave it out; the output of task I of job J is in NAME-J_I.out",
+        )
     files = render_files(args, show=print_plain if dry_run else lambda text: None)
     if dry_run:
         _show_files(args, files)
     else:
-        _write(files, render or SUBMISSIONS / args.name)
+        _write(files, args.folder)
         if render is None:
-            sys.exit(_submit(args, SUBMISSIONS / args.name / next(iter(files)), attach=attach))
-
-
-@dataclass(frozen=True)
-class SubmitArgs:
-    """The arguments of `paceline submit`, as the user gave them."""
-
-    recipe: Path
-    engine: str
-    nodes: int
-    processes: int | None
-    strategy: str | None
-    settings: tuple[str, ...]
-    name: str
-    options: tuple[tuple[str, str], ...]
-    hosts: tuple[str, ...]
-    prices: Path | None = None
+            sys.exit(_submit(args, args.folder / next(iter(files)), attach=attach))
 
 
 def _parse_option(text: str) -> tuple[str, str]:
@@ -131,18 +125,30 @@ def render_files(args: SubmitArgs, show: Callable[[str], object]) -> dict[str, s
     Raises:
         RecipeError, StrategyError: the recipe, the name or an option is wrong, or a file would have a secret.
     """
+    from paceline.cli.job_array import render_sweep
     from paceline.job.cluster import process_environment
-    from paceline.launch.cloud_task import describe_cost, read_machines
-    from paceline.launch.job_target import JobTarget, plan_resources
     from paceline.launch.rendered_job import find_secrets
-    from paceline.launch.rendered_job import render as render_job
-    from paceline.recipe.recipe_loading import load_recipe
 
     if not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?", args.name):
         raise RecipeError(
             f"--name '{args.name}' cannot name a job on every engine",
             next_step="--name with at most 42 lower-case letters, digits and dashes",
         )
+    files = render_sweep(args, show) if args.over else _render_job(args, show)
+    leaked = find_secrets(files, process_environment())
+    if leaked:
+        raise RecipeError(
+            f"the value of {', '.join(leaked)} stands in a rendered file",
+            next_step="leave it out of the recipe",
+        )
+    return files
+
+
+def _render_job(args: SubmitArgs, show: Callable[[str], object]) -> dict[str, str]:
+    from paceline.launch.job_target import JobTarget, plan_resources
+    from paceline.launch.rendered_job import render as render_job
+    from paceline.recipe.recipe_loading import load_recipe
+
     in_pod = args.engine in ("kubernetes", "sky")
     settings = list(args.settings)
     checked = common_options.read_recipe(args.recipe, settings, args.strategy)
@@ -159,23 +165,10 @@ def render_files(args: SubmitArgs, show: Callable[[str], object]) -> dict[str, s
         arguments=tuple(word for setting in settings for word in ("--set", setting)),
         options=args.options,
         hosts=args.hosts,
-        planned_bytes=_planned_bytes(args, checked, count, show),
+        planned_bytes=planned_bytes(args, checked, count, show),
     )
-    need = plan_resources(recipe, target)
-    memory = f", {need.memory_mib:,} MiB" if need.memory_mib else ""
-    gpus = f", {format_count(need.gpus, 'GPU')}" if need.gpus else ""
-    show(f"each of {format_count(args.nodes, 'node')}: {format_count(need.cpus, 'core')}{memory}{gpus}")
-    if args.prices is not None:
-        machines = read_machines(read_price_file(args.prices), str(args.prices))
-        show(describe_cost(machines, need, target))
-    files = render_job(recipe, recipe.strategy, target)
-    leaked = find_secrets(files, process_environment())
-    if leaked:
-        raise RecipeError(
-            f"the value of {', '.join(leaked)} stands in a rendered file",
-            next_step="leave it out of the recipe",
-        )
-    return files
+    show_request(args, plan_resources(recipe, target), target, show)
+    return render_job(recipe, recipe.strategy, target)
 
 
 def _path_of(args: SubmitArgs) -> Path:
@@ -196,82 +189,15 @@ def _path_of(args: SubmitArgs) -> Path:
     return path.relative_to(folder)
 
 
-def read_price_file(path: Path) -> str:
-    """Return the text of a price file."""
-    try:
-        return path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(
-            f"cannot read the price file {path}: {error}", next_step="name a TOML file: docs/howto/cloud.md"
-        ) from error
-
-
-def _planned_bytes(args: SubmitArgs, recipe: Recipe, count: int, show: Callable[[str], object]) -> int:
-    """Return the planned peak of a rank; 0 if nothing is requested by it, or it cannot be planned."""
-    if args.engine in ("mpi", "ssh") or any(name.startswith("mem") for name, _ in args.options):
-        return 0
-    from paceline.plan.memory_budget import check_budget
-    from paceline.session.start_rank import build_task
-
-    try:
-        with _ErrorsOfTask() as raised:
-            task = build_task(recipe, None, common_options.task_directory(args.recipe))
-            try:
-                verdict = check_budget(recipe, task, count * args.nodes, nodes=args.nodes)
-            except StrategyError:  # of some routes between hosts only the tensors of the ranks can be planned
-                verdict = check_budget(recipe, task, count * args.nodes)
-    except (StrategyError, TaskError) as error:
-        show(f"memory is not requested: {error.what}")
-        return 0
-    if raised.text:
-        print_plain(f"warning: memory is not requested: {raised.text}", error_output())
-        return 0
-    if verdict.refusal is not None:
-        raise verdict.refusal
-    return verdict.plan.peak
-
-
-class _ErrorsOfTask:
-    """A context manager that keeps what the user's own code raises; errors of Paceline pass.
-
-    Attributes:
-        text: the exception with its file and line, and what to do; empty: there was none.
-    """
-
-    def __init__(self) -> None:
-        self.text = ""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        from paceline.launch.worker_guard import is_folded
-
-        if not isinstance(error, Exception) or isinstance(error, PacelineError):
-            return False
-        frames = [frame for frame in traceback.extract_tb(trace) if not is_folded(frame.filename)]
-        where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-        summary = str(error).partition("\n")[0]
-        self.text = (
-            f"the task raised {type(error).__name__}: {summary}{where}. Correct it, unless it needs what only"
-            " the nodes of the job have"
-        )
-        return True
-
-
 def _show_files(args: SubmitArgs, files: dict[str, str]) -> None:
     for file, text in files.items():
         print_plain(f"== {file}\n{text}")
-    print_plain(
-        f"command: {' '.join(_submit_command(args.engine, SUBMISSIONS / args.name / next(iter(files))))}"
-    )
+    print_plain(f"command: {' '.join(_submit_command(args.engine, args.folder / next(iter(files))))}")
 
 
 def _write(files: dict[str, str], folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")
         print_plain(f"wrote {folder / name}")
 
@@ -305,6 +231,10 @@ def _submit(args: SubmitArgs, file: Path, *, attach: bool) -> int:
     printed = _call(["sbatch", "--parsable", str(file)])
     job = printed.strip().partition(";")[0]
     print_plain(f"job {job}: cancel it by `paceline submit --on slurm --cancel {job}`")
+    if args.over:
+        from paceline.cli.job_array import collect_command
+
+        print_plain(f"results of the runs that are complete: {collect_command(args)}")
     return _follow_slurm(job) if attach else 0
 
 

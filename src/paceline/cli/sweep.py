@@ -50,6 +50,14 @@ RateSteps = Annotated[
 ]
 
 
+Collect = Annotated[
+    bool,
+    typer.Option(
+        "--collect", help="Train nothing: the results of the runs in --out that are complete (a job array)."
+    ),
+]
+
+
 def sweep(
     recipe: common_options.RecipeArgument,
     over: Over = None,
@@ -60,6 +68,7 @@ def sweep(
     settings: common_options.Settings = None,
     target: common_options.TargetOption = None,
     out: common_options.Out = None,
+    collect: Collect = False,
     as_json: common_options.AsJson = False,
 ) -> None:
     """Train RECIPE for every combination of some settings; write a table, a plot and results.json."""
@@ -67,6 +76,11 @@ def sweep(
 
     refuse_engine_tasks(current_place(), "paceline sweep")
     _check_options(over, find_lr, lr_range is not None or lr_steps is not None, target)
+    if collect and (find_lr or out is None):
+        raise RecipeError(
+            "--collect reads the runs of a sweep",
+            next_step="name its folder by --out, and its axes by --over",
+        )
     folder = out or Path("sweeps") / f"{datetime.now():%Y%m%d-%H%M%S}-{recipe.stem}"
     if find_lr:
         from paceline.studies.learning_rate_curve import LearningRateRange
@@ -74,7 +88,7 @@ def sweep(
         rates = LearningRateRange.parse(lr_range or "1e-6,1", 100 if lr_steps is None else lr_steps)
         find_rate(RateSearch(recipe, strategy, tuple(settings or ()), rates, folder), as_json)
         return
-    from paceline.cli.study_runs import plan_runs, train_all
+    from paceline.cli.study_runs import collect_runs, plan_runs, train_all
     from paceline.studies.sweep_cells import build_cells, parse_axis
     from paceline.studies.sweep_summary import MetricTarget, render_table, summarize_sweep
 
@@ -82,7 +96,9 @@ def sweep(
     cells = build_cells([parse_axis(text) for text in over or ()])
     console = error_output() if as_json else output()
     runs = plan_runs(recipe, settings or [], strategy, cells, folder)
-    done, failed, code = train_all(runs, lambda line: print_plain(line, console))
+    done, failed, code = (
+        collect_runs(runs) if collect else train_all(runs, lambda line: print_plain(line, console))
+    )
     summary = summarize_sweep(done, failed, metric_target)
     _save_results(summary, folder)
     if as_json:

@@ -33,7 +33,7 @@ def render_sky(recipe: Recipe, target: JobTarget) -> dict[str, str]:
     need = plan_resources(recipe, target)
     if need.gpus and not target.option("gpu"):
         raise RecipeError(
-            'runtime.device = "cuda" needs the name of a GPU', next_step="--option gpu=A100 (`sky show-gpus`)"
+            'runtime.device = "cuda" needs the name of a GPU', next_step="--option gpu=A100 (`sky gpus list`)"
         )
     bucket = target.option("bucket")
     if not bucket:

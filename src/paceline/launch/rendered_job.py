@@ -21,6 +21,7 @@ from paceline.launch.job_target import (
     PORT,
     SECRET_NAME,
     JobTarget,
+    NodeResources,
     plan_resources,
     train_words,
 )
@@ -52,12 +53,13 @@ def render(recipe: Recipe, strategy: Strategy, target: JobTarget) -> dict[str, s
             next_step=f"one of {', '.join(known_options)}",
         )
     recipe = recipe.replace(strategy=strategy)
-    _refuse_secret_settings(target)
+    refuse_secret_settings(target.arguments)
     return RENDERERS[target.engine](recipe, target)
 
 
-def _refuse_secret_settings(target: JobTarget) -> None:
-    for word in target.arguments:
+def refuse_secret_settings(words: Sequence[str]) -> None:
+    """Raise a RecipeError if one of the words is a setting `KEY=VALUE` whose key is that of a secret."""
+    for word in words:
         key, equals, value = word.partition("=")
         if equals and value and SECRET_NAME.search(key):
             raise RecipeError(
@@ -81,8 +83,66 @@ def _join(words: Sequence[str]) -> str:
 
 
 def _render_slurm(recipe: Recipe, target: JobTarget) -> dict[str, str]:
-    need = plan_resources(recipe, target)
-    notice = math.ceil(recipe.checkpoint.grace_seconds) + _NOTICE_MARGIN_SECONDS
+    return _render_batch_script(
+        [(recipe, target)],
+        select="",
+        job='"$SLURM_JOB_ID"',
+        run=shlex.quote(target.run_dir),
+        train=_slurm_words(recipe, target),
+    )
+
+
+def render_array(jobs: Sequence[tuple[Recipe, JobTarget]]) -> dict[str, str]:
+    """Return the batch script of a job array of Slurm: each task is a job, and is queued again alone.
+
+    Args:
+        jobs: recipe and target of each task, by its index. The targets differ in `recipe_path`, `run_dir`,
+            `processes` and `planned_bytes` only; every task requests what the largest one needs.
+    """
+    target = replace(jobs[0][1], options=(("array", f"0-{len(jobs) - 1}"), *jobs[0][1].options))
+    cases = [
+        f"{i}) run={shlex.quote(job.run_dir)} train=({_slurm_words(recipe, job)}) ;;"
+        for i, (recipe, job) in enumerate(jobs)
+    ]
+    return _render_batch_script(
+        [(jobs[0][0], target), *jobs[1:]],
+        select=_SELECT.format(cases="\n".join(cases)),
+        # for one of its tasks, SLURM_JOB_ID is the number of the whole array
+        job='"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"',
+        run='"$run"',
+        train='"${train[@]}"',
+    )
+
+
+def plan_array_resources(jobs: Sequence[tuple[Recipe, JobTarget]]) -> NodeResources:
+    """Return what each node of a task needs: the largest of each number."""
+    needs = [plan_resources(recipe, target) for recipe, target in jobs]
+    # a job whose memory is not planned may need any
+    planned = all(need.memory_mib for need in needs)
+    return NodeResources(
+        cpus=max(need.cpus for need in needs),
+        gpus=max(need.gpus for need in needs),
+        memory_mib=max(need.memory_mib for need in needs) if planned else 0,
+    )
+
+
+def _slurm_words(recipe: Recipe, target: JobTarget) -> str:
+    words = train_words(recipe, target, recipe_path=target.recipe_path, run_dir=target.run_dir)
+    words += ["--nodes", str(target.nodes)] if target.nodes > 1 else []
+    return _join([*words, "-n", str(target.processes)])
+
+
+def _render_batch_script(
+    jobs: Sequence[tuple[Recipe, JobTarget]], *, select: str, job: str, run: str, train: str
+) -> dict[str, str]:
+    """Return the script of a job, or of a job array if there is a `select`.
+
+    Args:
+        select: lines that set the variables of a task.
+        job, run, train: number of the job, its run folder and the command that trains, in the shell.
+    """
+    target, need = jobs[0][1], plan_array_resources(jobs)
+    notice = math.ceil(max(recipe.checkpoint.grace_seconds for recipe, _ in jobs)) + _NOTICE_MARGIN_SECONDS
     requests = {
         "job-name": target.name,
         "nodes": str(target.nodes),
@@ -90,32 +150,39 @@ def _render_slurm(recipe: Recipe, target: JobTarget) -> dict[str, str]:
         "cpus-per-task": str(need.cpus),
         **({"mem": f"{need.memory_mib}M"} if need.memory_mib else {}),
         **({"gpus-per-node": str(need.gpus)} if need.gpus else {}),
-        "output": f"{target.name}-%j.out",
+        "output": f"{target.name}-{'%A_%a' if select else '%j'}.out",
         "open-mode": "append",
         "signal": f"TERM@{notice}",
         "requeue": "",
         **dict(target.options),
     }
     lines = [f"#SBATCH --{name}{'=' if value else ''}{value}" for name, value in requests.items()]
-    words = train_words(recipe, target, recipe_path=target.recipe_path, run_dir=target.run_dir)
-    words += ["--nodes", str(target.nodes)] if target.nodes > 1 else []
     script = _SBATCH.format(
         header=HEADER,
         requests="\n".join(lines),
         key=_KEY,
         stopped=STOPPED_EXIT_CODE,
-        train=_join([*words, "-n", str(target.processes)]),
-        run=shlex.quote(target.run_dir),
+        select=select,
+        job=job,
+        train=train,
+        run=run,
         starts=_STARTS_WITHOUT_PROGRESS,
         # the checkpoints of another place are not looked at, so such a job is always queued again
-        saved=_SAVED.format(run=shlex.quote(target.run_dir))
-        if recipe.checkpoint.folder is None
+        saved=_SAVED.format(run=run)
+        if all(recipe.checkpoint.folder is None for recipe, _ in jobs)
         else "date +%s%N",
     )
     return {f"{target.name}.sbatch": script}
 
 
 _STARTS_WITHOUT_PROGRESS = 3
+_SELECT = """
+# Every task of the array is a run of its own.
+case "$SLURM_ARRAY_TASK_ID" in
+{cases}
+*) echo "this array has no task $SLURM_ARRAY_TASK_ID" >&2; exit 2 ;;
+esac
+"""
 _SAVED = "ls {run}/checkpoints 2>/dev/null | grep '^step-' | tail -n 1"
 _SBATCH = """#!/bin/bash
 {header}{requests}
@@ -127,7 +194,7 @@ _SBATCH = """#!/bin/bash
 # The key of the job is in the memory of its processes only.
 {key}
 export PACELINE_TOKEN
-
+{select}
 # A signal to this script ends nothing: the job's own processes get one, and save.
 trap : TERM USR1
 
@@ -142,14 +209,14 @@ fi
 mkdir -p {run} && echo "$fruitless" > {run}/fruitless-starts
 
 # A job that was cancelled is not running any more, and stays cancelled.
-state=$(scontrol show job -o "$SLURM_JOB_ID" | sed -n 's/.*JobState=\\([A-Z_]*\\).*/\\1/p')
+state=$(scontrol show job -o {job} | sed -n 's/.*JobState=\\([A-Z_]*\\).*/\\1/p')
 if [ "$code" -eq {stopped} ] && [ "$state" = RUNNING ]; then
     if [ "$fruitless" -ge {starts} ]; then
         echo "$fruitless starts in a row have saved no step, so the job is not queued again:" \\
             "submit it with a longer time limit (--option time=HH:MM:SS)" >&2
         exit "$code"
     fi
-    scontrol requeue "$SLURM_JOB_ID" && exit 0
+    scontrol requeue {job} && exit 0
 fi
 exit "$code"
 """

@@ -16,7 +16,7 @@ from paceline.cli.submit import describe_reason, explain_client_error, require_c
 from paceline.errors import PacelineError, RecipeError
 from paceline.launch.cloud_task import describe_cost, read_machines
 from paceline.launch.job_target import JobTarget, plan_resources
-from paceline.launch.rendered_job import find_secrets, render
+from paceline.launch.rendered_job import find_secrets, plan_array_resources, render, render_array
 from paceline.recipe import Strategy
 from tests.recipes import recipe_of
 
@@ -118,6 +118,87 @@ def test_a_batch_job_is_queued_again_until_three_starts_have_saved_nothing(tmp_p
     code, requeued, said = start(143)
     assert (code, requeued) == (143, False) and "3 starts in a row" in said and "time limit" in said
     assert start(1)[:2] == (1, False) and start(0, "00000009")[:2] == (0, False)
+
+
+@pytest.mark.capability("O3")
+def test_a_task_of_a_job_array_trains_its_own_run_and_is_queued_again_alone(tmp_path: Path) -> None:
+    jobs = [
+        (
+            RECIPE,
+            replace(
+                TARGET,
+                recipe_path=f"/r/{i}",
+                run_dir=f"{tmp_path}/run {i}",
+                processes=processes,
+                planned_bytes=planned * 2**20,
+            ),
+        )
+        for i, (processes, planned) in enumerate([(1, 400), (4, 100), (2, 800)])
+    ]
+    need = plan_array_resources(jobs)
+    assert (need.cpus, need.gpus, need.memory_mib) == (8, 4, max(1200, 4 * 825, 2 * 1700))
+    assert plan_array_resources([*jobs, (RECIPE, replace(TARGET, planned_bytes=0))]).memory_mib == 0
+    script = render_array(jobs)["digits-1.sbatch"]
+    assert script == render_array(jobs)["digits-1.sbatch"]
+    assert "#SBATCH --array=0-2\n" in script and "#SBATCH --output=digits-1-%A_%a.out\n" in script
+    few = [(recipe, replace(target, options=(("array", "0-2%1"),))) for recipe, target in jobs]
+    assert "#SBATCH --array=0-2%1\n" in render_array(few)["digits-1.sbatch"]
+
+    (tmp_path / "job.sh").write_text(script)
+    for name, text in (
+        ("srun", 'printf "%s\\n" "$@" > trained; exit 143'),
+        ("scontrol", 'echo "$@" >> asked; echo JobState=RUNNING'),
+    ):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    variables = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "7"}
+    for task, code in (("2", 0), ("3", 2)):
+        done = subprocess.run(
+            ["bash", "job.sh"],
+            check=False,
+            cwd=tmp_path,
+            env={**variables, "SLURM_ARRAY_TASK_ID": task},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == code, done.stderr
+    assert "this array has no task 3" in done.stderr
+    trained = (tmp_path / "trained").read_text().splitlines()
+    assert "/r/2" in trained and f"run_dir={tmp_path}/run 2" in trained and trained[-2:] == ["-n", "2"]
+    assert (tmp_path / "asked").read_text().splitlines() == ["show job -o 7_2", "requeue 7_2"]
+    assert (tmp_path / "run 2" / "fruitless-starts").read_text() == "1\n"
+
+
+@pytest.mark.capability("O3")
+def test_a_sweep_is_rendered_with_its_recipes_and_what_it_cannot_do_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sum.toml").write_text('task = "sum"\nsteps = 4\n[batch]\nsize = 8\nshards = 2\n')
+    words = ["submit", "sum.toml", "--name", "s1", "--over", "batch=1,8,16"]
+
+    def submit(*more: str) -> tuple[int, str]:
+        done = CliRunner().invoke(build_app(), [*words, *more])
+        return done.exit_code, f"{done.output}{done.exception}"
+
+    assert submit("--render", "one")[0] == submit("--render", "two")[0] == 0
+    files = {path.relative_to("one") for path in Path("one").rglob("*") if path.is_file()}
+    assert files == {Path("s1.sbatch"), Path("batch=8/asked.toml"), Path("batch=16/asked.toml")}
+    for file in files:
+        first, second = (Path(folder, file).read_text() for folder in ("one", "two"))
+        assert first.replace(f"{tmp_path}/one", f"{tmp_path}/two") == second
+    assert "size = 16" in Path("one/batch=16/asked.toml").read_text()
+    code, printed = submit("--dry-run")
+    assert code == 0 and "2 tasks; the largest:" in printed and "batch=1 is left out" in printed
+    assert "command: sbatch sweeps/s1/s1.sbatch" in printed and not Path("sweeps").exists()
+    for more, message in (
+        (("--on", "mpi"), "--over is a job array, and mpi has none"),
+        (("--attach",), "--attach prints the output of one job"),
+        (("--over", "options.api_key=a,b"), "would write a secret to a file"),
+        (("--set", "steps=8", "--render", "one"), "the folder holds a run of another recipe"),
+    ):
+        assert message in submit(*more)[1]
 
 
 @pytest.mark.capability("O8")

@@ -13,14 +13,15 @@ import torch
 
 from paceline.job.cluster import change_environment, process_environment
 from paceline.launch import fork_server
-from paceline.session.reproducibility import MKL_EQUAL_ROWS, MKL_VARIABLE
+from paceline.session.reproducibility import MKL_EQUAL_ROWS, MKL_VARIABLE, needs_equal_rows
 from tests.commands import run
 
 hypothesis.settings.register_profile("busy", deadline=None)  # how long a case takes is not what is tested
 hypothesis.settings.load_profile("busy")
 
-# Here, since a process that has computed a product cannot change it, and processes run many tests.
-change_environment({MKL_VARIABLE: process_environment().get(MKL_VARIABLE, MKL_EQUAL_ROWS)})
+if needs_equal_rows():
+    # Here, since a process that has computed a product cannot change it, and processes run many tests.
+    change_environment({MKL_VARIABLE: process_environment().get(MKL_VARIABLE, MKL_EQUAL_ROWS)})
 
 _UNIT = Path(__file__).parent / "unit"
 STEPS, EVERY = 50, 20

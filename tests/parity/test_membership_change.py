@@ -263,7 +263,7 @@ def test_a_rank_that_has_missed_a_step_takes_it_over() -> None:
 
 def test_where_no_rank_has_the_whole_state_it_is_refused() -> None:
     def refused(cluster: Cluster) -> None:
-        for strategy in ("replicas=1 shard=2 zero=1", "replicas=2 codec=int8", "replicas=2 sync=gossip"):
+        for strategy in ("replicas=1 shard=2 zero=1", "replicas=2 codec=int8", "replicas=2 sync=gossip:1"):
             session = build_test_session(cluster, digits(strategy=strategy))
             with pytest.raises(StrategyError, match="members cannot change in a running process with"):
                 change_members(session)

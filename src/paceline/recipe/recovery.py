@@ -72,7 +72,7 @@ def trains_in_rounds(recipe: Recipe) -> bool:
     Every rank has the parameters with which the round began, and an optimizer of its own.
     """
     strategy, outer = recipe.strategy, recipe.outer
-    is_local = len(strategy.sync_words) == 1 and strategy.sync_spec.word in ("local", "diloco")
+    is_local = len(strategy.sync_words) == 1 and strategy.sync_spec.leaves_rounds
     return is_local and outer.fragments == 1 and not strategy.balances_by_speed and strategy.lanes == 1
 
 

@@ -38,6 +38,7 @@ class SyncSpec(WordSpec):
         extra_tally_bytes: bytes by which its tally is longer than that of every-step; None: unknown.
         memory: `module:name` of the function that plans its memory; empty: not planned.
         can_stream: its outer step can be divided into fragments, which leave in turn.
+        leaves_rounds: its replicas train alone between meetings, and a lost one only leaves its round.
         learns_alone: rank 0 learns a policy, and the other ranks play the environments of `[rl]`.
         work: `module:name` of `work(context, task) -> MicroBatchWork`, for a rule whose micro-batches are no
             parts of one global batch.
@@ -61,6 +62,7 @@ class SyncSpec(WordSpec):
     extra_tally_bytes: int | None = None
     memory: str = ""
     can_stream: bool = False
+    leaves_rounds: bool = False
     learns_alone: bool = False
     work: str = ""
 
@@ -214,6 +216,7 @@ SYNC_SPECS = (
         memory="paceline.sync.diloco:plan_memory",
         agrees="replica",
         steady=True,
+        leaves_rounds=True,
         extra_tally_bytes=8,
         refusals=(_NEEDS_NAMED_CODEC,),
     ),
@@ -227,6 +230,7 @@ SYNC_SPECS = (
         steady=True,
         recipe_tables=("outer",),
         can_stream=True,
+        leaves_rounds=True,
         extra_tally_bytes=8,
         refusals=(_NEEDS_NAMED_CODEC,),
     ),

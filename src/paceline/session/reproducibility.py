@@ -27,7 +27,8 @@ MKL_VARIABLE, MKL_EQUAL_ROWS = "MKL_CBWR", "AUTO,STRICT"
 def needs_equal_rows() -> bool:
     """Return whether a row among a few has other bits on this processor than the same row among many.
 
-    Measured with MKL 2024.2: with AMX a row among 4 differs from that among 96; without it those of 4 and more were equal.
+    Measured with MKL 2024.2: with AMX a row among 4 differs from that among 96; without it those of 4 and
+    more were equal.
     """
     try:
         return " amx_tile " in Path("/proc/cpuinfo").read_text(encoding="utf-8")

@@ -143,10 +143,12 @@ def judge(trial: KillTrial, expected: str, variables: Mapping[str, str]) -> Kill
     steps = Counter(int(str(event["step"])) for event in events if event["event"] == "step")
     repeated = sum(steps.values()) - len(steps)
     changes = events_of(events)
+    # One for the loss, and one where copies are used and a new process joins.
+    num_allowed = max(1, sum(event["event"] == "members" for event in events))
     wrong = ""
     if code or hash_in(output) != expected:
         wrong = f"exit code {code}, hash {hash_in(output)[:8]}: {output[-1500:]}"
-    elif set(steps) != set(range(STEPS)) or repeated > 1:
+    elif set(steps) != set(range(STEPS)) or repeated > num_allowed:
         wrong = f"steps: {sorted(set(range(STEPS)) - set(steps))} missing, {repeated} repeated"
     elif hit and not changes and "resume" in {event["event"] for event in events}:
         wrong = "the job was started again from a checkpoint"

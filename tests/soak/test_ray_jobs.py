@@ -40,7 +40,7 @@ def start_cluster(attempts: int = 4) -> Any:
         for number in range(3):
             head: dict[str, Any] = {"include_dashboard": False} if number == 0 else {}
             started.add_node(num_cpus=1, object_store_memory=100 << 20, **head)
-    except Exception as error:
+    except Exception as error:  # Ray raises no class of its own
         if attempts == 1 or "timed out during startup" not in str(error):
             raise
     else:

@@ -167,7 +167,7 @@ class Kubelet:
         variables |= {"JOB_COMPLETION_INDEX": str(index), "HOSTNAME": f"{self.name}-{index}"}
         kept = {
             name: process_environment()[name]
-            for name in ("PATH", "PYTHONPATH")
+            for name in ("PATH", "PYTHONPATH", "MKL_CBWR")
             if name in process_environment()
         }
         script = f'mount --bind {self.folder}/hosts /etc/hosts; exec "$@"'

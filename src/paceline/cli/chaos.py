@@ -23,7 +23,6 @@ import typer
 from paceline.cli import common_options
 from paceline.cli.console import print_json, print_plain
 from paceline.errors import RecipeError, StrategyError
-from paceline.recipe.recovery import keeps_copies, recovery_of
 
 if TYPE_CHECKING:
     from paceline.lab.fault_plan import FaultPlan
@@ -106,6 +105,8 @@ def expected_outcome(
     """
     if fault == "disk-full":
         return "continued" if recipe.checkpoint.full_disk_seconds > fault_seconds else "resumed"
+    from paceline.recipe.recovery import keeps_copies, recovery_of
+
     if fault != "kill":
         return "continued"  # nothing is lost: all other faults pass before anything counts as lost
     recovery, processes_per_host = recovery_of(recipe), processes // hosts

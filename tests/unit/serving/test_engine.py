@@ -15,6 +15,7 @@ from paceline.serving.engine import Engine, GenerationRequest
 from paceline.serving.kv_cache import KVCache, SlotSettings
 from paceline.serving.sampling import SamplingOptions
 from paceline.serving.slot_forward import build_engine, try_cache
+from paceline.session.reproducibility import needs_equal_rows
 from tests.request_mixes import VOCAB, RecordingEngine, cached_forward, count_wrong_texts, small_gpt
 
 GREEDY = SamplingOptions(temperature=0.0)
@@ -49,8 +50,9 @@ def test_the_bits_of_a_slot_do_not_depend_on_the_thread(attention: Any) -> None:
         logits_TV = model(torch.tensor([text]))[0]
     trial = try_cache(cached_forward(model, settings), text, logits_TV)
     assert trial == ("", True, True)
-    fused = cached_forward(model, settings, FusedKernel)
-    assert attention == "by_slot" or not try_cache(fused, text, logits_TV).has_equal_rows
+    if attention == "masked" and not needs_equal_rows():  # there tests have kernels with equal rows
+        fused = cached_forward(model, settings, FusedKernel)
+        assert not try_cache(fused, text, logits_TV).has_equal_rows
 
 
 class OldTextVisible(KVCache):

@@ -239,7 +239,7 @@ def test_what_slurm_refuses_has_a_next_step(cluster: SlurmCluster, tmp_path: Pat
 def test_a_sweep_is_a_job_array_of_which_a_preempted_task_is_queued_again_alone(
     cluster: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the last task: its number in Slurm is that of the whole array."""
+    """The last task is the preempted one: its number in Slurm is that of the whole array."""
     folder = write_job(tmp_path / "job")
     (folder / "hold").touch()
     axis = ("--over", "seed=1,2,3")

@@ -39,7 +39,7 @@ def sha256_of(output: str) -> str:
 
 @pytest.mark.capability("O4")
 def test_a_job_of_two_processes_in_the_image_has_the_hash_of_one_outside(tmp_path: Path) -> None:
-    """As a user that is not root, in a folder of the host."""
+    """The job runs as a user that is not root, in a folder of the host."""
     command_jobs.prepare(tmp_path, "")
     (tmp_path / "recipe.toml").write_text(RECIPE)
     words = ("train", "recipe.toml", "-n", "2", "--set")

@@ -272,14 +272,14 @@ def recipe() -> Recipe:
 def regression() -> Task:
     """The first ten samples of every batch are unlike the others."""
     torch.manual_seed(2)
-    x = torch.randn(2 * SIZE, 6)
+    x = torch.randn(2 * SIZE, 6, dtype=torch.float64)
     x[torch.arange(2 * SIZE) % SIZE < 10] += 1.0
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1), nn.Flatten(0))
 
     def loss(model: nn.Module, batch: Tensor) -> Loss:
         return Loss((model(batch) - batch.square().sum(1)).square().sum(), len(batch))
 
-    return Task(model, list(x), loss)
+    return Task(model.double(), list(x), loss)
 
 
 def padded() -> Task:
@@ -296,7 +296,8 @@ def padded() -> Task:
         return Loss(total, (next_BT != PAD).sum())
 
     data = list(zip(text[:, :-1], text.masked_fill(behind, PAD)[:, 1:], strict=True))
-    return Task(GPT(GPTConfig(VOCABULARY, CONTEXT, layers=1, heads=2, width=16)), data, loss)
+    model = GPT(GPTConfig(VOCABULARY, CONTEXT, layers=1, heads=2, width=16))
+    return Task(model.double(), data, loss)
 
 
 TASKS = {"regression": regression, "padded language model": padded}
@@ -333,7 +334,7 @@ def distances(found: dict[str, dict[str, Tensor]], right: dict[str, dict[str, Te
 @pytest.mark.capability("A6")
 def test_shares_of_ten_and_a_hundred_end_where_a_plain_loop_ends(right: Any) -> None:
     for found in run_ranks(ends, 2, Components(work=DEALT)):
-        assert max(distances(found, right)) <= 1e-6
+        assert max(distances(found, right)) <= 1e-12
 
 
 @pytest.mark.capability("A6")

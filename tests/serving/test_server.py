@@ -346,14 +346,24 @@ def test_a_template_cannot_leave_its_sandbox() -> None:
 
 @pytest.mark.capability("W9", clause="SIGTERM: finish or refuse")
 def test_sigterm_finishes_what_runs_and_refuses_what_waits(gpt_run: Path) -> None:
-    with ServerProcess(gpt_run, "--slots", "2") as server, ThreadPoolExecutor(6) as pool:
-        body = {"prompt": "a", "max_tokens": 120, "temperature": 0.0}
-        started = [pool.submit(server.call, "/v1/completions", body) for _ in range(2)]
-        wait_until(lambda: server.metric("paceline_server_slots", state="used") == 2)
-        waiting = [pool.submit(server.call, "/v1/completions", body) for _ in range(3)]
-        wait_until(lambda: server.metric("paceline_server_queued") == 3)
+    """There are so many requests that some wait however slow their clients are."""
+    with ServerProcess(gpt_run, "--slots", "2") as server, ThreadPoolExecutor(40) as pool:
+        prompt = {"prompt": "a", "max_tokens": 120, "temperature": 0.0}
+
+        def ask() -> tuple[int, bytes]:
+            try:
+                status, _, body = server.call("/v1/completions", prompt)
+            except OSError:  # a client that is so slow that the server no longer listens
+                return 0, b""
+            return status, body
+
+        answers = [pool.submit(ask) for _ in range(40)]
+        wait_until(lambda: server.metric("paceline_server_queued") >= 10)
         began = time.monotonic()
         assert server.stop() == 0, server.communicate()
         assert time.monotonic() - began < 35.0
-        assert [answer.result()[0] for answer in started] == [200, 200]
-        assert [answer.result()[0] for answer in waiting] == [503, 503, 503]
+        done = [answer.result() for answer in answers]
+    assert {200, 503} <= {status for status, _ in done} <= {0, 200, 503}
+    finished = [json.loads(body)["choices"][0] for status, body in done if status == 200]
+    assert len({choice["text"] for choice in finished}) == 1, "none was cut short"
+    assert len(done) - len(finished) >= 8

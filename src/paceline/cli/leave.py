@@ -37,8 +37,8 @@ def leave(
     folder = resolve_run_folder(run)
     present = _training_ranks(folder)
     seen = time.monotonic()
-    # Ranks show nothing while they agree on their members.
-    while not present and time.monotonic() < seen + _AGREE_SECONDS:
+    # Ranks show nothing while they agree on their members, and do not end that at the same moment.
+    while not _are_all(present) and time.monotonic() < seen + _AGREE_SECONDS:
         time.sleep(_LOOK_SECONDS)
         present = _training_ranks(folder)
     chosen = [one for one in present if one.rank in (ranks or ()) or one.host in (hosts or ())]
@@ -68,6 +68,11 @@ def _training_ranks(folder: Path) -> list[RankOperation]:
     from paceline.observe.rank_activity import read_operations
 
     return [one for one in read_operations(folder) if one.alive is not False]
+
+
+def _are_all(present: list[RankOperation]) -> bool:
+    """Return whether these are all ranks of the job, as each of them sees it."""
+    return bool(present) and {one.num_ranks for one in present} == {len(present)}
 
 
 def _require_possible(folder: Path, present: list[RankOperation], chosen: list[RankOperation]) -> None:

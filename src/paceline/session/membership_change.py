@@ -112,11 +112,12 @@ class JoinRequests:
 
     def __init__(self, session: Session, seconds: float = 0.2) -> None:
         self._session, self._seconds, self._next_at = session, seconds, 0.0
+        self._waiting: list[int] = []
 
     def check(self) -> None:
         """Raise an error if a process waits, on rank 0 and between two rounds; looks at most once a while.
 
-        Replicas that train alone between meetings all raise it, so that none is in a round: 8 bytes a round.
+        Replicas that train alone between meetings all raise it, so that none is in a round.
 
         Raises:
             MembersWaitError: `continue_after_loss` admits it; the other ranks see their next collective fail.
@@ -124,13 +125,20 @@ class JoinRequests:
         session = self._session
         if not session.is_elastic or session.cluster.membership is None:
             return
-        waiting = self._look() if session.is_first else []
-        is_waited_for = bool(waiting)
-        if trains_in_rounds(session.recipe) and session.cluster.world_size > 1:
-            is_waited_for = session.sum(float(is_waited_for)) > 0
+        if isinstance(session.rule, DiLoCo) and session.cluster.world_size > 1:
+            # The number travels with the next meeting, which tells all replicas of the same round.
+            session.rule.count_waiting = self._count
+            waiting, is_waited_for = self._waiting, session.rule.num_waiting > 0
+        else:
+            waiting = self._look() if session.is_first else []
+            is_waited_for = bool(waiting)
         if is_waited_for:
             names = f"process {', '.join(map(str, waiting))}" if waiting else "a process"
             raise MembersWaitError(f"{names} joins", next_step="nothing: the job continues with it")
+
+    def _count(self) -> int:
+        self._waiting = self._look() if self._session.is_first else []
+        return len(self._waiting)
 
     def _look(self) -> list[int]:
         """Return the numbers of the processes that wait, or none if the last look was a moment ago."""

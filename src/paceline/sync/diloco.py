@@ -78,6 +78,9 @@ class DiLoCo(ExtraState):
         reducer: builds the reduction of parameter deltas over the replicas, given the anchors.
         runner: this rank's part of the model.
         replicas, net, phases: as for `LocalRoundLoop`.
+    Attributes:
+        count_waiting: returns how many processes wait to join, as this rank sees it.
+        num_waiting: sum of these numbers over all replicas, in the latest meeting.
     Wire: every H steps one all_reduce of the parameters that a rank updates, and one of the tally, over the
         ranks that hold the same part of each replica. Inside a replica: the traffic of a step, and a gather
         after H.
@@ -101,6 +104,8 @@ class DiLoCo(ExtraState):
         self.reducer = reducer(anchors)
         self._delta = ParameterDelta(anchors, runner, outer, self.reducer)
         self.deltas = [self._delta]
+        self.count_waiting: Callable[[], int] = lambda: 0
+        self.num_waiting = 0.0
 
     def rounds(self, feed: TrainingFeed, runner: ModelRunner, update_step: UpdateStep) -> Iterator[StepStats]:
         return self._loop.rounds(
@@ -135,7 +140,9 @@ class DiLoCo(ExtraState):
 
     def _agree(self, local_round: LocalRound, runner: ModelRunner) -> tuple[StepTally, Mapping[str, float]]:
         """Sum the deltas, step from the anchors, and continue from there; collective."""
-        tally, sums = self._loop.agree(local_round, runner, skipped=local_round.skipped)
+        waiting = float(self.count_waiting())
+        tally, sums = self._loop.agree(local_round, runner, skipped=local_round.skipped, waiting=waiting)
+        self.num_waiting = sums["waiting"]
         # The weights are known only after the tally, so the sum cannot start earlier.
         self._delta.start_sum(local_round.count, tally.count)
         self._delta.finish_sum(tally)

@@ -243,7 +243,7 @@ class StreamingDiLoCo(ExtraState):
             # No step is left that could hide the sum, so it can wait for the exact number of items.
             fragment.send(len(local_round.results), 0.0, *self._wire, waits=True)
             fragment.receive(0.0)
-        return self._loop.agree(local_round, runner, skipped=local_round.skipped)
+        return self._loop.agree(local_round, runner, skipped=local_round.skipped, waiting=0.0)
 
     def pieces(self) -> list[TensorPiece]:
         """Return the momentum of the outer optimizers, by parameter, under the names of `DiLoCo`."""

@@ -217,7 +217,7 @@ SYNC_SPECS = (
         agrees="replica",
         steady=True,
         leaves_rounds=True,
-        extra_tally_bytes=8,
+        extra_tally_bytes=16,
         refusals=(_NEEDS_NAMED_CODEC,),
     ),
     SyncSpec(
@@ -231,7 +231,7 @@ SYNC_SPECS = (
         recipe_tables=("outer",),
         can_stream=True,
         leaves_rounds=True,
-        extra_tally_bytes=8,
+        extra_tally_bytes=16,
         refusals=(_NEEDS_NAMED_CODEC,),
     ),
     SyncSpec(

@@ -52,7 +52,11 @@ def test_each_step_counts_once_and_one_that_only_a_checkpoint_has_counts_as_well
         ("kill", "worker", {"elastic.min_processes": 2}, 2, 1, "restarted"),
         ("kill", "worker", {"elastic.min_processes": 2, "elastic.max_restarts": 0}, 2, 1, "resumed"),
         ("kill", "worker", {}, 2, 2, "continued"),
-        ("kill", "rank0", {}, 2, 2, "resumed"),  # its launcher ends, and with it the store
+        ("kill", "rank0", {}, 2, 2, "continued"),  # its launcher ends, and with it the store
+        ("kill", "launcher0", {}, 4, 2, "continued"),
+        ("kill", "launcher0", {"strategy": "shard=all", "elastic.redundancy": "buddy"}, 4, 2, "resumed"),
+        ("kill", "launcher0", {"strategy": "servers=1 sync=server"}, 3, 3, "resumed"),
+        ("kill", "launcher0", {}, 2, 1, "resumed"),
         ("kill", "rank0", {}, 4, 2, "continued"),
         ("kill", "launcher", {}, 4, 2, "continued"),
         ("kill", "launcher", {"strategy": "shard=all", "elastic.redundancy": "buddy"}, 4, 2, "resumed"),
@@ -122,14 +126,14 @@ def test_eleven_faults_on_one_host_end_as_expected(lab, tmp_path: Path) -> None:
     words = ["--hosts", "1", "--faults", "kill,stop,disk-full,clock-jump", "--fault-seconds", "0.5"]
     certificate = run_chaos(tmp_path, *words, seconds=850.0)
     outcomes = {(cell["fault"], cell["role"]): cell["outcome"] for cell in certificate["cells"]}
-    assert {role: outcomes["kill", role] for role in ROLES} == {
+    assert {role: outcomes["kill", role] for role in ROLES[:-1]} == {
         "worker": "continued",
         "rank0": "continued",
         "stage": "restarted",
         "server": "restarted",
         "launcher": "resumed",
     }
-    assert {outcomes["stop", role] for role in ROLES} == {"continued"}
+    assert {outcomes["stop", role] for role in ROLES[:-1]} == {"continued"}
     assert {outcomes["clock-jump", role] for role in ROLES} == {"not run"}
     assert outcomes["disk-full", "rank0"] == "resumed"
     assert certificate["run"] == certificate["survived"] == 11
@@ -137,11 +141,14 @@ def test_eleven_faults_on_one_host_end_as_expected(lab, tmp_path: Path) -> None:
 
 @pytest.mark.capability("Z9")
 def test_a_lost_host_and_a_partition_end_as_expected(lab, tmp_path: Path) -> None:
-    words = ["--faults", "kill,partition", "--roles", "worker", "--fault-seconds", "0.5"]
-    killed, parted = run_chaos(tmp_path, *words, seconds=400.0)["cells"]
-    assert (killed["outcome"], killed["num_samples"], killed["steps_lost"]) == ("continued", 1536, 0)
-    assert killed["sha256"] == killed["expected_sha256"] == parted["sha256"] != ""
+    """Also the host whose launcher serves the store of the job."""
+    words = ["--faults", "kill,partition", "--roles", "worker,launcher0", "--fault-seconds", "0.5"]
+    killed, first, parted, refused = run_chaos(tmp_path, *words, seconds=400.0)["cells"]
+    for cell in (killed, first):
+        assert (cell["outcome"], cell["num_samples"], cell["steps_lost"]) == ("continued", 1536, 0)
+        assert cell["sha256"] == cell["expected_sha256"] == parted["sha256"] != ""
     assert (parted["expected"], parted["outcome"]) == ("continued", "continued")
+    assert refused["outcome"] == "not run"
 
 
 @pytest.mark.soak

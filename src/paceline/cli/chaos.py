@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from paceline.recipe.recipe import Recipe
 
 FAULTS = ("kill", "stop", "delay", "drop", "disk-full", "partition", "clock-jump")
-ROLES = ("worker", "rank0", "stage", "server", "launcher")
+ROLES = ("worker", "rank0", "stage", "server", "launcher", "launcher0")
 _STRATEGIES: Mapping[str, str] = {"stage": "pipeline=2", "server": "servers=1 sync=server"}
 OUTCOMES = ("continued", "restarted", "resumed", "lost")
 """What comes of a job with a fault, the best first; see `ChaosCell.outcome`."""
@@ -110,21 +110,19 @@ def expected_outcome(
     if fault != "kill":
         return "continued"  # nothing is lost: all other faults pass before anything counts as lost
     recovery, processes_per_host = recovery_of(recipe), processes // hosts
-    num_lost = processes_per_host if role == "launcher" else 1
+    num_lost = processes_per_host if role.startswith("launcher") else 1
     num_workers = processes - recipe.strategy.servers
-    # The store of the job ends with the first launcher, which ends with the last rank of its node.
-    ends_with_rank_0 = hosts > 1 and processes_per_host == 1
-    loses_store = (hosts == 1 and role == "launcher") or (ends_with_rank_0 and role in ("rank0", "server"))
     if recipe.strategy.servers and role in ("worker", "launcher"):
         continues = num_lost < num_workers
     else:
         has_whole_state = num_lost == 1 or not keeps_copies(recipe)
         is_enough = processes - num_lost >= recipe.elastic.min_processes
         continues = recovery.kind == "in process" and has_whole_state and is_enough
-    if continues and not loses_store:
+    is_only_launcher = hosts == 1 and role.startswith("launcher")
+    if continues and not is_only_launcher:
         return "continued"
     # On several nodes nothing is started again, and neither is anything without its launcher.
-    restarts = hosts == 1 and role != "launcher" and recovery.kind != "none"
+    restarts = hosts == 1 and not is_only_launcher and recovery.kind != "none"
     return "restarted" if restarts and recipe.elastic.max_restarts else "resumed"
 
 
@@ -274,8 +272,10 @@ class ChaosTrials:
             return "it needs a link between two hosts: --hosts 2"
         if fault == "disk-full" and role != "rank0":
             return "only rank 0 writes to the disk of the run folder"
-        if fault in ("delay", "drop", "partition") and role == "launcher":
+        if fault in ("delay", "drop", "partition") and role.startswith("launcher"):
             return "a launcher has the link of its host: see worker"
+        if role == "launcher0" and self.hosts < 2:
+            return "there is only one launcher: see launcher"
         return ""
 
     def _plan(self, hosts: Sequence[str], fault: str, role: str) -> FaultPlan:
@@ -283,8 +283,10 @@ class ChaosTrials:
 
         last = self.processes - 1
         first, other = hosts[0], hosts[-1]
-        host, process = (first, "rank0") if role in ("rank0", "server") else (other, f"rank{last}")
-        process = "launcher" if role == "launcher" else process
+        host, process = other, f"rank{last}"
+        if role in ("rank0", "server", "launcher0"):
+            host, process = first, "rank0"
+        process = "launcher" if role.startswith("launcher") else process
         trigger: dict[str, Any] = {"step": self.steps // 2}
         lasts: dict[str, Any] = {"seconds": self.fault_seconds, **trigger}
         plan = FaultPlan()

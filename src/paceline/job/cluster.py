@@ -159,6 +159,7 @@ def read_rank_variables(values: Mapping[str, str]) -> dict[str, Any]:
         "attempt": _integer(values, "TORCHELASTIC_RESTART_COUNT", 0),
         "launched": True,
         "beacon_port": _integer(values, "PACELINE_BEACON_PORT", 0),
+        "standby_port": _integer(values, "PACELINE_STANDBY_PORT", 0),
         "tls": values.get("PACELINE_TLS", "auto"),
         "faults_dir": _optional_path(values, "PACELINE_FAULTS"),
         "joins": values.get("PACELINE_JOINS") == "1",
@@ -215,6 +216,7 @@ class Cluster:
         attempt: number of restarts by an agent; keeps the keys of each attempt apart.
         launched: the environment gave this process a rank, so it is a worker.
         beacon_port: port on which this node's launcher can be probed; 0: none.
+        standby_port: port on which it serves a store, in case that of the job is lost; 0: none.
         faults_dir: folder through which the lab injects faults into this worker; None: no faults.
         tls: whether connections to the store are encrypted: "on", "off", or "auto" (with several nodes).
         joins: this process joins a running job, in which `global_rank` is its number (`join`).
@@ -236,6 +238,7 @@ class Cluster:
     attempt: int = 0
     launched: bool = False
     beacon_port: int = 0
+    standby_port: int = 0
     faults_dir: Path | None = None
     store_fd: int | None = None
     tls: str = "auto"
@@ -408,7 +411,9 @@ class Cluster:
         store = open_store(self.store_access, seconds)
         self.enter_phase(CONNECTED)
         _choose_gloo_interface(self.address, self.port)
-        note = encode_launcher_address(self.node_rank, self.beacon_port, self.address, self.port)
+        note = encode_launcher_address(
+            self.node_rank, self.beacon_port, self.address, self.port, self.standby_port
+        )
         return MemberCandidate(self.global_rank, note, store, device, seconds, str(os.getpid()))
 
     @property

@@ -23,7 +23,8 @@ from paceline.job.membership import (
     members_gone_error,
     wait_for_members,
 )
-from paceline.job.store_client import KeyTimeoutError, MemberLostError
+from paceline.job.standby_store import move_to_standby_store
+from paceline.job.store_client import KeyTimeoutError, MemberLostError, StoreLostError
 
 if TYPE_CHECKING:
     import torch
@@ -138,7 +139,8 @@ def form_next_membership(membership: JobMembership, seconds: float, *, admits: b
     """Return the next membership; every member that continues calls this, between steps or after an error.
 
     Members that are gone, or that do not call until the deadline, are left out; processes that have asked to
-    join are admitted. The groups of the present membership end here.
+    join are admitted. The groups of the present membership end here. If the store is lost with the launcher
+    that served it, the other members meet in that of another node.
 
     Args:
         seconds: how long to wait for members that are alive and do not call.
@@ -146,10 +148,28 @@ def form_next_membership(membership: JobMembership, seconds: float, *, admits: b
     Raises:
         CommunicationError: the others have continued without this process, or cannot be reached.
     """
+    gone: frozenset[int] = frozenset()
+    while True:
+        try:
+            membership = _agree_on_next(membership, seconds, gone, admits=admits)
+            membership.groups.begin()
+            return membership
+        except StoreLostError as error:
+            membership, gone = move_to_standby_store(membership, error)
+
+
+def _agree_on_next(
+    membership: JobMembership, seconds: float, gone: frozenset[int], *, admits: bool
+) -> JobMembership:
+    """Return the next membership as this process sees it, before there is a group.
+
+    Args:
+        gone: members that are known to be gone, which the store may not know.
+    """
     store, number = membership.store, membership.number
     membership.abort()
     store.set(f"{membership.continuation_key}/{number}", membership.notes[membership.rank])
-    present = _collect_continuing_members(membership, seconds)
+    present = _collect_continuing_members(membership, seconds, gone)
     joining = _join_requests(store) if admits else []
     members = choose_members(membership.members, present, joining, store.lost())
     notes = [_member_note(membership, member) for member in members]
@@ -164,7 +184,7 @@ def form_next_membership(membership: JobMembership, seconds: float, *, admits: b
     membership.groups.end()
     device = membership.groups.device
     candidate = MemberCandidate(number, "", store, device, membership.groups.seconds)
-    return _enter_membership(candidate, start, epoch, tuple(agreed["members"]), tuple(agreed["notes"]))
+    return _build_membership(candidate, start, epoch, tuple(agreed["members"]), tuple(agreed["notes"]))
 
 
 def join_running_job(candidate: MemberCandidate) -> JobMembership:
@@ -213,9 +233,9 @@ def choose_members(
     return remaining + new
 
 
-def _collect_continuing_members(membership: JobMembership, seconds: float) -> set[int]:
+def _collect_continuing_members(membership: JobMembership, seconds: float, gone: frozenset[int]) -> set[int]:
     """Return the members that continue: all that are alive, unless they leave or do not call in time."""
-    expected = set(membership.members)
+    expected = set(membership.members) - gone
     expires = time.monotonic() + seconds
     while True:
         keys = {f"{membership.continuation_key}/{number}": number for number in sorted(expected)}

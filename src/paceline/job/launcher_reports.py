@@ -133,23 +133,38 @@ _NODE_LIST_FILE = "roster.json"
 
 @dataclass(frozen=True)
 class LauncherAddress:
-    """The rank, host name and address of a node, and the port on which its launcher can be probed."""
+    """The rank, host name and address of a node, and the ports of its launcher.
+
+    Args:
+        port: on which the launcher can be probed.
+        store_port: on which it serves a store, in case that of the job is lost; 0: none.
+    """
 
     rank: int
     host: str
     address: str
     port: int
+    store_port: int = 0
 
 
-def encode_launcher_address(node_rank: int, beacon_port: int, address: str, port: int) -> str:
+def encode_launcher_address(
+    node_rank: int, beacon_port: int, address: str, port: int, store_port: int = 0
+) -> str:
     """Return the text with which a process tells the others about its node.
 
     Args:
         beacon_port: port on which its launcher can be probed; 0: none.
         address, port: address of the job's store.
+        store_port: see `LauncherAddress`.
     """
     local_address = address_towards(address, port) if beacon_port else ""
-    return json.dumps(asdict(LauncherAddress(node_rank, socket.gethostname(), local_address, beacon_port)))
+    launcher = LauncherAddress(node_rank, socket.gethostname(), local_address, beacon_port, store_port)
+    return json.dumps(asdict(launcher))
+
+
+def decode_launcher_address(announcement: str) -> LauncherAddress | None:
+    """Return what such a text says; None for an empty one."""
+    return LauncherAddress(**json.loads(announcement)) if announcement else None
 
 
 def decode_node_rank(announcement: str) -> int:
@@ -171,7 +186,13 @@ def read_node_list(folder: Path) -> list[LauncherAddress]:
     try:
         entries = json.loads((folder / _NODE_LIST_FILE).read_text(encoding="utf-8"))
         return [
-            LauncherAddress(int(entry["rank"]), str(entry["host"]), str(entry["address"]), int(entry["port"]))
+            LauncherAddress(
+                int(entry["rank"]),
+                str(entry["host"]),
+                str(entry["address"]),
+                int(entry["port"]),
+                int(entry["store_port"]),
+            )
             for entry in entries
         ]
     except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):

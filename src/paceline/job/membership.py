@@ -17,6 +17,7 @@ import gc
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -29,7 +30,7 @@ from paceline.job.process_group import (
     mark_abandoned,
     release_in_background,
 )
-from paceline.job.store_client import KeyTimeoutError, MemberLostError
+from paceline.job.store_client import KeyTimeoutError, MemberLostError, StoreLostError
 
 if TYPE_CHECKING:
     import torch
@@ -176,7 +177,9 @@ class JobMembership:
     def leave(self) -> None:
         """Release all groups and the store; the remaining members do not wait for this process."""
         if not self.groups.has_ended:
-            self.store.set(f"{self.continuation_key}/{self.number}", "")
+            # Without a store the others see this process end.
+            with suppress(StoreLostError):
+                self.store.set(f"{self.continuation_key}/{self.number}", "")
         self.groups.end(at_once=True)
         self.store.close()
 

@@ -39,6 +39,7 @@ class StoreAccess:
         serves: this process has to serve the store itself.
         agent: torchrun's agent serves torch's own store there.
         tls: whether the connection is encrypted.
+        node_rank: of the node that serves the store.
     """
 
     number: int
@@ -49,6 +50,7 @@ class StoreAccess:
     serves: bool = False
     agent: bool = False
     tls: bool = False
+    node_rank: int = 0
 
     @property
     def job(self) -> str:
@@ -73,7 +75,7 @@ def open_store(access: StoreAccess, deadline_seconds: float) -> Store:
         connection = _serve_store(access)
     else:
         connection = _connect_with_retry(access, deadline_seconds)
-    return JobStore(StoreClient(connection), deadline_seconds)
+    return JobStore(StoreClient(connection), deadline_seconds, access)
 
 
 def read_store_value(access: StoreAccess, key: str, deadline_seconds: float) -> str:

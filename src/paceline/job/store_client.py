@@ -57,6 +57,10 @@ class MemberLostError(CommunicationError):
         self.members = tuple(members)
 
 
+class StoreLostError(CommunicationError):
+    """An error about the store itself: its server has ended the connection, or does not answer."""
+
+
 class StoreClient:
     """A connection to the store, which sends requests and waits for their answers.
 
@@ -79,7 +83,8 @@ class StoreClient:
         """Send a request of `KeyValueTable` and return the fields of the answer.
 
         Raises:
-            CommunicationError: the server is gone, refuses the request, or does not answer.
+            StoreLostError: the server is gone, or does not answer.
+            CommunicationError: it refuses the request.
         """
         answer = self._request(word, fields, 0.0)
         if answer.word != DONE:
@@ -95,7 +100,7 @@ class StoreClient:
         Raises:
             KeyTimeoutError: some keys did not appear within `seconds`.
             MemberLostError: keys are missing, and some of the watched members are gone.
-            CommunicationError: the server is gone, or does not answer.
+            StoreLostError: the server is gone, or does not answer.
         """
         expires = time.monotonic() + seconds
         encoded = [key.encode() for key in keys]
@@ -132,7 +137,7 @@ class StoreClient:
                     pass
                 return answer
             except (OSError, ValueError) as error:
-                raise CommunicationError(
+                raise StoreLostError(
                     f"the store of the job is gone: {error}",
                     next_step="look at the launcher of node 0, which serves the store",
                 ) from error

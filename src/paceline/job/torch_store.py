@@ -9,12 +9,15 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed.distributed_c10d import Store as TorchStore
 
 from paceline.job.store_client import KeyTimeoutError, StoreClient
 from paceline.job.store_protocol import ADD, APPEND, CHECK, COMPARE, COUNT, DELETE, SET
+
+if TYPE_CHECKING:
+    from paceline.job.rendezvous import StoreAccess
 
 _POLL_SECONDS = 0.02
 
@@ -25,11 +28,12 @@ class JobStore(TorchStore):
     Args:
         client: the connection to the server.
         seconds: default time-out of `get` and `wait`.
+        access: of this member; None: it is not known.
     """
 
-    def __init__(self, client: StoreClient, seconds: float) -> None:
+    def __init__(self, client: StoreClient, seconds: float, access: StoreAccess | None = None) -> None:
         super().__init__()
-        self.client, self._seconds = client, seconds
+        self.client, self._seconds, self.access = client, seconds, access
         self._watched: tuple[int, ...] = ()
 
     @contextmanager
@@ -110,6 +114,8 @@ class AgentStore:
     Args:
         store: torch's store, connected.
     """
+
+    access: StoreAccess | None = None
 
     def __init__(self, store: Any) -> None:
         self.torch: TorchStore = store

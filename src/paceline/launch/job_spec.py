@@ -149,6 +149,7 @@ class NodeContext:
         folder: folder for logs and error reports of the workers.
         cores: number of cores that this process can use.
         beacon_port: port on which this node's launcher can be probed; 0: none.
+        standby_port: port on which it serves a store, in case that of the job is lost; 0: none.
     """
 
     address: str
@@ -160,6 +161,7 @@ class NodeContext:
     folder: Path
     cores: int
     beacon_port: int = 0
+    standby_port: int = 0
 
 
 @dataclass(frozen=True)
@@ -259,7 +261,7 @@ def _render_worker(
     files = {STORE_FD: context.store_fds[local_rank]} if context.store_fds else {}
     if global_rank == 0 and context.listen_fd is not None:
         files[LISTEN_FD] = context.listen_fd
-    beacon = {"PACELINE_BEACON_PORT": str(context.beacon_port)} if context.beacon_port else {}
+    ports = {"PACELINE_BEACON_PORT": context.beacon_port, "PACELINE_STANDBY_PORT": context.standby_port}
     return WorkerSpec(
         global_rank=global_rank,
         local_rank=local_rank,
@@ -280,7 +282,7 @@ def _render_worker(
             "PACELINE_ERROR_DIR": str(context.folder),
             "PACELINE_TLS": job.tls,
             **{name: str(file) for name, file in files.items()},
-            **beacon,
+            **{name: str(port) for name, port in ports.items() if port},
         },
         files=files,
         log_file=None

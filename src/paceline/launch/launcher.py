@@ -21,7 +21,15 @@ from pathlib import Path
 
 from paceline.job.cluster import process_environment
 from paceline.job.cpu_count import num_cores
-from paceline.job.launcher_reports import NOTHING_TO_SAVE, clear_node_list, clear_phase, clear_run_folder
+from paceline.job.handshake import needs_encryption
+from paceline.job.launcher_reports import (
+    NOTHING_TO_SAVE,
+    clear_node_list,
+    clear_phase,
+    clear_run_folder,
+    read_node_list,
+)
+from paceline.job.standby_store import announce_end
 from paceline.launch.fork_client import ForkClient, fork_server, is_worthwhile
 from paceline.launch.hang_monitor import HangMonitor
 from paceline.launch.job_spec import (
@@ -108,6 +116,12 @@ def launch(
                 HangMonitor(Path(folder), workers, job.timeouts.stuck_seconds, time.monotonic(), write),
             )
             outcome = _build_outcome(job, losses.judged_workers(workers), shutdown, peers)
+            # Ranks of other nodes continue without this one only if it has lost its ranks, and not after an
+            # error, which they would run into as well, or a stop.
+            is_loss = [one.kind for one in outcome.failures[:1]] == ["signal"] and not shutdown.signal
+            if outcome.exit_code and not is_loss and endpoint.server is not None:
+                nodes = read_node_list(Path(folder))  # empty in a job of one node
+                announce_end(nodes, token, tls=needs_encryption(job.tls, job.nodes))
     if outcome.report:
         write(outcome.report)
     elif not shutdown.begun and outcome.exit_code in _STOP_EXIT_CODES:
@@ -192,6 +206,7 @@ def _running_workers(
                 folder,
                 num_cores(),
                 beacon_port,
+                endpoint.standby_port,
             )
             specs = render_workers(job, context, environ)
             # The server may end at once: the processes that it has forked belong to a child of its own. Where

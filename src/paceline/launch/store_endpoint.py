@@ -1,8 +1,9 @@
 """The rendezvous of a job: the store that the launcher of node 0 serves, bound before any worker starts.
 
 On one node the workers inherit connections to it, and nothing else can connect. On several nodes it listens
-at the rendezvous address and admits processes that prove that they know the key of the job. Invariant: the
-port is bound during the whole job, so no other process can take it.
+at the rendezvous address and admits processes that prove that they know the key of the job; the launchers of
+the other nodes serve a store as well, in case the first one is lost (`paceline.job.standby_store`).
+Invariant: the port is bound during the whole job, so no other process can take it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from paceline.errors import CommunicationError
-from paceline.job.addresses import format_address, listen_at, loopback_address
+from paceline.job.addresses import address_towards, format_address, listen_at, loopback_address
 from paceline.job.cluster import LOOPBACK
 from paceline.job.engines import refuse_loopback_name
 from paceline.job.handshake import needs_encryption
@@ -33,6 +34,7 @@ class StoreEndpoint:
         address, port: address of the store; port 0: it cannot be connected to.
         torch_port: port of torch's own store for a script; 0: it is in the job's store, or there is none.
         server: the store; None: it is on another node, or there is one worker.
+        standby, standby_port: the store of this node in case that of node 0 is lost; None, 0: there is none.
         listener: listening socket of `torch_port`, for global rank 0; None: it is on another node.
         connections: connection to the store of each worker of this node.
     """
@@ -41,6 +43,8 @@ class StoreEndpoint:
     port: int = 0
     torch_port: int = 0
     server: StoreServer | None = None
+    standby: StoreServer | None = None
+    standby_port: int = 0
     listener: socket.socket | None = None
     connections: list[socket.socket] = field(default_factory=list)
 
@@ -56,15 +60,17 @@ class StoreEndpoint:
 
     def mark_lost(self, global_rank: int) -> None:
         """Count a worker that has ended as gone."""
-        if self.server is not None:
-            self.server.mark_lost(global_rank)
+        for server in (self.server, self.standby):
+            if server is not None:
+                server.mark_lost(global_rank)
 
     def close(self) -> None:
         """Stop serving."""
         self.hand_over()
-        if self.server is not None:
-            self.server.close()
-            self.server = None
+        for server in (self.server, self.standby):
+            if server is not None:
+                server.close()
+        self.server = self.standby = None
 
 
 @contextmanager
@@ -91,7 +97,12 @@ def bind_endpoint(job: LaunchJob, token: str, log: Callable[[str], object]) -> S
         return StoreEndpoint()
     host, port = job.endpoint if job.rendezvous else (loopback_address(), 0)
     if job.node_rank > 0:
-        return StoreEndpoint(host, port)
+        standby = StoreServer(log)
+        # Only on the address through which the other nodes know this one, as the probe of liveness.
+        listener = _listen(address_towards(host, port) or loopback_address(), 0)
+        standby_port = int(listener.getsockname()[1])
+        standby.admit(listener, token, tls=needs_encryption(job.tls, job.nodes))
+        return StoreEndpoint(host, port, standby=standby, standby_port=standby_port)
     if job.nodes > 1:
         _refuse_loopback_name(host)
     store_listener = _listen(host, port) if job.nodes > 1 else None
@@ -100,9 +111,10 @@ def bind_endpoint(job: LaunchJob, token: str, log: Callable[[str], object]) -> S
     server = StoreServer(log)
     server.put(TORCH_PORT, str(torch_port))
     connections = [server.connection_for(rank) for rank in range(job.num_processes)]
+    endpoint = StoreEndpoint(host, port, torch_port, server, listener=torch_listener, connections=connections)
     if store_listener is not None:
         server.admit(store_listener, token, tls=needs_encryption(job.tls, job.nodes))
-    return StoreEndpoint(host, port, torch_port, server, torch_listener, connections)
+    return endpoint
 
 
 def _refuse_loopback_name(host: str) -> None:

@@ -223,14 +223,15 @@ def continue_after_loss(
     membership = session.cluster.membership
     if not session.is_elastic or membership is None:
         raise error
-    before = membership.members
+    before, store = membership.members, membership.store
     # A process that joins gets no share of a round that has begun: it waits for the next one.
     admits = isinstance(error, MembersWaitError) or not trains_in_rounds(session.recipe)
     change_members(session, rebuild_task=rebuild_task, admits=admits)
     after = session.cluster.connected.members
     lost = tuple(number for number in before if number not in after)
     joined = tuple(number for number in after if number not in before)
-    if not lost and not joined:
+    # Nobody is lost if the launcher of another node has ended after its ranks, and with it the store.
+    if not lost and not joined and session.cluster.connected.store is store:
         raise error
     if any(has_raised(session.cluster.error_dir, number) for number in lost):
         raise error

@@ -82,7 +82,7 @@ def test_of_a_partition_only_the_side_with_the_store_continues(lab, tmp_path) ->
     made = lab(hosts=3)
     plan = FaultPlan().partition(["h2"], ["h0", "h1"], step=3)
     words = ["--set", "runtime.deadline_seconds=6", *LONG]
-    found = made.run(train(tmp_path, "-n", "3", *words), faults=plan, settle_seconds=40.0)
+    found = made.run(train(tmp_path, "-n", "3", *words), faults=plan, settle_seconds=20.0)
     said = {host: "\n".join(found.output[host]) for host in made.hosts}
     assert found.exit_codes["h2"] == 4 and "does not respond" in said["h2"], said
     # The others train until the lab stops them, on a busy machine by SIGKILL.

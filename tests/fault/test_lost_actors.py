@@ -108,7 +108,9 @@ def undisturbed(algorithm: str) -> str:
 
 # The groups of a rank have 64 calls in an iteration, and 16 steps in the episode that `rl.check` plays twice.
 @pytest.mark.capability("T1", "T3")
-@pytest.mark.parametrize(("algorithm", "dies"), [("ppo", "1"), ("dqn", "0")])
+@pytest.mark.parametrize(
+    ("algorithm", "dies"), [pytest.param("ppo", "1", marks=pytest.mark.soak), ("dqn", "0")]
+)
 def test_the_groups_of_a_killed_actor_move_and_the_rows_are_the_same(
     algorithm: str, dies: str, tmp_path: Path
 ) -> None:
@@ -147,7 +149,7 @@ def test_a_fault_of_an_environment_of_an_actor_ends_the_job_by_name(tmp_path: Pa
     ("how", "message"),
     [
         ("raises", "raised ValueError: the door is closed"),
-        ("hangs", "has not returned for 10 s"),
+        pytest.param("hangs", "has not returned for 10 s", marks=pytest.mark.soak),
     ],
 )
 def test_a_fault_of_an_environment_ends_the_job_by_name_and_a_resume_has_the_same_bits(

@@ -154,7 +154,7 @@ class BuddyCopies:
         divided, common = divided_pieces(state)
         own = write_copy(state, divided, None if oldest is None else oldest.own)
         neighbour = self._exchange(own, None if oldest is None else oldest.neighbour)
-        kept = [TensorPiece(piece.slot, piece.tensor.detach().clone()) for piece in common]
+        kept = _copy_pieces(common, () if oldest is None else oldest.common)
         self._generations.append(_Generation(state.step, own, neighbour, kept))
         self.num_updates, self.num_bytes = self.num_updates + 1, own.numel()
         self.seconds += time.perf_counter() - began
@@ -197,6 +197,18 @@ class BuddyCopies:
         sending = self._net.send(x, self._group, (self._group.rank + 1) % self._group.size, _TAG)
         receiving.wait()
         sending.wait()
+
+
+def _copy_pieces(pieces: Sequence[TensorPiece], earlier: Sequence[TensorPiece]) -> list[TensorPiece]:
+    """Return copies of pieces, in the memory of those that an earlier call has returned where these fit."""
+    memory = {piece.slot.name: piece.tensor for piece in earlier}
+    copies = []
+    for slot, tensor in ((piece.slot, piece.tensor.detach()) for piece in pieces):
+        copy = memory.get(slot.name)
+        if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
+            copy = torch.empty_like(tensor)
+        copies.append(TensorPiece(slot, copy.copy_(tensor)))
+    return copies
 
 
 def as_held_by_one(pieces: Sequence[TensorPiece]) -> list[TensorPiece]:

@@ -96,9 +96,7 @@ def steps_of(events: list[dict[str, Any]]) -> Counter[int]:
 
 
 @pytest.mark.capability("N8")
-@pytest.mark.parametrize(
-    ("dies", "at"), [("0", 31), pytest.param("2", 41, marks=pytest.mark.soak), ("1", 2)]
-)
+@pytest.mark.parametrize(("dies", "at"), [("0", 31), pytest.param("2", 41, marks=pytest.mark.soak), ("1", 2)])
 def test_replicas_continue_and_end_with_the_same_bits(dies: str, at: int, tmp_path: Path) -> None:
     """Also without rank 0, right after the first step, and in the step after a checkpoint."""
     code, output, events = run(tmp_path, DIES=dies, AT=str(at * 2))  # two shards a step and rank

@@ -113,6 +113,17 @@ def test_the_others_rebuild_the_part_of_a_lost_rank_and_end_with_the_same_bits(
 
 
 @pytest.mark.capability("N8", clause="parts of the state from copies in memory")
+def test_a_stage_that_waits_for_one_that_has_seen_the_loss_does_not_stay_behind() -> None:
+    """Of three stages the last one is lost: the first waits for a message of the second."""
+    recipe = digits("replicas=1 pipeline=3").replace(options={"model": "mlp", "hidden": [32, 24]})
+    found = run_ranks(survive, 3, recipe, 2, False, group_deadline=30.0, may_die=(2,))
+    right = run_ranks(train_whole, 2, recipe.replace(strategy="replicas=2", elastic={}))[0]
+    ends = [one for one in found if one is not None]
+    assert [(world_size, began) for world_size, began, _ in ends] == [(2, CHANGE)] * 2
+    assert all(end.distance(right) == 0.0 for _, _, end in ends)
+
+
+@pytest.mark.capability("N8", clause="parts of the state from copies in memory")
 def test_a_copy_that_is_a_step_old_is_seen() -> None:
     """The mutation twin: neighbours keep the values of the step before."""
     ends = [end for _, _, end in run("replicas=1 shard=3 zero=1", 1, True)]

@@ -24,6 +24,8 @@ import torch
 from torch import Tensor
 
 from paceline.comm.net import Net
+from paceline.comm.routes.host_links import connect_single_host_group
+from paceline.comm.routes.host_messages import HostMessenger
 from paceline.job.mesh import RankGroup
 from paceline.state.slot import TensorPiece, TensorSlot
 from paceline.state.train_state import TrainState
@@ -125,14 +127,19 @@ class BuddyCopies:
         group: all ranks of the job; each sends its copy to the next one.
         members: the numbers of their processes, by rank.
         net: this rank's collectives.
+        messenger: for messages in the memory of the host, if all ranks are on one; `close` closes it.
     Attributes:
         num_updates, seconds, num_bytes: how often the copies were renewed, the time of all renewals, and the
             bytes of a copy.
-    Wire: one message of the bytes of this rank's part, and one of 8 bytes, for each step.
+    Wire: one message of the bytes of this rank's part, and one of 8 bytes, for each step; in the memory of a
+        host only the first.
     """
 
-    def __init__(self, group: RankGroup, members: Sequence[int], net: Net) -> None:
+    def __init__(
+        self, group: RankGroup, members: Sequence[int], net: Net, messenger: HostMessenger | None = None
+    ) -> None:
         self._group, self._members, self._net = group, tuple(members), net
+        self._messenger = messenger
         self._generations: list[_Generation] = []
         self.num_updates, self.seconds, self.num_bytes = 0, 0.0, 0
 
@@ -172,8 +179,9 @@ class BuddyCopies:
         return copies, list(found.common)
 
     def cost(self) -> dict[str, int | float]:
-        """Return the bytes of this rank's copies, and the seconds that they take in each step."""
+        """Return the bytes of this rank's copies and message, and the seconds that they take in each step."""
         num_bytes = sum(one.own.numel() + one.neighbour.numel() for one in self._generations)
+        num_bytes += self.num_bytes if self._messenger is not None else 0
         return {"bytes": num_bytes, "seconds_per_step": self.seconds / max(1, self.num_updates)}
 
     @property
@@ -185,12 +193,37 @@ class BuddyCopies:
         """Send this rank's copy to the next rank, and return that of the one before."""
         if self._group.size == 1:
             return own.new_empty(0)
+        if self._messenger is not None:
+            return self._exchange_in_memory(self._messenger, own, buffer)
         arriving = torch.zeros(1, dtype=torch.int64)
         self._pass_on(torch.tensor([own.numel()]), arriving)
         if buffer is None or buffer.numel() != int(arriving):
             buffer = own.new_empty(int(arriving))
         self._pass_on(own, buffer)
         return buffer
+
+    def _exchange_in_memory(self, messenger: HostMessenger, own: Tensor, buffer: Tensor | None) -> Tensor:
+        """Exchange as `_exchange`, in messages that begin with the size of the copy."""
+
+        def write(memory: Tensor) -> None:
+            memory[:_ALIGNMENT].view(torch.int64)[0] = own.numel()
+            memory[_ALIGNMENT : _ALIGNMENT + own.numel()].copy_(own)
+
+        def read(memory: Tensor) -> Tensor:
+            size = int(memory[:_ALIGNMENT].view(torch.int64)[0])
+            copy = own.new_empty(size) if buffer is None or buffer.numel() != size else buffer
+            return copy.copy_(memory[_ALIGNMENT : _ALIGNMENT + size])
+
+        messenger.send((self._group.rank + 1) % self._group.size, _ALIGNMENT + own.numel(), write)
+        copy = messenger.take(self._source, read)
+        # At once, so that the other rank writes its next copy into the same memory.
+        messenger.acknowledge_read()
+        return copy
+
+    def close(self) -> None:
+        """Release the memory and the connections of messages; the copies can still be read."""
+        if self._messenger is not None:
+            self._messenger.close()
 
     def _pass_on(self, x: Tensor, out: Tensor) -> None:
         receiving = self._net.receive(out, self._group, self._source, _TAG)
@@ -209,6 +242,17 @@ def _copy_pieces(pieces: Sequence[TensorPiece], earlier: Sequence[TensorPiece]) 
             copy = torch.empty_like(tensor)
         copies.append(TensorPiece(slot, copy.copy_(tensor)))
     return copies
+
+
+def build_buddy_copies(group: RankGroup, members: Sequence[int], net: Net, *, in_memory: bool) -> BuddyCopies:
+    """Build the copies of this rank; collective.
+
+    Args:
+        group, members, net: as for `BuddyCopies`.
+        in_memory: whether ranks of one host may exchange them in shared memory.
+    """
+    links = connect_single_host_group(group, net) if group.size > 1 and in_memory else None
+    return BuddyCopies(group, members, net, None if links is None else HostMessenger(net, group, links))
 
 
 def as_held_by_one(pieces: Sequence[TensorPiece]) -> list[TensorPiece]:

@@ -48,6 +48,11 @@ class ModelLayout:
     gather: Callable[[], None] | None
     exit_callbacks: list[Callable[[], None]]
 
+    def close(self) -> None:
+        """Release the connections of the layout, which cannot be used afterwards."""
+        while self.exit_callbacks:
+            self.exit_callbacks.pop()()
+
 
 def place_model(
     context: SessionContext,

@@ -23,7 +23,8 @@ class MemoryByKind:
             update.
         wire: communication buffers.
         snapshot: copy from which a checkpoint is written in the background.
-        copies: of this rank's part of the state and of its neighbour's, two of each (`elastic.redundancy`).
+        copies: of this rank's part of the state and of its neighbour's, two of each, and a message
+            (`elastic.redundancy`).
     """
 
     parameters: int = 0

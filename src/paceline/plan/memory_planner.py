@@ -212,7 +212,7 @@ class MemoryPlanner:
             wire=sums.buckets + gathers.stay + rule.wire + self._message_buffers(rank),
             snapshot=snapshot if _saves_in_background(recipe) else 0,
             # The part of the neighbour is about as large, and two steps are kept.
-            copies=4 * (sizes.updates + moments) if keeps_copies(recipe) else 0,
+            copies=5 * (sizes.updates + moments) if keeps_copies(recipe) else 0,
         )
 
     def _message_buffers(self, rank: SimulatedRank) -> int:

@@ -25,7 +25,7 @@ from paceline.observe.step_stats import PhaseTimer
 from paceline.optim.reduce_on_plateau import PLATEAU_KEY, PlateauRates, ReduceOnPlateau
 from paceline.optim.user_optimizer import member_optimizers
 from paceline.parallel.batch_gather import GatheringLoss, RankGather, WholeBatch, gather_scope
-from paceline.parallel.buddy_copies import BuddyCopies
+from paceline.parallel.buddy_copies import build_buddy_copies
 from paceline.parallel.gradient_reduction import build_gradient_norm
 from paceline.parallel.model_layout import ModelLayout, place_model
 from paceline.parallel.model_runner import MetricNames
@@ -166,7 +166,10 @@ def _build_from_base(
     if keeps_copies(recipe):
         context = session_base.context
         members = () if context.cluster.membership is None else context.cluster.membership.members
-        session.copies = BuddyCopies(context.mesh.world, members or (0,), context.net)
+        in_memory = recipe.strategy.route_spec.in_memory and context.device.type == "cpu"
+        session.copies = build_buddy_copies(
+            context.mesh.world, members or (0,), context.net, in_memory=in_memory
+        )
     session.enter_rule = partial(enter_rule, session, build_rule_parts)
     session.add_callbacks(task.callbacks)
     # Optimizers that need more than gradients (for example a closure) may define `on_build(session)`.

@@ -91,6 +91,10 @@ def change_members(
     session.cluster.abort()  # ends every wait inside a collective of this epoch, also on other ranks
     session.close_rule()
     session.abort()
+    if session.copies is not None and rebuild_task is not None:
+        # Also every wait for a message in the memory of a host: nothing of the layout is used again.
+        session.copies.close()
+        session.session_base.layout.close()
     limit = session.recipe.runtime.deadline_seconds if seconds is None else seconds
     cluster = session.cluster.renew(limit, admits=admits)
     if session.copies is None or rebuild_task is None:
@@ -387,9 +391,6 @@ def _rebuild_from_copies(session: Session, copies: BuddyCopies, cluster: Cluster
     """Build a session for the present members in place of one whose ranks hold parts; collective."""
     context, recipe = session.session_base.context, session.recipe
     reported, recorded_step = session.reported, session.recorded_step
-    exit_callbacks = session.session_base.layout.exit_callbacks
-    while exit_callbacks:
-        exit_callbacks.pop()()
     stop_requested = context.rule_inputs.stop_requested
     _build_for_members(recipe, task, cluster, context.device, stop_requested, into=session)
     session.is_elastic, session.reported, session.recorded_step = True, reported, recorded_step

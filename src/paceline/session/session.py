@@ -382,9 +382,9 @@ class Session:
     def close(self) -> None:
         """Release threads, connections and process groups; the session cannot train afterwards."""
         self.close_rule()
-        exit_callbacks = self.session_base.layout.exit_callbacks
-        while exit_callbacks:
-            exit_callbacks.pop()()
+        if self.copies is not None:
+            self.copies.close()
+        self.session_base.layout.close()
         self.mesh.give_back()
 
     def close_rule(self) -> None:

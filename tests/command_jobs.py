@@ -30,7 +30,10 @@ def prepare(folder: Path, task: str) -> None:
 
 
 def start(folder: Path, *words: str, before: Sequence[str] = (), **environ: str) -> Command:
-    """`paceline WORDS` in a prepared folder, behind the words `before`."""
+    """`paceline WORDS` in a prepared folder, behind the words `before`.
+
+    With variables whose names begin with `PYTEST_` it can still be forked (see `tests.commands`).
+    """
     variables = {"TMPDIR": str(folder / "tmp"), **environ}
     return Command(["paceline", *words], folder, variables, before=before)
 

@@ -34,14 +34,16 @@ def build(seed=0):
         inputs, targets = batch
         calls.append(model.training)
         died = Path("died")
-        evaluates = os.environ.get("HOW") == "evaluates"
-        if os.environ.get("RANK") == os.environ.get("DIES") and sum(calls) == int(os.environ["AT"]):
+        evaluates = os.environ.get("PYTEST_HOW") == "evaluates"
+        dies = os.environ.get("RANK") == os.environ.get("PYTEST_DIES")
+        if dies and sum(calls) == int(os.environ["PYTEST_AT"]):
             if model.training is not evaluates and not died.exists():
                 died.touch()
-                if os.environ.get("HOW") == "raises":
+                if os.environ.get("PYTEST_HOW") == "raises":
                     raise ValueError("a mistake in the loss")
-                os.kill(os.getpid(), signal.SIGSTOP if os.environ.get("HOW") == "stops" else signal.SIGKILL)
-        time.sleep(float(os.environ.get("SLOW", 0)))
+                stops = os.environ.get("PYTEST_HOW") == "stops"
+                os.kill(os.getpid(), signal.SIGSTOP if stops else signal.SIGKILL)
+        time.sleep(float(os.environ.get("PYTEST_SLOW", 0)))
         return Loss(nn.functional.cross_entropy(model(inputs), targets, reduction="sum"), len(targets))
     return Task(model=model, data=torch.utils.data.TensorDataset(*rows), loss=loss,
                 held_out=torch.utils.data.TensorDataset(*(x[:12] for x in rows)))
@@ -99,7 +101,9 @@ def steps_of(events: list[dict[str, Any]]) -> Counter[int]:
 @pytest.mark.parametrize(("dies", "at"), [("0", 31), pytest.param("2", 41, marks=pytest.mark.soak), ("1", 2)])
 def test_replicas_continue_and_end_with_the_same_bits(dies: str, at: int, tmp_path: Path) -> None:
     """Also without rank 0, right after the first step, and in the step after a checkpoint."""
-    code, output, events = run(tmp_path, DIES=dies, AT=str(at * 2))  # two shards a step and rank
+    code, output, events = run(
+        tmp_path, PYTEST_DIES=dies, PYTEST_AT=str(at * 2)
+    )  # two shards a step and rank
     assert code == 0, output
     assert "was killed by SIGKILL" in output and "the other ranks continue without it" in output
     (change, *_) = [event for event in events if event["event"] == "members" and event["lost"]]
@@ -112,7 +116,7 @@ def test_replicas_continue_and_end_with_the_same_bits(dies: str, at: int, tmp_pa
 def test_a_round_of_diloco_ends_without_the_lost_replica_and_another_one_joins(tmp_path: Path) -> None:
     """The one that dies is in its second round of ten steps; its samples of this round are missing."""
     words = ("--strategy", "sync=diloco:10", "--set", "reproducible=false")
-    code, output, events = run(tmp_path, *words, DIES="1", AT="24", SLOW="0.2")
+    code, output, events = run(tmp_path, *words, PYTEST_DIES="1", PYTEST_AT="24", PYTEST_SLOW="0.2")
     assert code == 0, output
     changes = [event for event in events if event["event"] == "members"]
     assert next((one["step"], one["lost"], one["ranks"]) for one in changes) == (10, [1], 2)
@@ -126,7 +130,7 @@ def test_a_round_of_diloco_ends_without_the_lost_replica_and_another_one_joins(t
 @pytest.mark.capability("N8", clause="a rank that is stopped")
 def test_a_stopped_rank_counts_as_lost_and_the_others_continue(tmp_path: Path) -> None:
     """It is named at once, and killed after 10 s."""
-    code, output, events = run(tmp_path, DIES="1", AT="41", HOW="stops")
+    code, output, events = run(tmp_path, PYTEST_DIES="1", PYTEST_AT="41", PYTEST_HOW="stops")
     assert code == 0, output
     assert "rank 1 is stopped by a signal (SIGSTOP?)" in output and "must continue within 10 s" in output
     assert "for more than 10 s" in output and "the other ranks continue without it" in output
@@ -137,7 +141,7 @@ def test_a_stopped_rank_counts_as_lost_and_the_others_continue(tmp_path: Path) -
 
 def test_what_was_due_when_a_process_was_lost_is_done_again(tmp_path: Path) -> None:
     """Rank 2 dies in the evaluation after step 20, after which the state is saved."""
-    code, output, events = run(tmp_path, DIES="2", AT="40", HOW="evaluates")
+    code, output, events = run(tmp_path, PYTEST_DIES="2", PYTEST_AT="40", PYTEST_HOW="evaluates")
     assert code == 0, output
     (change,) = [event for event in events if event["event"] == "members" and event["lost"]]
     assert change["step"] == 20
@@ -149,7 +153,7 @@ def test_what_was_due_when_a_process_was_lost_is_done_again(tmp_path: Path) -> N
 @pytest.mark.capability("N6", clause="a worker joins and leaves while the job runs")
 def test_a_replacement_joins_and_ends_with_the_same_bits(tmp_path: Path) -> None:
     """Steps last long enough for a new process to start."""
-    code, output, events = run(tmp_path, DIES="1", AT="10", SLOW="0.25")
+    code, output, events = run(tmp_path, PYTEST_DIES="1", PYTEST_AT="10", PYTEST_SLOW="0.25")
     assert code == 0, output
     changes = [event for event in events if event["event"] == "members"]
     assert [(change["lost"], change["joined"], change["ranks"]) for change in changes] == [
@@ -164,7 +168,7 @@ def test_ranks_leave_on_request_down_to_the_least_number(tmp_path: Path) -> None
     """First rank 0, which writes the files; of the two that are left none may leave."""
     command_jobs.prepare(tmp_path, TASK)
     (tmp_path / "recipe.toml").write_text(RECIPE)
-    with command_jobs.start(tmp_path, "train", "recipe.toml", "-n", "2:3", SLOW="0.1") as job:
+    with command_jobs.start(tmp_path, "train", "recipe.toml", "-n", "2:3", PYTEST_SLOW="0.1") as job:
         while not (ranks := read_operations(tmp_path / "run")) or min(one.step for one in ranks) < 3:
             assert job.poll() is None
             time.sleep(0.1)
@@ -183,7 +187,7 @@ def test_ranks_leave_on_request_down_to_the_least_number(tmp_path: Path) -> None
 
 
 def test_a_job_with_too_few_processes_left_ends_and_starts_again(tmp_path: Path) -> None:
-    code, output, _ = run(tmp_path, "--set", "elastic.min_processes=3", DIES="1", AT="90")
+    code, output, _ = run(tmp_path, "--set", "elastic.min_processes=3", PYTEST_DIES="1", PYTEST_AT="90")
     assert code == 0, output
     assert "2 processes of 3 are left, fewer than 3" in output
     assert "restart 1 of 3 from step-00000040" in output and sha256_of(output) == undisturbed()
@@ -191,7 +195,9 @@ def test_a_job_with_too_few_processes_left_ends_and_starts_again(tmp_path: Path)
 
 @pytest.mark.capability("N8", clause="from the newest checkpoint")
 def test_a_sharded_model_starts_again_from_its_newest_checkpoint(tmp_path: Path) -> None:
-    code, output, events = run(tmp_path, "--strategy", "replicas=1 shard=3 zero=1", DIES="1", AT="90")
+    code, output, events = run(
+        tmp_path, "--strategy", "replicas=1 shard=3 zero=1", PYTEST_DIES="1", PYTEST_AT="90"
+    )
     assert code == 0, output
     assert "restart 1 of 3 from step-00000040" in output
     assert [event["step"] for event in events if event["event"] == "resume"] == [40]
@@ -202,7 +208,7 @@ def test_a_sharded_model_starts_again_from_its_newest_checkpoint(tmp_path: Path)
 def test_a_sharded_model_continues_from_copies_in_memory_and_gets_a_new_process(tmp_path: Path) -> None:
     """Rank 0 is lost, which writes the files; nothing is read from the disk."""
     words = ("--strategy", "shard=all zero=3", "--set", "elastic.redundancy=buddy")
-    code, output, events = run(tmp_path, *words, DIES="0", AT="14", SLOW="0.25")
+    code, output, events = run(tmp_path, *words, PYTEST_DIES="0", PYTEST_AT="14", PYTEST_SLOW="0.25")
     assert code == 0, output
     changes = [event for event in events if event["event"] == "members"]
     assert [(change["lost"], change["joined"], change["ranks"]) for change in changes] == [
@@ -215,17 +221,19 @@ def test_a_sharded_model_continues_from_copies_in_memory_and_gets_a_new_process(
 
 
 def test_a_job_that_has_saved_nothing_new_is_not_started_again(tmp_path: Path) -> None:
-    code, output, _ = run(tmp_path, "--strategy", "replicas=1 shard=3 zero=1", DIES="1", AT="20")
+    code, output, _ = run(
+        tmp_path, "--strategy", "replicas=1 shard=3 zero=1", PYTEST_DIES="1", PYTEST_AT="20"
+    )
     assert code == 137 and "restart" not in output.replace("restarts", "")
 
 
 def test_an_error_ends_the_job(tmp_path: Path) -> None:
     """Another rank would raise it as well."""
-    code, output, events = run(tmp_path, DIES="1", AT="20", HOW="raises")
+    code, output, events = run(tmp_path, PYTEST_DIES="1", PYTEST_AT="20", PYTEST_HOW="raises")
     assert code == 1 and "a mistake in the loss" in output
     assert not [event for event in events if event["event"] == "members"]
 
 
 def test_without_elastic_the_job_ends(tmp_path: Path) -> None:
-    code, output, _ = run(tmp_path, "--set", "elastic.mode=off", DIES="1", AT="90")
+    code, output, _ = run(tmp_path, "--set", "elastic.mode=off", PYTEST_DIES="1", PYTEST_AT="90")
     assert code == 137 and "continue without it" not in output

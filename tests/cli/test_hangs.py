@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from paceline import Callback, Loss, Task
 
-HOW, RANK = os.environ.get("HOW"), os.environ.get("RANK")
+HOW, RANK = os.environ.get("PYTEST_HOW"), os.environ.get("RANK")
 
 class Rows(torch.utils.data.Dataset):
     seen = 0
@@ -78,7 +78,7 @@ def run(folder: Path, how: str, *words: str) -> tuple[int, str, float]:
     command_jobs.prepare(folder, TASK)
     words = words or ("train", "recipe.toml", "-n", "2", *OPTIONS)
     began = time.monotonic()
-    with command_jobs.start(folder, *words, HOW=how) as command:
+    with command_jobs.start(folder, *words, PYTEST_HOW=how) as command:
         output = "".join(text or "" for text in command.communicate(timeout=100))
     return command.returncode, output, time.monotonic() - began
 
@@ -97,7 +97,9 @@ def test_ranks_that_pass_different_sizes_are_named_and_ended(tmp_path: Path) -> 
 @pytest.mark.capability("N5", clause="the rank that hangs, its operation, line and cause")
 def test_a_rank_that_is_missing_is_named_with_its_line_also_on_request(tmp_path: Path) -> None:
     command_jobs.prepare(tmp_path, TASK)
-    with command_jobs.start(tmp_path, "train", "recipe.toml", "-n", "2", *OPTIONS, HOW="missing") as job:
+    with command_jobs.start(
+        tmp_path, "train", "recipe.toml", "-n", "2", *OPTIONS, PYTEST_HOW="missing"
+    ) as job:
         run_dir, expires = tmp_path / "run", time.monotonic() + 60
         while not any(one.step >= 30 and time.time() - one.since > 1 for one in read_operations(run_dir)):
             assert time.monotonic() < expires and job.poll() is None
@@ -126,7 +128,7 @@ def test_a_rank_whose_loop_ends_early_is_named_and_the_job_is_ended(tmp_path: Pa
     (tmp_path / "loop.py").write_text(OWN_LOOP)
     recipe = (tmp_path / "recipe.toml").read_text()
     (tmp_path / "recipe.toml").write_text(recipe.replace("steps = 6", "steps = 3000"))
-    with command_jobs.start(tmp_path, "run", "-n", "2", "loop.py", HOW="uneven") as command:
+    with command_jobs.start(tmp_path, "run", "-n", "2", "loop.py", PYTEST_HOW="uneven") as command:
         output = "".join(text or "" for text in command.communicate(timeout=100))
     (line,) = explanations(output)
     assert "rank 1 is missing from" in line and "been after its loop" in line and "loop.py:18" in line, output

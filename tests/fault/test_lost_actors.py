@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from paceline.session.reproducibility import MKL_VARIABLE
 from tests import command_jobs
 
 pytest.importorskip("gymnasium", reason="needs paceline[rl]")
@@ -29,17 +28,18 @@ class Watched(gymnasium.Wrapper):
     calls = 0
     def step(self, action):
         Watched.calls += 1
-        if os.environ.get("RANK") == os.environ.get("DIES") and Watched.calls == int(os.environ["AT"]):
+        dies = os.environ.get("RANK") == os.environ.get("PYTEST_DIES")
+        if dies and Watched.calls == int(os.environ["PYTEST_AT"]):
             if not Path("died").exists():
                 Path("died").touch()
-                if os.environ["HOW"] == "killed":
+                if os.environ["PYTEST_HOW"] == "killed":
                     os.kill(os.getpid(), signal.SIGKILL)
-                if os.environ["HOW"] == "raises":
+                if os.environ["PYTEST_HOW"] == "raises":
                     raise ValueError("the door is closed")
-                if os.environ["HOW"] == "hangs":
+                if os.environ["PYTEST_HOW"] == "hangs":
                     time.sleep(600)
         observation, *others = self.env.step(action)
-        if os.environ.get("HOW") == "nan" and Watched.calls > int(os.environ["AT"]):
+        if os.environ.get("PYTEST_HOW") == "nan" and Watched.calls > int(os.environ["PYTEST_AT"]):
             observation = observation * np.nan
         return observation, *others
 
@@ -86,8 +86,7 @@ def run(folder: Path, algorithm: str, *words: str, **environ: str) -> tuple[int,
     recipe = RECIPE.format(algorithm=algorithm, learner=LEARNERS[algorithm], is_dqn=is_dqn)
     (folder / "recipe.toml").write_text(recipe)
     words = words or ("train", "recipe.toml", "-n", "3")
-    # As in a shell: the job asks for kernels with equal rows itself, and does not get them from these tests.
-    with command_jobs.start(folder, *words, **{MKL_VARIABLE: "", **environ}) as command:
+    with command_jobs.start(folder, *words, **environ) as command:
         output = "".join(text or "" for text in command.communicate(timeout=150))
     path = folder / "run" / "metrics.jsonl"
     events = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
@@ -115,7 +114,7 @@ def test_the_groups_of_a_killed_actor_move_and_the_rows_are_the_same(
     algorithm: str, dies: str, tmp_path: Path
 ) -> None:
     """It dies in the middle of an iteration, whose rows the others make anew."""
-    code, output, events = run(tmp_path, algorithm, DIES=dies, AT="230", HOW="killed")
+    code, output, events = run(tmp_path, algorithm, PYTEST_DIES=dies, PYTEST_AT="230", PYTEST_HOW="killed")
     assert code == 0, output
     assert "was killed by SIGKILL" in output and "the other ranks continue without it" in output
     (change, *_) = [event for event in events if event["event"] == "members" and event["lost"]]
@@ -129,7 +128,9 @@ ACTORS = ("train", "recipe.toml", "-n", "3", "--strategy", "servers=1 sync=actor
 @pytest.mark.capability("T1", "T2")
 def test_the_groups_of_a_killed_actor_move_to_another_one_and_the_learner_goes_on(tmp_path: Path) -> None:
     """Rank 0 learns; the state has the bits of a run in which every rank acts and learns."""
-    code, output, events = run(tmp_path, "ppo", *ACTORS, DIES="1", AT="230", HOW="killed")
+    code, output, events = run(
+        tmp_path, "ppo", *ACTORS, PYTEST_DIES="1", PYTEST_AT="230", PYTEST_HOW="killed"
+    )
     assert code == 0, output
     (lost,) = [event for event in events if event["event"] == "lost"]
     assert lost["rank"] == 1 and lost["workers_left"] == 1
@@ -139,7 +140,7 @@ def test_the_groups_of_a_killed_actor_move_to_another_one_and_the_learner_goes_o
 @pytest.mark.capability("T1")
 def test_a_fault_of_an_environment_of_an_actor_ends_the_job_by_name(tmp_path: Path) -> None:
     """It would fail on the other actor as well, so it does not move there."""
-    code, output, _ = run(tmp_path, "ppo", *ACTORS, DIES="2", AT="100", HOW="raises")
+    code, output, _ = run(tmp_path, "ppo", *ACTORS, PYTEST_DIES="2", PYTEST_AT="100", PYTEST_HOW="raises")
     assert code != 0 and "raised ValueError: the door is closed" in output
     assert "environment " in output and "(group " in output
 
@@ -156,7 +157,7 @@ def test_a_fault_of_an_environment_ends_the_job_by_name_and_a_resume_has_the_sam
     how: str, message: str, tmp_path: Path
 ) -> None:
     """Rank 2 has group 2, which would fail on another rank as well."""
-    code, output, _ = run(tmp_path, "ppo", DIES="2", AT="230", HOW=how)
+    code, output, _ = run(tmp_path, "ppo", PYTEST_DIES="2", PYTEST_AT="230", PYTEST_HOW=how)
     assert code != 0 and message in output
     assert "(group 2), episode" in output
     code, output, _ = run(tmp_path, "ppo", "train", "--resume", "run", "-n", "2")

@@ -174,7 +174,9 @@ def rank_loads(run: RecordedRun) -> list[RankLoad]:
     if len(times) < 2:
         return []
     sent_bytes = {sent.rank: sent.counted_bytes / sent.rounds for sent in compare_sent_bytes(run)}
-    coordinates = _mesh_coordinates(str(run.start.get("strategy", "")), len(times))
+    # After a change of members not all ranks need to have records.
+    num_ranks = 1 + max(time.rank for time in times)
+    coordinates = _mesh_coordinates(str(run.start.get("strategy", "")), num_ranks)
     return [
         RankLoad(
             time.rank,
@@ -229,7 +231,8 @@ def find_imbalances(loads: Sequence[RankLoad]) -> list[LoadImbalance]:
 def _most_uneven_axis(loads: Sequence[RankLoad], value_of: Callable[[RankLoad], float]) -> str:
     """Return the axis along which the means over ranks with equal coordinates differ most."""
     spread: dict[str, float] = {}
-    for axis in loads[0].coordinates:
+    # A rank that has joined may be outside of the mesh of the strategy.
+    for axis in (axis for axis in loads[0].coordinates if all(axis in load.coordinates for load in loads)):
         values: dict[int, list[float]] = {}
         for load in loads:
             values.setdefault(load.coordinates[axis], []).append(value_of(load))

@@ -86,3 +86,13 @@ def test_a_tenth_is_even_and_a_little_more_is_not(tmp_path: Path) -> None:
 
 def test_one_process_has_no_balance(tmp_path: Path) -> None:
     assert rank_loads(hybrid(tmp_path, {}, strategy="replicas=1")) == []
+
+
+@pytest.mark.parametrize("strategy", ["replicas=all", "replicas=2"])
+def test_ranks_that_were_lost_or_have_joined_need_no_place_in_the_mesh(strategy: str, tmp_path: Path) -> None:
+    """Of three ranks the first one has no record, and the third one is uneven."""
+    records = [("ranks", rank_record(1)), ("ranks", rank_record(2, peak_bytes=2.0**30))]
+    run = write(tmp_path, ("run", start(strategy=strategy, ranks=2)), *steps(0, 3), *records, END)
+    (uneven,) = find_imbalances(rank_loads(run))
+    assert (uneven.quantity, uneven.load.rank) == ("memory", 2)
+    assert "Memory is uneven: rank 2" in " ".join(summarize_run(run))

@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import replace
 from pathlib import Path
 
-from paceline.job.cluster import process_environment
+from paceline.job.cluster import current_place, process_environment
 from paceline.job.cpu_count import num_cores
 from paceline.job.handshake import needs_encryption
 from paceline.job.launcher_reports import (
@@ -87,11 +87,14 @@ def launch(
     """
     write: TextOutput = sys.stderr.write if log is None else log
     shutdown = ShutdownPlan(job.timeouts, begun=not job.announces)
+    place = current_place() if job.nodes > 1 else None
+    # An engine that starts a lost node again needs the end of the others, so that all meet anew.
+    stands_by = place is None or not place.starts_launchers
     with _open_folder(job) as folder, _signals_to(shutdown):
         inherited = process_environment() if environ is None else environ
         with (
             NodeLivenessProbe(job.nodes, job.node_rank, Path(folder), job.meeting) as peers,
-            serve_store(job, write) as (endpoint, token),
+            serve_store(job, write, stands_by=stands_by) as (endpoint, token),
             _running_workers(job, Path(folder), inherited, (endpoint, token, peers.port), shutdown) as (
                 workers,
                 replacements,

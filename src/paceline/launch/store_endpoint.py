@@ -74,28 +74,39 @@ class StoreEndpoint:
 
 
 @contextmanager
-def serve_store(job: LaunchJob, log: Callable[[str], object]) -> Iterator[tuple[StoreEndpoint, str]]:
-    """Serve the store during the block; yields the endpoint and the key of the job."""
+def serve_store(
+    job: LaunchJob, log: Callable[[str], object], *, stands_by: bool = True
+) -> Iterator[tuple[StoreEndpoint, str]]:
+    """Serve the store during the block; yields the endpoint and the key of the job.
+
+    Args:
+        stands_by: whether other nodes than the first one serve a store in case that one is lost.
+    """
     token = job.token or (secrets.token_hex(32) if job.nodes == 1 else job.rendezvous)
-    endpoint = bind_endpoint(job, token, log)
+    endpoint = bind_endpoint(job, token, log, stands_by=stands_by)
     try:
         yield endpoint, token
     finally:
         endpoint.close()
 
 
-def bind_endpoint(job: LaunchJob, token: str, log: Callable[[str], object]) -> StoreEndpoint:
+def bind_endpoint(
+    job: LaunchJob, token: str, log: Callable[[str], object], *, stands_by: bool = True
+) -> StoreEndpoint:
     """Serve the store on node 0 of a job of several workers; on other nodes only return its address.
 
     Args:
         token: the key of the job.
         log: prints a line for each process that was rejected.
+        stands_by: see `serve_store`.
     Raises:
         CommunicationError: the port is in use, or the address is not this machine's.
     """
     if job.world_size == 1:
         return StoreEndpoint()
     host, port = job.endpoint if job.rendezvous else (loopback_address(), 0)
+    if job.node_rank > 0 and not stands_by:
+        return StoreEndpoint(host, port)
     if job.node_rank > 0:
         standby = StoreServer(log)
         # Only on the address through which the other nodes know this one, as the probe of liveness.

@@ -114,7 +114,7 @@ def test_the_others_rebuild_the_part_of_a_lost_rank_and_end_with_the_same_bits(
 
 @pytest.mark.capability("N8", clause="parts of the state from copies in memory")
 def test_a_stage_that_waits_for_one_that_has_seen_the_loss_does_not_stay_behind() -> None:
-    """Of three stages the last one is lost: the first waits for a message of the second."""
+    """The first of three stages waits for a message of the second when the last one is lost."""
     recipe = digits("replicas=1 pipeline=3").replace(options={"model": "mlp", "hidden": [32, 24]})
     found = run_ranks(survive, 3, recipe, 2, False, group_deadline=30.0, may_die=(2,))
     right = run_ranks(train_whole, 2, recipe.replace(strategy="replicas=2", elastic={}))[0]

@@ -62,6 +62,8 @@ def move_to_standby_store(
     )
     store = open_store(moved, membership.groups.seconds)
     continued_from = store.compare_set(_EPOCH_KEY, "", membership.prefix).decode()
+    if continued_from != membership.prefix:
+        store.close()
     if continued_from == _HAS_ENDED:
         raise lost
     if continued_from != membership.prefix:

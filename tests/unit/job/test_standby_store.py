@@ -108,7 +108,7 @@ def test_members_of_one_epoch_continue_and_those_of_another_do_not(standby: int)
 
 
 def test_nobody_continues_after_an_announced_end(standby: int, tmp_path: Path) -> None:
-    """As after an error of a rank of node 0, which another rank would raise as well."""
+    """Node 0 announces its end after an error of a rank, which another rank would raise as well."""
     with served_store() as (_, port):
         one = member(2, port, standby)
         write_node_list(tmp_path, one.notes[:3])

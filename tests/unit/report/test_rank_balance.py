@@ -90,7 +90,7 @@ def test_one_process_has_no_balance(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("strategy", ["replicas=all", "replicas=2"])
 def test_ranks_that_were_lost_or_have_joined_need_no_place_in_the_mesh(strategy: str, tmp_path: Path) -> None:
-    """Of three ranks the first one has no record, and the third one is uneven."""
+    """The first of three ranks has no record, and the third one is uneven."""
     records = [("ranks", rank_record(1)), ("ranks", rank_record(2, peak_bytes=2.0**30))]
     run = write(tmp_path, ("run", start(strategy=strategy, ranks=2)), *steps(0, 3), *records, END)
     (uneven,) = find_imbalances(rank_loads(run))

@@ -97,6 +97,13 @@ def steps_of(events: list[dict[str, Any]]) -> Counter[int]:
     return Counter(event["step"] for event in events if event["event"] == "step")
 
 
+def require_loss_and_replacement(events: list[dict[str, Any]], lost: int) -> None:
+    """Check that two ranks continue and process 3 joins them, at once if it was there that early."""
+    changes = [event for event in events if event["event"] == "members"]
+    found = [(change["lost"], change["joined"], change["ranks"]) for change in changes]
+    assert found in ([([lost], [], 2), ([], [3], 3)], [([lost], [3], 3)])
+
+
 @pytest.mark.capability("N8")
 @pytest.mark.parametrize(("dies", "at"), [("0", 31), pytest.param("2", 41, marks=pytest.mark.soak), ("1", 2)])
 def test_replicas_continue_and_end_with_the_same_bits(dies: str, at: int, tmp_path: Path) -> None:
@@ -152,14 +159,14 @@ def test_what_was_due_when_a_process_was_lost_is_done_again(tmp_path: Path) -> N
 
 @pytest.mark.capability("N6", clause="a worker joins and leaves while the job runs")
 def test_a_replacement_joins_and_ends_with_the_same_bits(tmp_path: Path) -> None:
-    """Steps last long enough for a new process to start."""
-    code, output, events = run(tmp_path, PYTEST_DIES="1", PYTEST_AT="10", PYTEST_SLOW="0.25")
+    """Steps last long enough for a new process to start, which ends no save that has begun."""
+    words = ("--set", "checkpoint.every_steps=1")
+    code, output, events = run(tmp_path, *words, PYTEST_DIES="1", PYTEST_AT="10", PYTEST_SLOW="0.25")
     assert code == 0, output
-    changes = [event for event in events if event["event"] == "members"]
-    assert [(change["lost"], change["joined"], change["ranks"]) for change in changes] == [
-        ([1], [], 2),
-        ([], [3], 3),
-    ]
+    require_loss_and_replacement(events, lost=1)
+    saved = {event["step"] for event in events if event["event"] == "checkpoint"}
+    # The save of the lost rank may be incomplete.
+    assert saved >= {event["step"] for event in events if event["event"] == "members" and not event["lost"]}
     assert set(steps_of(events)) == set(range(STEPS))
     assert sha256_of(output) == undisturbed()
 
@@ -210,11 +217,7 @@ def test_a_sharded_model_continues_from_copies_in_memory_and_gets_a_new_process(
     words = ("--strategy", "shard=all zero=3", "--set", "elastic.redundancy=buddy")
     code, output, events = run(tmp_path, *words, PYTEST_DIES="0", PYTEST_AT="14", PYTEST_SLOW="0.25")
     assert code == 0, output
-    changes = [event for event in events if event["event"] == "members"]
-    assert [(change["lost"], change["joined"], change["ranks"]) for change in changes] == [
-        ([0], [], 2),
-        ([], [3], 3),
-    ]
+    require_loss_and_replacement(events, lost=0)
     assert not [event for event in events if event["event"] == "resume"] and "restart 1" not in output
     assert set(steps_of(events)) == set(range(STEPS))
     assert sha256_of(output) == undisturbed()

@@ -326,15 +326,15 @@ def open_checkpoint_schedule(
             sink.event("warning", {"text": text})
 
     saver = None if run_dir is None else build_saver(session, run_dir, warn)
+    schedule = CheckpointSchedule(session, saver, sinks, warn)
     try:
-        schedule = CheckpointSchedule(session, saver, sinks, warn)
         schedule.best = EvaluationScores(session.recipe.evaluate, schedule.scores())
         schedule.begin()
         yield schedule
     except CommunicationError:
         # The session may continue on the remaining ranks and change the state that is being saved.
-        if saver is not None and session.is_elastic:
-            saver.finish()
+        if session.is_elastic:
+            schedule.report_complete()
         raise
     finally:
         if saver is not None:
@@ -382,7 +382,7 @@ class CheckpointSchedule:
         if self._saver is None:
             return False
         if not self._saver.busy:
-            self._report_complete()
+            self.report_complete()
         step = self._session.state.step
         # Every round, even if a save is due anyway: it counts the steps, on all ranks alike.
         by_time = self._clock.due(step - before)
@@ -416,7 +416,7 @@ class CheckpointSchedule:
         if self._name is not None:
             # The newest checkpoint may still be on its way to the disk.
             saver.wait_published(self._name)
-        self._report_complete()
+        self.report_complete()
         session.abort()
         wrong = session.state.step
         try:
@@ -481,7 +481,7 @@ class CheckpointSchedule:
         # A save that lost a rank is incomplete, so the remaining ranks save again.
         while not self._saver.wait_published(self._name):
             self._save(self._saver)
-        self._report_complete()
+        self.report_complete()
         self._saver.tidy()
         return self._saver.catalog.files.place(self._name)
 
@@ -506,15 +506,15 @@ class CheckpointSchedule:
 
     def _save(self, saver: CheckpointSaver) -> None:
         saver.finish()
-        self._report_complete()
+        self.report_complete()
         self._rolled_back_to = None
         with self._session.net.activity.during("checkpoint"):
             self._name, self.saved_at = saver.save(), self._session.state.step
         self._unreported = (self._session.state.step, self._name)
         self._clock.restart()
 
-    def _report_complete(self) -> None:
-        """Send the event of the save that was in progress, now that it is written."""
+    def report_complete(self) -> None:
+        """Wait until the save that is in progress, if any, is written, and send its event."""
         if self._saver is None or self._unreported is None:
             return
         self._saver.finish()

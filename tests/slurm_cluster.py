@@ -105,6 +105,19 @@ class SlurmCluster:
             check=False,
         )
 
+    def start(self, *words: str, cwd: Path) -> subprocess.Popen[str]:
+        """Start a command, whose output has its errors as well; it dies with this process."""
+        return subprocess.Popen(
+            words,
+            cwd=cwd,
+            env=dict(self.environ),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            preexec_fn=partial(die_with_parent, os.getpid()),  # noqa: PLW1509, one system call
+        )
+
     def job_state(self, job: str) -> str:
         """The state of a job, such as RUNNING; empty if Slurm knows it no more."""
         shown = self.run("scontrol", "show", "job", "-o", job).stdout

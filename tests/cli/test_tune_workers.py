@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from paceline.search import Study, open_study
@@ -169,3 +170,44 @@ def test_kills_at_twenty_moments_with_workers_of_other_machines(
             remote.coordinator.wait()
             remote.restart()
         require_whole(remote.finish(), clean)
+
+
+@pytest.mark.capability("S4", clause="an executor starts the workers")
+def test_a_study_whose_started_workers_have_all_ended_ends_and_can_continue(
+    tmp_path: Path, clean: Study
+) -> None:
+    prepare(tmp_path, QUICK_SPACE, SLOW)
+    command = words(3, 1, "--on", "local")
+    study = start(tmp_path, *command)
+    wait_until(lambda: bool([*tmp_path.glob("out/trial-*/metrics.jsonl")]), study)
+    (joined,) = [line for line in read_log(tmp_path) if "joined as worker" in line]
+    assert joined.startswith("[0] ")
+    os.kill(worker_of(study), signal.SIGKILL)
+    out, err = study.communicate()
+    assert study.returncode == 4 and "all workers of the study have ended" in err, out + err
+    assert "worker process 0 has ended: killed by signal 9" in out
+    assert run(tmp_path, *command).returncode == 0
+    require_whole(open_study(tmp_path / "out"), clean)
+    assert "[0] the study needs this worker no more" in read_log(tmp_path)[-1]
+
+
+def read_log(folder: Path) -> list[str]:
+    return (folder / "out" / "logs" / "workers.log").read_text().splitlines()
+
+
+def worker_of(study: Command) -> int:
+    """The process of the worker that a study has started."""
+    found = [
+        process.pid
+        for process in psutil.Process(study.pid).children()
+        if process.cmdline()[3:5] == ["tune", "work"]
+    ]
+    return found[0]
+
+
+def test_workers_of_an_engine_are_the_same_number_on_each_node(tmp_path: Path) -> None:
+    prepare(tmp_path, QUICK_SPACE, SLOW)
+    refused = run(tmp_path, *words(3, 3, "--on", "local", "--nodes", "2"))
+    assert refused.returncode == 2 and "3 workers cannot be divided among 2 nodes" in refused.stderr
+    refused = run(tmp_path, *words(3, 1, "--on", "local", "--option", "partition=low"))
+    assert refused.returncode == 2 and "local has no option 'partition'" in refused.stderr

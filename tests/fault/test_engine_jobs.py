@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from itertools import islice
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from paceline.cli.main import build_app
-from paceline.cli.submit import explain_client_error
+from paceline.launch.engine_clients import explain_client_error
+from paceline.search import open_study
+from tests.cli.test_tune import SLOW, require_whole
+from tests.cli.test_tune import prepare as prepare_study
+from tests.cli.test_tune import words as study_words
+from tests.cli.test_tune_workers import QUICK_SPACE
 from tests.commands import run
 from tests.slurm_cluster import SlurmCluster, missing_programs, slurm_cluster
 
@@ -281,6 +289,43 @@ def test_a_sweep_is_a_job_array_of_which_a_preempted_task_is_queued_again_alone(
     assert [(row["runs"], row["numbers"]["steps"]["mean"]) for row in found["rows"]] == [(3, 12.0)]
     again = CliRunner().invoke(build_app(), words)
     assert "all runs of this sweep are complete" in str(again.exception), again.output
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.capability("O3", clause="an executor: trials of a search run as tasks of Slurm")
+def test_trials_of_a_search_are_tasks_of_slurm_and_no_job_outlives_the_coordinator(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    folder = prepare_study(tmp_path / "study", QUICK_SPACE, SLOW)
+    tune = [*PACELINE, *study_words(3, 2, "--nodes", "2", "--on", "slurm", "--option", "partition=low")]
+    refused = cluster.run(*tune[:-1], "partition=none", cwd=folder)
+    assert refused.returncode == 1 and "sinfo" in refused.stderr, refused.stderr
+    sleeps = ("sbatch", "--parsable", "-N", "2", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 60")
+    sleeper = cluster.run(*sleeps).stdout.strip()
+    cluster.wait_for_state(sleeper, "RUNNING")
+    crowded = cluster.run(*tune, "--option", "wait=1", cwd=folder)
+    assert crowded.returncode == 4 and "not found 2 nodes with 1 core free" in crowded.stderr, crowded.stderr
+    cluster.run("scancel", sleeper)
+
+    joined = re.compile(r"worker \d+ \(.*, process (\d+)\) has joined")
+    killed = cluster.start(*tune, cwd=folder)
+    assert killed.stdout is not None and any(map(joined.search, killed.stdout))
+    assert cluster.run("squeue", "-h", "-o", "%j %D").stdout.strip() == "paceline 2"
+    killed.kill()
+    until(lambda: not cluster.run("squeue", "-h").stdout.strip(), "the allocation is still there")
+
+    study = cluster.start(*tune, cwd=folder)
+    assert study.stdout is not None
+    lines = iter(study.stdout)
+    places = [found[1] for found in map(joined.search, islice(lines, 4)) if found is not None]
+    until(lambda: len([*folder.glob("out/trial-*/metrics.jsonl")]) >= 2, "no two trials run")
+    os.kill(int(places[0]), signal.SIGKILL)
+    printed = "".join(lines)
+    assert study.wait(SECONDS) == 0, printed
+    assert "has ended: killed by signal 9" in printed and "best: trial" in printed
+    alone = prepare_study(tmp_path / "alone", QUICK_SPACE, SLOW)
+    assert run(alone, *study_words(3, 1)).returncode == 0
+    require_whole(open_study(folder / "out"), open_study(alone / "out"))
 
 
 @pytest.mark.soak

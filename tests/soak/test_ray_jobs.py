@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,9 @@ from typing import Any
 import psutil
 import pytest
 
+from paceline.search import open_study
+from tests.cli.test_tune import SLOW, prepare, require_whole, words
+from tests.cli.test_tune_workers import QUICK_SPACE
 from tests.commands import run
 from tests.fault.test_engine_jobs import hash_in, until, write_job
 
@@ -157,3 +161,33 @@ def test_a_cluster_that_is_too_small_is_an_error_with_a_next_step(cluster: Any, 
     job = Submission(cluster, folder, "large", *settings, "--option", "wait=5")
     assert job.wait() == 4, job.printed
     assert "ray status" in job.printed
+
+
+@pytest.mark.capability("S4", clause="an executor starts the workers")
+def test_trials_of_a_search_run_in_actors_also_without_one_that_was_killed(
+    cluster: Any, tmp_path: Path
+) -> None:
+    folder = prepare(tmp_path / "study", QUICK_SPACE, SLOW)
+    ray_words = ("--on", "ray", "--nodes", "2", "--option", f"address={cluster.address}")
+    log, environ = tmp_path / "printed", {**os.environ, "RAY_USAGE_STATS_ENABLED": "0"}
+    with log.open("wb") as output:
+        study = subprocess.Popen(
+            [sys.executable, "-m", "paceline", *words(3, 2, *ray_words)],
+            cwd=folder,
+            env=environ,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        until(lambda: log.read_text().count("has joined") == 2, "the workers do not join")
+        until(lambda: len([*folder.glob("out/trial-*/metrics.jsonl")]) >= 2, "no two trials run")
+        worker = int(re.findall(r"process (\d+)\) has joined", log.read_text())[0])
+        os.kill(parent_of(worker), signal.SIGKILL)
+        assert study.wait(300) == 0, log.read_text()
+    finally:
+        study.kill()
+        study.wait()
+    assert "has ended: " in log.read_text()
+    alone = prepare(tmp_path / "alone", QUICK_SPACE, SLOW)
+    assert run(alone, *words(3, 1)).returncode == 0
+    require_whole(open_study(folder / "out"), open_study(alone / "out"))

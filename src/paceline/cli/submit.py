@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import secrets
-import shutil
 import signal
 import subprocess
 import sys
@@ -21,18 +20,11 @@ from paceline.cli import common_options
 from paceline.cli.console import print_plain
 from paceline.cli.job_request import SubmitArgs, planned_bytes, show_request
 from paceline.errors import PacelineError, RecipeError
+from paceline.launch.engine_clients import call_client, explain_client_error, require_client
 
-_CLIENT_SECONDS, _POLL_SECONDS = 60.0, 1.0
+_POLL_SECONDS = 1.0
 _SSH_FAILED = 255
 _CLIENTS = {"slurm": "sbatch", "mpi": "mpirun", "ssh": "ssh", "kubernetes": "kubectl", "sky": "sky"}
-_PACKAGES = {
-    "sbatch": "the clients of Slurm (Debian: slurm-client), or run this command on a login node",
-    "scancel": "the clients of Slurm (Debian: slurm-client), or run this command on a login node",
-    "mpirun": "Open MPI (Debian: openmpi-bin)",
-    "ssh": "an SSH client (Debian: openssh-client)",
-    "sky": "SkyPilot: pip install 'skypilot[aws]' (or gcp, azure, ...), then `sky check`",
-    "kubectl": "kubectl, and name your cluster in ~/.kube/config",
-}
 
 
 Axes = Annotated[
@@ -228,7 +220,7 @@ def _submit(args: SubmitArgs, file: Path, *, attach: bool) -> int:
         return _submit_to_kubernetes(args, file, attach=attach)
     if args.engine == "sky":
         return _run_here(_submit_command("sky", file), PACELINE_TOKEN=secrets.token_hex(32))
-    printed = _call(["sbatch", "--parsable", str(file)])
+    printed = call_client(["sbatch", "--parsable", str(file)])
     job = printed.strip().partition(";")[0]
     print_plain(f"job {job}: cancel it by `paceline submit --on slurm --cancel {job}`")
     if args.over:
@@ -293,7 +285,8 @@ def run_on_ray(
         max_restarts, patience_seconds, words: see `ExecutorJob`.
     """
     from paceline.cli.restarts import find_newest_checkpoint
-    from paceline.launch.executor import ExecutorJob, NodeRequest, RayExecutor, run_job
+    from paceline.launch.executor import ExecutorJob, NodeRequest, run_job
+    from paceline.launch.ray_executor import RayExecutor
 
     def write(text: str) -> None:
         sys.stdout.write(text)
@@ -325,8 +318,8 @@ def run_on_ray(
 def _submit_to_kubernetes(args: SubmitArgs, file: Path, *, attach: bool) -> int:
     namespace = [word for name, value in args.options if name == "namespace" for word in ("-n", value)]
     key = ["create", "secret", "generic", f"{args.name}-key", "--from-file=token=/dev/stdin"]
-    _call(["kubectl", *namespace, *key], text=secrets.token_hex(32))
-    print_plain(_call(["kubectl", *namespace, "apply", "-f", str(file)]).rstrip())
+    call_client(["kubectl", *namespace, *key], text=secrets.token_hex(32))
+    print_plain(call_client(["kubectl", *namespace, "apply", "-f", str(file)]).rstrip())
     print_plain(f"cancel it by `paceline submit --on kubernetes --cancel {args.name}`")
     if not attach:
         return 0
@@ -354,69 +347,7 @@ def _cancel(engine: str, job: str, options: dict[str, str]) -> None:
             next_step="stop it there by Ctrl-C; it saves and exits",
         )
     require_client(commands[engine][0])
-    print_plain(_call(commands[engine]).rstrip() or f"cancelled {job}")
-
-
-def require_client(program: str) -> None:
-    """Raise an error that names the package if a client is not installed."""
-    if shutil.which(program) is None:
-        raise PacelineError(
-            f"{program} is not installed on this machine", next_step=f"install {_PACKAGES[program]}"
-        )
-
-
-def _call(words: Sequence[str], text: str = "") -> str:
-    """Run a client to its end; returns what it printed.
-
-    Raises:
-        PacelineError: it failed; the next step follows from what it printed.
-    """
-    try:
-        done = subprocess.run(
-            words, input=text, capture_output=True, text=True, timeout=_CLIENT_SECONDS, check=False
-        )
-    except subprocess.TimeoutExpired as error:
-        raise PacelineError(
-            f"{words[0]} has not answered within {_CLIENT_SECONDS:g} s",
-            next_step="check that this machine reaches the controller of the cluster",
-        ) from error
-    if done.returncode:
-        raise explain_client_error(words[0], done.stderr)
-    return done.stdout
-
-
-_ADVICE = (
-    (
-        r"ErrImagePull|ImagePullBackOff|failing to pull image|manifest unknown",
-        "check --option image: it does not exist, or the cluster has no credentials to pull it",
-    ),
-    (
-        r"denied|forbidden|not permitted|Unauthorized|Invalid account",
-        "ask for access, or name another account, partition or namespace: --option",
-    ),
-    (r"invalid partition", "list the partitions by `sinfo`, and name one: --option partition=NAME"),
-    (
-        r"node configuration is not available|More processors requested|Memory specification",
-        "no node is that large: fewer processes on each node (-n), or another partition (`sinfo -N -l`)",
-    ),
-    (r"time limit", "ask for less time: --option time=HH:MM:SS (limits: `sinfo -o '%P %l'`)"),
-    (
-        r"contact slurm controller|Connection refused|no such host|was refused|Unable to connect",
-        "check that this machine reaches the controller of the cluster, and its configuration",
-    ),
-    (r"AlreadyExists|already exists", "a job of this name exists: another --name, or --cancel NAME first"),
-    (r"no matches for kind \"JobSet\"", "install JobSet in the cluster, or --option kind=job"),
-)
-
-
-def explain_client_error(program: str, printed: str) -> PacelineError:
-    """Return the error for what a client has printed, with the next step for errors that are known; pure."""
-    lines = [line.strip() for line in printed.splitlines() if line.strip()]
-    what = lines[-1] if lines else "it printed nothing"
-    advice = next((step for pattern, step in _ADVICE if re.search(pattern, printed, re.IGNORECASE)), "")
-    return PacelineError(
-        f"{program} failed: {what}", next_step=advice or f"look up this message of {program}"
-    )
+    print_plain(call_client(commands[engine]).rstrip() or f"cancelled {job}")
 
 
 _REASONS = {
@@ -449,7 +380,7 @@ def _follow_slurm(job: str) -> int:
     """Print the output of a job until it ends, and why it waits; returns its exit code."""
     offset, told = 0, ""
     while True:
-        shown = _call(["scontrol", "show", "job", "-o", job])
+        shown = call_client(["scontrol", "show", "job", "-o", job])
         fields = dict(re.findall(r"(\w+)=(\S*)", shown))
         state, reason = fields.get("JobState", ""), fields.get("Reason", "")
         if state == "PENDING" and reason not in ("None", told):

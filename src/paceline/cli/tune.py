@@ -7,25 +7,28 @@ With a rank in the environment, the argument is the folder of a trial, and the c
 from __future__ import annotations
 
 import json
+import secrets
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
 import typer
 
 from paceline.cli import common_options
 from paceline.cli.console import error_output, output, print_json, print_plain
-from paceline.errors import RecipeError
+from paceline.errors import RecipeError, format_count
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from paceline.launch.executor import Executor
     from paceline.recipe.recipe import Recipe
-    from paceline.search import Study, WorkerEntrance
+    from paceline.search import ExecutorRequest, Study, StudyRequest, WorkerEntrance
 
 _INTERRUPTED_EXIT_CODE = 130
+_FREE_NODE_SECONDS = 600.0
 STUDY_PAGE = "study.html"
 
 SpaceFile = Annotated[
@@ -39,7 +42,23 @@ Trials = Annotated[
     ),
 ]
 Workers = Annotated[
-    int, typer.Option("--workers", min=0, help="Trials that run at the same time on this machine.")
+    int,
+    typer.Option(
+        "--workers", min=0, help="Trials that run at the same time: on this machine, or where --on says."
+    ),
+]
+On = Annotated[
+    Literal["local", "slurm", "ray"] | None,
+    typer.Option(
+        "--on", help="Start the workers as tasks of Slurm or actors of Ray, on --nodes.", show_default=False
+    ),
+]
+EngineOptions = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--option",
+        help="Option of the engine: partition=cpu, wait=SECONDS, address=HOST:6379. Repeatable.",
+    ),
 ]
 Listen = Annotated[
     str | None,
@@ -74,6 +93,9 @@ def tune(
     space: SpaceFile = None,
     trials: Trials = None,
     workers: Workers = 1,
+    on: On = None,
+    nodes: common_options.Nodes = 1,
+    options: EngineOptions = None,
     listen: Listen = None,
     token_file: common_options.TokenFile = "",
     lease: LeaseSeconds = 20.0,
@@ -93,7 +115,7 @@ def tune(
 
         run_trial(cluster, recipe)
     from paceline.recipe.recipe_loading import RecipeFile
-    from paceline.search import StudyRequest, StudyStopped, read_study_file, run_study
+    from paceline.search import StudyRequest, read_study_file
 
     if space is None:
         raise RecipeError(
@@ -114,12 +136,20 @@ def tune(
         count_processes=lambda resolved: common_options.processes_for(resolved, None, 1),
         folder=folder,
         trials=trials,
-        workers=workers,
-        entrance=_entrance(listen, token_file, lease, workers),
+        workers=workers if on is None else 0,
+        entrance=_entrance(listen or _own_address(on), token_file, lease, workers, makes_key=on is not None),
+        executor=None if on is None else _executor(on, load([], None), workers, nodes, options or [], folder),
         reuse=reuse,
         report=lambda line: print_plain(line, console),
     )
     print_plain(f"study: {folder}", console)
+    _run(request, console, as_json=as_json, exports=export is not None)
+
+
+def _run(request: StudyRequest, console: Console, *, as_json: bool, exports: bool) -> NoReturn:
+    """Run a study, show its result, and exit."""
+    from paceline.search import StudyStopped, run_study
+
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # stops as Ctrl-C does
     try:
         study = run_study(request)
@@ -127,7 +157,7 @@ def tune(
         print_plain("stopped; the same command continues", console)
         sys.exit(_INTERRUPTED_EXIT_CODE)
     _show(study, as_json)
-    if export is not None:
+    if exports:
         _export(study, console)
     sys.exit(0 if study.best is not None else 1)
 
@@ -140,7 +170,54 @@ def _export(study: Study, console: Console) -> None:
     print_plain(f"storage: {path} (optuna-dashboard {path})", console)
 
 
-def _entrance(listen: str | None, token_file: str, lease: float, workers: int) -> WorkerEntrance | None:
+def _own_address(engine: str | None) -> str | None:
+    """Return where the workers of an engine find this machine; None without an engine."""
+    from paceline.job.addresses import address_towards, format_address, loopback_address
+
+    if engine is None:
+        return None
+    # the address of the default route; nothing is sent to this one, which is reserved for documentation
+    outward = "" if engine == "local" else address_towards("192.0.2.1", 9)
+    return format_address(outward or loopback_address(), 0)
+
+
+def _executor(
+    engine: str, recipe: Recipe, workers: int, nodes: int, options: Sequence[str], folder: Path
+) -> ExecutorRequest:
+    """Return the workers that an engine starts, the same number on each node."""
+    from paceline.launch.executor import LocalExecutor, NodeRequest, SlurmExecutor
+    from paceline.launch.ray_executor import RayExecutor
+    from paceline.search import ExecutorRequest
+
+    if not workers or workers % nodes:
+        raise RecipeError(
+            f"{format_count(workers, 'worker')} cannot be divided among {format_count(nodes, 'node')}",
+            where="--workers",
+            next_step=f"--workers {max(1, workers // nodes) * nodes}",
+        )
+    named = dict(text.lstrip("-").partition("=")[::2] for text in options)
+    wait_seconds = float(named.pop("wait", _FREE_NODE_SECONDS))
+    address = named.pop("address", "auto") if engine == "ray" else ""
+    if named and engine != "slurm":
+        raise RecipeError(
+            f"{engine} has no option '{next(iter(named))}'",
+            where="--option",
+            next_step="wait=SECONDS, and for ray address=HOST:6379",
+        )
+    if engine == "slurm":
+        executor: Executor = SlurmExecutor(named, wait_seconds)
+    else:
+        executor = RayExecutor(address, wait_seconds) if engine == "ray" else LocalExecutor()
+    per_node = workers // nodes
+    processes = per_node * common_options.processes_for(recipe, None, 1)
+    gpus = processes if recipe.runtime.device == "cuda" else 0
+    request = NodeRequest(nodes, per_node, processes * max(1, recipe.runtime.threads), gpus)
+    return ExecutorRequest(executor, request, folder / "logs" / "workers.log")
+
+
+def _entrance(
+    listen: str | None, token_file: str, lease: float, workers: int, *, makes_key: bool
+) -> WorkerEntrance | None:
     from paceline.search import WorkerEntrance
 
     if listen is None:
@@ -151,7 +228,8 @@ def _entrance(listen: str | None, token_file: str, lease: float, workers: int) -
                 next_step="pass --listen HOST:PORT --token-file KEY, or --workers 1",
             )
         return None
-    return WorkerEntrance(*_split(listen, "--listen"), _read_key(token_file), lease)
+    key = secrets.token_hex(32) if makes_key and not token_file else _read_key(token_file)
+    return WorkerEntrance(*_split(listen, "--listen"), key, lease)
 
 
 def _split(address: str, where: str) -> tuple[str, int]:

@@ -1,16 +1,19 @@
 """Processes of a job that an executor starts on nodes, and their restart from the newest checkpoint.
 
 `Executor` is the protocol: reserve nodes, start these processes with these roles there, report what they
-print and how each one ends. `LocalExecutor` starts them on this machine, `RayExecutor` as actors in a
-placement group of Ray. `run_job` decides what their ends mean. Invariants: no process outlives its executor,
-all processes of a job are started together, each restart begins at a later checkpoint than the one before.
-Slurm, MPI and Kubernetes have no executor: they start and restart processes, from files of `rendered_job`.
+print and how each one ends. `LocalExecutor` starts them on this machine, `SlurmExecutor` as steps of an
+allocation, `ray_executor.RayExecutor` as actors of Ray. `run_job` decides what their ends mean. Invariants:
+no process outlives its executor, all processes of a job are started together, each restart begins at a later
+checkpoint than the one before. A whole job of Slurm, MPI or Kubernetes is started and started again by that
+engine, from files of `rendered_job`.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import secrets
+import select
 import signal
 import socket
 import subprocess
@@ -22,15 +25,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-from paceline.errors import CommunicationError, MissingExtraError, format_count
+from paceline.errors import CommunicationError, format_count
 from paceline.job.addresses import format_address, loopback_address
 from paceline.job.cluster import process_environment
+from paceline.launch.engine_clients import call_client, explain_client_error, require_client
 from paceline.launch.outcome import STOPPED_EXIT_CODE
 from paceline.launch.worker_process import die_with_parent
 
-_POLL_SECONDS, _END_SECONDS, _CALL_SECONDS = 0.2, 10.0, 60.0
+_POLL_SECONDS, _END_SECONDS = 0.2, 10.0
 _OUTPUT_BYTES = 1 << 20
 
 
@@ -131,10 +135,16 @@ class ChildProcess:
             listener.bind(("", 0))
             return int(listener.getsockname()[1])
 
-    def start(self, words: Sequence[str], environ: Mapping[str, str], folder: str) -> None:
-        """Start `python -m paceline` with these words, in a folder if this node has it."""
+    def start(
+        self, words: Sequence[str], environ: Mapping[str, str], folder: str, starter: Sequence[str] = ()
+    ) -> None:
+        """Start `python -m paceline` with these words, in a folder if this node has it.
+
+        Args:
+            starter: words of a command that starts the process, such as `srun`; empty: it is started here.
+        """
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "paceline", *words],
+            [*starter, sys.executable, "-m", "paceline", *words],
             env={**process_environment(), **environ},
             cwd=folder if Path(folder).is_dir() else None,
             stdin=subprocess.DEVNULL,
@@ -205,188 +215,154 @@ class LocalExecutor:
         self.children, self._open = [], set()
 
 
-class RayExecutor:
-    """Processes that belong to actors, in one placement group with a bundle on each node.
+_HOLD = 'echo "$SLURM_JOB_ID $SLURM_JOB_NODELIST"; exec cat >/dev/null'
+_FREE_PORT = "import socket; s = socket.socket(); s.bind(('', 0)); print(s.getsockname()[1])"
+_LOST_NODE = re.compile(r"^srun: error: .*(Node failure|Unable to|Communication|Job/step already).*$", re.M)
+
+
+class SlurmExecutor:
+    """Processes that are steps of one allocation, each started by an `srun` of this machine.
+
+    The allocation belongs to a shell that reads from this process, so it ends with this process, also if that
+    is killed. Steps of a node share its cores and GPUs. A key in `environ` is in no file and no command line.
 
     Args:
-        address: of the cluster; "auto": the one to which this machine belongs.
+        options: of `salloc`, by name, such as partition and account.
         wait_seconds: how long to wait for nodes that are free.
     Raises:
-        MissingExtraError: Ray is not installed.
-        CommunicationError: there is no cluster at the address.
+        PacelineError: the clients of Slurm are not installed.
     """
 
-    def __init__(self, address: str, wait_seconds: float) -> None:
-        self._ray = _import_ray()
-        self._wait_seconds = wait_seconds
-        try:
-            _require_reachable(address)
-            self._ray.init(address=address, log_to_driver=False, logging_level="ERROR")
-        except (OSError, RuntimeError, ValueError) as error:
-            raise CommunicationError(
-                f"there is no cluster of Ray at {address}: {_first_line(error)}",
-                where="--option address",
-                next_step="start one by `ray start --head`, or name its address: --option address=HOST:6379",
-            ) from error
-        self.actors: list[Any] = []
-        self._group: Any = None
-        self._calls: dict[int, Any] = {}
+    def __init__(self, options: Mapping[str, str], wait_seconds: float) -> None:
+        require_client("salloc")
+        self._options, self._wait_seconds = options, wait_seconds
+        self._holder: subprocess.Popen[bytes] | None = None
+        self._messages = tempfile.TemporaryFile()  # noqa: SIM115, closed with the object
+        self.job, self.nodes = "", list[str]()
+        self.children: list[ChildProcess] = []
+        self._output: dict[int, str] = {}
 
     def reserve(self, request: NodeRequest) -> str:
-        """Create the placement group and an actor for each process."""
-        group_of, strategy_of = _placement()
-        bundle: dict[str, float] = {"CPU": request.cpus}
-        bundle |= {"GPU": request.gpus} if request.gpus else {}
-        bundle |= {"memory": request.memory_mib * 2**20} if request.memory_mib else {}
-        self._group = group_of([bundle] * request.nodes, strategy="STRICT_SPREAD")
-        if not self._group.wait(self._wait_seconds):
-            raise CommunicationError(
-                f"Ray has not found {format_count(request.nodes, 'node')} with {bundle} free within"
-                f" {self._wait_seconds:g} s",
-                where="the placement group of the job",
-                next_step="`ray status` shows what is free; ask for fewer nodes or processes, or wait longer:"
-                " --option wait=SECONDS",
-            )
-        share = {
-            "num_cpus": request.cpus / request.processes,
-            "num_gpus": request.gpus / request.processes,
-            "memory": request.memory_mib * 2**20 // request.processes or None,
-        }
-        actor = self._ray.remote(_RankActor)
-        self.actors = [
-            actor.options(
-                **share, max_restarts=0, scheduling_strategy=strategy_of(self._group, node)
-            ).remote()
-            for node in range(request.nodes)
-            for _ in range(request.processes)
-        ]
-        host, port = self._get(self.actors[0].endpoint.remote())
-        return format_address(host, port)
+        """Allocate the nodes."""
+        per_process = -(-request.cpus // request.processes)
+        words = ["salloc", f"--nodes={request.nodes}", f"--ntasks-per-node={request.processes}"]
+        words += [f"--cpus-per-task={per_process}", "--job-name=paceline"]
+        words += [f"--gpus-per-node={request.gpus}"] if request.gpus else []
+        words += [f"--mem={request.memory_mib}M"] if request.memory_mib else []
+        words += [f"--{name}={value}" if value else f"--{name}" for name, value in self._options.items()]
+        self._messages.truncate(0)
+        # not killed with this process: it gives the allocation back when its shell reads the end of this pipe
+        self._holder = subprocess.Popen(
+            [*words, "sh", "-c", _HOLD],
+            env=_without_slurm_variables(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._messages,
+        )
+        self.job, _, nodes = self._first_line(self._holder, request).partition(" ")
+        self.nodes = call_client(["scontrol", "show", "hostnames", nodes.strip()]).split()
+        port = self._call_on(0, sys.executable, "-c", _FREE_PORT)
+        return format_address(self.nodes[0], int(port))
 
-    def start(self, processes: Sequence[ExecutorProcess]) -> None:
-        """Start a process in each actor; those of a node see all GPUs of its bundle."""
-        gpus = self._get([actor.gpus.remote() for actor in self.actors])
-        calls = []
-        for actor, process in zip(self.actors, processes, strict=True):
-            of_node = [
-                gpu
-                for own, other in zip(gpus, processes, strict=True)
-                if other.node == process.node
-                for gpu in own
-            ]
-            visible = {"CUDA_VISIBLE_DEVICES": ",".join(of_node)} if of_node else {}
-            environ = {**process.environ, **visible}
-            calls.append(actor.start.remote(process.words, environ, str(Path.cwd())))
-        self._get(calls)
-        self._calls = {number: actor.poll.remote() for number, actor in enumerate(self.actors)}
-
-    def _get(self, calls: Any) -> Any:
-        """Return the results of calls.
+    def _first_line(self, holder: subprocess.Popen[bytes], request: NodeRequest) -> str:
+        """Return the job and its nodes, as the shell in the allocation prints them.
 
         Raises:
-            CommunicationError: an actor is gone, or has not answered.
+            PacelineError: Slurm refuses the request.
+            CommunicationError: the nodes are not free in time.
         """
-        try:
-            return self._ray.get(calls, timeout=_CALL_SECONDS)
-        except self._ray.exceptions.RayError as error:
-            raise CommunicationError(
-                f"an actor of the job has not started: {_first_line(error)}",
-                where="Ray",
-                next_step="install Paceline on every node of the cluster; `ray list actors` has more",
-            ) from error
+        assert holder.stdout is not None
+        ready, _, _ = select.select([holder.stdout], [], [], self._wait_seconds)
+        line = holder.stdout.readline().decode() if ready else ""
+        if line:
+            return line.strip()
+        self._messages.seek(0)
+        printed = self._messages.read().decode(errors="replace")
+        self.close()
+        if ready:
+            raise explain_client_error("salloc", printed)
+        raise CommunicationError(
+            f"Slurm has not found {format_count(request.nodes, 'node')} with"
+            f" {format_count(request.cpus, 'core')} free within"
+            f" {self._wait_seconds:g} s",
+            where="the allocation of the job",
+            next_step="`sinfo` and `squeue` show what is free; ask for fewer nodes or processes, or wait"
+            " longer: --option wait=SECONDS",
+        )
+
+    def _call_on(self, node: int, *words: str) -> str:
+        return call_client([*self._srun(node), *words]).strip()
+
+    def _srun(self, node: int) -> list[str]:
+        """Return the words that start one process on a node, without the variables of a task of Slurm."""
+        step = [
+            f"--jobid={self.job}",
+            "--overlap",
+            "--nodes=1",
+            "--ntasks=1",
+            f"--nodelist={self.nodes[node]}",
+        ]
+        task = [word for name in _TASK_VARIABLES for word in ("-u", name)]
+        own = [word for name in process_environment() if _is_of_slurm(name) for word in ("-u", name)]
+        return ["env", *own, "srun", *step, "--cpu-bind=none", "--unbuffered", "--input=none", "env", *task]
+
+    def start(self, processes: Sequence[ExecutorProcess]) -> None:
+        """Start a step for each process."""
+        for process in processes:
+            child = ChildProcess()
+            self.children.append(child)
+            child.start(process.words, process.environ, str(Path.cwd()), self._srun(process.node))
+        self._output = dict.fromkeys(range(len(processes)), "")
 
     def poll(self) -> Sequence[ProcessReport]:
-        """Return what is new; an actor that is gone is a process that is lost."""
-        if not self._calls:
-            return []
-        ready, _ = self._ray.wait(
-            [*self._calls.values()], num_returns=len(self._calls), timeout=_POLL_SECONDS
-        )
+        """Return what is new; `srun` returns 128 and the signal of a process that was killed."""
         reports = []
-        for number, call in [*self._calls.items()]:
-            if call not in ready:
-                continue
-            try:
-                output, code = self._ray.get(call)
-            except self._ray.exceptions.RayError as error:
-                report = ProcessReport(number, ended=True, reason=_first_line(error))
+        for number in sorted(self._output):
+            output, code = self.children[number].poll()
+            self._output[number] = (self._output[number] + output)[-_OUTPUT_BYTES:]
+            lost = _LOST_NODE.search(self._output[number]) if code else None
+            if code is not None:
+                del self._output[number]
+            if lost is not None:
+                reports.append(ProcessReport(number, output, ended=True, reason=lost[0]))
             else:
-                report = ProcessReport(number, output, code is not None, code)
-            reports.append(report)
-            if report.ended:
-                del self._calls[number]
-            else:
-                self._calls[number] = self.actors[number].poll.remote()
+                killed_by = code - 128 if code is not None and 128 < code < 128 + signal.NSIG else None
+                reports.append(
+                    ProcessReport(number, output, code is not None, code if killed_by is None else -killed_by)
+                )
         return reports
 
     def stop(self) -> None:
-        """Send SIGTERM to all processes."""
-        for number in self._calls:
-            self.actors[number].send_signal.remote(int(signal.SIGTERM))
+        """Send SIGTERM to the processes of all steps."""
+        if self.job:
+            call_client(["scancel", "--signal=TERM", self.job])
 
     def close(self) -> None:
-        """Kill the actors, with which their processes die, and remove the placement group."""
-        for actor in self.actors:
-            with suppress(self._ray.exceptions.RayError):
-                self._ray.kill(actor)
-        if self._group is not None:
-            from ray.util.placement_group import remove_placement_group
-
-            remove_placement_group(self._group)
-        self.actors, self._group, self._calls = [], None, {}
-
-    def leave(self) -> None:
-        """Leave the cluster."""
-        self._ray.shutdown()
-
-
-class _RankActor(ChildProcess):
-    """A child process in an actor of Ray."""
-
-    def endpoint(self) -> tuple[str, int]:
-        """Return the address of this node, and a free port."""
-        import ray
-
-        return str(ray.util.get_node_ip_address()), self.free_port()
-
-    def gpus(self) -> list[str]:
-        """Return the GPUs of this actor."""
-        import ray
-
-        return [str(gpu) for gpu in ray.get_gpu_ids()]
+        """Give the allocation back, with which its steps are killed."""
+        if self._holder is not None and self._holder.stdin is not None:
+            self._holder.stdin.close()
+            try:
+                self._holder.wait(_END_SECONDS if self.job else 0)
+            except subprocess.TimeoutExpired:
+                self._holder.terminate()  # an allocation that waits is given up
+                with suppress(subprocess.TimeoutExpired):
+                    self._holder.wait(_END_SECONDS)
+                self._holder.kill()
+        for child in self.children:
+            child.close()
+        self._holder, self.job, self.nodes, self.children, self._output = None, "", [], [], {}
 
 
-def _require_reachable(address: str) -> None:
-    """Raise an error if nothing answers at HOST:PORT, for which Ray itself would wait for minutes."""
-    host, _, port = address.rpartition(":")
-    if host and port.isdecimal() and "//" not in host:
-        with socket.create_connection((host.strip("[]"), int(port)), _END_SECONDS):
-            pass
+_TASK_VARIABLES = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_ID", "SLURM_STEPID")
 
 
-def _import_ray() -> Any:
-    try:
-        import ray
-    except ImportError as error:
-        raise MissingExtraError(
-            "Ray is not installed in this environment",
-            where="--on ray",
-            next_step="pip install ray, in the version of the cluster",
-        ) from error
-    return ray
+def _is_of_slurm(name: str) -> bool:
+    """Return whether a variable describes a job around this process, and not the cluster."""
+    return name.startswith(("SLURM_", "SBATCH_", "SALLOC_")) and name != "SLURM_CONF"
 
 
-def _placement() -> tuple[Any, Any]:
-    from ray.util.placement_group import placement_group
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-    return placement_group, lambda group, node: PlacementGroupSchedulingStrategy(
-        placement_group=group, placement_group_bundle_index=node
-    )
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+def _without_slurm_variables() -> dict[str, str]:
+    return {name: value for name, value in process_environment().items() if not _is_of_slurm(name)}
 
 
 # A job of an executor

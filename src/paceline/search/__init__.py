@@ -4,7 +4,7 @@ A trial is an ordinary run in a folder of its own, a study is an append-only log
 batches. The number of workers, on this machine or on others, decides only how long a batch takes.
 """
 
-from paceline.search.remote_workers import WorkerEntrance, serve_leases
+from paceline.search.remote_workers import ExecutorRequest, WorkerEntrance, serve_leases
 from paceline.search.space import StudyPlan, plan_study, read_study_file
 from paceline.search.study import Study, StudyRequest, open_study, run_study
 from paceline.search.study_log import Trial
@@ -12,6 +12,7 @@ from paceline.search.study_report import StudySummary, render_study, render_stud
 from paceline.search.study_runner import StudyStopped
 
 __all__ = [
+    "ExecutorRequest",
     "Study",
     "StudyPlan",
     "StudyRequest",

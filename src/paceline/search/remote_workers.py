@@ -33,7 +33,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import CommunicationError, DataError
+from paceline.errors import CommunicationError, DataError, format_count
 from paceline.job.addresses import format_address, listen_at
 from paceline.job.cluster import process_environment
 from paceline.job.handshake import VISITOR_OFFSET
@@ -41,6 +41,7 @@ from paceline.job.rendezvous import StoreAccess, connect_store
 from paceline.job.store_client import KeyTimeoutError, StoreClient
 from paceline.job.store_protocol import ADD, CHECK, COMPARE, SET
 from paceline.job.store_server import StoreServer
+from paceline.launch.executor import Executor, ExecutorProcess, NodeRequest, ProcessReport
 from paceline.launch.fork_client import fork_server
 from paceline.search.job_executor import PRELOADED
 from paceline.search.worker_slots import RunEnd, RunSlot, SlotPool, SlotRequest, WorkerSlot
@@ -419,3 +420,99 @@ def serve_leases(access: StoreAccess, folder: Path | None, patience_seconds: flo
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: worker.leave())
     worker.work()
+
+
+# ---------------------------------------------------------------------- workers that an executor starts
+
+
+@dataclass(frozen=True)
+class ExecutorRequest:
+    """The workers of a study that an executor starts.
+
+    Args:
+        executor: starts them; closed at the end of the study.
+        nodes: the nodes that they need.
+        log: file that receives what they print.
+    """
+
+    executor: Executor
+    nodes: NodeRequest
+    log: Path
+
+
+class ExecutorWorkers:
+    """Workers that an executor has started, followed until the end of the study.
+
+    Args:
+        request: the executor and its nodes.
+        pool: fails when no worker is left.
+        report: receives a line for the user.
+    """
+
+    def __init__(self, request: ExecutorRequest, pool: SlotPool, report: Report) -> None:
+        self._executor, self._nodes, self._log = request.executor, request.nodes, request.log
+        self._pool, self._report = pool, report
+        self._closing = threading.Event()
+        self._num_left = self._nodes.nodes * self._nodes.processes
+        self._thread = threading.Thread(target=self._follow, daemon=True, name="study-executor")
+
+    def reserve(self) -> None:
+        """Reserve the nodes.
+
+        Raises:
+            CommunicationError: they are not free in time.
+        """
+        workers, nodes = format_count(self._num_left, "worker"), format_count(self._nodes.nodes, "node")
+        self._report(f"starting {workers} on {nodes}; their output is in {self._log}")
+        self._executor.reserve(self._nodes)
+
+    def start(self, address: str, token: str) -> None:
+        """Start the workers, which join the coordinator at an address; its key is in their variables."""
+        words = ("tune", "work", address)
+        self._executor.start(
+            [
+                ExecutorProcess("worker", node, words, {"PACELINE_TOKEN": token})
+                for node in range(self._nodes.nodes)
+                for _ in range(self._nodes.processes)
+            ]
+        )
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        self._thread.start()
+
+    def _follow(self) -> None:
+        """Write down what the workers print, and report those that end before the study."""
+        with self._log.open("a", encoding="utf-8") as log:
+            while self._num_left:
+                for report in self._executor.poll():
+                    log.writelines(f"[{report.number}] {line}\n" for line in report.output.splitlines())
+                    log.flush()
+                    if report.ended:
+                        self._note_end(report)
+                if self._closing.wait(_POLL_SECONDS):
+                    return
+
+    def _note_end(self, report: ProcessReport) -> None:
+        self._num_left -= 1
+        if self._closing.is_set() or report.code == 0:
+            return
+        is_killed = report.code is not None and report.code < 0
+        how = f"killed by signal {-(report.code or 0)}" if is_killed else f"exit code {report.code}"
+        self._report(f"worker process {report.number} has ended: {report.reason or how}; see {self._log}")
+        if not self._num_left:
+            self._pool.fail(
+                CommunicationError(
+                    "all workers of the study have ended",
+                    where=str(self._log),
+                    next_step="see what they printed there; the same command continues the study",
+                )
+            )
+
+    def close(self) -> None:
+        """Wait a moment for workers that were sent home, and give the nodes back."""
+        expires = time.monotonic() + _LEAVE_SECONDS
+        while self._thread.is_alive() and self._num_left and time.monotonic() < expires:
+            time.sleep(_POLL_SECONDS / 5)
+        self._closing.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._executor.close()

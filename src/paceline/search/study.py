@@ -11,10 +11,11 @@ from typing import Any
 
 from paceline.errors import DataError, RecipeError
 from paceline.job.cluster import process_environment
+from paceline.job.cpu_count import num_cores
 from paceline.recipe.recipe import Recipe
 from paceline.recipe.toml_text import parse_toml
 from paceline.search.job_executor import FunctionExecutor, JobExecutor, find_complete_runs
-from paceline.search.remote_workers import LeaseServer, WorkerEntrance
+from paceline.search.remote_workers import ExecutorRequest, ExecutorWorkers, LeaseServer, WorkerEntrance
 from paceline.search.space import Params, StudyPlan, label, override_texts, plan_study
 from paceline.search.study_log import Event, Lease, StudyLog, Trial
 from paceline.search.study_runner import (
@@ -104,6 +105,7 @@ class StudyRequest:
         trials: number of trials; None: the size of the grid.
         workers: runs at the same time on this machine; 0 with `entrance`: none.
         entrance: where workers of other machines join; None: there are none.
+        executor: starts workers that join at `entrance`; None: the user starts them.
         reuse: folder of a study, or of several, whose complete runs are taken.
         function: of the user, in place of jobs; None: jobs.
         task: function that builds the task, in place of the one that the recipe names.
@@ -118,6 +120,7 @@ class StudyRequest:
     trials: int | None
     workers: int = 1
     entrance: WorkerEntrance | None = None
+    executor: ExecutorRequest | None = None
     reuse: Path | None = None
     function: Callable[[Recipe], float] | None = None
     task: Callable[..., Any] | None = None
@@ -168,6 +171,8 @@ def _open_jobs(request: StudyRequest) -> Iterator[tuple[JobExecutor, SlotPool]]:
     if plan.alone:
         workers = min(1, workers)
     sharing = 1 if plan.alone else plan.study.proposals
+    if request.executor is not None:
+        sharing = num_cores()  # one thread in a process, for which a node gets one core
     pool = SlotPool(range(workers))
     with ExitStack() as stack:
         jobs = stack.enter_context(
@@ -175,16 +180,25 @@ def _open_jobs(request: StudyRequest) -> Iterator[tuple[JobExecutor, SlotPool]]:
                 request.folder, plan.objective, workers, sharing, request.environ or process_environment()
             )
         )
+        started = None
+        if request.executor is not None:
+            started = ExecutorWorkers(request.executor, pool, request.report)
+            stack.callback(started.close)  # after the server, which sends the workers home
+            started.reserve()
         if request.entrance is not None:
             server = LeaseServer(request.entrance, request.folder, jobs.slots, pool, request.report)
             stack.callback(server.close)
-            request.report(f"workers: paceline tune work {server.address} --token-file KEY")
+            if started is None:
+                request.report(f"workers: paceline tune work {server.address} --token-file KEY")
+            else:
+                started.start(server.address, request.entrance.token)
         yield jobs, pool
 
 
 def _check_base(plan: StudyPlan, base: Recipe, request: StudyRequest) -> None:
     """Refuse what no trial could run."""
-    require_workers(plan, request.workers)
+    nodes = None if request.executor is None else request.executor.nodes
+    require_workers(plan, request.workers if nodes is None else nodes.nodes * nodes.processes)
     if plan.stop.rule == "asha" and base.reproducible:
         raise RecipeError(
             'rule = "asha" decides by which trial arrived first, and the recipe is reproducible',

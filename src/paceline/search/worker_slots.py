@@ -24,7 +24,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import IO, Protocol
 
-from paceline.errors import DeadlineError, NumericError, RecipeError
+from paceline.errors import DeadlineError, NumericError, PacelineError, RecipeError
 from paceline.job.cluster import process_environment
 from paceline.launch.job_spec import LaunchJob
 from paceline.launch.launcher import launch
@@ -94,6 +94,7 @@ class SlotPool:
         self._known = set(self._free)
         self._patience_seconds = patience_seconds
         self._is_closed = False
+        self._failure: PacelineError | None = None
         self._changed = threading.Condition()
 
     def add(self, number: int) -> None:
@@ -115,10 +116,13 @@ class SlotPool:
 
         Raises:
             DeadlineError: for a long time there was no slot at all.
+            PacelineError: the one that was given to `fail`.
         """
         expires = time.monotonic() + self._patience_seconds
         with self._changed:
             while not self._free and not self._is_closed:
+                if self._failure is not None:
+                    raise self._failure
                 if self._known:
                     expires = time.monotonic() + self._patience_seconds
                 elif time.monotonic() > expires:
@@ -136,6 +140,12 @@ class SlotPool:
             if number in self._known:
                 self._free.append(number)
                 self._changed.notify()
+
+    def fail(self, error: PacelineError) -> None:
+        """Let `take` raise an error as soon as no slot is free: no other one will join."""
+        with self._changed:
+            self._failure = error
+            self._changed.notify_all()
 
     def close(self) -> None:
         """Let no run begin any more."""

@@ -12,9 +12,10 @@ import yaml
 from typer.testing import CliRunner
 
 from paceline.cli.main import build_app
-from paceline.cli.submit import describe_reason, explain_client_error, require_client
+from paceline.cli.submit import describe_reason
 from paceline.errors import PacelineError, RecipeError
 from paceline.launch.cloud_task import describe_cost, read_machines
+from paceline.launch.engine_clients import explain_client_error, require_client
 from paceline.launch.job_target import JobTarget, plan_resources
 from paceline.launch.rendered_job import find_secrets, plan_array_resources, render, render_array
 from paceline.recipe import Strategy

@@ -293,8 +293,10 @@ def require_whole(study: Study, clean: Study) -> None:
     ("kind", "seconds"),
     [
         ("coordinator", 0.5),
-        ("slot", 0.3),
-        *(pytest.param(*one, marks=pytest.mark.soak) for one in (("rank", 0.6), ("interrupt", 0.4))),
+        *(
+            pytest.param(*one, marks=pytest.mark.soak)
+            for one in (("slot", 0.3), ("rank", 0.6), ("interrupt", 0.4))
+        ),
     ],
 )
 def test_a_kill_loses_no_finished_trial(tmp_path: Path, kind: str, seconds: float) -> None:

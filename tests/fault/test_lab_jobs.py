@@ -76,6 +76,7 @@ def test_a_partition_is_named_on_both_sides(lab, tmp_path) -> None:
     assert silent["h1"] == silent["h2"] == silent["h3"] == ["node 0"]
 
 
+@pytest.mark.soak  # the suite has a partition of two hosts, in test_chaos.py
 @pytest.mark.capability("N12", "Z9")
 def test_of_a_partition_only_the_side_with_the_store_continues(lab, tmp_path) -> None:
     """Two sides that both continue would write one run folder."""

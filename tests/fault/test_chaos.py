@@ -162,14 +162,20 @@ def test_the_whole_matrix_is_survived(lab, tmp_path: Path) -> None:
 
 @pytest.mark.soak
 @pytest.mark.capability("N5", clause="the rank that hangs, its operation, line and cause")
-def test_a_blocked_link_is_named(lab, tmp_path: Path) -> None:
+def test_a_blocked_link_is_named_and_the_job_continues_on_the_first_host(lab, tmp_path: Path) -> None:
+    """Long before the deadline of the ranks."""
     made = lab(hosts=2)
     command_jobs.prepare(tmp_path, "")
     (tmp_path / "recipe.toml").write_text(RECIPE.replace("steps = 24", "steps = 100000"))
-    words = ["--set", f"run_dir={tmp_path / 'run'}", "--set", "runtime.deadline_seconds=20"]
+    words = ["--set", f"run_dir={tmp_path / 'run'}", "--set", "runtime.deadline_seconds=120"]
     plan = FaultPlan().partition(["h0"], ["h1"], step=30)
     command = ["paceline", "train", str(tmp_path / "recipe.toml"), "-n", "2", *words]
     found = made.run(command, faults=plan, settle_seconds=60.0)
     said = [line for line in found.output["h0"] if line.startswith("nothing has moved for ")]
     assert len(said) == 1 and "a blocked or lost link" in said[0], found.output
-    assert found.exit_code != 0
+    assert "the ranks behind the link count as lost (1)" in "\n".join(found.output["h0"])
+    assert found.exit_codes["h1"] not in (0, None) and found.exit_codes["h0"] in (143, -9), found.exit_codes
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    (members,) = [record for record in records if record["event"] == "members"]
+    steps = [record["step"] for record in records if record["event"] == "step"]
+    assert members["lost"] == [1] and steps[-1] > members["step"] + 100 and steps == sorted(set(steps))

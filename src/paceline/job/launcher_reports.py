@@ -1,4 +1,4 @@
-"""Small files that workers write for their launcher: the phase of each worker, and the nodes of the job.
+"""Small files between workers and their launcher: the phase of each worker, and the nodes of the job.
 
 A worker that is stuck in a C call, or that a signal has stopped, cannot keep a deadline itself; its launcher
 can, if it knows the phase. The list of nodes tells it which other launchers to probe. Invariants: a file is
@@ -10,12 +10,14 @@ from __future__ import annotations
 import json
 import os
 import socket
+import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from paceline.errors import PacelineError
 from paceline.job.addresses import address_towards
 
 CONNECTED = "running with the others"
@@ -25,6 +27,7 @@ TRAINING_FOR_SERVER = "training for a server"
 TRAINING_ELASTIC = "training as one of several replicas"
 """The phase in which the other ranks continue without one that is lost."""
 LEAVING = "leaving"
+_ABORT_FILE, _ABORT_SECONDS = "abort", 0.5
 NOTHING_TO_SAVE = "stopped before the first step: there was nothing to save"
 
 
@@ -202,3 +205,46 @@ def read_node_list(folder: Path) -> list[LauncherAddress]:
 def clear_node_list(folder: Path) -> None:
     """Remove the list that an earlier job left."""
     (folder / _NODE_LIST_FILE).unlink(missing_ok=True)
+
+
+def request_abort(folder: Path) -> None:
+    """Ask the workers of this node to end the collectives in which they wait, since some ranks are lost."""
+    with suppress(OSError):  # then they wait until their deadline
+        (folder / _ABORT_FILE).write_text(str(time.monotonic_ns()), encoding="ascii")
+
+
+@contextmanager
+def following_abort_requests(folder: Path | None, abort: Callable[[], object]) -> Iterator[None]:
+    """Return a context manager in which a thread calls `abort` at each request of the launcher.
+
+    Args:
+        folder: folder of the launcher; None: there is no launcher.
+        abort: is called in a thread of its own, since the main thread waits in a collective.
+    """
+    if folder is None:
+        yield
+        return
+    path, over = folder / _ABORT_FILE, threading.Event()
+    seen = _read_or_empty(path)
+
+    def follow() -> None:
+        nonlocal seen
+        while not over.wait(_ABORT_SECONDS):
+            text = _read_or_empty(path)
+            if text != seen:
+                seen = text
+                with suppress(PacelineError):  # the store is gone as well, which the main thread will find
+                    abort()
+
+    threading.Thread(target=follow, daemon=True, name="abort-requests").start()
+    try:
+        yield
+    finally:
+        over.set()
+
+
+def _read_or_empty(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii")
+    except OSError:
+        return ""

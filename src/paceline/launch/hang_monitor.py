@@ -5,7 +5,9 @@ is learned from the run: from its steps, and from the pauses that it has made be
 
 Invariants: nothing is sent to a process that would end by it. Time in which the launcher itself was stopped
 does not count. Only a hang in which no step can end any more is ended early, and a link that carries nothing;
-all others end by the deadlines of the ranks (`supervision` ends a rank that a signal has stopped).
+all others end by the deadlines of the ranks (`supervision` ends a rank that a signal has stopped). Behind a
+blocked link the job continues on the node that serves its store, if the ranks there can: that node counts the
+others as lost, and all other nodes end their ranks.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Literal
 
-from paceline.job.launcher_reports import read_run_folder
+from paceline.job.launcher_reports import TRAINING_ELASTIC, read_run_folder, request_abort
 from paceline.launch.hang_explainer import HangExplanation, RankSituation, explain_hang
 from paceline.launch.process_inspection import (
     handles_stack_requests,
@@ -26,6 +28,7 @@ from paceline.launch.process_inspection import (
     request_stack_dumps,
     session_cpu_seconds,
 )
+from paceline.launch.supervision import read_worker_phase
 from paceline.launch.worker_process import WorkerProcess
 from paceline.observe.process_info import is_stopped
 from paceline.observe.rank_activity import RankOperation, read_operations
@@ -174,6 +177,8 @@ class HangMonitor:
         deadline_seconds: `runtime.deadline_seconds`; infinity: that of recipes that set none.
         now: on the monotonic clock.
         log: prints the explanation.
+        mark_lost: receives the rank of each process behind a blocked link, so that the store counts it as
+            gone; None: another launcher serves the store.
     """
 
     def __init__(
@@ -183,8 +188,10 @@ class HangMonitor:
         deadline_seconds: float,
         now: float,
         log: Callable[[str], object],
+        mark_lost: Callable[[int], object] | None = None,
     ) -> None:
-        self._folder, self._workers, self._log = folder, workers, log
+        self._folder, self._workers, self._log, self._mark_lost = folder, workers, log, mark_lost
+        self._elsewhere: list[int] = []
         self._limit = PauseLimit(deadline_seconds)
         self._seen: dict[int, int] = {}
         self._last_check_at = self._moved_at = now
@@ -239,6 +246,7 @@ class HangMonitor:
         steps = f" (a step takes {usual:.2g} s)" if usual else ""
         self._log(f"nothing has moved for {pause:.0f} s{steps}: {explanation.text}\n")
         self._explained, self._received_bytes = (now, explanation), received_bytes()
+        self._elsewhere = [one.rank for one in operations if one.alive is None]
 
     def _end_certain_hang(self, now: float) -> list[WorkerProcess]:
         if self._explained is None:
@@ -246,12 +254,30 @@ class HangMonitor:
         explained_at, explanation = self._explained
         if now - explained_at < _END_SECONDS:
             return []
-        if not explanation.is_certain and not self._is_link_blocked(now - explained_at):
-            return []
+        if not explanation.is_certain:
+            if not self._is_link_blocked(now - explained_at):
+                return []
+            if self._leave_others():
+                self._explained, self._moved_at = None, now
+                return []
         late = [worker for worker in self._workers if worker.ended_at is None and not worker.killed]
         for worker in late:
             worker.overdue = f"hung: {explanation.text.partition(' Next: ')[0].rstrip('.')}"
         return late
+
+    def _leave_others(self) -> bool:
+        """Count the ranks of other hosts as lost if those of this node can continue without them."""
+        alive = [worker for worker in self._workers if worker.ended_at is None and not worker.killed]
+        phases = [read_worker_phase(worker) for worker in alive]
+        can_continue = all(phase is not None and phase.what == TRAINING_ELASTIC for phase in phases)
+        if self._mark_lost is None or not self._elsewhere or not can_continue:
+            return False
+        ranks = ", ".join(map(str, self._elsewhere))
+        self._log(f"the ranks behind the link count as lost ({ranks}): the job continues without them\n")
+        for rank in self._elsewhere:
+            self._mark_lost(rank)
+        request_abort(self._folder)
+        return True
 
     def _is_link_blocked(self, seconds: float) -> bool:
         """Return whether all ranks wait in one call, and almost nothing has arrived here since that was seen.

@@ -116,7 +116,14 @@ def launch(
                 losses,
                 lambda worker: _record_end(worker, shutdown, peers, endpoint),
                 replacements.start,
-                HangMonitor(Path(folder), workers, job.timeouts.stuck_seconds, time.monotonic(), write),
+                HangMonitor(
+                    Path(folder),
+                    workers,
+                    job.timeouts.stuck_seconds,
+                    time.monotonic(),
+                    write,
+                    None if endpoint.server is None else endpoint.mark_lost,
+                ),
             )
             outcome = _build_outcome(job, losses.judged_workers(workers), shutdown, peers)
             # Ranks of other nodes continue without this one only if it has lost its ranks, and not after an

@@ -197,6 +197,13 @@ def leave_job(session: Session) -> None:
     membership.store.close()
 
 
+def end_waits_for_lost(session: Session) -> None:
+    """End the collectives of this epoch if the store counts a member as lost; any thread can call it."""
+    membership = session.cluster.membership
+    if membership is not None and not membership.store.lost().isdisjoint(membership.members):
+        membership.abort()
+
+
 @dataclass(frozen=True)
 class MemberChange:
     """A change of the members of a job that has happened; equal on all of them.

@@ -20,7 +20,7 @@ from torch import nn
 
 from paceline.errors import CommunicationError
 from paceline.job.cluster import Cluster
-from paceline.job.launcher_reports import LEAVING
+from paceline.job.launcher_reports import LEAVING, following_abort_requests
 from paceline.observe.sinks import METRICS, Sink
 from paceline.observe.terminal_text import escape_controls
 from paceline.recipe.recipe import Recipe
@@ -36,6 +36,7 @@ from paceline.session.membership_change import (
     RankLeavesError,
     TaskBuilder,
     continue_after_loss,
+    end_waits_for_lost,
     joining,
     leave_job,
 )
@@ -120,8 +121,11 @@ def train(
         run.session.is_elastic = recovery_of(recipe).kind == "in process" and run.can_rebuild
         run.session.cluster.enter_phase(run.session.launcher_phase)
         recover = run.recover if run.session.is_elastic else None
+        launcher = run.session.cluster.error_dir if run.session.is_elastic else None
         try:
-            return run.end(fit(run.session, run.folder, run.sinks, until, recover))
+            with following_abort_requests(launcher, partial(end_waits_for_lost, run.session)):
+                result = fit(run.session, run.folder, run.sinks, until, recover)
+            return run.end(result)
         except RankLeavesError:
             leave_job(run.session)
             # As after an error: the end of the interpreter would wait for groups that the others still use.

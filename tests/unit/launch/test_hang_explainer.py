@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import math
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from paceline.job.launcher_reports import write_run_folder
+from paceline.job.launcher_reports import (
+    TRAINING_ELASTIC,
+    enter_phase,
+    following_abort_requests,
+    write_run_folder,
+)
 from paceline.launch import hang_monitor
 from paceline.launch.hang_explainer import RankSituation, explain_hang
 from paceline.launch.hang_monitor import PauseLimit
+from paceline.observe import rank_activity
 from paceline.observe.rank_activity import LEFT_INSIDE_STEP, LEFT_LOOP, GroupCall, RankActivity
 
 
@@ -141,18 +149,29 @@ def test_the_limit_follows_the_steps_and_the_pauses_of_the_run() -> None:
 
 
 def end_of_wait(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, bytes_per_second: int, num_ranks: int = 2
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    bytes_per_second: int,
+    num_ranks: int = 2,
+    mark_lost: Callable[[int], object] | None = None,
 ) -> list[str]:
-    """What the monitor says of a worker when both ranks have waited in one call for 40 s; empty: nothing."""
+    """What the monitor says of a worker when both ranks have waited in one call for 40 s; empty: nothing.
+
+    With `mark_lost` the worker is rank 0, of the host with the store, and rank 1 is on another host.
+    """
     ranks = [RankActivity() for _ in range(2)]
     write_run_folder(folder, folder / "run")
     (folder / "run").mkdir(exist_ok=True)
-    worker = SimpleNamespace(ended_at=None, killed=False, overdue="")
+    spec = SimpleNamespace(error_file=folder / "error", global_rank=0)
+    worker = SimpleNamespace(ended_at=None, killed=False, overdue="", spec=spec)
     arrived = [0]
     monkeypatch.setattr(hang_monitor, "received_bytes", lambda: arrived[0])
-    at = hang_monitor.HangMonitor(folder, cast("Any", [worker]), 120.0, 0.0, lambda text: None)
+    at = hang_monitor.HangMonitor(folder, cast("Any", [worker]), 120.0, 0.0, lambda text: None, mark_lost)
     for number, rank in enumerate(ranks):
-        rank.open(folder / "run", number, num_ranks, 100)
+        with monkeypatch.context() as elsewhere:
+            if number and mark_lost is not None:
+                elsewhere.setattr(rank_activity, "boot_id", lambda: "of another host")
+            rank.open(folder / "run", number, num_ranks, 100)
     try:
         for step in range(5):
             for rank in ranks:
@@ -178,3 +197,20 @@ def test_a_link_that_carries_nothing_ends_the_job_and_one_that_is_slow_does_not(
     assert blocked.startswith("hung: ") and "a blocked or lost link" in blocked
     assert end_of_wait(tmp_path, monkeypatch, 10**6) == []
     assert end_of_wait(tmp_path, monkeypatch, 100, num_ranks=3) == []
+
+
+def test_behind_a_blocked_link_the_node_with_the_store_continues_if_its_ranks_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread of each worker there ends the collective in which the worker waits."""
+    lost: list[int] = []
+    (blocked,) = end_of_wait(tmp_path, monkeypatch, 100, mark_lost=lost.append)
+    assert "a blocked or lost link" in blocked and lost == [], "without elastic workers the job ends"
+    enter_phase(tmp_path, 0, TRAINING_ELASTIC)
+    ended = threading.Event()
+    with following_abort_requests(tmp_path, ended.set):
+        assert end_of_wait(tmp_path, monkeypatch, 10**6, mark_lost=lost.append) == [] == lost
+        assert not ended.wait(1.0)
+        assert end_of_wait(tmp_path, monkeypatch, 100, mark_lost=lost.append) == []
+        assert set(lost) == {1} and ended.wait(20.0)
+    assert len(end_of_wait(tmp_path, monkeypatch, 100)) == 1, "another launcher serves the store"

@@ -61,10 +61,16 @@ def build(waits=False):
 """
 
 
+def is_wait(name: str) -> bool:
+    """Whether a function waits for the other rank, for which a busy machine may have no time."""
+    return "paceline/comm/" in name
+
+
 def top_frame(svg: str) -> str:
-    """The function in which most time is spent, of those that a flame graph shows."""
+    """The function in which most time is spent, of those that a flame graph shows and that are no wait."""
     root = ElementTree.fromstring(svg)
     frames = [element.attrib for element in root.iter() if "data-own" in element.attrib]
+    frames = [frame for frame in frames if not is_wait(frame["data-name"])]
     return max(frames, key=lambda frame: float(frame["data-own"]))["data-name"]
 
 
@@ -103,7 +109,8 @@ def test_the_top_frame_is_the_injected_function_and_the_weights_keep_their_bits(
             assert rank["seconds"] >= 0.02 * PROFILED
             (linear,) = (row for row in rank["operations"] if row["name"] == "aten::linear")
             assert linear["calls"] == PROFILED
-            assert rank["functions"][0]["name"].startswith("injected (")
+            top = next(row["name"] for row in rank["functions"] if not is_wait(row["name"]))
+            assert top.startswith("injected (")
         assert found["ranks"][0]["first_step"] == found["ranks"][1]["first_step"]
         svg = (folder / "run" / "profile" / "flame.svg").read_text("utf-8")
         assert re.fullmatch(r"injected \(.*task\.py:\d+\)", top_frame(svg))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from paceline.models.fused_operations import FusedOperations, softmax_loss
+from paceline.models.fused_operations import FusedOperations
 
 _CHUNK_VALUES = 2**20
 
@@ -39,7 +39,8 @@ def chunked_cross_entropy(
         operations: chooses the form of the loss of a chunk; None: the plain form.
     Returns:
         The sum of the losses in nats, float32 [], and the number of rows that are counted, int64 [].
-    Memory: 3 C V values for the logits of a chunk, and the gradients; the plain form needs 3 N V and these.
+    Memory: C V values for the logits of a chunk (2 C V with `operations`), and the gradients; the unchunked
+        loss needs 3 N V and these.
     Exactness: that of float32 logits, up to the order in which chunks are added;
         tests/unit/models/test_fused_operations.py.
     """
@@ -53,6 +54,21 @@ def chunked_cross_entropy(
             hidden_NW, weight_VW, targets_N, rows, ignore_index, operations, tracks
         )
     return total, (targets_N != ignore_index).sum()
+
+
+def _overwrite_with_gradient(
+    logits_CV: Tensor, targets_C: Tensor, ignore_index: int
+) -> tuple[Tensor, Tensor]:
+    """Return the result of `softmax_loss`, with the gradient in the memory of the logits."""
+    counts_C = targets_C != ignore_index
+    chosen_C1 = torch.where(counts_C, targets_C, 0)[:, None]
+    logits_CV.sub_(logits_CV.amax(1, keepdim=True))
+    chosen_logit_C1 = logits_CV.gather(1, chosen_C1)
+    norm_C1 = logits_CV.exp_().sum(1, keepdim=True)
+    total = ((norm_C1.log() - chosen_logit_C1)[:, 0] * counts_C).sum()
+    gradient_CV = logits_CV.mul_(counts_C[:, None] / norm_C1)
+    gradient_CV.scatter_add_(1, chosen_C1, -counts_C[:, None].to(gradient_CV.dtype))
+    return total, gradient_CV
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -78,7 +94,7 @@ class _ChunkedLoss(torch.autograd.Function):
             hidden_CW = hidden_NW[chunk]
             logits_CV = (hidden_CW @ weight_VW.T).float()
             if operations is None:
-                loss, gradient_CV = softmax_loss(logits_CV, targets_N[chunk], ignore_index)
+                loss, gradient_CV = _overwrite_with_gradient(logits_CV, targets_N[chunk], ignore_index)
             else:
                 loss, gradient_CV = operations.apply(
                     "softmax_loss", logits_CV, targets_N[chunk], ignore_index

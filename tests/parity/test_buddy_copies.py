@@ -55,17 +55,19 @@ def survive(cluster: Cluster, recipe: Recipe, victim: int, is_stale: bool) -> An
     """One rank is killed in a backward; the steps that are taken again, and the end of the run."""
     session, losses = build_test_session(cluster, recipe), {}
     if is_stale:
-        write_copy, earlier = buddy_copies.write_copy, []
+        plan_copy, earlier = buddy_copies.plan_copy, []
 
-        def write_earlier(state: Any, pieces: Any, buffer: Any) -> Any:
+        def plan_earlier(state: Any, pieces: Any) -> Any:
             """The values of the step before, under the number of this one."""
             values = [type(piece)(piece.slot, piece.tensor.clone()) for piece in pieces]
             earlier.append(values)
             same = [one for one in earlier[-2:] if len(one) == len(values)]
-            return write_copy(state, same[0], None)
+            return plan_copy(state, same[0])
 
-        vars(buddy_copies)["write_copy"] = write_earlier
+        vars(buddy_copies)["plan_copy"] = plan_earlier
     until(session, CHANGE, losses)
+    # the neighbour reads where this rank has written, and one more buffer is free for the next step
+    assert session.copies is not None and session.copies.cost()["bytes"] == 3 * session.copies.num_bytes
     if cluster.global_rank == victim:
         for parameter in session.runner.sharded_model.computes.values():
             parameter.register_hook(lambda gradient: os.kill(os.getpid(), signal.SIGKILL))

@@ -1,8 +1,9 @@
 """Copies of the state in memory: each rank has those of its own part and of its neighbour's.
 
 Before every step a rank copies the part of the state that only it holds (its optimizer state and the
-parameters that it updates) into one buffer of host memory, and sends it to the next rank. When a rank is
-lost, its neighbour has what it held, so the remaining ranks make whole tensors of their copies without
+parameters that it updates) into one buffer of host memory. If all ranks are on one host, the next rank maps
+that buffer, which outlives the rank that wrote it; otherwise the copy is sent to the next rank. When a rank
+is lost, its neighbour has what it held, so the remaining ranks make whole tensors of their copies without
 reading from disk.
 
 Invariant: every rank has complete copies of one step that all of them have. A rank overwrites its copies of
@@ -17,6 +18,7 @@ import json
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -31,7 +33,8 @@ from paceline.state.slot import TensorPiece, TensorSlot
 from paceline.state.train_state import TrainState
 
 _TAG = 1 << 29  # far from those of routes, which count upwards from 1
-_ALIGNMENT = 64
+_ALIGNMENT, _HEADER_ALIGNMENT = 64, 4096
+_NUM_GENERATIONS = 2
 
 
 @dataclass(frozen=True)
@@ -62,35 +65,66 @@ def divided_pieces(state: TrainState) -> tuple[list[TensorPiece], list[TensorPie
     return divided, [piece for piece in pieces if not piece.slot.axes]
 
 
-def write_copy(state: TrainState, pieces: Sequence[TensorPiece], buffer: Tensor | None) -> Tensor:
-    """Return a buffer with a copy of some pieces, and of all values that are no tensors.
+@dataclass(frozen=True)
+class CopyPlan:
+    """The layout of a copy in one buffer.
 
     Args:
-        buffer: uint8 [bytes], of an earlier copy, which is used again if its size fits.
+        header: number of bytes of the contents, and these as JSON: step, scalars and entries.
+        begin, num_bytes: where the tensors begin, and where the copy ends.
+        entries: slot, dtype and offset of each piece.
+        pieces: what is copied.
     """
-    entries, offset = [], 0
-    for piece in pieces:
-        slot, num_bytes = piece.slot, piece.tensor.numel() * piece.tensor.element_size()
-        part = [list(span) for span in slot.part]
-        dtype = str(piece.tensor.dtype).removeprefix("torch.")
-        entries.append([slot.name, list(slot.shape), part, sorted(slot.axes), dtype, offset])
-        offset += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-    contents = json.dumps({"step": state.step, "scalars": state.scalars(), "entries": entries}).encode()
-    begin = -(-(8 + len(contents)) // _ALIGNMENT) * _ALIGNMENT
-    if buffer is None or buffer.numel() != begin + offset:
-        buffer = torch.empty(begin + offset, dtype=torch.uint8)
+
+    header: bytes
+    begin: int
+    num_bytes: int
+    entries: Sequence[Sequence[Any]]
+    pieces: Sequence[TensorPiece]
+
+    def write(self, buffer: Tensor) -> None:
+        """Write the copy to the beginning of a buffer, uint8 [n] with n >= `num_bytes`."""
+        buffer[: len(self.header)] = torch.frombuffer(bytearray(self.header), dtype=torch.uint8)
+        for entry, piece in zip(self.entries, self.pieces, strict=True):
+            _view(buffer, self.begin, entry).copy_(piece.tensor)
+
+
+def plan_copy(state: TrainState, pieces: Sequence[TensorPiece]) -> CopyPlan:
+    """Return the layout of a copy of some pieces, and of all values that are no tensors."""
+    entries, text, num_bytes = _describe_entries(
+        tuple(piece.slot for piece in pieces), tuple(piece.tensor.dtype for piece in pieces)
+    )
+    scalars = json.dumps(state.scalars())
+    contents = f'{{"step": {state.step}, "scalars": {scalars}, "entries": {text}}}'.encode()
     header = len(contents).to_bytes(8, "little") + contents
-    buffer[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-    for entry, piece in zip(entries, pieces, strict=True):
-        _view(buffer, begin, entry).copy_(piece.tensor)
-    return buffer
+    begin = _begin_after(len(header))
+    return CopyPlan(header, begin, begin + num_bytes, entries, pieces)
+
+
+@lru_cache(4)  # they are the same before every step
+def _describe_entries(
+    slots: tuple[TensorSlot, ...], dtypes: tuple[torch.dtype, ...]
+) -> tuple[Sequence[Sequence[Any]], str, int]:
+    """Return slot, dtype and offset of each piece, the same as JSON, and the bytes of all pieces."""
+    entries, offset = [], 0
+    for slot, dtype in zip(slots, dtypes, strict=True):
+        name = str(dtype).removeprefix("torch.")
+        part = [list(span) for span in slot.part]
+        entries.append([slot.name, list(slot.shape), part, sorted(slot.axes), name, offset])
+        offset += -(-slot.numel * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+    return entries, json.dumps(entries), offset
+
+
+def _begin_after(num_header_bytes: int) -> int:
+    """Return where tensors begin: a copy keeps its size when a number in the header gets another digit."""
+    return -(-num_header_bytes // _HEADER_ALIGNMENT) * _HEADER_ALIGNMENT
 
 
 def read_copy(buffer: Tensor) -> StateCopy:
-    """Return the copy in a buffer that `write_copy` has returned; nothing is copied."""
+    """Return the copy in a buffer that `CopyPlan.write` has written; nothing is copied."""
     length = int.from_bytes(buffer[:8].numpy().tobytes(), "little")
     contents = json.loads(buffer[8 : 8 + length].numpy().tobytes())
-    begin = -(-(8 + length) // _ALIGNMENT) * _ALIGNMENT
+    begin = _begin_after(8 + length)
     pieces = [
         TensorPiece(
             TensorSlot(entry[0], tuple(entry[1]), tuple(map(tuple, entry[2])), frozenset(entry[3])),
@@ -157,10 +191,15 @@ class BuddyCopies:
         if state.step in self.steps:
             return
         began = time.perf_counter()
-        oldest = self._generations.pop(0) if len(self._generations) > 1 else None
+        oldest = self._generations.pop(0) if len(self._generations) == _NUM_GENERATIONS else None
         divided, common = divided_pieces(state)
-        own = write_copy(state, divided, None if oldest is None else oldest.own)
-        neighbour = self._exchange(own, None if oldest is None else oldest.neighbour)
+        plan = plan_copy(state, divided)
+        if self._messenger is not None:
+            own, neighbour = self._exchange_in_memory(self._messenger, plan)
+        else:
+            own = _buffer_of(plan.num_bytes, None if oldest is None else oldest.own)
+            plan.write(own)
+            neighbour = self._exchange(own, None if oldest is None else oldest.neighbour)
         kept = _copy_pieces(common, () if oldest is None else oldest.common)
         self._generations.append(_Generation(state.step, own, neighbour, kept))
         self.num_updates, self.num_bytes = self.num_updates + 1, own.numel()
@@ -180,8 +219,11 @@ class BuddyCopies:
 
     def cost(self) -> dict[str, int | float]:
         """Return the bytes of this rank's copies and message, and the seconds that they take in each step."""
-        num_bytes = sum(one.own.numel() + one.neighbour.numel() for one in self._generations)
-        num_bytes += self.num_bytes if self._messenger is not None else 0
+        num_bytes = sum(one.own.numel() for one in self._generations)
+        if self._messenger is None:
+            num_bytes += sum(one.neighbour.numel() for one in self._generations)
+        else:
+            num_bytes += self.num_bytes  # the next copy is written before the oldest one is free
         return {"bytes": num_bytes, "seconds_per_step": self.seconds / max(1, self.num_updates)}
 
     @property
@@ -193,32 +235,27 @@ class BuddyCopies:
         """Send this rank's copy to the next rank, and return that of the one before."""
         if self._group.size == 1:
             return own.new_empty(0)
-        if self._messenger is not None:
-            return self._exchange_in_memory(self._messenger, own, buffer)
         arriving = torch.zeros(1, dtype=torch.int64)
         self._pass_on(torch.tensor([own.numel()]), arriving)
-        if buffer is None or buffer.numel() != int(arriving):
-            buffer = own.new_empty(int(arriving))
+        buffer = _buffer_of(int(arriving), buffer)
         self._pass_on(own, buffer)
         return buffer
 
-    def _exchange_in_memory(self, messenger: HostMessenger, own: Tensor, buffer: Tensor | None) -> Tensor:
-        """Exchange as `_exchange`, in messages that begin with the size of the copy."""
+    def _exchange_in_memory(self, messenger: HostMessenger, plan: CopyPlan) -> tuple[Tensor, Tensor]:
+        """Write this rank's copy where the next rank reads it; return it and that of the rank before.
+
+        Both lie in the buffers of the messages, of which the newest ones are kept.
+        """
+        written: list[Tensor] = []
 
         def write(memory: Tensor) -> None:
-            memory[:_ALIGNMENT].view(torch.int64)[0] = own.numel()
-            memory[_ALIGNMENT : _ALIGNMENT + own.numel()].copy_(own)
+            plan.write(memory)
+            written.append(memory[: plan.num_bytes])
 
-        def read(memory: Tensor) -> Tensor:
-            size = int(memory[:_ALIGNMENT].view(torch.int64)[0])
-            copy = own.new_empty(size) if buffer is None or buffer.numel() != size else buffer
-            return copy.copy_(memory[_ALIGNMENT : _ALIGNMENT + size])
-
-        messenger.send((self._group.rank + 1) % self._group.size, _ALIGNMENT + own.numel(), write)
-        copy = messenger.take(self._source, read)
-        # At once, so that the other rank writes its next copy into the same memory.
+        messenger.send((self._group.rank + 1) % self._group.size, plan.num_bytes, write)
+        neighbour = messenger.take(self._source, lambda memory: memory)
         messenger.acknowledge_read()
-        return copy
+        return written[0], neighbour
 
     def close(self) -> None:
         """Release the memory and the connections of messages; the copies can still be read."""
@@ -230,6 +267,12 @@ class BuddyCopies:
         sending = self._net.send(x, self._group, (self._group.rank + 1) % self._group.size, _TAG)
         receiving.wait()
         sending.wait()
+
+
+def _buffer_of(num_bytes: int, earlier: Tensor | None) -> Tensor:
+    """Return an earlier buffer if it has the size, else a new one, uint8 [num_bytes]."""
+    fits = earlier is not None and earlier.numel() == num_bytes
+    return earlier if fits and earlier is not None else torch.empty(num_bytes, dtype=torch.uint8)
 
 
 def _copy_pieces(pieces: Sequence[TensorPiece], earlier: Sequence[TensorPiece]) -> list[TensorPiece]:
@@ -252,7 +295,8 @@ def build_buddy_copies(group: RankGroup, members: Sequence[int], net: Net, *, in
         in_memory: whether ranks of one host may exchange them in shared memory.
     """
     links = connect_single_host_group(group, net) if group.size > 1 and in_memory else None
-    return BuddyCopies(group, members, net, None if links is None else HostMessenger(net, group, links))
+    messenger = None if links is None else HostMessenger(net, group, links, num_kept=_NUM_GENERATIONS)
+    return BuddyCopies(group, members, net, messenger)
 
 
 def as_held_by_one(pieces: Sequence[TensorPiece]) -> list[TensorPiece]:

@@ -23,7 +23,7 @@ class MemoryByKind:
             update.
         wire: communication buffers.
         snapshot: copy from which a checkpoint is written in the background.
-        copies: of this rank's part of the state and of its neighbour's, two of each, and a message
+        copies: of this rank's part of the state: three on one host, four between hosts, for its neighbour too
             (`elastic.redundancy`).
     """
 

@@ -211,9 +211,17 @@ class MemoryPlanner:
             moments=moments + rule.state,
             wire=sums.buckets + gathers.stay + rule.wire + self._message_buffers(rank),
             snapshot=snapshot if _saves_in_background(recipe) else 0,
-            # The part of the neighbour is about as large, and two steps are kept.
-            copies=5 * (sizes.updates + moments) if keeps_copies(recipe) else 0,
+            copies=self._num_copies * (sizes.updates + moments) if keeps_copies(recipe) else 0,
         )
+
+    @property
+    def _num_copies(self) -> int:
+        """Return how many copies of its part of the state a rank has in memory, its neighbour's included.
+
+        On one host the neighbour reads where this rank has written, and a third buffer is free for the next
+        step; between hosts both have copies of two steps.
+        """
+        return 3 if self._per_host == self.processes else 4
 
     def _message_buffers(self, rank: SimulatedRank) -> int:
         """Return the bytes of shared memory through which a stage sends messages to stages on its host."""

@@ -20,7 +20,7 @@ import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -28,6 +28,8 @@ from torch import Tensor, nn
 
 from paceline.errors import CheckpointError
 from paceline.state.slot import ModelShard, SlotIndex, TensorPiece, TensorSlot, index_of_span
+
+_CACHED_SLOTS = 2**14
 
 
 def moment_slot(name: str, value: Tensor, of: TensorSlot) -> TensorSlot:
@@ -37,9 +39,14 @@ def moment_slot(name: str, value: Tensor, of: TensorSlot) -> TensorSlot:
     """
     if value.dim() != len(of.shape) or not value.dim():
         return whole_moment(name, value, of)
-    fits = [size == held for size, held in zip(value.shape, of.sizes, strict=True)]
-    shape = tuple(whole if fit else n for fit, whole, n in zip(fits, of.shape, value.shape, strict=True))
-    part = tuple(span if fit else (0, n) for fit, span, n in zip(fits, of.part, value.shape, strict=True))
+    return _moment_slot_of_shape(name, tuple(value.shape), of)
+
+
+@lru_cache(_CACHED_SLOTS)  # copies of the state ask for all slots before every step
+def _moment_slot_of_shape(name: str, sizes: tuple[int, ...], of: TensorSlot) -> TensorSlot:
+    fits = [size == held for size, held in zip(sizes, of.sizes, strict=True)]
+    shape = tuple(whole if fit else n for fit, whole, n in zip(fits, of.shape, sizes, strict=True))
+    part = tuple(span if fit else (0, n) for fit, span, n in zip(fits, of.part, sizes, strict=True))
     return TensorSlot(name, shape, part, of.axes)
 
 
@@ -64,6 +71,7 @@ def broadcasts_to(shape: tuple[int, ...], of: tuple[int, ...]) -> bool:
     return len(shape) <= len(of) and all(n in (1, whole) for n, whole in pairs)
 
 
+@lru_cache(_CACHED_SLOTS)
 def splits_with_slot(shape: tuple[int, ...], of: TensorSlot) -> bool:
     """Return whether ranks can hold parts of a moment: no value of it belongs to the parts of several
     ranks.

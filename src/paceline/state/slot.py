@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 from itertools import product
 from math import prod
 from typing import Any, Protocol, TypeVar
@@ -33,7 +34,7 @@ def span_runs(span: Span) -> list[tuple[int, int]]:
 
 def span_length(span: Span) -> int:
     """Return the number of indices in a span."""
-    return sum(span[1::2]) - sum(span[::2])
+    return span[1] - span[0] if len(span) == 2 else sum(span[1::2]) - sum(span[::2])
 
 
 def join_runs(runs: Iterable[tuple[int, int]]) -> Span:
@@ -121,9 +122,9 @@ class TensorSlot:
         """Return the slot of a tensor that is held in full."""
         return cls(name, tuple(tensor.shape), tuple((0, n) for n in tensor.shape))
 
-    @property
+    @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Return the shape of the part."""
+        """The shape of the part."""
         return tuple(map(span_length, self.part))
 
     @property
@@ -175,7 +176,7 @@ class TensorPiece:
 
     def under(self, word: str) -> TensorPiece:
         """Return the same piece with `word/` in front of its name."""
-        return TensorPiece(replace(self.slot, name=f"{word}/{self.slot.name}"), self.tensor)
+        return TensorPiece(_slot_under(word, self.slot), self.tensor)
 
     def boxes(self) -> Iterator[TensorPiece]:
         """Yield the boxes of this piece; they share its memory."""
@@ -184,6 +185,11 @@ class TensorPiece:
             return
         for slot in self.slot.boxes():
             yield TensorPiece(slot, self.tensor.view(self.slot.sizes)[slot.inside(self.slot)])
+
+
+@lru_cache(2**14)
+def _slot_under(word: str, slot: TensorSlot) -> TensorSlot:
+    return replace(slot, name=f"{word}/{slot.name}")
 
 
 _T = TypeVar("_T")

@@ -9,7 +9,8 @@ Buffers are allocated when messages need them, as large as these are; if only sm
 one replaces the largest of these.
 
 Invariants: a reader may use a buffer only until it acknowledges the message, and must keep nothing that lies
-there; a buffer is not written again before. No rank waits here before it has acknowledged what it has read.
+there; a buffer is not written again before. No rank waits here before it has acknowledged what it has read,
+except for the newest messages, if it keeps these.
 Every wait has the deadline of the net, and ends at once if the other rank is gone. The memory has no name, so
 it is freed with the last process that has mapped it.
 """
@@ -151,14 +152,16 @@ class HostMessenger:
 
     Args:
         links: connects them, for nothing else; `close` closes it.
+        num_kept: number of the newest messages from each rank that are not acknowledged, so that what lies
+            in their buffers can be used.
     Attributes:
         places: ranks of the group with which this one exchanges messages.
     Wire: nothing. The ledger counts each message as one that is sent.
     Memory: for each rank that this one sends to, as many buffers as messages to it are in flight at a time.
     """
 
-    def __init__(self, net: Net, group: RankGroup, links: HostLinks) -> None:
-        self._net, self._group, self._links = net, group, links
+    def __init__(self, net: Net, group: RankGroup, links: HostLinks, num_kept: int = 0) -> None:
+        self._net, self._group, self._links, self._num_kept = net, group, links, num_kept
         self._traffic = {
             group_rank: _PeerTraffic(rank)
             for group_rank, rank in enumerate(group.ranks)
@@ -170,7 +173,7 @@ class HostMessenger:
         """Send a message to a rank of the group.
 
         Args:
-            write: fills memory, uint8 [n] with n >= num_bytes, and does not keep it.
+            write: fills memory, uint8 [n] with n >= num_bytes, which may be read until it is written again.
         Raises:
             CommunicationError: that rank is gone, or there is no memory left.
             DeadlineError: it does not read the signals of earlier messages.
@@ -188,7 +191,8 @@ class HostMessenger:
         """Wait for the next message of a rank of the group.
 
         Args:
-            read: called with memory, uint8 [n], that begins with the message; its result must not lie there.
+            read: called with memory, uint8 [n], that begins with the message; its result must not lie there,
+                unless the newest messages are kept.
         Raises:
             CommunicationError: that rank is gone; DeadlineError: it sends nothing.
         """
@@ -203,14 +207,14 @@ class HostMessenger:
             self._map(traffic, number, size)
         result = read(traffic.remote_buffers[number])
         traffic.read += 1
-        if traffic.read - traffic.acknowledged == _MAX_UNACKNOWLEDGED:
+        if traffic.read - traffic.acknowledged == _MAX_UNACKNOWLEDGED + self._num_kept:
             self._send_signals(traffic)
         return result
 
     def acknowledge_read(self) -> None:
-        """Acknowledge all messages that were read, before a wait for something else."""
+        """Acknowledge all messages that were read and are not kept, before a wait for something else."""
         for traffic in self._traffic.values():
-            if traffic.acknowledged < traffic.read:
+            if traffic.acknowledged < traffic.read - self._num_kept:
                 self._send_signals(traffic)
 
     def flush(self, most: int = 0) -> None:
@@ -232,7 +236,7 @@ class HostMessenger:
         """Stop waiting for messages that were sent; their buffers stay until they are acknowledged."""
         for traffic in self._traffic.values():
             traffic.forgotten = traffic.sent
-            if traffic.acknowledged < traffic.read:
+            if traffic.acknowledged < traffic.read - self._num_kept:
                 # The rank may be gone by now.
                 with suppress(CommunicationError):
                     self._send_signals(traffic)
@@ -246,11 +250,12 @@ class HostMessenger:
         self, traffic: _PeerTraffic, signals: Sequence[HostSignal] = (), file: int | None = None
     ) -> None:
         """Send acknowledgements, and further signals."""
+        used_up = max(traffic.acknowledged, traffic.read - self._num_kept)
         acknowledgements = [
-            HostSignal(_MESSAGE_READ, number, "") for number in range(traffic.acknowledged, traffic.read)
+            HostSignal(_MESSAGE_READ, number, "") for number in range(traffic.acknowledged, used_up)
         ]
         self._links.signal_rank(traffic.rank, [*acknowledgements, *signals], file)
-        traffic.acknowledged = traffic.read
+        traffic.acknowledged = used_up
 
     def _free(self, traffic: _PeerTraffic, num_bytes: int) -> None:
         """Free acknowledged buffers if a message needs one."""

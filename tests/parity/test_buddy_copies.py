@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
+from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any
 
 import pytest
 
+from paceline.comm.group_collectives import all_gather_texts
 from paceline.errors import CommunicationError
 from paceline.job.cluster import Cluster
 from paceline.parallel import buddy_copies
+from paceline.parallel.buddy_copies import divided_pieces
 from paceline.recipe import Recipe
 from paceline.session.membership_change import change_members
 from paceline.session.session import Session
+from paceline.state.slot import TensorPiece
 from paceline.testing import run_ranks
 from paceline.testing.parity import Trajectory, build_test_session, make_task, whole_trajectory
 from tests.parity.training_runs import train_whole
@@ -130,3 +135,39 @@ def test_a_copy_that_is_a_step_old_is_seen() -> None:
     """The mutation twin: neighbours keep the values of the step before."""
     ends = [end for _, _, end in run("replicas=1 shard=3 zero=1", 1, True)]
     assert ends[0].distance(undisturbed()) > 1e-5
+
+
+def digest(pieces: Sequence[TensorPiece]) -> str:
+    """The hash of some tensors with their names and parts."""
+    values = [(piece.slot.name, piece.slot.part, piece.tensor.numpy().tobytes()) for piece in pieces]
+    return hashlib.sha256(repr(sorted(values)).encode()).hexdigest()
+
+
+def compare_generations(cluster: Cluster, keeps: bool) -> list[tuple[int, int, bool]]:
+    """By step and age in steps: whether the copies of the own part and of the neighbour's are right."""
+    if not keeps:
+        vars(buddy_copies)["_NUM_KEPT"] = 0
+    session = build_test_session(cluster, digits("replicas=1 shard=3 zero=3"))
+    copies, world, right = session.copies, session.mesh.world, list[list[str]]()
+    assert copies is not None
+    found = []
+    for step in range(6):
+        own = digest(divided_pieces(session.state)[0])
+        right.append(all_gather_texts(own, world, session.net))
+        until(session, step + 1, {})
+        for age in range(min(2, step + 1)):
+            mine, neighbours = copies.contribution(step - age, ())[0]
+            expected = [right[step - age][rank] for rank in (world.rank, (world.rank - 1) % 3)]
+            found.append((step, age, [digest(mine.pieces), digest(neighbours.pieces)] == expected))
+    session.close()
+    session.cluster.disconnect()
+    return found
+
+
+@pytest.mark.capability("N8", "N11", clause="parts of the state from copies in memory")
+@pytest.mark.parametrize("keeps", [True, False])
+def test_the_copies_of_two_steps_are_whole_while_the_next_one_is_taken(keeps: bool) -> None:
+    """The mutation twin writes the next copy over that of the step before."""
+    for found in run_ranks(compare_generations, 3, keeps, group_deadline=60.0):
+        assert all(is_right for _, age, is_right in found if age == 0)
+        assert all(is_right for _, age, is_right in found if age == 1) == keeps

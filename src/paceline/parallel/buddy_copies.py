@@ -34,7 +34,7 @@ from paceline.state.train_state import TrainState
 
 _TAG = 1 << 29  # far from those of routes, which count upwards from 1
 _ALIGNMENT, _HEADER_ALIGNMENT = 64, 4096
-_NUM_GENERATIONS = 2
+_NUM_GENERATIONS = _NUM_KEPT = 2  # their messages are kept
 
 
 @dataclass(frozen=True)
@@ -295,7 +295,7 @@ def build_buddy_copies(group: RankGroup, members: Sequence[int], net: Net, *, in
         in_memory: whether ranks of one host may exchange them in shared memory.
     """
     links = connect_single_host_group(group, net) if group.size > 1 and in_memory else None
-    messenger = None if links is None else HostMessenger(net, group, links, num_kept=_NUM_GENERATIONS)
+    messenger = None if links is None else HostMessenger(net, group, links, num_kept=_NUM_KEPT)
     return BuddyCopies(group, members, net, messenger)
 
 

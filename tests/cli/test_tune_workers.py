@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -164,7 +165,8 @@ def test_kills_at_twenty_moments_with_workers_of_other_machines(
         remote.wait_for_run()
         time.sleep(0.15 * moment)
         if kind == "worker":
-            os.kill(workers[0].pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # the study is over
+                os.kill(workers[0].pid, signal.SIGKILL)
         elif remote.coordinator.poll() is None:
             os.kill(remote.coordinator.pid, signal.SIGKILL)
             remote.coordinator.wait()

@@ -62,7 +62,7 @@ def build(waits=False):
 
 
 def is_wait(name: str) -> bool:
-    """Whether a function waits for the other rank, for which a busy machine may have no time."""
+    """Return whether a function waits for the other rank, for which a busy machine may have no time."""
     return "paceline/comm/" in name
 
 

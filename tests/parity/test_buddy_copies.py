@@ -144,7 +144,7 @@ def digest(pieces: Sequence[TensorPiece]) -> str:
 
 
 def compare_generations(cluster: Cluster, keeps: bool) -> list[tuple[int, int, bool]]:
-    """By step and age in steps: whether the copies of the own part and of the neighbour's are right."""
+    """Return, by step and age in steps, whether the copies of the own and the neighbour's part are right."""
     if not keeps:
         vars(buddy_copies)["_NUM_KEPT"] = 0
     session = build_test_session(cluster, digits("replicas=1 shard=3 zero=3"))

@@ -178,7 +178,7 @@ class HangMonitor:
         now: on the monotonic clock.
         log: prints the explanation.
         mark_lost: receives the rank of each process behind a blocked link, so that the store counts it as
-            gone; None: another launcher serves the store.
+            gone; None: this is not the first node, which serves the store.
     """
 
     def __init__(

@@ -155,7 +155,7 @@ def end_of_wait(
     num_ranks: int = 2,
     mark_lost: Callable[[int], object] | None = None,
 ) -> list[str]:
-    """What the monitor says of a worker when both ranks have waited in one call for 40 s; empty: nothing.
+    """Return what the monitor says of a worker when both ranks have waited in one call for 40 s.
 
     With `mark_lost` the worker is rank 0, of the host with the store, and rank 1 is on another host.
     """

@@ -105,7 +105,10 @@ def test_a_report_after_the_lease_has_expired_is_rejected(tmp_path: Path, clean:
     study = remote.finish()
     require_whole(study, clean)
     said = frozen.communicate()[0]
-    assert "lease 0: trial-0000: rejected: the lease has expired" in said and "joining again" in said
+    killed = [f"lease {lease.number}:" for lease in study.leases if lease.end == "killed"]
+    rejected = [line for line in said.splitlines() if line.endswith("rejected: the lease has expired")]
+    assert rejected and all(line.startswith(tuple(killed)) for line in rejected), (killed, said)
+    assert "joining again" in said
 
 
 def test_a_trial_that_loses_two_workers_has_failed_and_the_study_continues(tmp_path: Path) -> None:

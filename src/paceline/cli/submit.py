@@ -20,7 +20,6 @@ from paceline.cli import common_options
 from paceline.cli.console import print_plain
 from paceline.cli.job_request import SubmitArgs, planned_bytes, show_request
 from paceline.errors import PacelineError, RecipeError
-from paceline.launch.engine_clients import call_client, explain_client_error, require_client
 
 _POLL_SECONDS = 1.0
 _SSH_FAILED = 255
@@ -206,6 +205,8 @@ def _submit_command(engine: str, file: Path) -> list[str]:
 
 def _submit(args: SubmitArgs, file: Path, *, attach: bool) -> int:
     """Call the engine's client; returns the exit code."""
+    from paceline.launch.engine_clients import call_client, require_client
+
     if args.engine != "ray":
         require_client(_CLIENTS[args.engine])
     if args.engine in ("mpi", "ssh", "ray"):  # these run here, and their output is that of this command
@@ -316,6 +317,8 @@ def run_on_ray(
 
 
 def _submit_to_kubernetes(args: SubmitArgs, file: Path, *, attach: bool) -> int:
+    from paceline.launch.engine_clients import call_client, explain_client_error
+
     namespace = [word for name, value in args.options if name == "namespace" for word in ("-n", value)]
     key = ["create", "secret", "generic", f"{args.name}-key", "--from-file=token=/dev/stdin"]
     call_client(["kubectl", *namespace, *key], text=secrets.token_hex(32))
@@ -332,6 +335,8 @@ def _submit_to_kubernetes(args: SubmitArgs, file: Path, *, attach: bool) -> int:
 
 def _cancel(engine: str, job: str, options: dict[str, str]) -> None:
     """Cancel a job by the engine's client."""
+    from paceline.launch.engine_clients import call_client, require_client
+
     commands = {
         "slurm": ["scancel", job],
         "sky": ["sky", "jobs", "cancel", "--yes", "--name", job],
@@ -378,6 +383,8 @@ def describe_reason(reason: str) -> str:
 
 def _follow_slurm(job: str) -> int:
     """Print the output of a job until it ends, and why it waits; returns its exit code."""
+    from paceline.launch.engine_clients import call_client
+
     offset, told = 0, ""
     while True:
         shown = call_client(["scontrol", "show", "job", "-o", job])

@@ -25,7 +25,8 @@ from tests.cli.test_tune import SLOW, require_whole
 from tests.cli.test_tune import prepare as prepare_study
 from tests.cli.test_tune import words as study_words
 from tests.cli.test_tune_workers import QUICK_SPACE
-from tests.commands import run
+from tests.commands import run, start
+from tests.fault.test_network_client_jobs import name_flags, write_jobs
 from tests.slurm_cluster import SlurmCluster, missing_programs, slurm_cluster
 
 pytestmark = pytest.mark.timeout(300)
@@ -326,6 +327,21 @@ def test_trials_of_a_search_are_tasks_of_slurm_and_no_job_outlives_the_coordinat
     alone = prepare_study(tmp_path / "alone", QUICK_SPACE, SLOW)
     assert run(alone, *study_words(3, 1)).returncode == 0
     require_whole(open_study(folder / "out"), open_study(alone / "out"))
+
+
+@pytest.mark.capability("Q9")
+def test_clients_of_a_federated_run_are_tasks_of_slurm(cluster: SlurmCluster, tmp_path: Path) -> None:
+    """Two clients on each of two nodes; the weights are those of simulated clients."""
+    words = [*write_jobs(tmp_path), *name_flags(), "--on", "slurm", "--engine-option", "partition=low"]
+    uneven = cluster.run(*PACELINE, *words, "--nodes", "3", cwd=tmp_path)
+    assert uneven.returncode == 2 and "4 clients cannot be divided among 3 nodes" in uneven.stderr
+    with start(tmp_path, "train", "network.toml", "--token-file", "key", "-n", "1") as server:
+        clients = cluster.run(*PACELINE, *words, "--nodes", "2", cwd=tmp_path)
+        out, err = server.communicate()
+    assert clients.returncode == server.returncode == 0, (clients.stdout, clients.stderr, out, err)
+    assert clients.stdout.count("the run is complete") == 4
+    assert not cluster.run("squeue", "-h").stdout.strip()
+    assert hash_in(out) == hash_in(run(tmp_path, "train", "simulated.toml").stdout)
 
 
 @pytest.mark.soak

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.commands import Command, run, start
@@ -91,28 +92,40 @@ def until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
         time.sleep(0.02)
 
 
-def test_a_killed_client_and_a_stopped_server_change_no_bit(tmp_path: Path) -> None:
+def write_jobs(folder: Path) -> list[str]:
+    """Write a job with network clients and one with simulated ones; returns the words of a client."""
     port = free_port()
-    (tmp_path / "task.py").write_text(TASK)
-    (tmp_path / "simulated.toml").write_text(RECIPE + SIMULATED)
-    (tmp_path / "network.toml").write_text(RECIPE + NETWORK.format(port=port))
-    (tmp_path / "key").write_text("the key of the job\n")
-    assert run(tmp_path, "certificate", "certificate").returncode == 0
+    (folder / "task.py").write_text(TASK)
+    (folder / "simulated.toml").write_text(RECIPE + SIMULATED)
+    (folder / "network.toml").write_text(RECIPE + NETWORK.format(port=port))
+    (folder / "key").write_text("the key of the job\n")
+    assert run(folder, "certificate", "certificate").returncode == 0
+    words = ["client", f"127.0.0.1:{port}", "--task", "task.py", "--token-file", "key"]
+    return [*words, "--certificate", "certificate"]
+
+
+def name_flags(names: Sequence[str] = NAMES) -> list[str]:
+    """The words that name clients."""
+    return [word for name in names for word in ("--name", name)]
+
+
+def test_a_killed_client_and_a_stopped_server_change_no_bit(tmp_path: Path) -> None:
+    words = write_jobs(tmp_path)
     alone = run(tmp_path, "train", "simulated.toml", "--set", "run_dir=simulated")
     assert alone.returncode == 0, alone.stderr
 
-    def client(name: str) -> Command:
-        words = ["client", f"127.0.0.1:{port}", "--task", "task.py", "--name", name, "--token-file", "key"]
-        return start(tmp_path, *words, "--certificate", "certificate", "--option", "rest_seconds=0.03")
+    def client(*names: str) -> Command:
+        return start(tmp_path, *words, *name_flags(names), "--option", "rest_seconds=0.03")
 
     folder, serve = tmp_path / "network", ["--token-file", "key", "-n", "1"]
     with ExitStack() as stack:
         server = stack.enter_context(
             start(tmp_path, "train", "network.toml", "--set", "run_dir=network", *serve)
         )
-        clients = {name: stack.enter_context(client(name)) for name in NAMES}
+        clients = stack.enter_context(client(*NAMES))
         until(lambda: len(records(folder, "cohort")) >= 2)
-        clients["site-2"].kill()
+        (killed,) = (p for p in psutil.Process(clients.pid).children() if p.cmdline()[-1] == "site-2")
+        killed.kill()
         again = stack.enter_context(client("site-2"))
         until(lambda: len(records(folder, "cohort")) >= 5)
         server.send_signal(signal.SIGTERM)
@@ -121,9 +134,13 @@ def test_a_killed_client_and_a_stopped_server_change_no_bit(tmp_path: Path) -> N
         resumed = stack.enter_context(start(tmp_path, "train", "--resume", "network", *serve))
         out, err = resumed.communicate()
         assert resumed.returncode == 0, err
-        for name, command in (clients | {"site-2": again}).items():
-            out, err = command.communicate()
-            assert command.returncode == 0 and "the run is complete" in out, (name, out, err)
+        out, err = again.communicate()
+        assert again.returncode == 0 and "the run is complete" in out, (out, err)
+        out, err = clients.communicate()
+        assert clients.returncode == 137, (out, err)  # that of the killed client
+        assert "site-2 was killed by SIGKILL" in out and "1 client of 4 failed: site-2" in out
+        for name in ("site-0", "site-1", "site-3"):
+            assert f"[{name}] the run is complete: {name} has returned" in out, (name, out, err)
     hashes = {record["step"]: record["sha256"] for record in records(folder, "hash")}
     expected = {record["step"]: record["sha256"] for record in records(tmp_path / "simulated", "hash")}
     assert len(expected) == 8 and hashes == expected

@@ -19,8 +19,9 @@ import pytest
 from paceline.search import open_study
 from tests.cli.test_tune import SLOW, prepare, require_whole, words
 from tests.cli.test_tune_workers import QUICK_SPACE
-from tests.commands import run
+from tests.commands import run, start
 from tests.fault.test_engine_jobs import hash_in, until, write_job
+from tests.fault.test_network_client_jobs import NAMES, name_flags, write_jobs
 
 ray = pytest.importorskip("ray", reason="needs Ray: pip install ray, in an environment of its own")
 
@@ -191,3 +192,20 @@ def test_trials_of_a_search_run_in_actors_also_without_one_that_was_killed(
     alone = prepare(tmp_path / "alone", QUICK_SPACE, SLOW)
     assert run(alone, *words(3, 1)).returncode == 0
     require_whole(open_study(folder / "out"), open_study(alone / "out"))
+
+
+@pytest.mark.capability("Q9")
+def test_clients_of_a_federated_run_are_actors(cluster: Any, tmp_path: Path) -> None:
+    """One client on each of two raylets and two of this machine; the weights are those of simulated ones."""
+    words = write_jobs(tmp_path)
+    on_ray = [*words, *name_flags(NAMES[:2]), "--on", "ray", "--nodes", "2"]
+    with (
+        start(tmp_path, "train", "network.toml", "--token-file", "key", "-n", "1") as server,
+        start(tmp_path, *words, *name_flags(NAMES[2:])) as others,
+    ):
+        clients = run(tmp_path, *on_ray, "--engine-option", f"address={cluster.address}")
+        ends = [command.communicate() for command in (others, server)]
+        codes = [clients.returncode, others.returncode, server.returncode]
+    assert codes == [0, 0, 0], (clients.stdout, clients.stderr, ends)
+    assert clients.stdout.count("the run is complete") == 2
+    assert hash_in(ends[1][0]) == hash_in(run(tmp_path, "train", "simulated.toml").stdout)

@@ -8,8 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -18,6 +17,7 @@ import typer
 
 from paceline.cli import common_options
 from paceline.cli.console import print_plain
+from paceline.cli.executor_choice import signals_to
 from paceline.cli.job_request import SubmitArgs, planned_bytes, show_request
 from paceline.errors import PacelineError, RecipeError
 
@@ -245,20 +245,8 @@ def _run_here(words: Sequence[str], **more: str) -> int:
         if number == signal.SIGTERM:
             process.send_signal(number)
 
-    with _signals_to(forward):
+    with signals_to(forward):
         return process.wait()
-
-
-@contextmanager
-def _signals_to(handle: Callable[[int], object]) -> Iterator[None]:
-    """Call a function on SIGTERM and Ctrl-C during the block."""
-    numbers = (signal.SIGTERM, signal.SIGINT)
-    before = {number: signal.signal(number, lambda number, _: handle(number)) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def run_on_ray(
@@ -300,7 +288,7 @@ def run_on_ray(
     try:
         executor = RayExecutor(address, wait_seconds)
         try:
-            with _signals_to(requests.append):
+            with signals_to(requests.append):
                 code = run_job(
                     executor,
                     job,

@@ -18,17 +18,16 @@ import typer
 
 from paceline.cli import common_options
 from paceline.cli.console import error_output, output, print_json, print_plain
+from paceline.cli.executor_choice import Engine, build_executor
 from paceline.errors import RecipeError, format_count
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from paceline.launch.executor import Executor
     from paceline.recipe.recipe import Recipe
     from paceline.search import ExecutorRequest, Study, StudyRequest, WorkerEntrance
 
 _INTERRUPTED_EXIT_CODE = 130
-_FREE_NODE_SECONDS = 600.0
 STUDY_PAGE = "study.html"
 
 SpaceFile = Annotated[
@@ -48,7 +47,7 @@ Workers = Annotated[
     ),
 ]
 On = Annotated[
-    Literal["local", "slurm", "ray"] | None,
+    Engine | None,
     typer.Option(
         "--on", help="Start the workers as tasks of Slurm or actors of Ray, on --nodes.", show_default=False
     ),
@@ -182,11 +181,10 @@ def _own_address(engine: str | None) -> str | None:
 
 
 def _executor(
-    engine: str, recipe: Recipe, workers: int, nodes: int, options: Sequence[str], folder: Path
+    engine: Engine, recipe: Recipe, workers: int, nodes: int, options: Sequence[str], folder: Path
 ) -> ExecutorRequest:
     """Return the workers that an engine starts, the same number on each node."""
-    from paceline.launch.executor import LocalExecutor, NodeRequest, SlurmExecutor
-    from paceline.launch.ray_executor import RayExecutor
+    from paceline.launch.executor import NodeRequest
     from paceline.search import ExecutorRequest
 
     if not workers or workers % nodes:
@@ -195,19 +193,7 @@ def _executor(
             where="--workers",
             next_step=f"--workers {max(1, workers // nodes) * nodes}",
         )
-    named = dict(text.lstrip("-").partition("=")[::2] for text in options)
-    wait_seconds = float(named.pop("wait", _FREE_NODE_SECONDS))
-    address = named.pop("address", "auto") if engine == "ray" else ""
-    if named and engine != "slurm":
-        raise RecipeError(
-            f"{engine} has no option '{next(iter(named))}'",
-            where="--option",
-            next_step="wait=SECONDS, and for ray address=HOST:6379",
-        )
-    if engine == "slurm":
-        executor: Executor = SlurmExecutor(named, wait_seconds)
-    else:
-        executor = RayExecutor(address, wait_seconds) if engine == "ray" else LocalExecutor()
+    executor = build_executor(engine, options, "--option")
     per_node = workers // nodes
     processes = per_node * common_options.processes_for(recipe, None, 1)
     gpus = processes if recipe.runtime.device == "cuda" else 0

@@ -34,7 +34,7 @@ from paceline.launch.engine_clients import call_client, explain_client_error, re
 from paceline.launch.outcome import STOPPED_EXIT_CODE
 from paceline.launch.worker_process import die_with_parent
 
-_POLL_SECONDS, _END_SECONDS = 0.2, 10.0
+_POLL_SECONDS, _END_SECONDS, _STOP_SECONDS = 0.2, 10.0, 150.0
 _OUTPUT_BYTES = 1 << 20
 
 
@@ -59,7 +59,7 @@ class ExecutorProcess:
     """One process of a job.
 
     Args:
-        role: "worker", "server" or "coordinator", for reports.
+        role: "worker", "server", "coordinator" or "client", for reports.
         node: its node, from 0.
         words: the words after `python -m paceline`.
         environ: variables besides those of the node.
@@ -453,8 +453,10 @@ def run_job(
     while True:
         try:
             endpoint = executor.reserve(job.request)
-            executor.start(plan_processes(job, endpoint, secrets.token_hex(32)))
-            ends = _follow(executor, job, write, stop_requested)
+            processes = plan_processes(job, endpoint, secrets.token_hex(32))
+            executor.start(processes)
+            names = [f"rank {number} ({process.role})" for number, process in enumerate(processes)]
+            ends = _follow(executor, names, write, stop_requested, job.patience_seconds)
         finally:
             executor.close()
         code = judge_ends(ends)
@@ -469,49 +471,86 @@ def run_job(
         write(f"restart {num_restarts} of {job.max_restarts} from step {step}\n")
 
 
+def run_independent(
+    executor: Executor,
+    request: NodeRequest,
+    processes: Mapping[str, ExecutorProcess],
+    write: Callable[[str], object],
+    stop_requested: Callable[[], bool] = lambda: False,
+) -> dict[str, ProcessReport]:
+    """Run processes that do not need each other, such as clients, to their ends; closes the executor.
+
+    Args:
+        request: their nodes, with as many processes as the node that has most.
+        processes: by name, which begins each line of their output.
+        write: prints the output of the processes, and a line for each that fails.
+        stop_requested: whether the processes have to stop.
+    Returns:
+        the end of each process, by name.
+    Raises:
+        CommunicationError: the executor has too few nodes.
+    """
+    try:
+        executor.reserve(request)
+        executor.start([*processes.values()])
+        ends = _follow(executor, [*processes], write, stop_requested, None)
+    finally:
+        executor.close()
+    return {[*processes][end.number]: end for end in ends}
+
+
 def _follow(
     executor: Executor,
-    job: ExecutorJob,
+    names: Sequence[str],
     write: Callable[[str], object],
     stop_requested: Callable[[], bool],
+    patience_seconds: float | None,
 ) -> list[ProcessReport]:
-    """Print what the processes print until all have ended; returns their ends in their order."""
+    """Print what the processes print until all have ended; returns their ends.
+
+    Args:
+        patience_seconds: how long the others may print nothing after one has failed; None: they do not need
+            it, and only have to end soon after a stop was requested.
+    """
     ends: list[ProcessReport] = []
     is_stopping, expires = False, 0.0
-    while len(ends) < len(job.roles):
+    # rank 0 of a job speaks for all
+    prefixes = names if patience_seconds is None else ["", *map(str, range(1, len(names)))]
+    while len(ends) < len(names):
         reports = executor.poll()
         for report in reports:
-            write(_prefixed(report))
+            write(_with_prefix(report.output, prefixes[report.number]))
             if report.ended:
                 ends.append(report)
                 if report.is_lost or report.code:
-                    write(_describe_end(report, job.roles[report.number]))
+                    write(_describe_end(report, names[report.number]))
         if stop_requested() and not is_stopping:
             is_stopping = True
             executor.stop()
         has_news = any(report.output or report.ended for report in reports)
-        if has_news or not (is_stopping or any(end.is_lost or end.code for end in ends)):
-            expires = time.monotonic() + job.patience_seconds
+        has_failed = patience_seconds is not None and any(end.is_lost or end.code for end in ends)
+        if has_news or not (is_stopping or has_failed):
+            expires = time.monotonic() + (patience_seconds or _STOP_SECONDS)
         if time.monotonic() > expires:
-            left = {*range(len(job.roles))} - {end.number for end in ends}
+            left = {*range(len(names))} - {end.number for end in ends}
             ends += [ProcessReport(number, ended=True, reason="it does not end") for number in sorted(left)]
-            write("".join(_describe_end(end, job.roles[end.number]) for end in ends[-len(left) :]))
+            write("".join(_describe_end(end, names[end.number]) for end in ends[-len(left) :]))
         if not has_news:
             time.sleep(_POLL_SECONDS)
     return ends
 
 
-def _prefixed(report: ProcessReport) -> str:
-    if report.number == 0 or not report.output:
-        return report.output
-    return "".join(f"[{report.number}] {line}\n" for line in report.output.splitlines())
+def _with_prefix(output: str, prefix: str) -> str:
+    if not prefix:
+        return output
+    return "".join(f"[{prefix}] {line}\n" for line in output.splitlines())
 
 
-def _describe_end(report: ProcessReport, role: str) -> str:
+def _describe_end(report: ProcessReport, name: str) -> str:
     if report.code is None:
         how = f"is lost: {report.reason}"
     elif report.code < 0:
         how = f"was killed by {signal.Signals(-report.code).name}"
     else:
         how = f"ended with exit code {report.code}"
-    return f"rank {report.number} ({role}) {how}\n"
+    return f"{name} {how}\n"

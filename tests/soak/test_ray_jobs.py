@@ -209,3 +209,10 @@ def test_clients_of_a_federated_run_are_actors(cluster: Any, tmp_path: Path) -> 
     assert codes == [0, 0, 0], (clients.stdout, clients.stderr, ends)
     assert clients.stdout.count("the run is complete") == 2
     assert hash_in(ends[1][0]) == hash_in(run(tmp_path, "train", "simulated.toml").stdout)
+    # Ray ends the idle workers of a job a moment after the job
+    until(lambda: not idle_workers(), "workers of Ray are left", 120.0)
+
+
+def idle_workers() -> list[psutil.Process]:
+    children = psutil.Process().children(recursive=True)
+    return [child for child in children if child.is_running() and "ray::IDLE" in child.name()]

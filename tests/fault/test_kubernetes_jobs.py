@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,44 +33,55 @@ TARGET = JobTarget(
 )
 
 
-JOB_SET = {  # keys of jobset.x-k8s.io/v1alpha2 that are used here, and the types of their values
-    "spec": {"network": dict, "failurePolicy": dict, "replicatedJobs": list},
-    "network": {"enableDNSHostnames": bool, "subdomain": str, "publishNotReadyAddresses": bool},
-    "failurePolicy": {"maxRestarts": int},
-    "replicatedJob": {"name": str, "replicas": int, "template": dict},
-}
+# Names, types and required keys of v1alpha1 of Kubeflow Trainer, without pods; those of a JobSet are in it.
+CUSTOM = json.loads((Path(__file__).parent / "kubeflow_trainer_schema.json").read_text())
 
 
-def check_job_set_part(value: dict[str, object], part: str) -> None:
-    for key, item in value.items():
-        assert type(item) is JOB_SET[part].get(key), f"{part}.{key}"
+def schema_of(kind: str) -> dict[str, object]:
+    """The schema of a custom resource; unknown keys are errors."""
+    if kind != "JobSet":
+        return CUSTOM[kind]
+    spec = CUSTOM["TrainingRuntime"]["properties"]["spec"]
+    keys = ("apiVersion", "kind", "metadata")
+    others = {key: CUSTOM["TrainJob"]["properties"][key] for key in keys}
+    spec = spec["properties"]["template"]["properties"]["spec"]
+    return {"type": "object", "properties": {**others, "spec": spec}, "additionalProperties": False}
+
+
+def jobs_in(documents: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The documents with the Jobs of custom resources in their place, which are validated here."""
+    jsonschema = pytest.importorskip("jsonschema")
+    found = []
+    for document in documents:
+        if document["kind"] not in ("JobSet", *CUSTOM):
+            found.append(document)
+            continue
+        schema = schema_of(document["kind"])
+        jsonschema.validate(document, schema)
+        wrong = copy.deepcopy(document)
+        wrong["spec"]["maxRestart"] = 6
+        with pytest.raises(jsonschema.ValidationError, match="maxRestart"):  # the twin: an unknown key
+            jsonschema.validate(wrong, schema)
+        spec = document["spec"].get("template", {"spec": document["spec"]})["spec"]
+        for job in spec.get("replicatedJobs", ()):
+            metadata = {"name": job["name"], **job["template"].get("metadata", {})}
+            template = {**job["template"], "metadata": metadata}
+            found.append({"apiVersion": "batch/v1", "kind": "Job", **template})
+    return found
 
 
 @pytest.mark.capability("O5")
-@pytest.mark.parametrize("kind", ["job", "jobset", "serve"])
+@pytest.mark.parametrize("kind", ["job", "jobset", "trainjob", "serve"])
 def test_manifests_are_valid(kind: str, tmp_path: Path) -> None:
-    """A JobSet has no schema there: its Job is validated, and its own keys are those of v1alpha2."""
-    others = ("deployment", "horizontalpodautoscaler") if kind == "serve" else (kind,)
+    others = {"serve": ("deployment", "horizontalpodautoscaler"), "trainjob": ("trainingruntime", "trainjob")}
     validate = pytest.importorskip("kubernetes_validate", reason="needs kubernetes-validate")
     recipe = load_recipe(write_job(tmp_path / "job") / "recipe.toml").replace(task="/app/task.py:build")
     options = {"kind": kind, "secret": "s3", "run": "job"}
     target = replace(TARGET, options=(*TARGET.options, *options.items()))
     documents = documents_of(render(recipe, recipe.strategy, target)["job.yaml"])
     first = ("service",) if kind == "serve" else ("configmap", "service")
-    assert [document["kind"].lower() for document in documents] == [*first, *others]
-    if kind == "jobset":
-        made = documents.pop()
-        assert made["apiVersion"] == "jobset.x-k8s.io/v1alpha2"
-        (inner,) = made["spec"]["replicatedJobs"]
-        for value, part in ((made["spec"], "spec"), (inner, "replicatedJob")):
-            check_job_set_part(value, part)
-        for name in ("network", "failurePolicy"):
-            check_job_set_part(made["spec"][name], name)
-        with pytest.raises(AssertionError):  # the twin: a key of another part
-            check_job_set_part({"maxRestart": 6}, "failurePolicy")
-        documents.append(
-            {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}} | inner["template"]
-        )
+    assert [document["kind"].lower() for document in documents] == [*first, *others.get(kind, (kind,))]
+    documents = jobs_in(documents)
     for document in documents:
         validate.validate(document, "1.31", strict=True)
     documents[-1]["spec"]["completion"] = 2  # the twin: a word that the schema does not know
@@ -99,3 +113,23 @@ def test_a_pod_that_is_killed_is_started_again_and_the_run_ends_as_the_plain_one
     assert kubelet.ends[0] == (0, 137) and (1, 4) in kubelet.ends and (0, 0) in kubelet.ends, kubelet.ends
     printed = kubelet.logs()
     assert re.search("resume: step", printed) and hash_in(printed) == hash_in(plain.stdout)
+
+
+@pytest.mark.soak
+@pytest.mark.capability("O5", clause="a TrainJob")
+def test_a_train_job_ends_as_the_plain_run(lab, tmp_path: Path) -> None:
+    """The controllers of Kubeflow Trainer and JobSet make one Job of it, with an index in its name."""
+    folder = write_job(tmp_path / "job")
+    plain = run(folder, "train", "recipe.toml", "-n", 2)
+    recipe = load_recipe(folder / "recipe.toml").replace(task=f"{folder}/task.py:build")
+    target = replace(TARGET, options=(*TARGET.options, ("kind", "trainjob")))
+    made = jobs_in(documents_of(render(recipe, Strategy.parse("ddp"), target)["job.yaml"]))
+    assert [document["kind"] for document in made] == ["ConfigMap", "Service", "Job"]
+    assert made[2]["metadata"]["labels"] == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    made[2]["metadata"]["name"] = f"{TARGET.name}-{made[2]['metadata']['name']}-0"
+    pods = tmp_path / "pods"
+    pods.mkdir()
+    manifest = "\n---\n".join(map(json.dumps, made))
+    kubelet = Kubelet(lab(hosts=2), manifest, pods, {"job-key": "the key of this test"})
+    assert kubelet.run(lambda running: None) == "Complete", kubelet.logs()
+    assert hash_in(kubelet.logs()) == hash_in(plain.stdout)

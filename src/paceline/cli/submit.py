@@ -23,6 +23,8 @@ from paceline.errors import PacelineError, RecipeError
 
 _POLL_SECONDS = 1.0
 _SSH_FAILED = 255
+_OF_CANCEL = ("kind", "namespace")
+_SERVER_KINDS = "deployment,horizontalpodautoscaler"
 _CLIENTS = {"slurm": "sbatch", "mpi": "mpirun", "ssh": "ssh", "kubernetes": "kubectl", "sky": "sky"}
 
 
@@ -311,7 +313,8 @@ def _submit_to_kubernetes(args: SubmitArgs, file: Path, *, attach: bool) -> int:
     key = ["create", "secret", "generic", f"{args.name}-key", "--from-file=token=/dev/stdin"]
     call_client(["kubectl", *namespace, *key], text=secrets.token_hex(32))
     print_plain(call_client(["kubectl", *namespace, "apply", "-f", str(file)]).rstrip())
-    print_plain(f"cancel it by `paceline submit --on kubernetes --cancel {args.name}`")
+    same = "".join(f" --option {name}={value}" for name, value in args.options if name in _OF_CANCEL)
+    print_plain(f"cancel it by `paceline submit --on kubernetes --cancel {args.name}{same}`")
     if not attach:
         return 0
     logs = ["logs", "--follow", "--pod-running-timeout=5m", "-l", f"app.kubernetes.io/instance={args.name}"]
@@ -325,13 +328,16 @@ def _cancel(engine: str, job: str, options: dict[str, str]) -> None:
     """Cancel a job by the engine's client."""
     from paceline.launch.engine_clients import call_client, require_client
 
+    namespace = ["-n", options["namespace"]] if "namespace" in options else []
+    kinds = {"jobset": "jobset", "trainjob": "trainjob,trainingruntime", "serve": _SERVER_KINDS}
+    # kubectl refuses a list with a kind that the cluster does not know
+    of_job = f"{kinds.get(options.get('kind', ''), 'job')},service,configmap"
     commands = {
-        "slurm": ["scancel", job],
-        "sky": ["sky", "jobs", "cancel", "--yes", "--name", job],
+        "slurm": [["scancel", job]],
+        "sky": [["sky", "jobs", "cancel", "--yes", "--name", job]],
         "kubernetes": [
-            *("kubectl", "delete", "job,jobset,service,configmap"),
-            *("-l", f"app.kubernetes.io/instance={job}"),
-            *(("-n", options["namespace"]) if "namespace" in options else ()),
+            ["kubectl", "delete", of_job, "-l", f"app.kubernetes.io/instance={job}", *namespace],
+            ["kubectl", "delete", "secret", f"{job}-key", "--ignore-not-found", *namespace],
         ],
     }
     if engine not in commands:
@@ -339,8 +345,9 @@ def _cancel(engine: str, job: str, options: dict[str, str]) -> None:
             f"a job of {engine} runs in the foreground of the command that started it",
             next_step="stop it there by Ctrl-C; it saves and exits",
         )
-    require_client(commands[engine][0])
-    print_plain(call_client(commands[engine]).rstrip() or f"cancelled {job}")
+    require_client(commands[engine][0][0])
+    for words in commands[engine]:
+        print_plain(call_client(words).rstrip() or f"cancelled {job}")
 
 
 _REASONS = {

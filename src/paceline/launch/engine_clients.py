@@ -70,6 +70,10 @@ _ADVICE = (
     ),
     (r"AlreadyExists|already exists", "a job of this name exists: another --name, or --cancel NAME first"),
     (r"no matches for kind \"JobSet\"", "install JobSet in the cluster, or --option kind=job"),
+    (
+        r"no matches for kind \"Train",
+        "install Kubeflow Trainer 2 in the cluster, or --option kind=jobset or kind=job",
+    ),
 )
 
 

@@ -1,4 +1,4 @@
-"""Manifests of Kubernetes: an Indexed Job or a JobSet that trains, or a Deployment that serves a run. Pure.
+"""Manifests of Kubernetes: an Indexed Job, JobSet or TrainJob, or a Deployment that serves a run. Pure.
 
 The text is YAML whose scalars are written as JSON. Invariants: no manifest contains a secret, pods are not
 root, and every container says what it needs. It talks to no cluster.
@@ -28,6 +28,8 @@ QUEUED_METRIC = "paceline_server_queued"
 """The metric of a server by which their number is chosen: texts that wait for a slot."""
 
 _HTTP_PORT, _STOP_SECONDS = 8000, 30
+# Kubeflow Trainer takes the container "node" of the job "node" for the one that trains.
+_NODE = "node"
 
 
 def render_kubernetes(recipe: Recipe, target: JobTarget) -> dict[str, str]:
@@ -41,15 +43,21 @@ def render_kubernetes(recipe: Recipe, target: JobTarget) -> dict[str, str]:
             next_step="--option image=REGISTRY/NAME:TAG",
         )
     kind = target.option("kind", "job")
-    if kind not in ("job", "jobset", "serve"):
+    if kind not in ("job", "jobset", "trainjob", "serve"):
         raise RecipeError(
-            f"--option kind={kind}: unknown kind", next_step="kind=job, kind=jobset or kind=serve"
+            f"--option kind={kind}: unknown kind",
+            next_step="kind=job, kind=jobset, kind=trainjob or kind=serve",
         )
     if kind == "serve":
         parts = [_service(target, _HTTP_PORT), _deployment(recipe, target), _autoscaler(target)]
     else:
         parts = [_config_map(recipe, target), _service(target, PORT)]
-        parts.append(_indexed_job(recipe, target) if kind == "job" else _job_set(recipe, target))
+    if kind == "job":
+        parts.append(_indexed_job(recipe, target))
+    elif kind == "jobset":
+        parts.append(_job_set(recipe, target))
+    elif kind == "trainjob":
+        parts += [_training_runtime(recipe, target), _train_job(target)]
     text = "---\n".join("".join(yaml_lines(part)) for part in parts)
     return {f"{target.name}.yaml": HEADER + _KEY_ADVICE.format(name=target.name) + text}
 
@@ -111,8 +119,8 @@ def _service(target: JobTarget, port: int) -> dict[str, Any]:
 
 
 def _job_spec(recipe: Recipe, target: JobTarget, first_pod: str) -> dict[str, Any]:
-    stopped = {"containerName": "trainer", "operator": "In", "values": [STOPPED_EXIT_CODE]}
-    wrong = {"containerName": "trainer", "operator": "In", "values": [RecipeError.exit_code]}
+    stopped = {"containerName": _NODE, "operator": "In", "values": [STOPPED_EXIT_CODE]}
+    wrong = {"containerName": _NODE, "operator": "In", "values": [RecipeError.exit_code]}
     return {
         "completions": target.nodes,
         "parallelism": target.nodes,
@@ -143,21 +151,56 @@ def _indexed_job(recipe: Recipe, target: JobTarget) -> dict[str, Any]:
 
 def _job_set(recipe: Recipe, target: JobTarget) -> dict[str, Any]:
     """Return a JobSet of one Job: when a pod fails, all pods start again together."""
-    spec = _job_spec(recipe, target, f"{target.name}-trainer-0-0.{target.name}")
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
         "metadata": _metadata(target),
+        "spec": _job_set_spec(recipe, target, {}),
+    }
+
+
+def _job_set_spec(recipe: Recipe, target: JobTarget, metadata: dict[str, Any]) -> dict[str, Any]:
+    spec = _job_spec(recipe, target, f"{target.name}-{_NODE}-0-0.{target.name}")
+    return {
+        "network": {
+            "enableDNSHostnames": True,
+            "subdomain": target.name,
+            "publishNotReadyAddresses": True,
+        },
+        "failurePolicy": {"maxRestarts": 6},
+        "replicatedJobs": [
+            {"name": _NODE, "replicas": 1, "template": {**metadata, "spec": {**spec, "backoffLimit": 0}}}
+        ],
+    }
+
+
+def _training_runtime(recipe: Recipe, target: JobTarget) -> dict[str, Any]:
+    """Return the runtime of a TrainJob of Kubeflow Trainer, from which its controller makes a JobSet."""
+    ancestor = {"metadata": {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}}}
+    return {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "TrainingRuntime",
+        "metadata": _metadata(target),
         "spec": {
-            "network": {
-                "enableDNSHostnames": True,
-                "subdomain": target.name,
-                "publishNotReadyAddresses": True,
+            # without a framework, as Paceline finds its ranks by the completion index
+            "mlPolicy": {"numNodes": target.nodes},
+            "template": {"spec": _job_set_spec(recipe, target, ancestor)},
+        },
+    }
+
+
+def _train_job(target: JobTarget) -> dict[str, Any]:
+    return {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "TrainJob",
+        "metadata": _metadata(target),
+        "spec": {
+            "runtimeRef": {
+                "apiGroup": "trainer.kubeflow.org",
+                "kind": "TrainingRuntime",
+                "name": target.name,
             },
-            "failurePolicy": {"maxRestarts": 6},
-            "replicatedJobs": [
-                {"name": "trainer", "replicas": 1, "template": {"spec": {**spec, "backoffLimit": 0}}}
-            ],
+            "trainer": {"numNodes": target.nodes},
         },
     }
 
@@ -247,7 +290,7 @@ def _trainer(recipe: Recipe, target: JobTarget, first_pod: str) -> dict[str, Any
         recipe_path="/recipe/recipe.toml",
         run_dir=f"/runs/{target.run_dir}",
     )
-    container = _container(recipe, target, "trainer", PORT)
+    container = _container(recipe, target, _NODE, PORT)
     container["command"] = [*words, "-n", str(target.processes)]
     container["env"] += [
         {"name": "PACELINE_NODES", "value": str(target.nodes)},

@@ -282,6 +282,7 @@ def test_what_cannot_be_rendered_is_refused_with_a_next_step() -> None:
             "reaches the controller",
         ),
         ('no matches for kind "JobSet" in version "jobset.x-k8s.io/v1alpha2"', "kind=job"),
+        ('no matches for kind "TrainJob" in version "trainer.kubeflow.org/v1alpha1"', "Kubeflow Trainer"),
         ('container "trainer" is waiting to start: trying and failing to pull image', "--option image"),
         ("sbatch: error: User's group not permitted to use this partition", "ask for access"),
         ("something new", "look up this message"),
@@ -326,3 +327,23 @@ def test_a_task_that_raises_while_memory_is_planned_is_a_warning(
 def test_a_job_that_waits_has_a_reason_in_words() -> None:
     assert "the partition is full" in describe_reason("Resources")
     assert "squeue" in describe_reason("SomethingNew")
+
+
+@pytest.mark.parametrize(
+    "kind, deleted", [(None, "job"), ("jobset", "jobset"), ("trainjob", "trainjob,trainingruntime")]
+)
+def test_a_cancelled_job_of_kubernetes_leaves_nothing(
+    kind: str | None, deleted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise its key would be in the way of the next job with the name; the client is a script here."""
+    client = tmp_path / "kubectl"
+    client.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\n')
+    client.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    words = ["submit", "--on", "kubernetes", "--cancel", "gpt-1", "--option", "namespace=team"]
+    done = CliRunner().invoke(build_app(), [*words, *(["--option", f"kind={kind}"] if kind else [])])
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "calls").read_text().splitlines() == [
+        f"delete {deleted},service,configmap -l app.kubernetes.io/instance=gpt-1 -n team",
+        "delete secret gpt-1-key --ignore-not-found -n team",
+    ]

@@ -36,7 +36,7 @@ def infer(party: Party, *own: Any) -> Any:
     if party.rank == CLIENT:
         requests, leaks_key = own
         if leaks_key:
-            CKKSCipher.public_bytes = public_and_secret_bytes  # type: ignore[method-assign]
+            cast(Any, CKKSCipher).public_bytes = public_and_secret_bytes
         client = ScoringClient(party, SERVER)
         results: list[Tensor | str] = []
         for rows in requests:
@@ -58,14 +58,12 @@ def infer(party: Party, *own: Any) -> Any:
         seen.extend(tensor.numpy().tobytes() for tensor in tensors)
         send(to, kind, tensors, **fields)
 
-    party.receive, party.send = receive_and_keep, send_and_keep  # type: ignore[method-assign]
+    cast(Any, party).receive, cast(Any, party).send = receive_and_keep, send_and_keep
     weights, bias, reads_any_context = own
     if reads_any_context:
         import tenseal
 
-        CKKSCipher.read = classmethod(  # type: ignore[method-assign, assignment]
-            lambda cls, data: cls(tenseal.context_from(data))
-        )
+        cast(Any, CKKSCipher).read = classmethod(lambda cls, data: cls(tenseal.context_from(data)))
     serve_scores(party, CLIENT, weights, bias)
     return seen
 

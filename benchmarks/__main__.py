@@ -50,6 +50,7 @@ NAMES = (
     "server_libraries",
     "federated",
     "secure_sums",
+    "private",
     "tune",
     "large_batch",
 )

@@ -1,4 +1,7 @@
-"""`paceline study privacy`: what ways of adding updates cost and hide, and what a sum still reveals."""
+"""`paceline study privacy`: what ways of adding updates cost and hide, and what a sum still reveals.
+
+It also scores rows under CKKS, where TenSEAL is installed.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,8 @@ def study_privacy(
     out: common_options.Out = None,
     as_json: common_options.AsJson = False,
 ) -> None:
-    """Train breast-cancer and digits in six ways of privacy, and attack the updates; write tables."""
+    """Train breast-cancer and digits in six ways of privacy, score encrypted rows, and attack the updates."""
+    from paceline.studies.encrypted_scores import measure_inference, render_inference
     from paceline.studies.gradient_inversion import measure_curve
     from paceline.studies.privacy_spectrum import TASKS, render_privacy, run_spectrum
 
@@ -37,27 +41,30 @@ def study_privacy(
     folder = out or Path("studies") / "privacy"
     folder.mkdir(parents=True, exist_ok=True)
     console = error_output() if as_json else output()
+
+    def report(line: str) -> None:
+        print_plain(line, console)
+
+    built = [TASKS[name]() for name in tasks or TASKS]
     rows = [
-        row
-        for name in tasks or TASKS
-        for row in run_spectrum(
-            TASKS[name](),
-            clients=clients,
-            rounds=rounds,
-            report=lambda line: print_plain(line, console),
-        )
+        row for task in built for row in run_spectrum(task, clients=clients, rounds=rounds, report=report)
     ]
+    print_plain("inference under CKKS", console)
+    inference = [row for task in built for row in measure_inference(task)]
     print_plain("gradient inversion", console)
     points = measure_curve(inputs)
     values = {
         "clients": clients,
         "rounds": rounds,
         "ways": [asdict(row) for row in rows],
+        "inference": [asdict(row) for row in inference],
         "inversion": [
             {**asdict(point), "fraction": point.fraction, "epsilon": point.epsilon} for point in points
         ],
     }
     lines = render_privacy(rows, points)
+    if inference:
+        lines += ["", *render_inference(inference)]
     (folder / "results.json").write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
     (folder / "table.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     if as_json:

@@ -3,10 +3,12 @@
 `parties` starts and connects processes; `ring_shares` adds and multiplies shares in Z_2^64, and
 `shared_training` trains on them; `shamir_vectors` splits vectors into t of n shares; `paillier` adds what
 is encrypted; `garbled_circuit` computes a boolean function of two inputs, with `oblivious_transfer`;
-`secret_sums` adds vectors in five ways. All of them are small, correct and slow, and for parties that are
-honest but curious: there is no defence against one that deviates, and none is constant-time.
+`secret_sums` adds vectors in five ways; `encrypted_inference` scores rows that only their owner can read. All
+of them are small, correct and slow, and for parties that are honest but curious: there is no defence against
+one that deviates, and none is constant-time.
 """
 
+from paceline.federated.crypto.encrypted_inference import ScoringClient, serve_scores
 from paceline.federated.crypto.garbled_circuit import (
     Circuit,
     adder_circuit,
@@ -33,6 +35,7 @@ __all__ = [
     "WAYS",
     "Circuit",
     "Party",
+    "ScoringClient",
     "SharedArithmetic",
     "SquareNet",
     "adder_circuit",
@@ -50,6 +53,7 @@ __all__ = [
     "run_parties",
     "send_obliviously",
     "serve_dealer",
+    "serve_scores",
     "split_secret",
     "split_vector",
     "train_logistic_regression",

@@ -17,7 +17,7 @@ import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from torch import Tensor
 
-from paceline.errors import DataError
+from paceline.errors import DataError, MissingExtraError
 from paceline.federated.crypto.paillier import (
     PaillierPrivateKey,
     PaillierPublicKey,
@@ -261,56 +261,107 @@ class PaillierCipher:
 
 
 class CKKSCipher:
-    """CKKS by TenSEAL, as `EncryptedSum` uses it; its sums are approximate.
+    """CKKS by TenSEAL: approximate arithmetic on encrypted vectors of up to 4,096 values.
+
+    `EncryptedSum` adds with it, and `paceline.federated.crypto.encrypted_inference` computes linear scores.
+    Values beyond 2^18 in magnitude wrap around. A decrypted vector has a small error that depends on the
+    secret key, so whoever decrypts should not show many of them to who computes (Li and Micciancio 2021,
+    On the security of homomorphic encryption on approximate numbers, EUROCRYPT).
 
     Args:
         context: of TenSEAL.
     """
+
+    num_slots = 4096
 
     def __init__(self, context: Any) -> None:
         self._context = context
 
     @classmethod
     def generate(cls) -> CKKSCipher:
-        """Generate keys for ring dimension 8192, with 128 bits of security."""
-        import tenseal
+        """Generate keys for ring dimension 8192, with 128 bits of security.
 
+        Raises:
+            MissingExtraError: TenSEAL is not installed.
+        """
+        tenseal = require_tenseal()
         context = tenseal.context(tenseal.SCHEME_TYPE.CKKS, 8192, coeff_mod_bit_sizes=[60, 40, 60])
         context.global_scale = 2**40
         return cls(context)
 
     @classmethod
     def read(cls, data: bytes) -> CKKSCipher:
-        """Read a context without the secret key."""
-        import tenseal
+        """Read a context without the secret key.
 
-        return cls(tenseal.context_from(data))
+        Raises:
+            DataError: the context contains the secret key.
+            MissingExtraError: TenSEAL is not installed.
+        """
+        context = require_tenseal().context_from(data)
+        if context.is_private():
+            raise DataError(
+                "the CKKS context contains the secret key of its owner",
+                next_step="send what CKKSCipher.public_bytes returns, and generate new keys",
+            )
+        return cls(context)
 
     def public_bytes(self) -> bytes:
-        """Return the context without the secret key."""
-        return bytes(self._context.serialize(save_secret_key=False))
+        """Return the context with the public key alone."""
+        only_public = {"save_secret_key": False, "save_galois_keys": False, "save_relin_keys": False}
+        return bytes(self._context.serialize(save_public_key=True, **only_public))
 
     def encrypt(self, values: Tensor) -> bytes:
         """Encrypt a vector, float64 [n]."""
-        import tenseal
-
-        return bytes(tenseal.ckks_vector(self._context, values.tolist()).serialize())
+        return bytes(require_tenseal().ckks_vector(self._context, values.tolist()).serialize())
 
     def add(self, parts: Sequence[bytes]) -> bytes:
         """Add encrypted vectors."""
-        import tenseal
-
-        total, *others = [tenseal.ckks_vector_from(self._context, part) for part in parts]
+        total, *others = [self._read_vector(part) for part in parts]
         for other in others:
             total += other
         return bytes(total.serialize())
 
-    def decrypt(self, data: bytes, count: int) -> Tensor:
-        """Decrypt a vector of so many values."""
-        import tenseal
+    def add_weighted(self, parts: Sequence[bytes], weights: Tensor, bias: float, count: int) -> bytes:
+        """Return the encrypted vector `bias + sum_j weights[j] * parts[j]`.
 
-        decrypted = tenseal.ckks_vector_from(self._context, data).decrypt()
-        return torch.tensor(decrypted[:count], dtype=torch.float64)
+        Args:
+            parts: D encrypted vectors of `count` values each.
+            weights: float64 [D], not encrypted.
+            bias: added to every value.
+        """
+        # Fresh noise under the public key, so that the result is a ciphertext also with weights of zero.
+        total = require_tenseal().ckks_vector(self._context, [bias] * count)
+        for part, weight in zip(parts, weights.tolist(), strict=True):
+            total += self._read_vector(part) * weight
+        return bytes(total.serialize())
+
+    def decrypt(self, data: bytes, count: int) -> Tensor:
+        """Decrypt a vector of so many values.
+
+        Raises:
+            DataError: this cipher has no secret key.
+        """
+        if not self._context.is_private():
+            raise DataError("only the holder of the key decrypts", next_step="decrypt where the key is")
+        return torch.tensor(self._read_vector(data).decrypt()[:count], dtype=torch.float64)
+
+    def _read_vector(self, data: bytes) -> Any:
+        return require_tenseal().ckks_vector_from(self._context, data)
+
+
+def require_tenseal() -> Any:
+    """Return the module tenseal.
+
+    Raises:
+        MissingExtraError: it is not installed.
+    """
+    try:
+        import tenseal
+    except ImportError as error:
+        raise MissingExtraError(
+            "CKKS is computed by TenSEAL, which is not installed", next_step="pip install tenseal"
+        ) from error
+    return tenseal
 
 
 @dataclass(frozen=True)

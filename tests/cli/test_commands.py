@@ -176,6 +176,7 @@ def test_verify_says_yes_and_no(tmp_path: Path) -> None:
     assert found["cause"] == "same data on every rank" and found == json.loads(kept.read_text())
 
 
+@pytest.mark.soak
 @pytest.mark.capability("B1")
 def test_the_examples_run_on_any_number_of_processes(tmp_path: Path) -> None:
     """The README shows both."""

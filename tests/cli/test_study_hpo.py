@@ -13,6 +13,7 @@ from tests.commands import run
 pytestmark = pytest.mark.timeout(400)
 
 
+@pytest.mark.soak
 @pytest.mark.capability("X5")
 def test_searches_are_compared_from_their_logs_and_continued(tmp_path: Path) -> None:
     pytest.importorskip("optuna")

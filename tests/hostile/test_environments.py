@@ -63,6 +63,7 @@ def test_a_limit_of_memory_that_is_too_small_is_named(tmp_path: Path) -> None:
     require_named(end, "MemoryLimitError: out of memory: ")
 
 
+@pytest.mark.soak  # a limit of memory is in the suite
 def test_a_limit_of_open_files_that_is_too_small_is_named(tmp_path: Path) -> None:
     """How many a job needs depends on the machine; with so few it ends, wherever it is by then."""
     for most in (16, 13):

@@ -187,6 +187,7 @@ with fork_server() as variables:
 """
 
 
+@pytest.mark.soak
 def test_a_launcher_that_dies_before_it_is_answered_is_no_error() -> None:
     done = subprocess.run(
         [sys.executable, "-c", LEFT_EARLY],

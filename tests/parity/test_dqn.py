@@ -21,6 +21,7 @@ from paceline.session.train_rank import train
 from paceline.testing import run_ranks
 from paceline.testing.parity import CPU, build_test_session, make_task
 from paceline.verification import compare_with_oracle
+from tests.marks import soak_param
 from tests.parity.test_rl import hashes, recipe, run
 from tests.parity.test_rl_runs import limited, resume_on_rank, saved, walk_recipe
 
@@ -67,7 +68,7 @@ plain = Replay.before_step
 
 
 @pytest.mark.capability("T3")
-@pytest.mark.parametrize("every_steps", [8, 6])
+@pytest.mark.parametrize("every_steps", [8, soak_param(6)])
 def test_a_run_that_was_lost_is_resumed_on_two_ranks_with_the_same_bits(
     tmp_path: Path, every_steps: int
 ) -> None:

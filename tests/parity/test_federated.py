@@ -31,12 +31,13 @@ from paceline.testing.parity import CPU, Trajectory, build_test_session, make_ta
 from paceline.testing.planted_faults import PLANTED_FAULTS
 from paceline.verification import compare_with_oracle
 from paceline.verification.verification_report import VerificationReport
+from tests.marks import soak_param
 from tests.parity.training_runs import each_case
 from tests.recipes import recipe_of
 
 SGD = {"name": "sgd", "lr": 0.1}
 ADAMW = {"name": "adamw", "lr": 1e-2, "clip_norm": 0.5}
-SKEWED = {"clients": 20, "cohort": 5, "partition": "dirichlet:0.5"}
+SKEWED = {"clients": 20, "cohort": 5, "partition": "dirichlet:0.5", "batch": 24}
 
 
 @pytest.fixture(autouse=True)
@@ -137,7 +138,7 @@ def verified(cluster: Cluster, settings: dict[str, Any], fault: str = "") -> Ver
 
 
 @pytest.mark.capability("Q2", "Q3")
-@pytest.mark.parametrize("world", [2, 3, pytest.param(5, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("world", [soak_param(2), 3, soak_param(5)])
 def test_every_tensor_of_every_round_has_the_bits_of_the_oracle_on_any_number_of_processes(
     world: int,
 ) -> None:

@@ -230,6 +230,7 @@ def accuracy(seed: int, sparsity: dict[str, Any]) -> float:
     return evaluation.metrics["accuracy"]
 
 
+@pytest.mark.soak
 @pytest.mark.capability("J19")
 def test_at_80_percent_the_accuracy_falls_by_at_most_one_percent_on_digits() -> None:
     """Means over five seeds of the same 360 steps."""

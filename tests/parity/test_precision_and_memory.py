@@ -19,6 +19,7 @@ from paceline.session import build_session, evaluate
 from paceline.testing import run_ranks
 from paceline.testing.parity import CPU, Trajectory, build_test_session, make_task, run_oracle, run_strategy
 from paceline.verification import compare_with_oracle
+from tests.marks import soak_param
 from tests.peak import peak_bytes
 from tests.texts import SMALL_TEXT
 
@@ -38,7 +39,7 @@ def gpt(**changes: object) -> Recipe:
 
 
 @pytest.mark.capability("A2", "J10", "V9")
-@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("world", [soak_param(1), 3])
 def test_a_gpt_with_dropout_ends_where_the_oracle_ends(world: int) -> None:
     """Dropout is keyed by shard, so the masks do not depend on who runs it."""
     ends = run_ranks(run_strategy, world, gpt())

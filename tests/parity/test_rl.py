@@ -161,6 +161,7 @@ def unequal_rows(shards: int, mkl: str | None) -> int:
     return int(ended.stdout.split()[-1])
 
 
+@pytest.mark.soak
 @pytest.mark.capability("T1")
 def test_a_row_has_other_bits_in_a_small_group_unless_kernels_are_chosen_for_equal_rows() -> None:
     """Groups of four rows have the learner's bits; the twin: groups of two whose kernels follow shapes."""

@@ -25,6 +25,7 @@ from paceline.session.train_rank import train
 from paceline.task import Task
 from paceline.testing import run_ranks
 from paceline.testing.parity import build_test_session, make_task
+from tests.marks import soak_param
 from tests.parity.test_rl import recipe, run
 
 gymnasium = pytest.importorskip("gymnasium", reason="needs paceline[rl]")
@@ -253,7 +254,7 @@ BOTH = ("observations", "rewards")
 
 
 @pytest.mark.capability("T1")
-@pytest.mark.parametrize("settings", [{"env": "Pendulum-v1"}, SMALL_DQN])
+@pytest.mark.parametrize("settings", [soak_param({"env": "Pendulum-v1"}), SMALL_DQN])
 def test_normalizers_are_state_that_does_not_depend_on_the_number_of_ranks(
     settings: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -7,17 +7,26 @@ from collections.abc import Collection, Mapping
 import pytest
 from _pytest.mark import ParameterSet
 
+REFERENCE = "test_it_ends_where_the_scalar_reference_ends"
+RESUME = "test_it_resumes_under_another_layout"
+VERIFY = "test_verify_confirms_every_step"
+ORACLE = "test_every_step_is_that_of_the_oracle"
 FURTHER_CELLS: Mapping[str, tuple[str, Collection[object]]] = {
-    "test_it_ends_where_the_scalar_reference_ends": ("num_ranks", (1, 2)),
-    "test_it_resumes_under_another_layout": ("num_ranks", (2,)),
-    "test_verify_confirms_every_step": ("num_ranks", (2, 4)),
-    "test_every_step_is_that_of_the_oracle": ("model", ("convnet",)),
+    REFERENCE: ("num_ranks", (1, 2)),
+    RESUME: ("num_ranks", (2, 4)),
+    VERIFY: ("num_ranks", (2, 4)),  # tests/parity/test_optimizers_by_name.py verifies all that have a name
+    ORACLE: ("model", ("convnet",)),
 }
-"""Of tests of contracts, the parameter and its values that only `make soak` runs."""
-RESUMED = ("TestAdafactor", "TestMuon", "TestKFac")
-"""Optimizers, with states of several shapes, that the suite resumes under another layout."""
-WITH_CONVNET = ("TestZero3", "TestOneForwardOneBackward")
-"""Layouts whose steps the suite verifies with the ConvNet too."""
+"""Of tests of contracts, a parameter and its values that only `make soak` runs."""
+OF_CLASSES: Mapping[tuple[str, str], Collection[object]] = {
+    ("TestAdafactor", RESUME): (2,),
+    ("TestMuon", RESUME): (2,),
+    ("TestKFac", RESUME): (2,),
+    ("TestOptimizerOfAUser", VERIFY): (4,),
+    ("TestZero3", ORACLE): (),
+    ("TestOneForwardOneBackward", ORACLE): (),
+}
+"""The values where a class leaves fewer to `make soak`."""
 
 
 def soak_param(*values: object, name: str | None = None) -> ParameterSet:
@@ -27,9 +36,8 @@ def soak_param(*values: object, name: str | None = None) -> ParameterSet:
 
 def is_further_cell(test: pytest.Function) -> bool:
     """Return whether a test of a contract is left to `make soak`; contracts themselves leave nothing out."""
-    if test.cls is None or test.originalname not in FURTHER_CELLS or test.cls.__name__ in WITH_CONVNET:
+    if test.cls is None or test.originalname not in FURTHER_CELLS or not hasattr(test, "callspec"):
         return False
     name, values = FURTHER_CELLS[test.originalname]
-    if test.originalname == "test_it_resumes_under_another_layout" and test.cls.__name__ not in RESUMED:
-        return True
-    return hasattr(test, "callspec") and test.callspec.params.get(name) in values
+    values = OF_CLASSES.get((test.cls.__name__, test.originalname), values)
+    return test.callspec.params.get(name) in values

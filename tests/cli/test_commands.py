@@ -150,6 +150,7 @@ def test_sigterm_saves_the_step_and_resume_goes_on(tmp_path: Path) -> None:
     assert (run.status, len(run.starts), len(run.steps)) == ("finished", 2, stopped + 3)
 
 
+@pytest.mark.soak  # its variables are recorded in tests/unit/job/engine_environments.json
 @pytest.mark.capability("A2")
 def test_torchrun_starts_the_same_job(tmp_path: Path) -> None:
     train(tmp_path / "ours", steps=4, processes=2)

@@ -38,6 +38,7 @@ def may_be_nobody() -> bool:
     return subprocess.run([*NOBODY, "true"], capture_output=True, check=False).returncode == 0
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(not may_be_nobody(), reason="needs user namespaces")
 def test_a_user_that_no_passwd_knows_trains_in_a_locale_of_ascii_in_a_folder_of_other_letters(
     tmp_path: Path,

@@ -38,7 +38,7 @@ from tests.parity.training_runs import each_case
 FEW_CODECS = ("int4:stochastic", "topk:0.05+int4+lossless", "lossless")
 CODECS = ("bf16", "fp16", "int8", "topk:0.1", "sign", "fixed:8", "lossless")
 LOSSY = ("int8", "topk:0.1")
-FEW = {"clients": 6, "cohort": 4, "partition": "dirichlet:0.5", "batch": 40, "clip_norm": 0.5}
+FEW = {"clients": 6, "cohort": 4, "partition": "dirichlet:0.5", "batch": 80, "clip_norm": 0.5}
 
 
 @pytest.fixture(autouse=True)

@@ -135,6 +135,7 @@ def test_a_budget_is_kept_in_the_least_time_of_all_choices() -> None:
     assert below.refusal is not None and "memory.budget is" in below.refusal.what
 
 
+@pytest.mark.soak
 @pytest.mark.capability("L2")
 def test_segments_are_the_last_resort() -> None:
     deep = gpt(GPTConfig(vocab=17, context=32, layers=8, heads=2, width=32))

@@ -100,6 +100,7 @@ def test_a_strategy_that_cannot_run_is_refused_before_any_process_starts() -> No
     assert {row["name"]: row["supported"] for row in listed}["ddp"] is True
 
 
+@pytest.mark.soak
 @pytest.mark.capability("Q2")
 def test_federated_rounds_are_a_run_like_any_other(tmp_path: Path) -> None:
     """Keys of the file about a global batch are taken out by the strategy that is typed."""

@@ -134,6 +134,7 @@ def test_a_trial_that_loses_two_workers_has_failed_and_the_study_continues(tmp_p
     assert [lease.end for lease in study.leases] == ["killed", "killed", "done"]
 
 
+@pytest.mark.soak
 def test_workers_need_the_key_and_the_folder(tmp_path: Path) -> None:
     remote = RemoteStudy(prepare(tmp_path, QUICK_SPACE, SLOW), trials=1)
     place = f"127.0.0.1:{remote.port}"

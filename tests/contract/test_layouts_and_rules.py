@@ -1,7 +1,10 @@
 """Layouts and rules keep their contracts."""
 
+from typing import Any
+
 import pytest
 
+from paceline.recipe import Recipe
 from paceline.testing.contracts import LayoutContract, RuleContract
 from tests.marks import soak_param
 
@@ -59,6 +62,9 @@ class TestCodedDiLoCo(RuleContract):
 @pytest.mark.capability("Q2", "Z1")
 class TestFederated(RuleContract):
     strategy, num_ranks, batch = "replicas=2 sync=federated:1", 2, {}
+
+    def recipe(self, **changes: Any) -> Recipe:
+        return super().recipe(**({"federated": {"batch": 40}} | changes))
 
 
 @pytest.mark.capability("B3", "Z1")
@@ -213,6 +219,7 @@ class TestZero1OfTensor(TensorContract):
     strategy, num_ranks = "replicas=1 shard=2 zero=1 tensor=2", 4
 
 
+@pytest.mark.soak
 @pytest.mark.capability("H8", "Z1")
 class TestSparseEveryStep(RuleContract):
     strategy, num_ranks = "replicas=2 codec=topk:0.3", 2

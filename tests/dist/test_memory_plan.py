@@ -173,6 +173,7 @@ def test_every_byte_of_sums_in_one_order_is_planned() -> None:
     require_close(IN_ORDER[1:], 2, run_ranks(allocated, 2, IN_ORDER[1:]))  # others have what one rank has
 
 
+@pytest.mark.soak
 @pytest.mark.capability("L3", "A11")
 def test_every_byte_of_a_state_of_four_ranks_is_planned() -> None:
     require_exact(EXACT_OF_FOUR, 4, run_ranks(allocated, 4, EXACT_OF_FOUR))

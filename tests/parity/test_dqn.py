@@ -47,7 +47,7 @@ def dqn(iterations: int = 6, strategy: str = "", **settings: Any) -> Recipe:
 
 
 @pytest.mark.capability("T3", "T4")
-@pytest.mark.parametrize("priority", [0.0, 0.6])
+@pytest.mark.parametrize("priority", [soak_param(0.0), 0.6])
 def test_rows_priorities_and_weights_are_equal_on_one_and_two_ranks(priority: float) -> None:
     chosen = dqn(dqn={"priority": priority})
     alone = all_hashes(Cluster.single(), chosen)

@@ -76,7 +76,7 @@ def test_a_broken_level_is_found_in_the_first_step(kind: type[HierarchicalCollec
 @pytest.mark.parametrize(
     ("strategy", "world", "group"),
     [
-        ("replicas=1 shard=4 zero=1 route=hierarchical", 4, "shard"),
+        soak_param("replicas=1 shard=4 zero=1 route=hierarchical", 4, "shard"),
         ("replicas=4 pipeline=2 route=hierarchical", 8, "replica"),
     ],
 )

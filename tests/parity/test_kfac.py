@@ -193,7 +193,7 @@ class TestKFac(OptimizerContract):
             assert min(distances) > 1e-4, distances
 
     @pytest.mark.parametrize("strategy", ["replicas=2", "replicas=1 shard=2 zero=1"])
-    @pytest.mark.parametrize("stop", [2, 3])
+    @pytest.mark.parametrize("stop", [soak_param(2), 3])
     def test_a_run_resumes_to_the_bit(self, strategy: str, stop: int) -> None:
         """Between updates of the factors, and between inversions; factors and inverses are in the state."""
 

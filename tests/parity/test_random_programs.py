@@ -76,7 +76,7 @@ def require_right(verdicts: dict[Program, Verdict]) -> None:
 
 
 @pytest.mark.capability("A2", "A11", "C3", "C4", "C5", "Z2")
-@pytest.mark.parametrize("processes", [soak_param(1), soak_param(2), 3, 4])
+@pytest.mark.parametrize("processes", [*map(soak_param, (1, 2, 3)), 4])
 def test_random_programs_train_what_a_plain_loop_trains(processes: int, tmp_path: Path) -> None:
     require_right(judge([draw(number, processes) for number in range(_A_SLICE)], tmp_path))
 

@@ -132,7 +132,7 @@ def test_the_learner_of_older_actors_is_the_oracle_on_their_rows() -> None:
 
 
 @pytest.mark.capability("T2", "T3")
-@pytest.mark.parametrize("options", [{"normalize": BOTH}, SMALL_DQN])
+@pytest.mark.parametrize("options", [soak_param({"normalize": BOTH}), SMALL_DQN])
 def test_a_run_with_older_actors_is_resumed_with_the_same_bits_on_two_ranks(
     options: dict[str, object], tmp_path: Path
 ) -> None:

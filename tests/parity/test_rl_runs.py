@@ -117,7 +117,7 @@ def saved(cluster: Cluster, chosen: Recipe, resume: str | None, stop_at: int) ->
 
 
 @pytest.mark.capability("T1", "T2")
-@pytest.mark.parametrize("every_steps", [8, 6])
+@pytest.mark.parametrize("every_steps", [soak_param(8), 6])
 def test_a_run_that_was_lost_is_resumed_with_the_same_bits(tmp_path: Path, every_steps: int) -> None:
     """Saved between two iterations, and within one: open episodes are replayed from their resets."""
     chosen = recipe(iterations=6, checkpoint={"every_steps": every_steps})

@@ -135,6 +135,7 @@ class Fed(nn.Module):
         return x + self.dropout(self.feed(self.norm(x)))
 
 
+@pytest.mark.soak
 @pytest.mark.capability("E2", "J10", "J11", "Z1", "Z2")
 def test_stages_of_blocks_that_are_cut_by_positions() -> None:
     """Against one process, with clip; the twin: gradients of norms that are not summed. And a chain that runs

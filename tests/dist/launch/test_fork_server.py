@@ -124,6 +124,7 @@ print(*sorted(found))
 """
 
 
+@pytest.mark.soak
 def test_what_is_imported_remembers_no_home(tmp_path: Path) -> None:
     """But fsspec, see `process_context`, and site, whose names are found again."""
     done = subprocess.run(

@@ -15,6 +15,7 @@ from paceline.job.cluster import change_environment, process_environment
 from paceline.launch import fork_server
 from paceline.session.reproducibility import MKL_EQUAL_ROWS, MKL_VARIABLE, needs_equal_rows
 from tests.commands import run
+from tests.marks import is_further_cell
 
 hypothesis.settings.register_profile("busy", deadline=None)  # how long a case takes is not what is tested
 hypothesis.settings.load_profile("busy")
@@ -95,7 +96,13 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Rooms with long tests come first: files are dealt in this order, and none should be the last."""
+    """Leave further cells of contracts to `make soak`.
+
+    Rooms with long tests come first: files are dealt in this order, and none should be the last.
+    """
+    for item in items:
+        if isinstance(item, pytest.Function) and is_further_cell(item):
+            item.add_marker(pytest.mark.soak)
     items.sort(key=lambda item: item.path.is_relative_to(_UNIT))
 
 

@@ -13,6 +13,7 @@ from paceline.report import read_run, render_page, summarize_run
 from paceline.report.number_format import format_number
 from paceline.report.rank_balance import rank_times
 from tests.conftest import EVERY, STEPS, Trained
+from tests.marks import soak_param
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Locator, Page
@@ -222,8 +223,11 @@ def test_the_table_of_compared_runs_is_not_cut(
         assert page.locator(".facts").evaluate("t => t.scrollWidth <= t.clientWidth")
 
 
-@pytest.mark.parametrize("viewport", [WIDE, PHONE], ids=["wide", "phone"])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(
+    ("scheme", "viewport"),
+    [("light", WIDE), ("dark", PHONE), soak_param("light", PHONE), soak_param("dark", WIDE)],
+    ids=["light-wide", "dark-phone", "light-phone", "dark-wide"],
+)
 def test_it_fits_the_screen_and_can_be_read_in_light_and_dark(
     browser: Browser, trained: Trained, viewport: dict[str, int], scheme: str
 ) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from paceline.observe.rank_activity import RankActivity
+from tests.marks import soak_param
 from tests.unit.watch.records import append, rank_records, run_record, step_record
 from tests.unit.watch.serving import TOKEN, served
 
@@ -210,7 +211,9 @@ def test_a_view_is_changed_by_pointer_and_keys_and_restored_by_its_link(browser:
             assert page.get_by_label("Draw second").is_checked()
 
 
-@pytest.mark.parametrize(("viewport", "scheme"), [(PHONE, "dark"), (PHONE, "light"), (WIDE, "dark")])
+@pytest.mark.parametrize(
+    ("viewport", "scheme"), [soak_param(PHONE, "dark"), (PHONE, "light"), (WIDE, "dark")]
+)
 def test_it_fits_a_phone_and_has_a_dark_mode(
     browser: Browser, runs: Path, viewport: Any, scheme: Any
 ) -> None:

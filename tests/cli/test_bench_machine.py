@@ -8,6 +8,7 @@ import pytest
 from tests.commands import run
 
 
+@pytest.mark.soak
 @pytest.mark.capability("P14")
 def test_a_machine_is_measured_with_collectives(tmp_path: Path) -> None:
     done = run(tmp_path, "bench", "machine", "--json", "--folder", tmp_path)

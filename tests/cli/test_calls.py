@@ -14,6 +14,7 @@ from paceline.errors import DataError, RecipeError, TaskError
 from paceline.task import Loss, Task
 from tests.cli.test_run_files import SUM, small
 from tests.commands import run
+from tests.marks import soak_param
 
 SCRIPT = """
 import torch, paceline
@@ -46,7 +47,7 @@ RECIPE = paceline.Recipe(steps=3, batch={"size": 4, "shards": 2})
 
 
 @pytest.mark.capability("B1")
-@pytest.mark.parametrize("processes", [1, 3])
+@pytest.mark.parametrize("processes", [soak_param(1), 3])
 def test_a_loop_over_rates_then_verify_then_an_own_loop_in_one_script(tmp_path: Path, processes: int) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     done = run(tmp_path, "run", "-n", processes, "script.py")

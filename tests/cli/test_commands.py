@@ -100,6 +100,7 @@ def test_a_strategy_that_cannot_run_is_refused_before_any_process_starts() -> No
     assert {row["name"]: row["supported"] for row in listed}["ddp"] is True
 
 
+@pytest.mark.soak
 @pytest.mark.capability("Q2")
 def test_federated_rounds_are_a_run_like_any_other(tmp_path: Path) -> None:
     """Keys of the file about a global batch are taken out by the strategy that is typed."""
@@ -150,6 +151,7 @@ def test_sigterm_saves_the_step_and_resume_goes_on(tmp_path: Path) -> None:
     assert (run.status, len(run.starts), len(run.steps)) == ("finished", 2, stopped + 3)
 
 
+@pytest.mark.soak  # its variables are recorded in tests/unit/job/engine_environments.json
 @pytest.mark.capability("A2")
 def test_torchrun_starts_the_same_job(tmp_path: Path) -> None:
     train(tmp_path / "ours", steps=4, processes=2)

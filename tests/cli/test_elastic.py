@@ -14,6 +14,7 @@ import pytest
 
 from paceline.observe.rank_activity import read_operations
 from tests import command_jobs
+from tests.marks import soak_param
 
 STEPS = 60
 
@@ -105,7 +106,7 @@ def require_loss_and_replacement(events: list[dict[str, Any]], lost: int) -> Non
 
 
 @pytest.mark.capability("N8")
-@pytest.mark.parametrize(("dies", "at"), [("0", 31), pytest.param("2", 41, marks=pytest.mark.soak), ("1", 2)])
+@pytest.mark.parametrize(("dies", "at"), [("0", 31), soak_param("2", 41), soak_param("1", 2)])
 def test_replicas_continue_and_end_with_the_same_bits(dies: str, at: int, tmp_path: Path) -> None:
     """Also without rank 0, right after the first step, and in the step after a checkpoint."""
     code, output, events = run(
@@ -119,6 +120,7 @@ def test_replicas_continue_and_end_with_the_same_bits(dies: str, at: int, tmp_pa
     assert sha256_of(output) == undisturbed()
 
 
+@pytest.mark.soak
 @pytest.mark.capability("N8", clause="under local SGD and DiLoCo the peer leaves the round")
 def test_a_round_of_diloco_ends_without_the_lost_replica_and_another_one_joins(tmp_path: Path) -> None:
     """The one that dies is in its second round of ten steps; its samples of this round are missing."""
@@ -157,6 +159,7 @@ def test_what_was_due_when_a_process_was_lost_is_done_again(tmp_path: Path) -> N
     assert sha256_of(output) == undisturbed()
 
 
+@pytest.mark.soak  # a replacement joins the next one as well
 @pytest.mark.capability("N6", clause="a worker joins and leaves while the job runs")
 def test_a_replacement_joins_and_ends_with_the_same_bits(tmp_path: Path) -> None:
     """Steps last long enough for a new process to start, which ends no save that has begun."""
@@ -212,6 +215,7 @@ def test_a_sharded_model_starts_again_from_its_newest_checkpoint(tmp_path: Path)
 
 
 @pytest.mark.capability("N8", clause="parts of the state from copies in memory")
+@pytest.mark.capability("N6", clause="a worker joins and leaves while the job runs")
 def test_a_sharded_model_continues_from_copies_in_memory_and_gets_a_new_process(tmp_path: Path) -> None:
     """Rank 0 is lost, which writes the files; nothing is read from the disk."""
     words = ("--strategy", "shard=all zero=3", "--set", "elastic.redundancy=buddy")

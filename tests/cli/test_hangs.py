@@ -87,6 +87,7 @@ def explanations(output: str) -> list[str]:
     return [line for line in output.splitlines() if line.startswith("nothing has moved for ")]
 
 
+@pytest.mark.soak
 @pytest.mark.capability("N5", clause="the rank that hangs, its operation, line and cause")
 def test_ranks_that_pass_different_sizes_are_named_and_ended(tmp_path: Path) -> None:
     code, output, _ = run(tmp_path, "shapes")
@@ -123,6 +124,7 @@ def test_a_loader_that_is_stuck_is_named_with_its_line(tmp_path: Path) -> None:
     assert code == 4
 
 
+@pytest.mark.soak
 def test_a_rank_whose_loop_ends_early_is_named_and_the_job_is_ended(tmp_path: Path) -> None:
     command_jobs.prepare(tmp_path, TASK)
     (tmp_path / "loop.py").write_text(OWN_LOOP)
@@ -155,6 +157,7 @@ def test_a_stopped_rank_is_named_and_the_job_continues_with_it(tmp_path: Path) -
     assert job.returncode == 0 and "the job continues after" in output, output
 
 
+@pytest.mark.soak  # test_hang_explainer.py has the decision
 def test_a_step_that_is_slow_is_not_called_a_hang(tmp_path: Path) -> None:
     """One step of 9 s among steps of 20 ms: the rank computes."""
     code, output, _ = run(tmp_path, "slow", "train", "recipe.toml", "-n", "2", "--set", "steps=60")

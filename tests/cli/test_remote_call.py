@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from paceline.errors import RecipeError, WorkerError
 from paceline.observe import StepStats
 from paceline.task import Loss, Task
 from tests.cli.test_run_files import small
+from tests.marks import soak_param
 
 RECIPE = paceline.Recipe(steps=4, batch={"size": 4, "shards": 2}, runtime={"threads": 1})
 
@@ -48,13 +50,23 @@ print("verified", paceline.verify(recipe, build, processes=2, steps=2).ok)
 """
 
 
-@pytest.mark.capability("B1")
-def test_a_script_starts_the_ranks_of_each_call(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT)
+def said_by_script(folder: Path) -> str:
     command = [sys.executable, "script.py"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400, cwd=tmp_path, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, cwd=folder, check=False)
     assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    return done.stdout
+
+
+@pytest.mark.capability("B1")
+@pytest.mark.parametrize("apart", [False, soak_param(True)], ids=["in this process", "in one of its own"])
+def test_a_script_starts_the_ranks_of_each_call(
+    apart: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    if not apart:
+        monkeypatch.chdir(tmp_path)
+        runpy.run_path("script.py", run_name="__main__")
+    lines = (said_by_script(tmp_path) if apart else capsys.readouterr().out).splitlines()
     models = [line for line in lines if line.startswith("model")]
     assert len(models) == 2
     for line, steps in zip(

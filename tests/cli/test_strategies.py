@@ -17,7 +17,12 @@ STRATEGIES = {
     "servers=1 sync=backup:1": 4,
     "route=shared-memory": 3,
 }
-SLOW = ("replicas=2 shard=2 zero=1", "servers=1 sync=backup:1", "route=shared-memory")  # for `make soak`
+SLOW = (  # for `make soak`
+    "replicas=2 shard=2 zero=1",
+    "replicas=2 pipeline=2",
+    "servers=1 sync=backup:1",
+    "route=shared-memory",
+)
 
 
 @pytest.mark.capability("Z1")

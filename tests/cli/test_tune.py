@@ -109,9 +109,9 @@ def equal_states(one: Path, other: Path) -> bool:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same study in `1`, `2` and `3`, with that many workers."""
+    """The same study in `1` and `3`, with that many workers."""
     folder = prepare(tmp_path_factory.mktemp("studies"))
-    for workers in (1, 2, 3):
+    for workers in (1, 3):
         done = run(folder, *words(6, workers, "--json", "--out", str(workers)))
         assert done.returncode == 0, done.stderr
         (folder / "said.json").write_text(done.stdout)
@@ -120,13 +120,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.capability("S4", "S5")
 def test_workers_change_neither_the_log_nor_a_bit(folder: Path) -> None:
-    one, two, three = (open_study(folder / str(workers)) for workers in (1, 2, 3))
-    assert without_times(one.events) == without_times(two.events) == without_times(three.events)
+    one, three = (open_study(folder / str(workers)) for workers in (1, 3))
+    assert without_times(one.events) == without_times(three.events)
     assert one.replay() == [trial.params for trial in one.trials]
     runs = sorted(path.parent.name for path in one.folder.glob("*/checkpoints"))
     assert len(runs) == 8 and sum(name.startswith("confirm") for name in runs) == 2
-    for other in (two, three):
-        assert all(equal_states(one.folder / name, other.folder / name) for name in runs)
+    assert all(equal_states(one.folder / name, three.folder / name) for name in runs)
     assert {lease.end for lease in three.leases} == {"done", "paused"}
     statuses = Counter(trial.status for trial in one.trials)
     assert statuses == {"complete": 2, "stopped": 4}

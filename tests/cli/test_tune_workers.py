@@ -92,6 +92,7 @@ def test_the_trial_of_a_killed_worker_goes_on_at_another_one(tmp_path: Path, cle
     assert "the study needs this worker no more" in said and f"lease {killed[0].number}:" not in said
 
 
+@pytest.mark.soak
 def test_a_report_after_the_lease_has_expired_is_rejected(tmp_path: Path, clean: Study) -> None:
     remote = RemoteStudy(prepare(tmp_path, QUICK_SPACE, SLOW), lease=6.0)
     frozen = remote.join()
@@ -111,6 +112,7 @@ def test_a_report_after_the_lease_has_expired_is_rejected(tmp_path: Path, clean:
     assert "joining again" in said
 
 
+@pytest.mark.soak  # test_tune.py has one that is killed twice
 def test_a_trial_that_loses_two_workers_has_failed_and_the_study_continues(tmp_path: Path) -> None:
     space = '[study]\nobjective = "validation loss"\nsearch = "grid"\nproposals = 1\n[space]\n'
     folder = prepare(tmp_path, space + '"options.width" = { choice = [9, 4] }\n', SLOW)
@@ -132,6 +134,7 @@ def test_a_trial_that_loses_two_workers_has_failed_and_the_study_continues(tmp_p
     assert [lease.end for lease in study.leases] == ["killed", "killed", "done"]
 
 
+@pytest.mark.soak
 def test_workers_need_the_key_and_the_folder(tmp_path: Path) -> None:
     remote = RemoteStudy(prepare(tmp_path, QUICK_SPACE, SLOW), trials=1)
     place = f"127.0.0.1:{remote.port}"

@@ -68,17 +68,20 @@ class TestTopKCollective(CollectiveContract):
     collective = staticmethod(sparse)
 
 
+@pytest.mark.soak
 class TestReducer(ReducerContract):
     degrees: ClassVar = {"replica": 3}
     collective = staticmethod(NativeCollective)
 
 
+@pytest.mark.soak
 @pytest.mark.capability("H8")
 class TestCodedReducer(ReducerContract):
     relative_error = INT8_ERROR
     collective = staticmethod(coded)
 
 
+@pytest.mark.soak
 @pytest.mark.capability("A11")
 class TestReducerOfShards(ReducerContract):
     degrees: ClassVar = {"replica": 2, "shard": 2}
@@ -100,6 +103,7 @@ class TestSharedMemoryCollective(CollectiveContract):
     collective = staticmethod(shared)
 
 
+@pytest.mark.soak
 class TestSharedMemoryReducer(ReducerContract):
     degrees: ClassVar = {"replica": 3}
     collective = staticmethod(shared)
@@ -128,6 +132,7 @@ class TestSharedMemoryScatterer(TestScatterer):
     collective = staticmethod(shared)
 
 
+@pytest.mark.soak
 @pytest.mark.capability("A11")
 class TestSharedMemoryReducerOfShards(ReducerContract):
     degrees: ClassVar = {"replica": 2, "shard": 2}
@@ -142,6 +147,7 @@ class TestTreeCollective(CollectiveContract):
     collective = staticmethod(tree)
 
 
+@pytest.mark.soak
 @pytest.mark.capability("H8")
 class TestInt8Tree(CollectiveContract):
     worlds: ClassVar = (3, 2)
@@ -150,11 +156,13 @@ class TestInt8Tree(CollectiveContract):
     collective = staticmethod(coded_tree)
 
 
+@pytest.mark.soak
 class TestTreeReducer(ReducerContract):
     degrees: ClassVar = {"replica": 3}
     collective = staticmethod(tree)
 
 
+@pytest.mark.soak
 @pytest.mark.capability("A11")
 class TestTreeReducerOfShards(ReducerContract):
     degrees: ClassVar = {"replica": 2, "shard": 2}

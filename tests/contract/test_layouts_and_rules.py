@@ -1,10 +1,15 @@
 """Layouts and rules keep their contracts."""
 
+from typing import Any
+
 import pytest
 
+from paceline.recipe import Recipe
 from paceline.testing.contracts import LayoutContract, RuleContract
+from tests.marks import soak_param
 
 
+@pytest.mark.soak
 @pytest.mark.capability("A2")
 class TestReplicate(LayoutContract):
     strategy, num_ranks = "replicas=2", 2
@@ -21,11 +26,13 @@ class TestReplicasOfZero1(LayoutContract):
     strategy, num_ranks = "replicas=2 shard=2 zero=1", 4
 
 
+@pytest.mark.soak
 @pytest.mark.capability("I1", "Z1")
 class TestEveryStep(RuleContract):
     strategy, num_ranks = "replicas=2", 2
 
 
+@pytest.mark.soak
 @pytest.mark.capability("H8", "Z1")
 class TestCodedEveryStep(RuleContract):
     strategy, num_ranks = "replicas=2 codec=int8", 2
@@ -41,6 +48,7 @@ class TestLocalSGD(RuleContract):
     strategy, num_ranks = "replicas=2 sync=local:3", 2
 
 
+@pytest.mark.soak
 @pytest.mark.capability("I6", "Z1")
 class TestDiLoCo(RuleContract):
     strategy, num_ranks = "replicas=2 sync=diloco:4", 2
@@ -54,6 +62,9 @@ class TestCodedDiLoCo(RuleContract):
 @pytest.mark.capability("Q2", "Z1")
 class TestFederated(RuleContract):
     strategy, num_ranks, batch = "replicas=2 sync=federated:1", 2, {}
+
+    def recipe(self, **changes: Any) -> Recipe:
+        return super().recipe(**({"federated": {"batch": 40}} | changes))
 
 
 @pytest.mark.capability("B3", "Z1")
@@ -85,6 +96,7 @@ class TestNoBackupWorkers(RuleContract):
     interrupts = 2
 
 
+@pytest.mark.soak
 @pytest.mark.capability("D1", "D2", "D3", "Z1")
 class TestTwoStages(LayoutContract):
     strategy, num_ranks = "replicas=1 pipeline=2", 2
@@ -107,6 +119,7 @@ class TestCodedStages(RuleContract):
     strategy, num_ranks = "replicas=2 pipeline=2 codec=int8", 4
 
 
+@pytest.mark.soak
 @pytest.mark.capability("A11", "Z1")
 class TestZero2(LayoutContract):
     strategy, num_ranks = "replicas=1 shard=2 zero=2", 2
@@ -157,6 +170,7 @@ class TestReplicasOfZero3(LayoutContract):
     strategy, num_ranks = "replicas=2 shard=2 zero=3", 4
 
 
+@pytest.mark.soak
 @pytest.mark.capability("C3", "C4", "Z1")
 class TestTensor(TensorContract):
     strategy, num_ranks = "replicas=1 tensor=2", 2
@@ -205,6 +219,7 @@ class TestZero1OfTensor(TensorContract):
     strategy, num_ranks = "replicas=1 shard=2 zero=1 tensor=2", 4
 
 
+@pytest.mark.soak
 @pytest.mark.capability("H8", "Z1")
 class TestSparseEveryStep(RuleContract):
     strategy, num_ranks = "replicas=2 codec=topk:0.3", 2
@@ -265,7 +280,7 @@ PAIRS = (TestReplicasOfStages, TestZero3OfStages, TestZero3OfTensor)
 
 
 @pytest.mark.capability("A11", "C4", "D3", "D4", "Z1")
-@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("pair", [soak_param(PAIRS[0]), *PAIRS[1:]])
 def test_a_pair_of_cuts_whose_contract_is_long_has_the_steps_of_the_oracle(
     pair: type[LayoutContract],
 ) -> None:

@@ -40,6 +40,7 @@ def on_nodes(net: Net, group: RankGroup, parts: list[tuple[int, ...]], codec: Co
     return HierarchicalCollective(net, group, levels, coded)
 
 
+@pytest.mark.soak
 @pytest.mark.capability("G8")
 class TestHierarchicalCollective(CollectiveContract):
     """Two nodes of two, and two of three."""
@@ -64,6 +65,7 @@ class TestInt8BetweenNodes(CollectiveContract):
     collective = staticmethod(partial(two_nodes, codec=BlockIntCodec(8)))
 
 
+@pytest.mark.soak
 @pytest.mark.capability("G8", "H8")
 class TestInt8BetweenNodesDealtOut(CollectiveContract):
     worlds: ClassVar = (6,)
@@ -72,6 +74,7 @@ class TestInt8BetweenNodesDealtOut(CollectiveContract):
     collective = staticmethod(partial(three_nodes, codec=BlockIntCodec(8)))
 
 
+@pytest.mark.soak
 @pytest.mark.capability("G8", "H8")
 class TestTopKBetweenNodes(CollectiveContract):
     worlds: ClassVar = (4,)
@@ -80,6 +83,7 @@ class TestTopKBetweenNodes(CollectiveContract):
     collective = staticmethod(partial(two_nodes, codec=TopKCodec(make_keep_count(0.5))))
 
 
+@pytest.mark.soak
 @pytest.mark.capability("G8")
 class TestHierarchicalReducer(ReducerContract):
     degrees: ClassVar = {"replica": 4}
@@ -94,6 +98,7 @@ class TestHierarchicalReducerOfShards(ReducerContract):
     collective = staticmethod(two_nodes)
 
 
+@pytest.mark.soak
 @pytest.mark.capability("G8", "H8")
 class TestReducerCodedBetweenNodes(ReducerContract):
     degrees: ClassVar = {"replica": 4}

@@ -141,6 +141,7 @@ def both(cluster: Cluster, plain: Recipe, recipe: Recipe) -> tuple[bool, str, di
     return equal, word, told, allocated(cluster, [Case(recipe, "gpt"), Case(plain, "gpt")])
 
 
+@pytest.mark.soak
 @pytest.mark.capability("L2")
 def test_a_run_keeps_its_budget_with_the_bits_of_no_recomputation() -> None:
     plain = case(STAGES, shards=4).recipe

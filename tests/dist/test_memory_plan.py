@@ -18,6 +18,7 @@ from paceline.plan.layer_memory import model_layers
 from paceline.testing import run_ranks
 from paceline.testing.parity import build_test_session
 from tests.allocations import Case, allocated, case, named, require_close, require_exact
+from tests.marks import soak_param
 from tests.planned_tasks import TASKS
 
 ALONE = [
@@ -90,18 +91,12 @@ SPREAD = [
 
 
 FEW = {
-    "gpt replicas=2 sync=local:1 adamw auto 4",
     "chain replicas=2 sync=diloco:1 adamw auto 2",
     "chain replicas=2 sync=every-step route=native adamw auto 2",
-    "chain replicas=1 shard=2 zero=1 sync=every-step adamw auto 4",
-    "chain replicas=1 shard=2 zero=1 sync=every-step route=native adamw auto 4",
     "gpt replicas=1 shard=2 zero=2 sync=every-step route=native adamw auto 4",
-    "gpt replicas=1 shard=2 zero=3 sync=every-step adamw auto 4",
     "gpt replicas=1 shard=2 zero=3 sync=every-step route=native adamw auto 4",
     "chain replicas=1 tensor=2 sync=every-step adamw auto 2",
-    "gpt replicas=1 pipeline=2 sync=every-step adamw blocks 4",
     "gpt replicas=1 pipeline=2 schedule=1f1b rechunk=1,4 sync=every-step adamw auto 2",
-    "gpt replicas=1 context=2 sync=every-step adamw auto 1",
     "ring replicas=1 context=2 sync=every-step adamw blocks 1",
 }
 
@@ -133,18 +128,20 @@ def test_replicas_of_several_ranks_that_train_alone_allocate_what_was_planned() 
 
 
 EXACT = [
-    case("replicas=1 shard=2 zero=1"),
     case("replicas=1 shard=2 zero=1", "chain"),
+    case("replicas=1 shard=2 zero=2", reproducible=True),
+    case("replicas=1 shard=2 zero=1 route=native", "chain", shards=2),
+    case("replicas=1 shard=2 zero=2 route=native", "chain"),
+    case("replicas=1 shard=2 zero=3 route=native", "chain"),
+]
+MORE_EXACT = [
+    case("replicas=1 shard=2 zero=1"),
     case("replicas=1 shard=2 zero=2"),
     case("replicas=1 shard=2 zero=2", "chain"),
     case("replicas=1 shard=2 zero=3", "chain"),
-    case("replicas=1 shard=2 zero=2", reproducible=True),
     case("replicas=1 shard=2 zero=1", "chain", reproducible=True),
     case("replicas=1 shard=2 zero=1 route=native", "chain", reproducible=True),
-    case("replicas=1 shard=2 zero=1 route=native", "chain", shards=2),
     case("replicas=1 shard=2 zero=2 route=native"),
-    case("replicas=1 shard=2 zero=2 route=native", "chain"),
-    case("replicas=1 shard=2 zero=3 route=native", "chain"),
 ]
 SIX = {"size": 24, "shards": 6}  # so that a rank has two nodes of the tree
 IN_ORDER = [
@@ -163,9 +160,10 @@ EXACT_OF_FOUR = [
 
 
 @pytest.mark.capability("L3", "A11")
-def test_every_byte_of_a_sharded_state_is_planned() -> None:
+@pytest.mark.parametrize("cases", [EXACT, soak_param(MORE_EXACT)], ids=["some", "the others"])
+def test_every_byte_of_a_sharded_state_is_planned(cases: list[Case]) -> None:
     """Buckets as wide as their widest row, slices, parts that are gathered, what is being handed on."""
-    require_exact(EXACT, 2, run_ranks(allocated, 2, EXACT))
+    require_exact(cases, 2, run_ranks(allocated, 2, cases))
 
 
 @pytest.mark.capability("L3", "A2")
@@ -175,6 +173,7 @@ def test_every_byte_of_sums_in_one_order_is_planned() -> None:
     require_close(IN_ORDER[1:], 2, run_ranks(allocated, 2, IN_ORDER[1:]))  # others have what one rank has
 
 
+@pytest.mark.soak
 @pytest.mark.capability("L3", "A11")
 def test_every_byte_of_a_state_of_four_ranks_is_planned() -> None:
     require_exact(EXACT_OF_FOUR, 4, run_ranks(allocated, 4, EXACT_OF_FOUR))
@@ -195,6 +194,7 @@ SCATTERED = [
 ]
 
 
+@pytest.mark.soak
 @pytest.mark.capability("L3", "L4")
 def test_parameters_come_through_the_memory_of_scatters_beside_other_cuts_too() -> None:
     require_close(SCATTERED, 4, run_ranks(allocated, 4, SCATTERED))

@@ -14,6 +14,7 @@ from paceline.errors import StrategyError
 from paceline.job.cluster import Cluster
 from paceline.testing import run_ranks
 from paceline.testing.parity import build_test_session
+from tests.marks import soak_param
 from tests.recipes import recipe_of
 from tests.unit.optim.test_compatibility import ACCEPTED, KNOWN, Lars, Make, Signs
 
@@ -53,7 +54,7 @@ def test_it_is_asked_where_a_rank_updates_parts_and_only_there() -> None:
 
 
 @pytest.mark.capability("A11", "J13")
-@pytest.mark.parametrize("strategy", ["replicas=1 shard=2 zero=1", "replicas=1 shard=2 zero=3"])
+@pytest.mark.parametrize("strategy", [soak_param("replicas=1 shard=2 zero=1"), "replicas=1 shard=2 zero=3"])
 def test_every_elementwise_optimizer_of_torch_ends_where_one_process_ends(strategy: str) -> None:
     def end(cluster: Cluster, of: str, name: str) -> Tensor | str:
         session = build_test_session(cluster, sum_recipe(of), task_with(ACCEPTED[name]))

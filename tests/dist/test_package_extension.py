@@ -102,6 +102,7 @@ def run(source: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.soak
 @pytest.mark.capability("Z1")
 @pytest.mark.timeout(400)
 def test_the_package_trains_with_a_codec_and_a_sink_of_one_file_and_one_line_each(source: Path) -> None:

@@ -24,6 +24,7 @@ from paceline.session import build_session
 from paceline.task import Loss, Task
 from paceline.testing import run_ranks
 from paceline.testing.parity import CPU
+from tests.marks import soak_param
 
 LONG = 120.0
 SESSIONS = 6
@@ -64,7 +65,12 @@ def count_threads() -> int:
 @pytest.mark.timeout(400)
 @pytest.mark.capability("N5", clause="sessions that follow each other leave no process groups")
 @pytest.mark.parametrize(
-    "words", ["replicas=2 shard=2 zero=2", "replicas=2 shard=2 zero=1 sync=local:2", "replicas=2 pipeline=2"]
+    "words",
+    [
+        soak_param("replicas=2 shard=2 zero=2"),
+        "replicas=2 shard=2 zero=1 sync=local:2",
+        soak_param("replicas=2 pipeline=2"),
+    ],
 )
 def test_sessions_that_follow_each_other_have_as_many_threads_as_one(words: str) -> None:
     """The groups of one are ended when the next begins. Every session has the bits of the first."""

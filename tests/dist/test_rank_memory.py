@@ -29,6 +29,7 @@ from paceline.session import Components, Session
 from paceline.session.checkpointing import build_saver
 from paceline.testing import run_ranks
 from paceline.testing.parity import build_test_session
+from tests.marks import soak_param
 from tests.peak import bytes_now
 
 SMALL_BYTES = 2**17  # data, buffers, one batch, numbers
@@ -179,7 +180,14 @@ LAYOUTS = {
     "replicas=1 shard=2 zero=3 pipeline=2 route=native": 4,
 }
 SHORT = tuple(LAYOUTS)[1:6]
-IN_TURN = [pytest.param(text, marks=[pytest.mark.soak] * (text not in SHORT)) for text in LAYOUTS]
+IN_TURN = [text if text in SHORT else soak_param(text) for text in LAYOUTS]
+CELLS = [
+    pytest.param(text, model, marks=[pytest.mark.soak] * (text not in SHORT or model not in models))
+    for text in LAYOUTS
+    for models in [MODELS if "zero=3" in text else ("light",)]
+    for model in MODELS
+]
+"""Layouts with models; the suite has the eager one where parameters are cut."""
 
 
 @pytest.fixture(scope="module")
@@ -215,8 +223,7 @@ def in_steps(strategy: str, life: Life) -> int:
 
 
 @pytest.mark.capability("A11", "D1")
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("strategy", IN_TURN)
+@pytest.mark.parametrize(("strategy", "model"), CELLS)
 def test_a_rank_holds_its_part_from_the_build_to_the_last_save(
     strategy: str, model: str, lives: Callable[[str, str], list[Life]]
 ) -> None:

@@ -139,7 +139,7 @@ def test_eleven_faults_on_one_host_end_as_expected(lab, tmp_path: Path) -> None:
     assert certificate["run"] == certificate["survived"] == 11
 
 
-@pytest.mark.capability("Z9")
+@pytest.mark.capability("Z9", "O9", "N12")
 def test_a_lost_host_and_a_partition_end_as_expected(lab, tmp_path: Path) -> None:
     """Also the host whose launcher serves the store of the job."""
     words = ["--faults", "kill,partition", "--roles", "worker,launcher0", "--fault-seconds", "0.5"]

@@ -139,6 +139,7 @@ def has_trained(run_dir: Path) -> bool:
     return metrics.is_file() and '"event": "step"' in metrics.read_text()
 
 
+@pytest.mark.soak  # a submitted job, which srun starts on two nodes, is in the suite
 @pytest.mark.capability("O3", "B6")
 def test_tasks_of_srun_are_one_job_on_one_node_and_on_two(
     cluster: SlurmCluster, plain_hash: str, tmp_path: Path
@@ -189,6 +190,7 @@ def test_a_preempted_job_saves_is_queued_again_and_ends_as_one_that_was_not(
     assert [path.name for path in (folder / "runs").iterdir()] == ["preempted"]
 
 
+@pytest.mark.soak
 @pytest.mark.capability("O3")
 def test_a_cancelled_job_saves_and_is_not_queued_again(cluster: SlurmCluster, tmp_path: Path) -> None:
     folder = write_job(tmp_path / "job")
@@ -204,6 +206,7 @@ def test_a_cancelled_job_saves_and_is_not_queued_again(cluster: SlurmCluster, tm
     assert [*(folder / "runs" / "cancelled" / "checkpoints").glob("step-*")]
 
 
+@pytest.mark.soak
 @pytest.mark.capability("O3")
 def test_a_job_that_waits_for_a_full_partition_says_so_and_its_exit_code_is_returned(
     cluster: SlurmCluster, plain_hash: str, tmp_path: Path
@@ -243,6 +246,7 @@ def test_what_slurm_refuses_has_a_next_step(cluster: SlurmCluster, tmp_path: Pat
         assert advice in error.next_step, error
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(600)
 @pytest.mark.capability("O3", "N7")
 def test_a_sweep_is_a_job_array_of_which_a_preempted_task_is_queued_again_alone(
@@ -292,6 +296,7 @@ def test_a_sweep_is_a_job_array_of_which_a_preempted_task_is_queued_again_alone(
     assert "all runs of this sweep are complete" in str(again.exception), again.output
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(400)
 @pytest.mark.capability("O3", clause="an executor: trials of a search run as tasks of Slurm")
 def test_trials_of_a_search_are_tasks_of_slurm_and_no_job_outlives_the_coordinator(
@@ -372,6 +377,7 @@ def test_a_time_limit_is_announced_and_the_job_continues(
     assert hash_in(_output(folder, "limited", job)) == plain_hash
 
 
+@pytest.mark.soak
 @pytest.mark.capability("O3")
 def test_a_job_does_not_need_the_daemon_of_a_node(plain_hash: str, tmp_path: Path) -> None:
     """Only the daemon is killed: its tasks train on, and another one finds them."""

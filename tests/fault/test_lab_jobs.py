@@ -21,6 +21,7 @@ def train(run_dir: Path, *more: str) -> list[str]:
     return ["paceline", "train", SUM, "--set", f"run_dir={run_dir}", *more]
 
 
+@pytest.mark.soak
 @pytest.mark.capability("O2", "O9", "Z2", "G14")
 def test_verify_holds_across_four_hosts_and_a_planted_fault_does_not(lab) -> None:
     made = lab(hosts=4, links=Links(rate="100mbit"))
@@ -33,6 +34,7 @@ def test_verify_holds_across_four_hosts_and_a_planted_fault_does_not(lab) -> Non
     assert twin.exit_codes["h0"] == 1 and "sum instead of mean" in "\n".join(twin.output["h0"])
 
 
+@pytest.mark.soak
 @pytest.mark.capability("B1")
 def test_hosts_share_no_memory_and_say_so(lab) -> None:
     """Two hosts of the lab are on one machine, and are two hosts all the same."""
@@ -45,6 +47,7 @@ def test_hosts_share_no_memory_and_say_so(lab) -> None:
     assert "choose route=auto" in said
 
 
+@pytest.mark.soak
 @pytest.mark.capability("O9", "N12", "O2")
 def test_a_host_that_dies_ends_the_job_within_ten_seconds_and_is_named(lab, tmp_path) -> None:
     made = lab(hosts=4)
@@ -61,6 +64,7 @@ def test_a_host_that_dies_ends_the_job_within_ten_seconds_and_is_named(lab, tmp_
     assert found.events == [{"fault": "kill", "hosts": ["h2"], "when": "step 3"}]
 
 
+@pytest.mark.soak
 @pytest.mark.capability("O9", "N12")
 def test_a_partition_is_named_on_both_sides(lab, tmp_path) -> None:
     made = lab(hosts=4)
@@ -94,6 +98,7 @@ def test_of_a_partition_only_the_side_with_the_store_continues(lab, tmp_path) ->
     assert members["lost"] == [2] and steps[-1] > members["step"] and steps == sorted(set(steps))
 
 
+@pytest.mark.soak
 @pytest.mark.capability("N12", "K8")
 def test_a_nan_in_a_parameter_of_one_host_is_reported_as_one(lab, tmp_path) -> None:
     made = lab(hosts=2)
@@ -177,6 +182,7 @@ def test_bench_link_finds_the_latency_and_the_slower_direction(lab, tmp_path) ->
         assert [record["choice"] in said for record in kept] == [True]
 
 
+@pytest.mark.soak
 @pytest.mark.capability("P6", clause="one sampler per host; bytes, retransmits and round trips of links")
 def test_each_host_has_one_sampler_for_all_its_ranks_and_links_are_those_of_the_lab(lab, tmp_path) -> None:
     pytest.importorskip("psutil", reason="needs paceline[system]")

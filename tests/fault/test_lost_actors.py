@@ -125,6 +125,7 @@ def test_the_groups_of_a_killed_actor_move_and_the_rows_are_the_same(
 ACTORS = ("train", "recipe.toml", "-n", "3", "--strategy", "servers=1 sync=actors")
 
 
+@pytest.mark.soak
 @pytest.mark.capability("T1", "T2")
 def test_the_groups_of_a_killed_actor_move_to_another_one_and_the_learner_goes_on(tmp_path: Path) -> None:
     """Rank 0 learns; the state has the bits of a run in which every rank acts and learns."""

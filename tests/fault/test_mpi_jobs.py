@@ -66,6 +66,7 @@ def remote_shell(lab: Lab, folder: Path, environ: Mapping[str, str]) -> Iterator
             thread.join()
 
 
+@pytest.mark.soak
 @pytest.mark.capability("O7", "B6")
 def test_mpirun_starts_one_job_on_two_hosts(lab, tmp_path: Path) -> None:
     """By the script of `paceline submit`; mpirun starts its daemon on the other host by a remote shell."""

@@ -22,6 +22,7 @@ from paceline.recipe import Recipe
 from paceline.report import write_report
 from paceline.session import checkpointing, fit
 from paceline.testing.parity import build_test_session
+from tests.marks import soak_param
 from tests.unit.checkpoint.states import load, make_state, save, whole
 
 pytestmark = [pytest.mark.capability("N13"), pytest.mark.timeout(240)]
@@ -34,12 +35,16 @@ def flips(data: bytes) -> list[bytes]:
     ]
 
 
-def test_no_flipped_bit_in_run_json_makes_the_checkpoints_foreign(tmp_path: Path) -> None:
+EVERY = pytest.mark.parametrize("stride", [7, soak_param(1)], ids=["every seventh bit", "every bit"])
+
+
+@EVERY
+def test_no_flipped_bit_in_run_json_makes_the_checkpoints_foreign(stride: int, tmp_path: Path) -> None:
     save(tmp_path, make_state(2))
     place = tmp_path / "run.json"
     written = place.read_bytes()
     run = CheckpointCatalog.read(StorageFolder(str(tmp_path))).run
-    for damaged in flips(written):
+    for damaged in flips(written)[::stride]:
         place.write_bytes(damaged)
         shelf = CheckpointCatalog.read(StorageFolder(str(tmp_path)))
         assert (shelf.run, [kept.step for kept in shelf.whole]) == (run, [2]), damaged
@@ -62,14 +67,24 @@ def test_a_run_that_is_killed_before_its_first_save_orphans_nothing(tmp_path: Pa
     assert whole(tmp_path) == [2]
 
 
-def test_a_damaged_losses_json_ends_nothing_and_the_best_one_is_still_known(tmp_path: Path) -> None:
+@EVERY
+def test_a_damaged_losses_json_ends_nothing_and_the_best_one_is_still_known(
+    stride: int, tmp_path: Path
+) -> None:
     shelf = CheckpointCatalog.read(StorageFolder(str(tmp_path))).claim()
     shelf.record_loss(2, 0.25)
     save(tmp_path, make_state(2))
     save(tmp_path, make_state(3))
     place = tmp_path / "losses.json"
     written = place.read_bytes()
-    for damaged in (*flips(written), b"", b"[" * 100_000, b'{"2x": 1}', b'{"2": [1]}', b'{"2": NaN}'):
+    for damaged in (
+        *flips(written)[::stride],
+        b"",
+        b"[" * 100_000,
+        b'{"2x": 1}',
+        b'{"2": [1]}',
+        b'{"2": NaN}',
+    ):
         place.write_bytes(damaged)
         shelf = CheckpointCatalog.read(StorageFolder(str(tmp_path)))
         assert shelf.losses == {2: 0.25}, damaged

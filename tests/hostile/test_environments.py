@@ -38,6 +38,7 @@ def may_be_nobody() -> bool:
     return subprocess.run([*NOBODY, "true"], capture_output=True, check=False).returncode == 0
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(not may_be_nobody(), reason="needs user namespaces")
 def test_a_user_that_no_passwd_knows_trains_in_a_locale_of_ascii_in_a_folder_of_other_letters(
     tmp_path: Path,
@@ -63,6 +64,7 @@ def test_a_limit_of_memory_that_is_too_small_is_named(tmp_path: Path) -> None:
     require_named(end, "MemoryLimitError: out of memory: ")
 
 
+@pytest.mark.soak  # a limit of memory is in the suite
 def test_a_limit_of_open_files_that_is_too_small_is_named(tmp_path: Path) -> None:
     """How many a job needs depends on the machine; with so few it ends, wherever it is by then."""
     for most in (16, 13):

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from paceline.checkpoint.catalog import CheckpointCatalog
 from paceline.checkpoint.storage import StorageFolder
 from paceline.observe import JsonLinesSink, TextLogSink
 from tests.hostile.jobs import prepare
+from tests.marks import soak_param
 from tests.mounted import Mounted, run_mounted
 
 pytestmark = [pytest.mark.capability("N13", "P2"), pytest.mark.timeout(240)]
@@ -99,16 +101,32 @@ JOBS = {  # the name of a folder, a script that mounts something in it ({0} is i
 }
 
 
-@pytest.fixture(scope="module")
-def ends(tmp_path_factory: pytest.TempPathFactory) -> Ends:
+FURTHER = ("read-only run folder", "read-only working directory", "disk that the metrics fill")
+
+
+def run_jobs(place: Path, names: Collection[str]) -> Ends:
     """How the commands ended on their disks."""
-    place, jobs = tmp_path_factory.mktemp("disks"), {}
+    jobs = {}
     for name, (where, before, words) in JOBS.items():
+        if name not in names:
+            continue
         folder = place / where
         prepare(folder)
         (folder / "run").mkdir(exist_ok=True)
         jobs[name] = Mounted(str(folder), before.format(folder), words)
     return run_mounted(jobs)
+
+
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory: pytest.TempPathFactory) -> Ends:
+    """Those of the suite, which run side by side, once."""
+    return run_jobs(tmp_path_factory.mktemp("disks"), JOBS.keys() - {*FURTHER})
+
+
+@pytest.fixture(scope="module")
+def further_ends(tmp_path_factory: pytest.TempPathFactory) -> Ends:
+    """Those of `make soak`."""
+    return run_jobs(tmp_path_factory.mktemp("disks"), FURTHER)
 
 
 @mounts
@@ -123,9 +141,11 @@ def test_training_ends_well_although_the_disk_of_its_log_is_full(ends: Ends) -> 
 
 
 @mounts
-@pytest.mark.parametrize("disk", ["read-only run folder", "full run folder", "read-only working directory"])
-def test_a_run_folder_that_cannot_be_written_is_an_error_with_a_next_step(disk: str, ends: Ends) -> None:
-    done = ends[disk]
+@pytest.mark.parametrize("disk", [soak_param(FURTHER[0]), "full run folder", soak_param(FURTHER[1])])
+def test_a_run_folder_that_cannot_be_written_is_an_error_with_a_next_step(
+    disk: str, request: pytest.FixtureRequest
+) -> None:
+    done = request.getfixturevalue("further_ends" if disk in FURTHER else "ends")[disk]
     assert done.returncode == 3, done.stderr
     assert "RunFolderError: cannot write the files of the run" in done.stderr and "next:" in done.stderr
     assert "Traceback" not in done.stderr
@@ -136,13 +156,15 @@ def test_a_run_folder_that_cannot_be_written_is_an_error_with_a_next_step(disk: 
 @pytest.mark.parametrize(
     "disk, what",
     [
-        ("disk that the metrics fill", "cannot write a checkpoint: [Errno 28] No space left on device"),
+        soak_param(FURTHER[2], "cannot write a checkpoint: [Errno 28] No space left on device"),
         ("read-only disk", "cannot write the files of the run: Read-only file system"),
     ],
 )
-def test_a_disk_that_takes_nothing_is_one_error_with_a_next_step(disk: str, what: str, ends: Ends) -> None:
+def test_a_disk_that_takes_nothing_is_one_error_with_a_next_step(
+    disk: str, what: str, request: pytest.FixtureRequest
+) -> None:
     """The metrics alone fill the disk: training goes on until a checkpoint is due at its end."""
-    done = ends[disk]
+    done = request.getfixturevalue("further_ends" if disk in FURTHER else "ends")[disk]
     assert done.returncode == 3, done.stderr
     assert what in done.stderr and "next:" in done.stderr
     assert "Traceback" not in done.stderr and len(done.stderr.splitlines()) < 8
@@ -158,7 +180,7 @@ def test_a_report_is_shown_although_its_page_cannot_be_written(ends: Ends) -> No
     assert going_on.returncode == 3 and "Read-only file system" in going_on.stderr, going_on.stderr
 
 
-@pytest.mark.parametrize("to", ["/dev/full", "a pipe that is closed"])
+@pytest.mark.parametrize("to", ["/dev/full", soak_param("a pipe that is closed")])
 def test_training_goes_on_when_nobody_can_read_what_it_says(to: str, tmp_path: Path) -> None:
     prepare(tmp_path)
     if to == "/dev/full":

@@ -24,7 +24,7 @@ from tests.hostile.parser_checks import Check
 from tests.hostile.parsers import CHANGES, PARSERS
 
 pytestmark = [pytest.mark.capability("N13"), pytest.mark.timeout(240)]
-FEW, LIKE_FEW = 200, 800
+FEW, LIKE_FEW = 60, 240
 BATCH, BATCHES, LIKE_THEM = 1000, 10, 9000
 MOST_SECONDS = 2.0
 ROOM_BYTES = 2**29

@@ -23,6 +23,7 @@ from paceline.job.launcher_reports import LauncherAddress
 from paceline.launch.node_liveness import NodeLivenessProbe, probe_node
 from tests.dist.launch.actors import as_users_have_it
 from tests.hostile.jobs import prepare
+from tests.marks import soak_param
 
 pytestmark = [pytest.mark.capability("O2"), pytest.mark.timeout(240)]
 ONLY_IPV6 = (
@@ -62,6 +63,7 @@ needs_network = pytest.mark.skipif(not may_be_alone(), reason="needs namespaces"
 MEET = ("--nodes", "2", "--rendezvous", "[fd00::1]:29500", "-n", "1")
 
 
+@pytest.mark.soak
 @needs_network
 @pytest.mark.parametrize(
     "strategy",
@@ -82,7 +84,7 @@ def test_two_nodes_meet_and_train(strategy: str, tmp_path: Path) -> None:
 @needs_network
 @pytest.mark.parametrize(
     "strategy",
-    [pytest.param("replicas=2 route=native", marks=pytest.mark.soak), "servers=1 sync=server-async"],
+    [soak_param("replicas=2 route=native"), soak_param("servers=1 sync=server-async")],
 )
 def test_one_node_trains_where_not_even_the_loopback_has_ipv4(strategy: str, tmp_path: Path) -> None:
     done = train(tmp_path, "-n", "2", "--strategy", strategy)

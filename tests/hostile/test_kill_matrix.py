@@ -83,6 +83,7 @@ def number_of(target: str, number: signal.Signals, moment: str) -> int:
     return places.index((target, number, moment))
 
 
+@pytest.mark.soak
 def test_a_few_of_all_trials_end_with_an_exit_code_of_the_table_and_leave_nothing(tmp_path: Path) -> None:
     few = [
         ("launcher", signal.SIGKILL, "step"),

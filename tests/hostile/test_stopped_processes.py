@@ -25,6 +25,7 @@ def report_of(err: str) -> str:
     return "".join(line for line in err.splitlines(keepends=True) if not line.startswith("[rank "))
 
 
+@pytest.mark.soak
 def test_a_task_may_take_longer_to_build_than_the_deadline_of_a_wait(tmp_path: Path) -> None:
     with train(
         tmp_path, options__what="build", options__rank=1, options__seconds=7, runtime__deadline_seconds=4
@@ -33,6 +34,7 @@ def test_a_task_may_take_longer_to_build_than_the_deadline_of_a_wait(tmp_path: P
     assert end.code == 0, end.err
 
 
+@pytest.mark.soak
 def test_a_rank_may_take_longer_to_start_than_the_deadline_of_a_wait(tmp_path: Path) -> None:
     """Its Python does, as one that loads PyTorch from a slow disk."""
     (tmp_path / "sitecustomize.py").write_text(
@@ -123,6 +125,7 @@ def children_of(pid: int) -> list[int]:
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("when", [pytest.param("before", marks=pytest.mark.soak), "later"])
 def test_a_fork_server_that_is_stopped_costs_a_start_and_nothing_else(when: str, tmp_path: Path) -> None:
     """Stopped before, workers start anew; stopped later, their ends are seen all the same."""

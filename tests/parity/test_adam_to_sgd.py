@@ -18,6 +18,7 @@ from paceline.testing import run_ranks
 from paceline.testing.parity import CPU, build_test_session, make_task
 from paceline.verification import VerificationReport, compare_with_oracle
 from paceline.verification.verification_report import conclusion_lines
+from tests.marks import soak_param
 from tests.recipes import recipe_of
 
 SWITCH, STEPS = 60, 90
@@ -114,7 +115,7 @@ def test_a_plateau_switches_and_verify_follows_it() -> None:
 
 
 @pytest.mark.capability("J18")
-@pytest.mark.parametrize("stop", [3, 4, 5])
+@pytest.mark.parametrize("stop", [soak_param(3), 4, soak_param(5)])
 def test_a_run_resumes_across_the_switch_to_the_bit(stop: int) -> None:
     """Before it, at it and after it, also from ZeRO to replicas where the run is reproducible."""
     optimizer = {"name": "adam_to_sgd", "lr": 3e-3, "switch_update": 4}

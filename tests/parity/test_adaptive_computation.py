@@ -17,6 +17,7 @@ from paceline.testing import run_ranks
 from paceline.testing.parity import CPU, build_test_session, make_task
 from paceline.verification import compare_with_oracle
 from paceline.verification.verification_report import conclusion_lines
+from tests.marks import soak_param
 from tests.recipes import recipe_of
 
 OPTIONS = {"context": 16, "layers": 4, "heads": 2, "width": 16, "train_tokens": 4000, "held_out_tokens": 500}
@@ -31,12 +32,13 @@ def gpt(strategy: str, steps: int = 4, drop: float = 0.5) -> Recipe:
 LAYOUTS = {
     1: ("replicas=1",),
     2: ("replicas=2", "replicas=1 shard=2 zero=3", "replicas=1 tensor=2", "replicas=1 pipeline=2"),
-    4: ("replicas=2 shard=2 zero=1", "replicas=1 pipeline=4"),
+    3: ("replicas=1 shard=3 zero=3",),
+    4: ("replicas=2 shard=2 zero=1", "replicas=2 tensor=2", "replicas=1 pipeline=4"),
 }
 
 
 @pytest.mark.capability("J20")
-@pytest.mark.parametrize("num_ranks", LAYOUTS)
+@pytest.mark.parametrize("num_ranks", [soak_param(1), soak_param(2), 3, 4])
 def test_layer_drop_is_that_of_one_process_under_every_layout(num_ranks: int) -> None:
     def verify(cluster: Cluster) -> list[str]:
         found = []

@@ -17,6 +17,7 @@ from paceline.task import Loss, Task
 from paceline.testing import run_ranks
 from paceline.testing.parity import CPU, build_test_session, run_oracle, whole_trajectory
 from paceline.verification import compare_with_oracle
+from tests.marks import soak_param
 
 
 class Augmented(Dataset[Tensor]):
@@ -53,7 +54,7 @@ def outcome(cluster: Cluster, recipe: Recipe) -> tuple[float, bool]:
 
 
 @pytest.mark.capability("I10")
-@pytest.mark.parametrize("loader", [{}, {"workers": 1}])
+@pytest.mark.parametrize("loader", [soak_param({}), {"workers": 1}])
 def test_augmented_samples_are_those_of_one_process_on_any_number_of_ranks(loader: dict[str, Any]) -> None:
     """Micro-batches are one for each rank, and the answer is that of the whole batch at once."""
     recipe = Recipe(task="own", steps=6, batch={"size": 8}, precision={"compute": "fp32"}, loader=loader)

@@ -28,6 +28,7 @@ from paceline.testing.parity import (
     run_strategy,
     trajectory_of,
 )
+from tests.marks import soak_param
 from tests.parity.training_runs import SlowSamples, each_case, pause_seldom
 from tests.recipes import recipe_of
 
@@ -76,7 +77,7 @@ def in_one_order(cluster: Cluster, strategy: str, twin: bool) -> list[Trajectory
 
 
 @pytest.mark.capability("I4", "Z6", "I10")
-@pytest.mark.parametrize("rule", ["bounded:0", "server"])
+@pytest.mark.parametrize("rule", ["bounded:0", soak_param("server")])
 def test_under_reproducible_three_workers_have_the_bits_of_one_process(rule: str) -> None:
     """Dropout, a clip, BatchNorm and a batch that is not even; and a twin."""
     right = run_ranks(in_one_order, 1, "replicas=1", False)[0]

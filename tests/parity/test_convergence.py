@@ -19,21 +19,26 @@ from paceline.recipe import Recipe, Strategy, load_recipe
 from paceline.session import evaluate
 from paceline.testing import run_ranks
 from paceline.testing.parity import build_test_session
+from tests.marks import soak_param
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "digits.toml"
 SHORT = ["steps=40", "epochs=", "schedule.warmup_steps=0", "evaluate.every_steps=", "run_dir="]
 BY_RANKS: Mapping[int, tuple[str, ...]] = {
     2: (
-        "replicas=2", "shard=2 zero=1", "shard=2 zero=2", "shard=2 zero=3", "replicas=1 tensor=2",
-        "replicas=1 pipeline=2 schedule=1f1b", "replicas=1 pipeline=2 sync=pipedream", "central-storage",
-        "sync=hogwild", "sync=gossip:2", "sync=local:4", "sync=diloco:4",
+        "shard=2 zero=1", "shard=2 zero=2", "replicas=1 tensor=2", "replicas=1 pipeline=2 sync=pipedream",
+        "central-storage", "sync=hogwild", "sync=gossip:2", "sync=diloco:4",
     ),
     3: (
-        "servers=1 sync=server", "servers=1 sync=server-async", "servers=1 sync=bounded:2",
-        "servers=1 sync=backup:1", "servers=2 sync=server",
+        "servers=1 sync=server-async", "servers=1 sync=bounded:2", "servers=1 sync=backup:1",
+        "servers=2 sync=server",
     ),
-    4: ("replicas=2 shard=2 zero=3", "replicas=2 pipeline=2", "replicas=4 sync=local:4"),
+    4: ("replicas=2 shard=2 zero=3", "replicas=4 sync=local:4"),
 }  # fmt: skip
+FURTHER: Mapping[int, tuple[str, ...]] = {
+    2: ("replicas=2", "shard=2 zero=3", "replicas=1 pipeline=2 schedule=1f1b", "sync=local:4"),
+    3: ("servers=1 sync=server",),
+    4: ("replicas=2 pipeline=2",),
+}
 
 
 def losses(cluster: Cluster, strategies: tuple[str, ...]) -> dict[str, tuple[float, float]]:
@@ -53,8 +58,9 @@ def losses(cluster: Cluster, strategies: tuple[str, ...]) -> dict[str, tuple[flo
 @pytest.mark.capability("Z1", clause="one unchanged script passes under at least 12 modes")
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("ranks", BY_RANKS)
-def test_one_recipe_learns_in_every_mode(ranks: int) -> None:
-    for found in run_ranks(losses, ranks, BY_RANKS[ranks], deadline=300.0):
+@pytest.mark.parametrize("modes", [BY_RANKS, soak_param(FURTHER)], ids=["some", "the others"])
+def test_one_recipe_learns_in_every_mode(modes: Mapping[int, tuple[str, ...]], ranks: int) -> None:
+    for found in run_ranks(losses, ranks, modes[ranks], deadline=300.0):
         assert {words: pair for words, pair in found.items() if not pair[1] < 0.5 * pair[0]} == {}
 
 
@@ -99,6 +105,7 @@ def held_out_losses(cluster: Cluster, words: list[str]) -> dict[str, list[float]
     return found
 
 
+@pytest.mark.soak
 @pytest.mark.capability("H1", "H4", "H5")
 @pytest.mark.timeout(600)
 def test_a_codec_costs_no_loss_while_what_it_drops_is_sent_later() -> None:

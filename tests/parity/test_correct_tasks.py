@@ -8,6 +8,7 @@ from paceline.testing import run_ranks
 from paceline.testing.parity import CPU
 from paceline.verification import VerificationReport, compare_with_oracle
 from paceline.verification.verification_report import conclusion_lines
+from tests.marks import soak_param
 from tests.parity.correct_tasks import CORRECT_TASKS
 from tests.recipes import recipe_of
 
@@ -30,7 +31,7 @@ def verified(cluster: Cluster, name: str, **changes: object) -> VerificationRepo
 
 
 @pytest.mark.capability("Z2")
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.soak), 3])
+@pytest.mark.parametrize("world", [soak_param(1), soak_param(2), 3])
 def test_right_code_of_users_raises_no_alarm(world: int) -> None:
     def all_of_them(cluster: Cluster) -> dict[str, list[str]]:
         reports = {name: verified(cluster, name) for name in CORRECT_TASKS}

@@ -27,6 +27,7 @@ from paceline.session import Components
 from paceline.testing import run_ranks
 from paceline.testing.parity import Trajectory, build_test_session, make_task, run_oracle, run_strategy
 from paceline.testing.planted_faults import PLANTED_FAULTS
+from tests.marks import soak_param
 from tests.parity.training_runs import each_case
 
 STEPS = 24
@@ -52,7 +53,7 @@ def worst(recipe: Recipe, ranks: list[Trajectory], **oracle: object) -> float:
 
 
 @pytest.mark.capability("A2", "A4", "A6", "I1", "J1")
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [soak_param(1), soak_param(2), 3, 4])
 def test_sgd_ends_where_the_full_batch_ends(world: int) -> None:
     """46 samples in 4 shards: shares are unequal on every number of ranks but one."""
     recipe = digits()
@@ -62,7 +63,7 @@ def test_sgd_ends_where_the_full_batch_ends(world: int) -> None:
 
 
 @pytest.mark.capability("A2", "J2", "J11")
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [soak_param(2), 3])
 def test_adamw_with_a_clip_ends_where_the_full_batch_ends(world: int) -> None:
     recipe = digits(optimizer=ADAMW, schedule={"decay": "cosine", "warmup_steps": 5})
     assert worst(recipe, run_ranks(run_strategy, world, recipe), shards=1) <= 1e-5
@@ -99,7 +100,7 @@ def test_a_broken_reduction_is_far_from_the_oracle() -> None:
 
 
 @pytest.mark.capability("A10")
-@pytest.mark.parametrize("shards", [1, 2, 8])
+@pytest.mark.parametrize("shards", [soak_param(1), soak_param(2), 8])
 def test_accumulated_micro_batches_are_one_batch(shards: int) -> None:
     recipe = digits(batch={"size": 46, "shards": shards})
     assert run_oracle(recipe, STEPS, shards=1).distance(run_strategy(Cluster.single(), recipe)) <= 1e-6
@@ -148,7 +149,7 @@ def odd_task() -> Task:
 
 
 @pytest.mark.capability("A2")
-@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("world", [soak_param(1), 3])
 def test_tied_unused_frozen_and_rarely_used_parameters(world: int) -> None:
     """With weight decay, a parameter without a gradient must not decay: None is not zero."""
     recipe = digits(

@@ -21,6 +21,7 @@ from paceline.session.train_rank import train
 from paceline.testing import run_ranks
 from paceline.testing.parity import CPU, build_test_session, make_task
 from paceline.verification import compare_with_oracle
+from tests.marks import soak_param
 from tests.parity.test_rl import hashes, recipe, run
 from tests.parity.test_rl_runs import limited, resume_on_rank, saved, walk_recipe
 
@@ -46,7 +47,7 @@ def dqn(iterations: int = 6, strategy: str = "", **settings: Any) -> Recipe:
 
 
 @pytest.mark.capability("T3", "T4")
-@pytest.mark.parametrize("priority", [0.0, 0.6])
+@pytest.mark.parametrize("priority", [soak_param(0.0), 0.6])
 def test_rows_priorities_and_weights_are_equal_on_one_and_two_ranks(priority: float) -> None:
     chosen = dqn(dqn={"priority": priority})
     alone = all_hashes(Cluster.single(), chosen)
@@ -67,7 +68,7 @@ plain = Replay.before_step
 
 
 @pytest.mark.capability("T3")
-@pytest.mark.parametrize("every_steps", [8, 6])
+@pytest.mark.parametrize("every_steps", [8, soak_param(6)])
 def test_a_run_that_was_lost_is_resumed_on_two_ranks_with_the_same_bits(
     tmp_path: Path, every_steps: int
 ) -> None:

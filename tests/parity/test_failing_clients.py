@@ -79,6 +79,7 @@ def accuracy(seed: int, components: Components | None) -> tuple[float, int]:
     return evaluation.metrics["accuracy"], num_failed
 
 
+@pytest.mark.soak
 @pytest.mark.capability("Q6")
 @pytest.mark.timeout(300)
 def test_with_three_of_ten_clients_failing_accuracy_stays_within_a_point_over_three_seeds() -> None:

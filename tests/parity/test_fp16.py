@@ -28,6 +28,7 @@ from paceline.sync.update import PendingUpdate
 from paceline.task import Task
 from paceline.testing import run_ranks
 from paceline.testing.parity import Trajectory, build_test_session, make_task, whole_trajectory
+from tests.marks import soak_param
 from tests.parity.test_local_sgd_sharded_replicas import digits, gpt
 from tests.parity.training_runs import train_whole
 
@@ -114,6 +115,7 @@ def run(
 
 
 STREAMED = {"fragments": 2, "delay_steps": 1}
+FURTHER = ("local", "diloco")
 CASES = {
     "local": (digits, "local:4", ("shard=2 zero=1", "shard=2 zero=2", "shard=2 zero=3", "pipeline=2"), {}),
     "tensor": (digits, "local:4", ("tensor=2",), {}),
@@ -129,7 +131,7 @@ SAME, ROUNDED = 2e-5, 5e-3  # sums in another order; halves of other sums
 @pytest.mark.parametrize(
     ("name", "rank", "step"),
     [
-        pytest.param(name, rank, step, marks=[pytest.mark.soak] * (number % 2 != which))
+        pytest.param(name, rank, step, marks=[pytest.mark.soak] * (number % 2 != which or name in FURTHER))
         for number, name in enumerate(CASES)
         for which, (rank, step) in enumerate([(1, 5), (2, 2)])
     ],
@@ -228,8 +230,15 @@ def ends(cluster: Cluster, recipes: Sequence[Recipe], in_two: bool) -> list[Traj
 
 
 @pytest.mark.capability("K1", "K2")
-@pytest.mark.parametrize("compute", ["fp16", "bf16"])
-@pytest.mark.parametrize("sync", ["every-step", "local:4"])
+@pytest.mark.parametrize(
+    ("sync", "compute"),
+    [
+        ("local:4", "fp16"),
+        soak_param("local:4", "bf16"),
+        soak_param("every-step", "fp16"),
+        soak_param("every-step", "bf16"),
+    ],
+)
 def test_tensor_shards_of_halves_are_off_by_how_one_layer_is_rounded(compute: str, sync: str) -> None:
     """A layer that is cut by inputs adds products that are halves; a whole one rounds once.
 

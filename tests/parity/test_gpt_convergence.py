@@ -89,6 +89,7 @@ def require_near(
     assert mean(half) > bound_of(right, half, min(bounds.values())), (half, right)
 
 
+@pytest.mark.soak
 @pytest.mark.capability("V9", "B3", "I4", "I6")
 def test_a_small_gpt_learns_as_much_as_under_every_step() -> None:
     bounds = {"sync=local:4": 1.03, **dict.fromkeys(SERVED, 1.03)}

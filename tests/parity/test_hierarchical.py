@@ -14,6 +14,7 @@ from paceline.testing.parity import CPU, build_test_session, make_task, run_orac
 from paceline.verification import VerificationReport, compare_with_oracle
 from tests.dist.comm.nodes import on_nodes
 from tests.dist.comm.test_hierarchical import BETWEEN, ForgetsTheOtherNodes, PadsInFront
+from tests.marks import soak_param
 from tests.texts import SMALL_TEXT
 
 STEPS = 6
@@ -48,7 +49,7 @@ def verified(found: Recipe, world: int = 4, components: Components | None = None
 
 
 @pytest.mark.capability("G8", "A8", "Z2")
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [soak_param("mlp"), soak_param("convnet"), "gpt"])
 def test_every_step_is_that_of_one_process(model: str) -> None:
     report = verified(recipe(**MODELS[model]))
     assert report.ok, (report.failure, report.diagnosis)
@@ -75,7 +76,7 @@ def test_a_broken_level_is_found_in_the_first_step(kind: type[HierarchicalCollec
 @pytest.mark.parametrize(
     ("strategy", "world", "group"),
     [
-        ("replicas=1 shard=4 zero=1 route=hierarchical", 4, "shard"),
+        soak_param("replicas=1 shard=4 zero=1 route=hierarchical", 4, "shard"),
         ("replicas=4 pipeline=2 route=hierarchical", 8, "replica"),
     ],
 )

@@ -20,6 +20,7 @@ from paceline.testing.contracts import OptimizerContract
 from paceline.testing.parity import CPU, build_test_session, make_task
 from paceline.verification import VerificationReport, compare_with_oracle
 from paceline.verification.verification_report import conclusion_lines
+from tests.marks import soak_param
 from tests.recipes import recipe_of
 
 STEPS, SIZE = 6, 12
@@ -192,7 +193,7 @@ class TestKFac(OptimizerContract):
             assert min(distances) > 1e-4, distances
 
     @pytest.mark.parametrize("strategy", ["replicas=2", "replicas=1 shard=2 zero=1"])
-    @pytest.mark.parametrize("stop", [2, 3])
+    @pytest.mark.parametrize("stop", [soak_param(2), 3])
     def test_a_run_resumes_to_the_bit(self, strategy: str, stop: int) -> None:
         """Between updates of the factors, and between inversions; factors and inverses are in the state."""
 
@@ -268,7 +269,7 @@ def digits(strategy: str, **settings: Any) -> Recipe:
 
 
 @pytest.mark.capability("J6")
-@pytest.mark.parametrize("optimizer", [{"name": "kfac"}, {"name": "kfac", "clip_norm": 0.1}])
+@pytest.mark.parametrize("optimizer", [soak_param({"name": "kfac"}), {"name": "kfac", "clip_norm": 0.1}])
 def test_verify_confirms_convolutions_in_float32(optimizer: dict[str, Any]) -> None:
     def verify(cluster: Cluster) -> list[VerificationReport]:
         recipes = [
@@ -300,6 +301,7 @@ def steps_to(optimizer: dict[str, Any], seed: int) -> int:
     return len(losses)
 
 
+@pytest.mark.soak
 @pytest.mark.capability("J6")
 def test_it_takes_fewer_steps_than_sgd_on_digits_over_5_seeds() -> None:
     """SGD at the best of 8 settings of rate and momentum; docs/howto/optimizers.md has the times."""

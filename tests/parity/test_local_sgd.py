@@ -25,6 +25,7 @@ from paceline.sync import DiLoCo
 from paceline.testing import run_ranks
 from paceline.testing.parity import CPU, Trajectory, build_test_session, make_task, run_strategy
 from paceline.verification import compare_with_oracle
+from tests.marks import soak_param
 from tests.parity.local_sgd_reference import LocalPlan, train_local
 from tests.parity.training_runs import each_case, held_out_losses
 from tests.recipes import recipe_of
@@ -85,6 +86,7 @@ def test_the_bytes_fall_with_the_number_of_local_steps() -> None:
     assert local == [every / n for n in steps]
 
 
+@pytest.mark.soak
 @pytest.mark.capability("I6", "H8")
 def test_the_loss_after_the_same_samples_stays_near_that_of_every_step() -> None:
     """Held-out losses, three seeds each."""
@@ -232,7 +234,7 @@ RULES = {"local:1": (1.0, 0.0), "local:3": (1.0, 0.0), "diloco:3": (0.7, 0.9)}
 
 
 @pytest.mark.capability("I6")
-@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize("replicas", [soak_param(2), 3])
 def test_unequal_shares_have_their_weights(replicas: int) -> None:
     plans = [LocalPlan(replicas, int(sync[-1]), SIZE, SHARDS, STEPS, *outer) for sync, outer in RULES.items()]
     rights = [train_local(model(), samples(), plan, adamw) for plan in plans]

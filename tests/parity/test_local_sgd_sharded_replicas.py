@@ -27,6 +27,7 @@ from paceline.sync.residuals import DeltaResidualFlush
 from paceline.testing import run_ranks
 from paceline.testing.contracts import RuleContract
 from paceline.testing.parity import Trajectory, build_test_session, whole_trajectory
+from tests.marks import soak_param
 from tests.parity.test_rule_switch import handed, until
 from tests.parity.training_runs import each_case, train_whole
 from tests.recipes import recipe_of
@@ -98,7 +99,9 @@ def run(cluster: Cluster, recipes: list[Recipe], *, compares: bool = True) -> li
 
 
 @pytest.mark.capability("I6", "Z1")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [soak_param(n) if n in ("local", "diloco", "streamed") else n for n in CASES]
+)
 def test_replicas_spread_over_ranks_go_where_whole_ones_go(name: str) -> None:
     """Parameters, losses of all rounds, and held-out loss; all ranks alike."""
     case = CASES[name]
@@ -137,6 +140,7 @@ class TestDiLoCoOfZero3(RuleContract):
     strategy, num_ranks = "replicas=2 shard=2 zero=3 sync=diloco:4", 4
 
 
+@pytest.mark.soak
 @pytest.mark.capability("I6", "Z1")
 class TestLocalSGDOfStages(RuleContract):
     strategy, num_ranks = "replicas=2 pipeline=2 sync=local:3", 4
@@ -201,7 +205,7 @@ def go_on(cluster: Cluster, strategy: str, run_dir: Path) -> Trajectory:
 
 
 @pytest.mark.capability("N3", "I6", "Z1")
-@pytest.mark.parametrize("then", ["shard=2 zero=3", "pipeline=2", "tensor=2"])
+@pytest.mark.parametrize("then", [soak_param("shard=2 zero=3"), soak_param("pipeline=2"), "tensor=2"])
 def test_a_checkpoint_goes_on_under_another_layout(then: str, tmp_path: Path) -> None:
     """Of whole replicas and of spread ones: moments of each replica, and the outer momentum, by part."""
     plain = "replicas=2 sync=diloco:4"
@@ -265,6 +269,7 @@ def pairs(cluster: Cluster) -> list[tuple[str, float, float]]:
     return found
 
 
+@pytest.mark.soak
 @pytest.mark.capability("I6", "H4", "Z1")
 def test_only_movements_are_coded() -> None:
     """What travels inside a replica is not: a codec that loses nothing has the bits of none."""
@@ -342,7 +347,7 @@ def missing(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> float:
 
 
 @pytest.mark.capability("I6", "H4", "Z1")
-@pytest.mark.parametrize("spread", ["shard=2 zero=1", "pipeline=2"])
+@pytest.mark.parametrize("spread", [soak_param("shard=2 zero=1"), "pipeline=2"])
 def test_what_was_lost_goes_on_under_another_layout(spread: str) -> None:
     """Of whole replicas by spread ones, and back; the twin forgets what was lost of sums."""
     plain, cut = "replicas=2 sync=diloco:4 codec=int4", f"replicas=2 {spread} sync=diloco:4 codec=int4"
@@ -394,6 +399,7 @@ def handed_over(cluster: Cluster) -> list[Any]:
     return [(spread, movements(cluster, spread), gradients(cluster, spread)) for spread in SPREADS[1::2]]
 
 
+@pytest.mark.soak  # test_rule_switch.py has whole replicas
 @pytest.mark.capability("I6", "H4", "Z1")
 def test_what_one_rule_has_lost_the_next_applies() -> None:
     """Movements where a rule takes over that sums gradients, and the other way round."""

@@ -24,6 +24,7 @@ from paceline.testing.parity import CPU
 from paceline.testing.planted_faults import PLANTED_FAULTS
 from paceline.verification.verification_report import VerificationReport, conclusion_lines
 from paceline.verification.verify_on_rank import compare_with_oracle
+from tests.marks import soak_param
 
 
 def task_loss(model: nn.Module, batch: list[Tensor]) -> Loss:
@@ -150,13 +151,22 @@ def check(
     )
 
 
+LOOPS = (one, two_losses, counting, looking, scheduled, evaluating)
+
+
+def on_shards(cluster: Cluster) -> None:
+    torch.set_num_threads(1)
+    for loop in LOOPS:
+        report = check(cluster, loop, "replicas=1 shard=2 zero=1")
+        assert report.ok and report.steps == 6, (loop, report)
+
+
 def on_two(cluster: Cluster) -> None:
     torch.set_num_threads(1)
     before = threading.active_count()
-    for strategy in ("replicas=2", "replicas=1 shard=2 zero=1"):
-        for loop in (one, two_losses, counting, looking, scheduled, evaluating):
-            report = check(cluster, loop, strategy)
-            assert report.ok and report.steps == 6, (strategy, loop, report)
+    for strategy, loop in [("replicas=2", loop) for loop in LOOPS] + [("shard=2 zero=1", evaluating)]:
+        report = check(cluster, loop, strategy)
+        assert report.ok and report.steps == 6, (strategy, loop, report)
     report = check(cluster, stopping, "replicas=2")
     assert report.ok and report.steps == 4, report
     for fault in ("bucket-not-reduced", "shared-dropout-seed", "not-divided"):
@@ -201,8 +211,9 @@ def by_rank_of(rank: int) -> Callable[[Any], None]:
 
 
 @pytest.mark.capability("A2")
-def test_an_own_loop_is_verified_with_its_own_losses() -> None:
-    run_ranks(on_two, 2)
+@pytest.mark.parametrize("checks", [on_two, soak_param(on_shards)])
+def test_an_own_loop_is_verified_with_its_own_losses(checks: Callable[[Cluster], None]) -> None:
+    run_ranks(checks, 2)
 
 
 def test_alone_and_by_the_public_call() -> None:

@@ -23,6 +23,7 @@ from paceline.sync.server import server_builders
 from paceline.sync.server.server_policies import AsynchronousUpdates
 from paceline.testing import RanksFailed, run_ranks
 from paceline.testing.parity import build_test_session, make_task
+from tests.marks import soak_param
 from tests.parity.training_runs import pause_seldom
 
 STEPS = 20
@@ -367,7 +368,7 @@ def with_stuck_worker(
 
 
 @pytest.mark.capability("B3", "I7")
-@pytest.mark.parametrize("strategy", [ASYNC, BACKUP])
+@pytest.mark.parametrize("strategy", [ASYNC, soak_param(BACKUP)])
 def test_a_worker_that_gives_no_sign_for_the_deadline_is_lost_and_the_others_wait_for_it(
     strategy: str, tmp_path: Path
 ) -> None:
@@ -381,6 +382,7 @@ def test_a_worker_that_gives_no_sign_for_the_deadline_is_lost_and_the_others_wai
     assert event["rank"] == 2 and "rank 2 has sent nothing for 4 s" in event["reason"]
 
 
+@pytest.mark.soak
 @pytest.mark.capability("B3")
 def test_an_idle_worker_waits_for_as_many_as_hang_one_after_another(tmp_path: Path) -> None:
     """Rank 3 has nothing to do for almost two deadlines: the server tells it that it lives."""

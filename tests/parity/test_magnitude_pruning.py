@@ -25,6 +25,7 @@ from paceline.testing import run_ranks
 from paceline.testing.parity import CPU, build_test_session, make_task
 from paceline.verification import VerificationReport, compare_with_oracle
 from paceline.verification.verification_report import conclusion_lines
+from tests.marks import soak_param
 from tests.recipes import recipe_of
 
 SPARSITY = {"target": 0.8, "first": 1, "last": 7, "every": 3}
@@ -158,7 +159,7 @@ def test_verify_follows_masks_and_finds_those_of_unsynchronized_values() -> None
 
 
 @pytest.mark.capability("J19")
-@pytest.mark.parametrize("stop", [3, 4, 5])
+@pytest.mark.parametrize("stop", [soak_param(3), 4, soak_param(5)])
 def test_a_run_resumes_between_two_masks_to_the_bit(stop: int) -> None:
     """Before, at and after a change of the masks, also under another layout where it is reproducible."""
     recipe = partial(digits, steps=8, reproducible=True)
@@ -230,6 +231,7 @@ def accuracy(seed: int, sparsity: dict[str, Any]) -> float:
     return evaluation.metrics["accuracy"]
 
 
+@pytest.mark.soak
 @pytest.mark.capability("J19")
 def test_at_80_percent_the_accuracy_falls_by_at_most_one_percent_on_digits() -> None:
     """Means over five seeds of the same 360 steps."""

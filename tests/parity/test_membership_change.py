@@ -25,6 +25,7 @@ from paceline.session.membership_change import change_members, join_as_member, p
 from paceline.session.session import Session
 from paceline.testing import run_ranks
 from paceline.testing.parity import Trajectory, build_test_session, make_task, run_oracle, whole_trajectory
+from tests.marks import soak_param
 from tests.parity.training_runs import train_whole
 from tests.ports import free_port
 from tests.recipes import recipe_of
@@ -91,8 +92,17 @@ def run(recipe: Recipe, leaver: int, how: str, *more: Any) -> list[Any]:
 
 
 @pytest.mark.capability("Z1")
-@pytest.mark.parametrize("how", ["leaves", "is killed"])
-@pytest.mark.parametrize(("recipe", "leaver"), [(ORDERED, 0), (ORDERED, 2), (NATIVE, 1)])
+@pytest.mark.parametrize(
+    ("recipe", "leaver", "how"),
+    [
+        (ORDERED, 0, "is killed"),
+        (ORDERED, 2, "leaves"),
+        (NATIVE, 1, "is killed"),
+        soak_param(ORDERED, 0, "leaves"),
+        soak_param(ORDERED, 2, "is killed"),
+        soak_param(NATIVE, 1, "leaves"),
+    ],
+)
 def test_the_others_go_on_in_process_and_end_where_they_would_have(
     recipe: Recipe, leaver: int, how: str
 ) -> None:
@@ -356,7 +366,11 @@ def run_resized(phases: tuple[str, ...], *more: str) -> list[Any]:
 
 
 @pytest.mark.capability("Z1", "A11", "D1")
-@pytest.mark.parametrize("phases", PHASES, ids=" to ".join)
+@pytest.mark.parametrize(
+    "phases",
+    [phases if number in (1, 2, 4) else soak_param(phases) for number, phases in enumerate(PHASES)],
+    ids=" to ".join,
+)
 def test_replicas_shards_and_stages_take_over_from_each_other(phases: tuple[str, ...]) -> None:
     """Two, three, one: the run ends where the run of one process ends."""
     ends = run_resized(phases)

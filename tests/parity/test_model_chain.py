@@ -20,6 +20,7 @@ from paceline.task import Loss, Task
 from paceline.testing import run_ranks
 from paceline.testing.parity import CPU, build_test_session, make_task
 from paceline.verification import VerificationReport, compare_with_oracle
+from tests.marks import soak_param
 
 
 def digits(strategy: str = "replicas=1 pipeline=2") -> Recipe:
@@ -121,7 +122,7 @@ def task(stages: Any = tuples, of: Any = loss) -> Task:
 
 
 @pytest.mark.capability("D1")
-@pytest.mark.parametrize("num_stages", [2, 3])
+@pytest.mark.parametrize("num_stages", [soak_param(2), 3])
 def test_tuples_of_any_dtype_travel_and_the_loss_says_what_goes_in(num_stages: int) -> None:
     report = run_ranks(verify, num_stages, digits(f"replicas=1 pipeline={num_stages}"))[0]
     assert report.ok, (report.failure, report.diagnosis)

@@ -171,6 +171,7 @@ def test_an_asynchronous_server_waits_for_nobody_and_knows_how_old_its_gradients
     assert all({**rank, "losses": 0} == {**ledger, "losses": 0} for rank in found)
 
 
+@pytest.mark.soak
 @pytest.mark.capability("B3")
 def test_the_asynchronous_loss_is_near_the_synchronous_one() -> None:
     """At equal samples, three seeds."""

@@ -35,6 +35,7 @@ from paceline.testing.parity import (
     make_task,
     whole_trajectory,
 )
+from tests.marks import soak_param
 from tests.parity.training_runs import each_case, held_out_losses
 from tests.recipes import recipe_of
 
@@ -97,7 +98,7 @@ def distance(a: Weights, b: Weights) -> float:
 
 
 @pytest.mark.capability("D6")
-@pytest.mark.parametrize("num_stages", [2, 3])
+@pytest.mark.parametrize("num_stages", [soak_param(2), 3])
 def test_each_stage_is_as_old_as_the_paper_says_and_forward_and_backward_agree(num_stages: int) -> None:
     """With a fill and a drain in each of two rounds; without the age it is another trajectory (the twin)."""
     ends = run_ranks(two_rounds, num_stages, digits(f"replicas=1 pipeline={num_stages} sync=pipedream"))
@@ -260,7 +261,7 @@ def one_old(stage: int) -> int:
 
 
 @pytest.mark.capability("D6")
-@pytest.mark.parametrize("num_stages", [2, 3])
+@pytest.mark.parametrize("num_stages", [soak_param(2), 3])
 def test_every_stage_is_one_update_old(num_stages: int) -> None:
     """With a fill and a drain in each of two rounds; another age gives another trajectory (the twins)."""
     ends = run_ranks(two_rounds, num_stages, recipe(num_stages))

@@ -37,6 +37,7 @@ from paceline.testing.parity import (
     run_oracle,
 )
 from paceline.verification import VerificationReport, compare_with_oracle
+from tests.marks import soak_param
 from tests.parity.training_runs import train_whole
 from tests.recipes import recipe_of
 from tests.texts import SMALL_TEXT
@@ -80,7 +81,12 @@ def verify(
 @pytest.mark.capability("D1", "D2", "D3", "A11")
 @pytest.mark.parametrize(
     "strategy, num_ranks",
-    [("replicas=1 pipeline=2", 2), ("replicas=1 pipeline=3", 3), ("replicas=2 pipeline=2", 4), ("zero1", 4)],
+    [
+        soak_param("replicas=1 pipeline=2", 2),
+        ("replicas=1 pipeline=3", 3),
+        soak_param("replicas=2 pipeline=2", 4),
+        ("zero1", 4),
+    ],
 )
 def test_a_gpt_with_tied_weights_is_that_of_the_oracle(strategy: str, num_ranks: int) -> None:
     report = run_ranks(verify, num_ranks, gpt(strategy))[0]
@@ -188,7 +194,9 @@ def test_micro_batches_are_the_full_batch_however_many() -> None:
 
 
 @pytest.mark.capability("D2", "D3")
-@pytest.mark.parametrize("strategy, num_ranks", [("replicas=1 pipeline=3", 3), ("replicas=2 pipeline=2", 4)])
+@pytest.mark.parametrize(
+    "strategy, num_ranks", [soak_param("replicas=1 pipeline=3", 3), ("replicas=2 pipeline=2", 4)]
+)
 def test_the_last_step_of_an_epoch_has_one_sample(strategy: str, num_ranks: int) -> None:
     """Fewer micro-batches than usual, and a replica without any."""
     recipe = digits_edges(

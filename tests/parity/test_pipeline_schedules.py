@@ -32,6 +32,7 @@ from paceline.state.slot import TensorSlot
 from paceline.testing import run_ranks
 from paceline.testing.parity import build_test_session
 from paceline.verification import VerificationReport
+from tests.marks import soak_param
 from tests.parity.test_strategy_combinations import gpt, verify
 from tests.texts import SMALL_TEXT
 
@@ -260,7 +261,7 @@ def both(cluster: Cluster, schedules: tuple[str, ...]) -> list[str]:
 
 
 @pytest.mark.capability("D1", "D2", "D4", "D5", "D6")
-@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("stages", [2, soak_param(4)])
 def test_stages_of_one_host_have_the_bits_that_a_backend_gives(stages: int) -> None:
     schedules = (*SCHEDULES, INTERLEAVED) if stages == 2 else ("schedule=1f1b", "sync=pipedream")
     for wrong in run_ranks(both, stages, schedules):

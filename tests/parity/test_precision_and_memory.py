@@ -19,6 +19,7 @@ from paceline.session import build_session, evaluate
 from paceline.testing import run_ranks
 from paceline.testing.parity import CPU, Trajectory, build_test_session, make_task, run_oracle, run_strategy
 from paceline.verification import compare_with_oracle
+from tests.marks import soak_param
 from tests.peak import peak_bytes
 from tests.texts import SMALL_TEXT
 
@@ -38,7 +39,7 @@ def gpt(**changes: object) -> Recipe:
 
 
 @pytest.mark.capability("A2", "J10", "V9")
-@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("world", [soak_param(1), 3])
 def test_a_gpt_with_dropout_ends_where_the_oracle_ends(world: int) -> None:
     """Dropout is keyed by shard, so the masks do not depend on who runs it."""
     ends = run_ranks(run_strategy, world, gpt())
@@ -78,14 +79,15 @@ def test_recomputing_keeps_fewer_activations() -> None:
 
 
 @pytest.mark.capability("K2")
-def test_bf16_follows_its_own_oracle_and_learns_like_fp32() -> None:
+@pytest.mark.parametrize("steps", [20, soak_param(40)])
+def test_bf16_follows_its_own_oracle_and_learns_like_fp32(steps: int) -> None:
     """Rounding to bf16 enlarges that of the reduction, so after many steps losses are compared."""
-    bf16 = gpt(precision={"compute": "bf16"}, steps=40)
+    bf16 = gpt(precision={"compute": "bf16"}, steps=steps)
     ends = run_ranks(run_strategy, 2, bf16)
-    oracle = run_oracle(bf16, 40)
+    oracle = run_oracle(bf16, steps)
     assert ends[0].distance(ends[1]) == 0.0
     assert all(abs(a / b - 1) < 2**-8 for a, b in zip(ends[0].losses, oracle.losses, strict=True))
-    fp32 = run_strategy(Cluster.single(), gpt(steps=40))
+    fp32 = run_strategy(Cluster.single(), gpt(steps=steps))
     assert abs(sum(ends[0].losses[-5:]) - sum(fp32.losses[-5:])) / sum(fp32.losses[-5:]) < 0.01
     assert ends[0].distance(fp32) > 0.0
     assert all(p.dtype == torch.float32 for p in ends[0].parameters.values())

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.marks import soak_param
 from tests.parity.random_program_runs import Verdict, judge, report
 from tests.parity.random_programs import Program, draw
 
-_A_SLICE = 15
+_A_SLICE = 10
 _IN_SOAK = 100
 _NUM_LAUNCHES = int(os.environ.get("RANDOM_PROGRAM_LAUNCHES", "10"))  # of soak, for each number of processes
 
@@ -75,7 +76,7 @@ def require_right(verdicts: dict[Program, Verdict]) -> None:
 
 
 @pytest.mark.capability("A2", "A11", "C3", "C4", "C5", "Z2")
-@pytest.mark.parametrize("processes", [1, 2, 3, 4])
+@pytest.mark.parametrize("processes", [*map(soak_param, (1, 2, 3)), 4])
 def test_random_programs_train_what_a_plain_loop_trains(processes: int, tmp_path: Path) -> None:
     require_right(judge([draw(number, processes) for number in range(_A_SLICE)], tmp_path))
 

@@ -20,6 +20,7 @@ from paceline.testing import run_ranks
 from paceline.testing.parity import Trajectory, build_test_session, whole_trajectory
 from paceline.verification import VerificationReport, compare_with_oracle
 from paceline.verification.verification_report import conclusion_lines
+from tests.marks import soak_param
 from tests.parity.test_pipeline_schedules import deep
 from tests.parity.test_strategy_combinations import verify
 
@@ -52,8 +53,9 @@ def require_ok(cases: Sequence[tuple[str, dict[str, Any]]], ranks: int) -> None:
 
 
 @pytest.mark.capability("D9", "Z1", "Z2")
-def test_every_step_in_parts_is_that_of_the_oracle() -> None:
-    require_ok(THREE, 3)
+@pytest.mark.parametrize("cases", [THREE[3:], soak_param(THREE[:3])], ids=["some", "the others"])
+def test_every_step_in_parts_is_that_of_the_oracle(cases: list[tuple[str, dict[str, Any]]]) -> None:
+    require_ok(cases, 3)
 
 
 @pytest.mark.soak

@@ -25,6 +25,7 @@ from paceline.testing import run_ranks
 from paceline.testing.parity import CPU, build_test_session, make_task
 from paceline.verification import compare_with_oracle
 from paceline.verification.verification_report import certificate
+from tests.marks import soak_param
 from tests.parity.reproducible import reproducible_recipe
 
 
@@ -118,7 +119,13 @@ def test_without_a_flip_nobody_is_blamed() -> None:
 
 @pytest.mark.capability("A2", "I10")
 @pytest.mark.parametrize(
-    "strategy", ["replicas=3", "replicas=1 lanes=2", "replicas=1 shard=2 zero=1", "replicas=1 pipeline=2"]
+    "strategy",
+    [
+        soak_param("replicas=3"),
+        "replicas=1 lanes=2",
+        soak_param("replicas=1 shard=2 zero=1"),
+        "replicas=1 pipeline=2",
+    ],
 )
 def test_verify_says_equal_bits_with_the_hash(strategy: str) -> None:
     recipe = reproducible_recipe(strategy)

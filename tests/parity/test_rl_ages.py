@@ -23,6 +23,7 @@ from paceline.session.train_rank import train
 from paceline.testing import run_ranks
 from paceline.testing.parity import build_test_session
 from paceline.verification.verification_report import VerificationReport
+from tests.marks import soak_param
 from tests.parity.test_rl import hashes, recipe, run, verified
 from tests.parity.test_rl_runs import SMALL_DQN, resume_on_rank, saved, walk, walk_recipe
 from tests.parity.training_runs import each_case
@@ -131,7 +132,7 @@ def test_the_learner_of_older_actors_is_the_oracle_on_their_rows() -> None:
 
 
 @pytest.mark.capability("T2", "T3")
-@pytest.mark.parametrize("options", [{"normalize": BOTH}, SMALL_DQN])
+@pytest.mark.parametrize("options", [soak_param({"normalize": BOTH}), SMALL_DQN])
 def test_a_run_with_older_actors_is_resumed_with_the_same_bits_on_two_ranks(
     options: dict[str, object], tmp_path: Path
 ) -> None:
@@ -147,8 +148,8 @@ def test_a_run_with_older_actors_is_resumed_with_the_same_bits_on_two_ranks(
     ("fault", "message"),
     [
         ("raises", r"environment 0 \(group 0\), episode \d, step \d raised ValueError: the door"),
-        ("nan", r"environment 0 \(group 0\), episode \d, step \d: returned a reward that is not"),
-        ("hangs", r"environment 0 \(group 0\), episode \d, step \d has not returned for 1 s"),
+        soak_param("nan", r"environment 0 \(group 0\), episode \d, step \d: returned a reward that is not"),
+        soak_param("hangs", r"environment 0 \(group 0\), episode \d, step \d has not returned for 1 s"),
     ],
 )
 def test_a_fault_in_the_thread_of_an_older_actor_is_named(fault: str, message: str) -> None:

@@ -25,6 +25,7 @@ from paceline.session.train_rank import train
 from paceline.task import Task
 from paceline.testing import run_ranks
 from paceline.testing.parity import build_test_session, make_task
+from tests.marks import soak_param
 from tests.parity.test_rl import recipe, run
 
 gymnasium = pytest.importorskip("gymnasium", reason="needs paceline[rl]")
@@ -116,7 +117,7 @@ def saved(cluster: Cluster, chosen: Recipe, resume: str | None, stop_at: int) ->
 
 
 @pytest.mark.capability("T1", "T2")
-@pytest.mark.parametrize("every_steps", [8, 6])
+@pytest.mark.parametrize("every_steps", [soak_param(8), 6])
 def test_a_run_that_was_lost_is_resumed_with_the_same_bits(tmp_path: Path, every_steps: int) -> None:
     """Saved between two iterations, and within one: open episodes are replayed from their resets."""
     chosen = recipe(iterations=6, checkpoint={"every_steps": every_steps})
@@ -253,7 +254,7 @@ BOTH = ("observations", "rewards")
 
 
 @pytest.mark.capability("T1")
-@pytest.mark.parametrize("settings", [{"env": "Pendulum-v1"}, SMALL_DQN])
+@pytest.mark.parametrize("settings", [soak_param({"env": "Pendulum-v1"}), SMALL_DQN])
 def test_normalizers_are_state_that_does_not_depend_on_the_number_of_ranks(
     settings: dict[str, Any], tmp_path: Path
 ) -> None:

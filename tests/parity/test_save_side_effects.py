@@ -22,27 +22,29 @@ from paceline.session import Session, checkpointing
 from paceline.session.fit_loop import hash_and_compare
 from paceline.testing import run_ranks
 from paceline.testing.parity import build_test_session
+from tests.marks import soak_param
 from tests.recipes import recipe_of
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.capability("N1", "H4")]
 OF_TWO = (
-    "replicas=2",
-    "replicas=2 codec=int8",
-    "replicas=2 codec=topk:0.01",
     "replicas=2 codec=lowrank:2",
-    "replicas=2 codec=sign",
     "replicas=1 shard=2 zero=1 codec=sign",
-    "replicas=1 shard=2 zero=1 codec=int8",
     "replicas=1 shard=2 zero=2 codec=topk:0.01",
-    "replicas=1 shard=2 zero=3 codec=lowrank:2",
     "replicas=1 shard=2 zero=3 codec=int4:stochastic route=native",
     "replicas=2 sync=local:2 codec=int8",
 )
-OF_FOUR = (
+MORE_OF_TWO = (
+    "replicas=2",
+    "replicas=2 codec=int8",
+    "replicas=2 codec=topk:0.01",
+    "replicas=2 codec=sign",
+    "replicas=1 shard=2 zero=1 codec=int8",
+    "replicas=1 shard=2 zero=3 codec=lowrank:2",
+)
+OF_FOUR = ("replicas=2 pipeline=2 codec=int8", "replicas=2 tensor=2 codec=int4:stochastic")
+MORE_OF_FOUR = (
     "replicas=2 shard=2 zero=1 codec=topk:0.01 route=native",
     "replicas=2 shard=2 zero=2 codec=sign",
-    "replicas=2 pipeline=2 codec=int8",
-    "replicas=2 tensor=2 codec=int4:stochastic",
 )
 MIDDLE = 4
 
@@ -127,7 +129,10 @@ def compared(cluster: Cluster, recipes: Sequence[Recipe], folder: Path) -> dict[
     return found
 
 
-@pytest.mark.parametrize("strategies, num_ranks", [(OF_TWO, 2), (OF_FOUR, 4)])
+@pytest.mark.parametrize(
+    "strategies, num_ranks",
+    [(OF_TWO, 2), (OF_FOUR, 4), soak_param(MORE_OF_TWO, 2), soak_param(MORE_OF_FOUR, 4)],
+)
 def test_a_save_changes_nothing(strategies: Sequence[str], num_ranks: int, tmp_path: Path) -> None:
     """Neither gradients, losses and hashes, nor where a run ends; and what goes on from it ends there."""
     recipes = [digits(strategy) for strategy in strategies]
@@ -135,12 +140,17 @@ def test_a_save_changes_nothing(strategies: Sequence[str], num_ranks: int, tmp_p
         assert not any(found.values()), found
 
 
-def test_a_save_changes_nothing_while_the_loss_scale_moves(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "strategies",
+    [
+        ("replicas=2 codec=lowrank:2", "replicas=1 shard=2 zero=3 codec=topk:0.1"),
+        soak_param(("replicas=2 codec=int8", "replicas=2 codec=topk:0.1")),
+    ],
+)
+def test_a_save_changes_nothing_while_the_loss_scale_moves(strategies: Sequence[str], tmp_path: Path) -> None:
     """Residuals are multiples of it; the first step overflows."""
     fp16 = {"compute": "fp16", "init_scale": 2.0**24, "growth_steps": 2}
-    coded = ("int8", "topk:0.1", "lowrank:2")
-    recipes = [digits(f"replicas=2 codec={codec}", precision=fp16) for codec in coded]
-    recipes.append(digits("replicas=1 shard=2 zero=3 codec=topk:0.1", precision=fp16))
+    recipes = [digits(strategy, precision=fp16) for strategy in strategies]
     for found in run_ranks(compared, 2, recipes, tmp_path):
         assert not any(found.values()), found
 

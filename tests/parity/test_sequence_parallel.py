@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -21,6 +21,7 @@ from paceline.recipe import Recipe
 from paceline.testing import run_ranks
 from paceline.testing.parity import CPU, build_test_session, make_task
 from paceline.verification import compare_with_oracle
+from tests.marks import soak_param
 from tests.parity import tensor_models
 from tests.parity.test_tensor import DATA, calls_of_a_step, recipe, wrong_with
 from tests.parity.test_tensor import GPT as SIZES
@@ -43,6 +44,7 @@ def checked(
     return wrong_with(compare_with_oracle(settings, task, cluster, CPU, steps))
 
 
+FURTHER = ("computed again", "halves")
 CASES: dict[str, tuple[dict[str, Any], Callable[[], Task] | None]] = {
     "as it is": ({}, None),
     "computed again": ({"memory": {"recompute": "blocks"}}, None),
@@ -53,12 +55,15 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[], Task] | None]] = {
 
 
 @pytest.mark.capability("E2", "J10", "Z1", "Z2")
-def test_blocks_cut_by_positions_are_those_of_one_process() -> None:
+@pytest.mark.parametrize(
+    "names", [tuple(name for name in CASES if name not in FURTHER), soak_param(FURTHER)], ids=["some", "more"]
+)
+def test_blocks_cut_by_positions_are_those_of_one_process(names: Sequence[str]) -> None:
     """Fifteen positions on two ranks, with dropout."""
     pytest.importorskip("transformers")
 
     def found(cluster: Cluster) -> tuple[dict[str, str], dict[str, int]]:
-        wrong = {name: checked(cluster, by_position(**more), build) for name, (more, build) in CASES.items()}
+        wrong = {name: checked(cluster, by_position(**CASES[name][0]), CASES[name][1]) for name in names}
         return wrong, calls_of_a_step(cluster, plan=PARTS)
 
     for wrong, calls in run_ranks(found, 2):
@@ -130,6 +135,7 @@ class Fed(nn.Module):
         return x + self.dropout(self.feed(self.norm(x)))
 
 
+@pytest.mark.soak
 @pytest.mark.capability("E2", "J10", "J11", "Z1", "Z2")
 def test_stages_of_blocks_that_are_cut_by_positions() -> None:
     """Against one process, with clip; the twin: gradients of norms that are not summed. And a chain that runs

@@ -21,6 +21,7 @@ from paceline.session import Session, checkpointing, evaluate, fit
 from paceline.task import Loss, Task
 from paceline.testing import run_ranks
 from paceline.testing.parity import build_test_session
+from tests.marks import soak_param
 
 WORDS, WIDTH = 20_000, 16
 
@@ -135,7 +136,7 @@ def values_by_name(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 @pytest.mark.capability("B4", clause="each variable on one server only")
-@pytest.mark.parametrize("partition", ["fixed", "max-size:300000"])
+@pytest.mark.parametrize("partition", ["fixed", soak_param("max-size:300000")])
 def test_servers_hold_one_model_together_and_a_run_saves_evaluates_and_resumes_it(
     partition: str, tmp_path: Path
 ) -> None:

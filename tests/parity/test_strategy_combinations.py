@@ -25,6 +25,7 @@ from paceline.testing import RanksFailed, run_ranks
 from paceline.testing.parity import CPU, build_test_session, make_task
 from paceline.verification import VerificationReport, compare_with_oracle
 from tests.dist.comm.nodes import on_nodes
+from tests.marks import soak_param
 from tests.parity.training_runs import each_case
 from tests.recipes import recipe_of
 from tests.texts import SMALL_TEXT
@@ -147,13 +148,16 @@ UNEVEN = [
 
 
 @pytest.mark.capability("A11", "Z2")
-def test_blocks_are_gathered_along_two_levels_also_by_ranks_with_fewer_micro_batches() -> None:
+@pytest.mark.parametrize("cases", [UNEVEN[2:4], soak_param(UNEVEN)], ids=["one of each", "all"])
+def test_blocks_are_gathered_along_two_levels_also_by_ranks_with_fewer_micro_batches(
+    cases: list[tuple[str, int]],
+) -> None:
     """Memory of a host is mapped at first use, which all its ranks come to."""
 
     def uneven(cluster: Cluster, strategy: str, shards: int) -> VerificationReport:
         return verify(on_nodes(cluster, 2), gpt(strategy, batch={"size": 21, "shards": shards}))
 
-    require_ok(run_ranks(each_case, 4, uneven, UNEVEN, deadline=300.0), UNEVEN)
+    require_ok(run_ranks(each_case, 4, uneven, cases, deadline=300.0), cases)
 
 
 CODED = (
@@ -335,7 +339,7 @@ def test_a_plan_that_forgets_the_dropout_is_found() -> None:
 @pytest.mark.parametrize(
     "strategy",
     [
-        "replicas=1 shard=2 zero=2",
+        soak_param("replicas=1 shard=2 zero=2"),
         "replicas=1 shard=2 zero=3",
         "replicas=1 shard=2 zero=1 pipeline=2",
         pytest.param("replicas=1 shard=2 zero=3 route=native", marks=pytest.mark.soak),

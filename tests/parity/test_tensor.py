@@ -24,6 +24,7 @@ from paceline.state.slot import join_runs
 from paceline.testing import run_ranks
 from paceline.testing.parity import CPU, build_test_session, make_task
 from paceline.verification import VerificationReport, compare_with_oracle
+from tests.marks import soak_param
 from tests.parity import tensor_models
 from tests.recipes import recipe_of
 from tests.texts import SMALL_TEXT
@@ -142,12 +143,13 @@ OTHERS: dict[str, Callable[[], Task]] = {
 
 
 @pytest.mark.capability("C5", "Z1", "Z2")
-def test_models_of_others_run_by_the_plans_that_ship() -> None:
+@pytest.mark.parametrize("names", [[*OTHERS][::2], soak_param([*OTHERS])], ids=["some", "all"])
+def test_models_of_others_run_by_the_plans_that_ship(names: list[str]) -> None:
     pytest.importorskip("transformers")
 
     def wrong_of(cluster: Cluster) -> dict[str, str]:
-        wrong = {name: wrong_with(verified(cluster, build, 2)) for name, build in OTHERS.items()}
-        for name in [*OTHERS][:2]:
+        wrong = {name: wrong_with(verified(cluster, OTHERS[name], 2)) for name in names}
+        for name in names[:-1]:
             wrong[f"calls of {name}"] = str(
                 Counter(calls_of_a_step(cluster, OTHERS[name])) - Counter(WHOLE) or ""
             )
@@ -282,8 +284,9 @@ def wrong_in(cluster: Cluster, cells: list[tuple[str, str]], steps: int) -> dict
 
 
 @pytest.mark.capability("E1", "J11", "Z1", "Z2")
-def test_pairs_of_layouts_and_settings_are_those_of_one_process() -> None:
-    for found in run_ranks(wrong_in, 4, PAIRS, 2):
+@pytest.mark.parametrize("pairs", [PAIRS[::2], soak_param(PAIRS[1::2])], ids=["some", "the others"])
+def test_pairs_of_layouts_and_settings_are_those_of_one_process(pairs: list[tuple[str, str]]) -> None:
+    for found in run_ranks(wrong_in, 4, pairs, 2):
         assert not any(found.values()), found
 
 

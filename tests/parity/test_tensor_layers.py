@@ -26,6 +26,7 @@ from paceline.session.partition_check import modules_to_compare
 from paceline.testing import run_ranks
 from paceline.testing.parity import CPU, build_test_session
 from paceline.verification import compare_with_oracle
+from tests.marks import soak_param
 
 
 class Between(nn.Module):
@@ -226,7 +227,11 @@ def recipe_redundant(strategy: str, *, checks: bool = True) -> Recipe:
 @pytest.mark.capability("Z1", "Z2")
 @pytest.mark.parametrize(
     ("strategy", "ranks"),
-    [("replicas=1 tensor=2", 2), ("replicas=2 tensor=2", 4), ("replicas=1 tensor=2 pipeline=2", 4)],
+    [
+        soak_param("replicas=1 tensor=2", 2),
+        ("replicas=2 tensor=2", 4),
+        soak_param("replicas=1 tensor=2 pipeline=2", 4),
+    ],
 )
 def test_running_statistics_move_once_however_many_ranks_compute_them(strategy: str, ranks: int) -> None:
     def verified(cluster: Cluster) -> tuple[bool, bool]:

@@ -29,6 +29,7 @@ from paceline.testing.parity import (
     whole_trajectory,
 )
 from paceline.verification import VerificationReport, compare_with_oracle
+from tests.marks import soak_param
 from tests.parity.training_runs import each_case, train_whole
 from tests.recipes import recipe_of
 
@@ -99,7 +100,7 @@ def run(cluster: Cluster, strategy: str, make: Callable[[], Task] = task) -> Tra
     return end
 
 
-@pytest.mark.parametrize("num_stages", SPLITS)
+@pytest.mark.parametrize("num_stages", [soak_param(2), 3])
 def test_it_goes_where_one_process_goes(num_stages: int) -> None:
     tasks = (task, initialized)
     right = [run_oracle(recipe("replicas=1"), STEPS, make) for make in tasks]
@@ -108,7 +109,7 @@ def test_it_goes_where_one_process_goes(num_stages: int) -> None:
         assert all(end.distance(other) <= 2e-6 for end, other in zip(ends, right, strict=True))
 
 
-@pytest.mark.parametrize("num_stages", SPLITS)
+@pytest.mark.parametrize("num_stages", [soak_param(2), 3])
 def test_each_step_is_that_of_the_oracle(num_stages: int) -> None:
     def verify(cluster: Cluster) -> VerificationReport:
         strategy = recipe(f"replicas=1 {SPLITS[num_stages]} schedule=1f1b")
@@ -118,7 +119,7 @@ def test_each_step_is_that_of_the_oracle(num_stages: int) -> None:
         assert report.ok, (report.failure, report.diagnosis)
 
 
-@pytest.mark.parametrize("num_stages", SPLITS)
+@pytest.mark.parametrize("num_stages", [soak_param(2), 3])
 def test_its_copy_stays_equal_whatever_a_codec_draws(num_stages: int) -> None:
     """Of two replicas; and what a codec of eight bits leads to is about where whole replicas go."""
     coded = [f"replicas=2 codec={codec}" for codec in CODECS]

@@ -21,6 +21,7 @@ from paceline.recipe import Recipe
 from paceline.testing import RanksFailed, run_ranks
 from paceline.testing.parity import CPU, build_test_session, whole_trajectory
 from paceline.verification import compare_with_oracle
+from tests.marks import soak_param
 from tests.parity import tensor_models
 from tests.recipes import recipe_of
 
@@ -65,11 +66,15 @@ def relative_error(one: Any, other: Any) -> float:
     return max(float((a - b).abs().max() / a.abs().max().clamp(min=1e-3)) for a, b in pairs if a.numel())
 
 
+SOME = ("GPT-2, tied", "Qwen3, tied, two masks", "BERT classifier")
+
+
 @pytest.mark.capability("D1", "Z1")
-def test_a_run_on_two_stages_is_that_of_one_process() -> None:
+@pytest.mark.parametrize("names", [SOME, soak_param(tuple(MODELS))], ids=["some", "all"])
+def test_a_run_on_two_stages_is_that_of_one_process(names: Sequence[str]) -> None:
     """Masks, rotary tables, and random draws too; some micro-batches have no padding."""
-    single = [MODELS["GPT-2, tied"], MODELS["BERT classifier"]]
-    builds = [*single, *(partial(in_double, build) for build in MODELS.values())]
+    single = [MODELS["BERT classifier"]]
+    builds = [*single, *(partial(in_double, MODELS[name]) for name in names)]
     (one,) = run_ranks(partial(trained, "replicas=1", builds), 1)
     for both in run_ranks(partial(trained, "replicas=1 pipeline=2", builds), 2):
         errors = [relative_error(a, b) for a, b in zip(one, both, strict=True)]
@@ -82,6 +87,7 @@ def verified(builds: Sequence[Callable[[], Task]], of: Recipe, cluster: Cluster)
     return [str(report.failure or report.diagnosis or "") for report in reports]
 
 
+@pytest.mark.soak
 @pytest.mark.capability("D1", "Z1")
 def test_they_verify_under_the_tensor_plans_and_schedules() -> None:
     builds = [tensor_models.gpt2, tensor_models.llama, tensor_models.qwen]

@@ -15,6 +15,7 @@ from paceline.testing.parity import CPU, make_task
 from paceline.testing.rank_processes import RanksFailed
 from paceline.verification import compare_with_oracle
 from paceline.verification.verification_report import conclusion_lines
+from tests.marks import soak_param
 from tests.parity.test_strategy_combinations import gpt
 
 OF_FOUR = (
@@ -27,6 +28,7 @@ OF_FOUR = (
     "replicas=1 shard=2 zero=3 pipeline=2 schedule=interleaved:2",
     "replicas=1 shard=2 zero=2 pipeline=2 schedule=interleaved:2 route=native",
 )
+SHORT = (OF_FOUR[1], OF_FOUR[4], OF_FOUR[7])
 OF_EIGHT = (
     "replicas=1 shard=2 zero=3 tensor=2 context=2",
     "replicas=1 shard=2 zero=3 tensor=2 pipeline=2",
@@ -65,8 +67,9 @@ def conclusions(
 
 
 @pytest.mark.capability("A11", "C4", "Z2")
-def test_ranks_with_fewer_micro_batches_do_not_stop_the_others() -> None:
-    assert run_ranks(conclusions, 4, OF_FOUR, (5,)) == [{}] * 4
+@pytest.mark.parametrize("some", [SHORT, soak_param(OF_FOUR)], ids=["some", "all"])
+def test_ranks_with_fewer_micro_batches_do_not_stop_the_others(some: tuple[str, ...]) -> None:
+    assert run_ranks(conclusions, 4, some, (5,)) == [{}] * 4
 
 
 @pytest.mark.soak

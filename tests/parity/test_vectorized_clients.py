@@ -21,6 +21,7 @@ from paceline.recipe import Recipe
 from paceline.testing import run_ranks
 from paceline.testing.parity import CPU, Trajectory, build_test_session, run_strategy
 from paceline.verification import compare_with_oracle
+from tests.marks import soak_param
 from tests.parity.training_runs import each_case
 from tests.recipes import recipe_of
 
@@ -120,13 +121,13 @@ def final_state(cluster: Cluster, case: dict[str, Any]) -> dict[str, Tensor]:
 
 
 @pytest.mark.capability("Q2")
-def test_a_group_has_the_same_bits_on_any_number_of_processes_and_the_oracle_agrees() -> None:
+@pytest.mark.parametrize("world", [soak_param(2), 3])
+def test_a_group_has_the_same_bits_on_any_number_of_processes_and_the_oracle_agrees(world: int) -> None:
     """Groups of three positions are dealt whole, so ten clients are four groups on two and three ranks."""
     settings = {"reproducible": True}
     alone = final_state(Cluster.single(), settings)
-    for world in (2, 3):
-        for state in (ranks[0] for ranks in run_ranks(each_case, world, final_state, [(settings,)])):
-            assert all(torch.equal(state[name], value) for name, value in alone.items()), world
+    for state in (ranks[0] for ranks in run_ranks(each_case, world, final_state, [(settings,)])):
+        assert all(torch.equal(state[name], value) for name, value in alone.items())
     task = ragged_task(torch.float32)
     report = compare_with_oracle(recipe(3, **settings), task, Cluster.single(), CPU, 3)
     assert report.ok and report.steps == 3, report.failure

@@ -22,6 +22,7 @@ from paceline.testing.parity import CPU, make_task
 from paceline.testing.planted_faults import PLANTED_FAULTS
 from paceline.verification import StrategyVerifier, VerificationReport, build_oracle, compare_with_oracle
 from paceline.verification.verification_report import certificate, conclusion_lines
+from tests.marks import soak_param
 from tests.parity.correct_tasks import random_data
 
 
@@ -61,6 +62,7 @@ def test_every_planted_fault_is_found_within_three_steps_and_named(world: int) -
 
 
 @pytest.mark.capability("Z2")
+@pytest.mark.parametrize("seeds", [range(1), soak_param(range(1, 4))], ids=["one seed", "three more"])
 @pytest.mark.parametrize(
     "changes",
     [
@@ -72,13 +74,13 @@ def test_every_planted_fault_is_found_within_three_steps_and_named(world: int) -
     ],
     ids=["convnet", "mlp", "sgd", "bf16", "sum"],
 )
-def test_no_false_alarm(changes: dict[str, object]) -> None:
-    """Four seeds each: with the five configurations, twenty clean runs."""
+def test_no_false_alarm(changes: dict[str, object], seeds: range) -> None:
+    """Four seeds each in `make soak`: with the five configurations, twenty clean runs."""
 
-    def four(cluster: Cluster) -> list[VerificationReport]:
-        return [check(cluster, convnet(seed=seed, **changes), 4) for seed in range(4)]
+    def of_seeds(cluster: Cluster) -> list[VerificationReport]:
+        return [check(cluster, convnet(seed=seed, **changes), 4) for seed in seeds]
 
-    for report in run_ranks(four, 2, deadline=400)[0]:
+    for report in run_ranks(of_seeds, 2, deadline=400)[0]:
         assert report.ok, conclusion_lines(report)
         assert report.steps == 4
 

@@ -28,6 +28,7 @@ from paceline.testing.parity import CPU, build_test_session
 from paceline.testing.rank_processes import RanksFailed
 from paceline.verification import compare_with_oracle
 from paceline.verification.verification_report import conclusion_lines
+from tests.marks import soak_param
 from tests.parity.training_runs import each_case
 from tests.recipes import recipe_of
 
@@ -166,7 +167,9 @@ def said_of(cluster: Cluster, way: str, cases: tuple[str, ...]) -> dict[str, Any
 
 
 @pytest.mark.capability("A11", "Z2")
-@pytest.mark.parametrize("way", ["replicas=1 shard=2 zero=3 route=native", "replicas=1 shard=2 zero=3"])
+@pytest.mark.parametrize(
+    "way", ["replicas=1 shard=2 zero=3 route=native", soak_param("replicas=1 shard=2 zero=3")]
+)
 def test_blocks_are_used_as_samples_ask(way: str) -> None:
     for found in run_ranks(said_of, 2, way, tuple(CASES)):
         assert found == dict.fromkeys(CASES, "")

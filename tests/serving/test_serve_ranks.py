@@ -14,6 +14,7 @@ import pytest
 
 from paceline.launch.fork_client import FORK_SERVER_VARIABLE, NO_FORK_SERVER
 from tests import commands
+from tests.marks import soak_param
 from tests.serving.clients import ServerProcess, events_of, wait_until
 
 pytest.importorskip("uvicorn", reason="needs paceline[serve]")
@@ -32,7 +33,7 @@ def rank_process(server: ServerProcess, rank: int) -> int:
     return next(named)
 
 
-@pytest.fixture(scope="module", params=["replicas=2", "pipeline=2"])
+@pytest.fixture(scope="module", params=[soak_param("replicas=2"), "pipeline=2"])
 def ranks(request: pytest.FixtureRequest, gpt_run: Path) -> Iterator[ServerProcess]:
     """A server of two processes; it ends well on SIGTERM."""
     words = ["--slots", "4", "-n", "2", "--strategy", request.param]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -129,6 +130,7 @@ def task_of(kind: Kind, made: Made) -> Task:
     )
 
 
+@cache
 def fits(kind: str, way: str) -> bool:
     """Whether the two go together at all."""
     if WAYS[way].alone and (KINDS[kind].optimizer != "sgd" or KINDS[kind].fused):

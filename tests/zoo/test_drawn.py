@@ -15,6 +15,7 @@ from paceline import Loss, Task
 from paceline.job.cluster import Cluster
 from paceline.testing import run_ranks
 from paceline.testing.parity import build_test_session
+from tests.marks import soak_param
 from tests.zoo.drawn import Drawn, draw, make, without
 from tests.zoo.plain import End, train
 from tests.zoo.runs import distance_from, ended, zoo_recipe
@@ -58,7 +59,7 @@ def smallest(case: Drawn) -> Drawn:
 
 @pytest.mark.capability("A2", "A11", "N2")
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("processes", [1, 2, 3, pytest.param(4, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("processes", [soak_param(1), soak_param(2), 3, soak_param(4)])
 @pytest.mark.parametrize(
     "first, number",
     [(0, 12), *(pytest.param(n, MANY, marks=pytest.mark.soak) for n in range(100, 1100, MANY))],
@@ -72,7 +73,7 @@ def test_drawn_cases_end_where_the_plain_loop_ends(first: int, number: int, proc
     assert not apart, f"{len(apart)} of {number}; the first, made small: {smallest(apart[0])}"
 
 
-@pytest.mark.parametrize("processes", [1, 2, 3])
+@pytest.mark.parametrize("processes", [soak_param(1), soak_param(2), 3])
 def test_a_case_that_is_trained_otherwise_is_seen(processes: int) -> None:
     """The mutation twin: another rate in the plain loop."""
 

@@ -16,12 +16,13 @@ from paceline.recipe import Recipe, Strategy
 from paceline.session import checkpointing, fit
 from paceline.testing import run_ranks
 from paceline.testing.parity import build_test_session
+from tests.marks import soak_param
 
 pytestmark = pytest.mark.capability("N3")
 STRATEGIES = [
-    ("replicas=all", 2, "replicas=all", 3),
+    soak_param("replicas=all", 2, "replicas=all", 3),
     pytest.param("replicas=all", 3, "replicas=all", 1, marks=pytest.mark.soak),
-    ("replicas=1 shard=2 zero=1", 2, "replicas=all", 1),
+    soak_param("replicas=1 shard=2 zero=1", 2, "replicas=all", 1),
     ("replicas=1 shard=3 zero=1", 3, "replicas=1 shard=2 zero=1", 2),
     pytest.param("replicas=all", 1, "replicas=1 shard=2 zero=1", 2, marks=pytest.mark.soak),
     ("replicas=1 shard=3 zero=2", 3, "replicas=1 shard=2 zero=3", 2),
@@ -31,7 +32,7 @@ STRATEGIES = [
     ),
     pytest.param("replicas=2 sync=local:2", 2, "replicas=2 sync=local:2", 2, marks=pytest.mark.soak),
     ("replicas=2 sync=diloco:2", 2, "replicas=2 sync=diloco:2", 2),
-    ("replicas=2 codec=int8", 2, "replicas=2 codec=int8", 2),
+    soak_param("replicas=2 codec=int8", 2, "replicas=2 codec=int8", 2),
     ("replicas=1 shard=2 zero=3 codec=int8", 2, "replicas=1 shard=2 zero=3 codec=int8", 2),
     pytest.param("servers=2 sync=server", 4, "servers=3 sync=server", 4, marks=pytest.mark.soak),
     ("servers=2 sync=server codec=topk:0.1", 3, "servers=2 sync=server codec=topk:0.1", 3),

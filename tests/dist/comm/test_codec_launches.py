@@ -18,6 +18,7 @@ from paceline.comm.collectives.error_feedback import ErrorFeedback
 from paceline.job.cluster import Cluster
 from paceline.job.mesh import Mesh, RankGroup
 from paceline.testing import run_ranks
+from tests.marks import soak_param
 
 CODECS: dict[str, Codec] = {
     "bf16": Bf16Codec(),
@@ -72,7 +73,7 @@ def summed(cluster: Cluster, word: str, values: int, scatters: bool) -> Found:
 
 
 @pytest.mark.capability("H1", "G10")
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [soak_param(2), 3])
 def test_in_stretches_there_are_the_bits_of_the_whole(size: int) -> None:
     cases = [(word, scatters) for word in CODECS for scatters in (False, True)]
 

@@ -12,6 +12,7 @@ from paceline.comm import Net
 from paceline.errors import DeadlineError
 from paceline.job.mesh import Mesh, RankGroup
 from paceline.testing import RanksFailed, run_ranks
+from tests.marks import soak_param
 
 OPS: dict[str, Callable[[Net, RankGroup], object]] = {
     "all_reduce": lambda net, group: net.all_reduce(torch.ones(1000), group).wait(),
@@ -27,7 +28,7 @@ def failing(function: Callable[..., object], world: int, *args: object, **limits
     return caught.value
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", [soak_param(op) if op in ("barrier", "all_gather") else op for op in OPS])
 def test_a_rank_that_does_not_call_is_missed_by_operation_rank_and_step(op: str) -> None:
     def skip_on_rank_one(cluster, call: Callable[[Net, RankGroup], object]) -> None:
         group = Mesh.build(cluster, {"replica": 2}).replica

@@ -22,6 +22,7 @@ from paceline.recipe import Recipe
 from paceline.session import Components
 from paceline.testing import run_ranks
 from paceline.testing.parity import build_test_session
+from tests.marks import soak_param
 from tests.recipes import recipe_of
 
 WIDTH, NUM_BLOCKS, STEPS = 64, 24, 3
@@ -98,7 +99,7 @@ def watched(cluster: Cluster, shards: int) -> list[Most]:
 
 
 @pytest.mark.capability("L3")
-@pytest.mark.parametrize("shards", [4, 5])
+@pytest.mark.parametrize("shards", [soak_param(4), 5])
 def test_scatters_under_way_are_those_that_are_planned(shards: int) -> None:
     """With 5 micro-batches one rank takes part in the last one for the other, and sends zeros as it hears."""
     rank = plan_memory(chain_recipe(shards), chain(), 2, nodes=2).ranks[0]

@@ -124,6 +124,7 @@ print(*sorted(found))
 """
 
 
+@pytest.mark.soak
 def test_what_is_imported_remembers_no_home(tmp_path: Path) -> None:
     """But fsspec, see `process_context`, and site, whose names are found again."""
     done = subprocess.run(
@@ -187,6 +188,7 @@ with fork_server() as variables:
 """
 
 
+@pytest.mark.soak
 def test_a_launcher_that_dies_before_it_is_answered_is_no_error() -> None:
     done = subprocess.run(
         [sys.executable, "-c", LEFT_EARLY],

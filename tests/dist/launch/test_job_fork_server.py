@@ -14,6 +14,7 @@ from paceline.launch import script_command
 from paceline.launch.fork_client import is_worthwhile
 from paceline.launch.job_spec import WorkerSpec
 from tests.dist.launch.actors import as_users_have_it, without_fork_server
+from tests.marks import soak_param
 
 TASK = """
 import os
@@ -36,7 +37,7 @@ CORES = sorted(os.sched_getaffinity(0))[:2]
     ("num_processes", "environ", "forked"),
     [
         (2, as_users_have_it(), True),
-        (2, without_fork_server(), False),
+        soak_param(2, without_fork_server(), False),
         pytest.param(1, as_users_have_it(), False, marks=pytest.mark.soak),
     ],
     ids=["as many as cores", "told not to", "one"],

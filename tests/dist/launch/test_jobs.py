@@ -57,7 +57,6 @@ def test_a_plain_script_runs_as_under_torchrun(tmp_path: Path) -> None:
     assert (tmp_path / "rank-1.log").read_text() == "rank 1 of 2: 1 ['--lr', '1']\n"
 
 
-@pytest.mark.soak  # tests/cli has a job of torchrun
 @pytest.mark.capability("O1")
 def test_torchrun_starts_the_same_workers() -> None:
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", TRAINER[3]]

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from paceline.testing.leaks import take_snapshot
+from tests.marks import soak_param
 
 LEAKS = """
 import os, subprocess, sys, threading, time
@@ -169,7 +170,7 @@ def test_a_program_that_has_no_words_yet_is_seen() -> None:
         assert process.pid not in take_snapshot().processes
 
 
-@pytest.mark.parametrize("options", [(), ("-n", "2")], ids=["one process", "two processes"])
+@pytest.mark.parametrize("options", [soak_param(()), ("-n", "2")], ids=["one process", "two processes"])
 def test_rows_are_reported_with_the_outcome_of_their_tests(options: tuple[str, ...], tmp_path: Path) -> None:
     report = tmp_path / "out" / "rows.json"
     hide_gpus = {"CUDA_VISIBLE_DEVICES": ""}

@@ -13,6 +13,7 @@ import pytest
 from paceline.data import sample_order
 from paceline.data.sample_order import KeyedOrder, KeyedPermutation
 from paceline.errors import DataError
+from tests.marks import soak_param
 
 
 def chi_square(counts: np.ndarray) -> float:
@@ -59,7 +60,7 @@ def test_odd_and_even_permutations_are_equally_likely() -> None:
     assert abs(chi_square(np.array([num_odd, num_keys - num_odd]))) < 4
 
 
-@pytest.mark.parametrize("num_samples", [5, 6, 9, 10, 13])
+@pytest.mark.parametrize("num_samples", [soak_param(5), 6, soak_param(9), soak_param(10), 13])
 def test_pairs_land_uniformly(num_samples: int) -> None:
     """First and last position together: as likely in every pair of places, over keys."""
     ends = np.array([0, num_samples - 1])

@@ -18,6 +18,7 @@ from paceline.plan.memory_planner import make_planners, resolve_layout
 from paceline.plan.recompute_choice import MomentBytes, fewest_seconds, moments_by_stage, peak_of_choice
 from paceline.recipe import Recipe
 from paceline.testing.parity import build_test_session
+from tests.marks import soak_param
 from tests.unit.plan.gpt_jobs import gpt, recipe
 
 FEW = GPTConfig(vocab=257, context=32, layers=3, heads=4, width=64)
@@ -103,7 +104,7 @@ def peak_in_steps(asked: Recipe, word: str, processes: int) -> int:
 
 
 @pytest.mark.capability("L2")
-@pytest.mark.parametrize("strategy", ["replicas=1", "replicas=1 pipeline=2 schedule=1f1b"])
+@pytest.mark.parametrize("strategy", [soak_param("replicas=1"), "replicas=1 pipeline=2 schedule=1f1b"])
 def test_two_plans_tell_of_other_choices(strategy: str) -> None:
     processes = 1 + ("pipeline" in strategy)
     asked, task = recipe(strategy), gpt(FEW)
@@ -134,6 +135,7 @@ def test_a_budget_is_kept_in_the_least_time_of_all_choices() -> None:
     assert below.refusal is not None and "memory.budget is" in below.refusal.what
 
 
+@pytest.mark.soak
 @pytest.mark.capability("L2")
 def test_segments_are_the_last_resort() -> None:
     deep = gpt(GPTConfig(vocab=17, context=32, layers=8, heads=2, width=32))

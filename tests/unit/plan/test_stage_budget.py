@@ -67,6 +67,7 @@ def test_where_no_cut_keeps_it_blocks_are_computed_again(monkeypatch: pytest.Mon
     assert found.choice is not None and found.choice.recompute != "none"
 
 
+@pytest.mark.soak
 @pytest.mark.capability("C6")
 def test_a_budget_caps_what_the_chunks_of_a_stage_hold_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first stage holds the embedding and a block of the middle, the last one the output layer."""

@@ -35,6 +35,7 @@ def test_no_limit_measures_the_machine() -> None:
     assert re.search(r"^timeout = (\d+)", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1] >= "300"
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(  # the other one is that of the suite itself
     "handler", [signal.SIG_IGN, pytest.param(signal.SIG_DFL, marks=pytest.mark.soak)]
 )

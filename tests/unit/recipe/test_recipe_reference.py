@@ -33,15 +33,21 @@ def test_every_key_is_shown_set_or_not_with_what_it_means() -> None:
     assert "# epochs is not set" in text and "# clip_norm is not set" in text
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_the_schema_takes_the_recipes_and_refuses_wrong_ones(path: Path) -> None:
+def test_the_schema_takes_the_recipes_and_refuses_wrong_ones() -> None:
     jsonschema = pytest.importorskip("jsonschema")
-    values = tomllib.loads(path.read_text())
-    jsonschema.validate(values, json_schema())
-    jsonschema.validate(values | {"strategy": "ddp"}, json_schema())
-    for wrong in ({"epochz": 3}, {"seed": "one"}, {"batch": {"size": 0}}, {"optimizer": {"name": "adamm"}}):
-        with pytest.raises(jsonschema.ValidationError):
-            jsonschema.validate(values | wrong, json_schema())
+    schema = json_schema()
+    jsonschema.Draft202012Validator.check_schema(schema)
+    validator = jsonschema.Draft202012Validator(schema)
+    for path in RECIPES:
+        values = tomllib.loads(path.read_text())
+        assert validator.is_valid(values) and validator.is_valid(values | {"strategy": "ddp"}), path
+        for wrong in (
+            {"epochz": 3},
+            {"seed": "one"},
+            {"batch": {"size": 0}},
+            {"optimizer": {"name": "adamm"}},
+        ):
+            assert not validator.is_valid(values | wrong), (path, wrong)
 
 
 @pytest.mark.parametrize("name", ["recipe.md", "recipe.schema.json", "api.md"])

@@ -18,6 +18,7 @@ from paceline.recipe import PRESETS, Strategy, list_strategies, resolve_strategy
 from paceline.recipe.registry import CodecSpec, RouteSpec, ScheduleSpec, SyncSpec, known_specs
 from paceline.recipe.registry.route_specs import ChannelSpec
 from paceline.recipe.support import SupportResult, list_layouts, num_ranks
+from tests.marks import soak_param
 from tests.unit.recipe.test_strategy import draw
 
 NOT_BUILT: dict[str, Any] = {"route": "server"}
@@ -207,7 +208,7 @@ def runs(answer: SupportResult, shards: int) -> bool:
 
 
 @pytest.mark.capability("B1")
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", [*range(40), *map(soak_param, range(40, 100))])
 def test_the_nearest_of_any_strategy_runs_on_these_processes_or_on_fewer(seed: int) -> None:
     rng = random.Random(seed)
     processes, shards = rng.randint(1, 16), rng.randint(1, 16)

@@ -22,6 +22,7 @@ from paceline.search.samplers import DistinctProposals, Observation, RandomSampl
 from paceline.search.space import Dimension, Space, read_study_file, rounded
 from paceline.search.stopping import continues_in_asha, surviving_trials
 from paceline.search.study_log import StudyLog, without_times
+from tests.marks import soak_param
 
 BASE = Recipe(task="digits", steps=4)
 LR = {"optimizer.lr": {"log": [1e-4, 1e-1]}}
@@ -254,7 +255,7 @@ def slow(delays: dict[int, float]) -> Callable[[Recipe], float]:
 
 
 @pytest.mark.capability("S4")
-@pytest.mark.parametrize("search", SEARCHES)
+@pytest.mark.parametrize("search", [soak_param(s) if s == "gp" else s for s in SEARCHES])
 def test_the_log_does_not_depend_on_workers_and_replays(tmp_path: Path, search: str) -> None:
     if search in ("tpe", "gp", "cma-es"):
         pytest.importorskip("optuna")

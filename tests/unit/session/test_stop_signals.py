@@ -78,6 +78,7 @@ with stop_on_signals(Told()):
 """
 
 
+@pytest.mark.soak
 def test_the_second_signal_ends_a_process_that_is_stuck_in_c() -> None:
     with subprocess.Popen([sys.executable, "-c", BLOCKED], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdout.readline() == b"ready\n"

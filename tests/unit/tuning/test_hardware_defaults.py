@@ -122,6 +122,7 @@ print(json.dumps([gain, slow]))
 """
 
 
+@pytest.mark.soak
 def test_on_a_processor_without_bf16_the_choice_is_fp32_and_bf16_is_told_to_be_slow() -> None:
     """The real kernels of such a processor: oneDNN is held to the instructions of AVX2."""
     environment = {"ONEDNN_MAX_CPU_ISA": "AVX2", "PATH": "/usr/bin:/bin"}

@@ -195,13 +195,21 @@ def _pytestmark(scope: ast.Module | ast.ClassDef) -> Iterator[ast.expr]:
 
 def _read(path: str, test: str, expressions: Sequence[ast.expr], shared: Shared) -> Iterator[Mark]:
     nodes = [node for expression in expressions for node in ast.walk(expression)]
-    names = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
-    needs = " ".join(sorted(names & {"gpu", "soak"}))
+    # A mark of a parameter set is not one of the test, whose other sets run in every suite.
+    sets = [n for n in nodes if isinstance(n, ast.Call) and ast.unparse(n.func).endswith("param")]
+    set_of = {id(node): call for call in sets for node in ast.walk(call)}
+    needs = _needs(node for node in nodes if id(node) not in set_of)
     for call in _mark_calls(nodes):
         ids, clause = _literal_ids(call, path)
-        yield from (Mark(row_id, path, call.lineno, test, needs, clause) for row_id in ids)
+        own = needs or (_needs(ast.walk(set_of[id(call)])) if id(call) in set_of else "")
+        yield from (Mark(row_id, path, call.lineno, test, own, clause) for row_id in ids)
     called = [node.id for node in nodes if isinstance(node, ast.Name) and node.id in shared.helpers]
     yield from (Mark(row_id, path, 0, test, needs) for name in called for row_id in shared.helpers[name])
+
+
+def _needs(nodes: Iterable[ast.AST]) -> str:
+    names = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    return " ".join(sorted(names & {"gpu", "soak"}))
 
 
 def _literal_ids(call: ast.Call, path: str) -> tuple[list[str], str]:

@@ -19,7 +19,7 @@ from paceline.testing.planted_faults import PLANTED_FAULTS
 Matrix = list[list[float]]
 
 
-@pytest.mark.capability("Z1", "Z2")
+@pytest.mark.capability("J4", "Z1", "Z2")
 class TestLamb(OptimizerContract):
     options: ClassVar[Mapping[str, Any]] = {"name": "lamb", "lr": 0.05, "weight_decay": 0.1}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from paceline import rl
 from paceline.job.cluster import Cluster, process_environment
 from paceline.recipe import Recipe
 from paceline.rl import environments, rollouts
+from paceline.rl.actors import GroupPlayer
 from paceline.rl.policy_versions import weights_hash
 from paceline.rl.rollouts import Rollouts
 from paceline.session import Session
@@ -90,6 +92,27 @@ def test_rows_and_weights_after_twenty_iterations_are_equal_on_one_two_and_four_
     assert len(set(alone[0])) == 20
     assert run_ranks(hashes, 2, recipe(iterations=20)) == [alone] * 2
     assert run_ranks(hashes, 4, recipe(iterations=20)) == [alone] * 4
+    assert hashes(Cluster.single(), recipe("lanes=3", iterations=20)) == alone
+    assert run_ranks(hashes, 2, recipe("lanes=2", iterations=20)) == [alone] * 2
+
+
+@pytest.mark.capability("T1", "T2")
+@pytest.mark.parametrize("age", [0, 1])
+def test_every_lane_acts_in_a_thread_of_its_own(age: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    acted: dict[str, list[int]] = {}
+    play = GroupPlayer.play
+
+    def recorded(player: GroupPlayer, number: int, *inputs: Any) -> Any:
+        acted.setdefault(str(threading.get_ident()), []).append(number)
+        return play(player, number, *inputs)
+
+    monkeypatch.setattr(GroupPlayer, "play", recorded)
+    chosen = {"rl": {"age": age}, "iterations": 2}
+    of_lanes = hashes(Cluster.single(), recipe("lanes=2", **chosen))
+    assert sorted(acted.values()) == [[0, 1] * 2, [2, 3] * 2]
+    acted.clear()
+    assert hashes(Cluster.single(), recipe(**chosen)) == of_lanes
+    assert [*acted.values()] == [[0, 1, 2, 3] * 2]
 
 
 def sequential_stream(seed: int, purpose: str, envs: range, steps: range, width: int) -> np.ndarray:

@@ -99,7 +99,7 @@ COMMANDS = (
     CommandEntry(
         "study privacy",
         "study_privacy:study_privacy",
-        "Train breast-cancer and digits in six ways of privacy, and attack the updates; write tables.",
+        "Train two tasks in six ways of privacy, score encrypted rows, and attack the updates.",
     ),
     CommandEntry(
         "run", "run_script:run", "Run SCRIPT with its arguments on every process, as torchrun does.", _ANY

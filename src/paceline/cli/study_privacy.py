@@ -30,7 +30,7 @@ def study_privacy(
     out: common_options.Out = None,
     as_json: common_options.AsJson = False,
 ) -> None:
-    """Train breast-cancer and digits in six ways of privacy, score encrypted rows, and attack the updates."""
+    """Train two tasks in six ways of privacy, score encrypted rows, and attack the updates."""
     from paceline.studies.encrypted_scores import measure_inference, render_inference
     from paceline.studies.gradient_inversion import measure_curve
     from paceline.studies.privacy_spectrum import TASKS, render_privacy, run_spectrum

@@ -1,7 +1,8 @@
 """Actors: who plays the groups of environments of an iteration, and with which weights.
 
 Every rank plays a block of groups, and then all ranks gather the rows of all of them. With `rl.age = 0` a
-rank plays between two updates. With an age a thread plays the iterations ahead while the rank learns.
+rank plays between two updates. With an age a thread plays the iterations ahead while the rank learns. With
+lanes each lane is a thread that plays a part of the block.
 
 Invariant: the rows of a group are those of (version, open episodes, iteration), whichever process plays it.
 """
@@ -12,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from queue import SimpleQueue
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -20,6 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from paceline.data.work import split_evenly
 from paceline.errors import DivergenceError
 from paceline.models.training_mode import evaluating
 from paceline.recipe.recipe import Recipe
@@ -68,7 +71,7 @@ class OpenGroup(NamedTuple):
 
 
 class GroupPlayer:
-    """The environments of one process.
+    """The environments of one process, or of one of its lanes.
 
     Args:
         recipe: of the run.
@@ -112,6 +115,10 @@ class GroupPlayer:
         with torch.no_grad():
             play_group(group, forward, self._actions, self._noise(environments, steps), columns)
         return columns
+
+    def play_all(self, iteration: int, version: PolicyVersion, device: torch.device) -> list[GroupColumns]:
+        """Play an iteration of all groups that are open here, in their order."""
+        return [self.play(number, iteration, version, device) for number in self.groups]
 
     def empty_columns(self) -> GroupColumns:
         """Return the columns of a group before it is played."""
@@ -178,13 +185,15 @@ class RankActors:
     """
 
     def __init__(self, rollouts: Rollouts) -> None:
-        self._rollouts, self._player = rollouts, rollouts.player
-        self._thread: ActorThread | None = None
+        self._rollouts = rollouts
+        others = range(1, rollouts.recipe.strategy.lanes)
+        self._players = [rollouts.player, *(rollouts.new_player() for _ in others)]  # by lane
+        self._threads: list[ActorThread] = []
 
     def collect(
         self, session: Session, iteration: int, present: PolicyVersion
     ) -> tuple[list[GroupColumns], dict[str, float]]:
-        """Play the groups of this rank, or take those that its thread has played, and gather all; collective.
+        """Play the groups of this rank, or take what its threads have played, and gather all; collective.
 
         Raises:
             TaskError: an environment raised, hung, or returned a value that is not finite.
@@ -193,50 +202,51 @@ class RankActors:
         """
         rollouts, version = self._rollouts, self._rollouts.versions.of(iteration)
         began = time.perf_counter()
-        with self._player.timer.watching():
-            self._prepare(session)
-            if not rollouts.settings.age:
-                with evaluating(version.model):
-                    device = session.runner.sharded_model.device
-                    groups = [
-                        self._player.play(number, iteration, version, device)
-                        for number in self._player.groups
-                    ]
+        self._prepare(session)
+        device = session.runner.sharded_model.device
         if rollouts.settings.age:
-            groups = self._ahead(session, iteration, present)
+            groups = self._in_threads(session, iteration, present)
+        elif len(self._players) > 1:
+            with evaluating(version.model):
+                groups = self._in_threads(session, iteration, present)
+        else:
+            (player,) = self._players
+            with player.timer.watching(), evaluating(version.model):
+                groups = player.play_all(iteration, version, device)
         parts = [np.frombuffer(columns.to_bytes(), dtype=np.uint8) for columns in groups]
         played = time.perf_counter()
         blocks = _gather_blocks(np.concatenate([np.frombuffer(version.sha, np.uint8), *parts]), session)
-        size, like = len(version.sha), self._player.empty_columns()
+        size, like = len(version.sha), self._players[0].empty_columns()
         _require_same_weights([block[:size].tobytes() for block in blocks], session.state.step)
         gathered = [columns for block in blocks for columns in read_groups(block[size:].tobytes(), like)]
         seconds = {"policy and environments": played - began, "exchange": time.perf_counter() - played}
         return gathered, seconds
 
-    def _ahead(self, session: Session, iteration: int, present: PolicyVersion) -> list[GroupColumns]:
-        """Let the thread play as far as there are weights for; return the columns of an iteration."""
+    def _in_threads(self, session: Session, iteration: int, present: PolicyVersion) -> list[GroupColumns]:
+        """Let the threads play as far as there are weights for; return the columns of an iteration."""
         rollouts, device = self._rollouts, session.runner.sharded_model.device
         settings, versions = rollouts.settings, rollouts.versions
-        if self._thread is None:
-            self._thread = ActorThread(
-                lambda number, version: [
-                    self._player.play(group, number, version, device) for group in self._player.groups
-                ],
-                self._player.timer,
-                iteration,
-            )
+        if not self._threads:
+            self._threads = [
+                ActorThread(partial(player.play_all, device=device), player.timer, iteration)
+                for player in self._players
+            ]
         for number in range(
-            self._thread.next_iteration, min(present.iteration + settings.age + 1, settings.num_iterations)
+            self._threads[0].next_iteration,
+            min(present.iteration + settings.age + 1, settings.num_iterations),
         ):
-            self._thread.request(number, versions.of(number))
-        return rollouts.under_learner(self._thread.take(iteration), iteration, session)
+            for thread in self._threads:
+                thread.request(number, versions.of(number))
+        groups = [columns for thread in self._threads for columns in thread.take(iteration)]
+        return rollouts.under_learner(groups, iteration, session)
 
     def close(self) -> None:
-        """End the thread, and close the environments of this rank."""
-        if self._thread is not None:
-            self._thread.close()
-            self._thread = None
-        self._player.close()
+        """End the threads, and close the environments of this rank."""
+        threads, self._threads = self._threads, []
+        for thread in threads:
+            thread.close()
+        for player in self._players:
+            player.close()
 
     def _prepare(self, session: Session) -> None:
         """Make the environments of this rank, and bring them to where the open episodes stand; collective."""
@@ -246,13 +256,15 @@ class RankActors:
             if rollouts.settings.check and session.is_first:
                 result = rollouts.repeats_episodes()
             rollouts.note_repeats(share_with_all(session, result) if rollouts.settings.check else "", session)
-        if self._player.groups and not episodes.is_restored:
+        if any(player.groups for player in self._players) and not episodes.is_restored:
             return
         self.close()
-        renewed = sum(
-            self._player.open(number, episodes.open_group(number, rollouts.settings.group_size))
-            for number in rollouts.group_block(world.rank, world.size)
-        )
+        block, size = rollouts.group_block(world.rank, world.size), rollouts.settings.group_size
+        renewed = 0
+        for lane, player in enumerate(self._players):
+            with player.timer.watching():
+                for index in split_evenly(len(block), len(self._players), lane):
+                    renewed += player.open(block[index], episodes.open_group(block[index], size))
         if episodes.is_restored and session.sum(float(renewed)):
             rollouts.warn_of_new_episodes(session)
         episodes.is_restored = False
@@ -262,7 +274,7 @@ class ActorThread:
     """A thread that plays iterations one after another.
 
     Args:
-        play: plays an iteration of all groups of this rank with a version.
+        play: plays an iteration of its groups with a version.
         timer: of the environments.
         first: the first iteration.
     Attributes:

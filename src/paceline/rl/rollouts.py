@@ -273,9 +273,13 @@ class Rollouts:
             "normalizers": self.normalizers,
             "policies": self.versions,
         }
-        self.player = GroupPlayer(recipe, make, spaces, actions, self.noise)
+        self.player = self.new_player()
         self.actors: Actors = RankActors(self)
         self._acting = self.normalizers
+
+    def new_player(self) -> GroupPlayer:
+        """Return a player without groups."""
+        return GroupPlayer(self.recipe, self.make, self.spaces, self.actions, self.noise)
 
     @property
     def settings(self) -> RLRecipe:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from itertools import islice
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from tests.cli.test_tune import prepare as prepare_study
 from tests.cli.test_tune import words as study_words
 from tests.cli.test_tune_workers import QUICK_SPACE
 from tests.commands import run, start
-from tests.fault.test_network_client_jobs import name_flags, write_jobs
+from tests.fault.test_network_client_jobs import NAMES, name_flags, write_jobs
 from tests.slurm_cluster import SlurmCluster, missing_programs, slurm_cluster
 
 pytestmark = pytest.mark.timeout(300)
@@ -336,17 +336,22 @@ def test_trials_of_a_search_are_tasks_of_slurm_and_no_job_outlives_the_coordinat
 
 @pytest.mark.capability("Q9")
 def test_clients_of_a_federated_run_are_tasks_of_slurm(cluster: SlurmCluster, tmp_path: Path) -> None:
-    """Two clients on each of two nodes; the weights are those of simulated clients."""
-    words = [*write_jobs(tmp_path), *name_flags(), "--on", "slurm", "--engine-option", "partition=low"]
-    uneven = cluster.run(*PACELINE, *words, "--nodes", "3", cwd=tmp_path)
-    assert uneven.returncode == 2 and "4 clients cannot be divided among 3 nodes" in uneven.stderr
-    with start(tmp_path, "train", "network.toml", "--token-file", "key", "-n", "1") as server:
-        clients = cluster.run(*PACELINE, *words, "--nodes", "2", cwd=tmp_path)
-        out, err = server.communicate()
-    assert clients.returncode == server.returncode == 0, (clients.stdout, clients.stderr, out, err)
-    assert clients.stdout.count("the run is complete") == 4
+    """One client on each of two nodes and two here; the weights are those of simulated clients."""
+    words = write_jobs(tmp_path)
+    of_slurm = [*words, *name_flags(NAMES[:2]), "--on", "slurm", "--engine-option", "partition=low"]
+    uneven = cluster.run(*PACELINE, *of_slurm, "--nodes", "3", cwd=tmp_path)
+    assert uneven.returncode == 2 and "2 clients cannot be divided among 3 nodes" in uneven.stderr
+    with ExitStack() as stack:
+        server = start(tmp_path, "train", "network.toml", "--token-file", "key", "-n", "1")
+        here = [start(tmp_path, *words, "--name", name) for name in NAMES[2:]]
+        commands = [stack.enter_context(command) for command in (server, *here)]
+        clients = cluster.run(*PACELINE, *of_slurm, "--nodes", "2", cwd=tmp_path)
+        ends = [command.communicate() for command in commands]
+        codes = [clients.returncode, *(command.returncode for command in commands)]
+    assert codes == [0] * 4, (clients.stdout, clients.stderr, ends)
+    assert clients.stdout.count("the run is complete") == 2
     assert not cluster.run("squeue", "-h").stdout.strip()
-    assert hash_in(out) == hash_in(run(tmp_path, "train", "simulated.toml").stdout)
+    assert hash_in(ends[0][0]) == hash_in(run(tmp_path, "train", "simulated.toml").stdout)
 
 
 @pytest.mark.soak

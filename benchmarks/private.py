@@ -200,7 +200,7 @@ def epsilon_by_moments(release: NoisyRelease, count: int) -> float:
 
 
 def same_rule_table() -> Table:
-    """How far both are apart after three steps with all samples and next to no noise."""
+    """Return the distances between the weights of both after three steps with almost no noise, as a table."""
     rows = []
     for kind, build in MODELS.items():
         ours = PacelineRun(task_of(build, 0), 3, _FEW_NOISE, SAMPLES)

@@ -119,13 +119,13 @@ def run_jobs(place: Path, names: Collection[str]) -> Ends:
 
 @pytest.fixture(scope="module")
 def ends(tmp_path_factory: pytest.TempPathFactory) -> Ends:
-    """Those of the suite, which run side by side, once."""
+    """Run the cases of the suite once, side by side."""
     return run_jobs(tmp_path_factory.mktemp("disks"), JOBS.keys() - {*FURTHER})
 
 
 @pytest.fixture(scope="module")
 def further_ends(tmp_path_factory: pytest.TempPathFactory) -> Ends:
-    """Those of `make soak`."""
+    """Run the cases that only `make soak` has, once."""
     return run_jobs(tmp_path_factory.mktemp("disks"), FURTHER)
 
 

@@ -149,6 +149,20 @@ def broken(cluster: Cluster, twin: str, chosen: Recipe) -> tuple[list[str], str]
 
 
 @pytest.mark.capability("T1")
+def test_no_action_of_a_run_is_drawn_with_the_key_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys: list[tuple[int, int]] = []
+    draw = rollouts.keyed_uniforms
+
+    def recorded(seed: int, purpose: str, envs: range, steps: range, width: int) -> np.ndarray:
+        keys.extend((environment, step) for environment in envs for step in steps)
+        return draw(seed, purpose, envs, steps, width)
+
+    monkeypatch.setattr(rollouts, "keyed_uniforms", recorded)
+    hashes(Cluster.single(), recipe(iterations=3))
+    assert sorted(keys) == [(environment, step) for environment in range(16) for step in range(3 * 16)]
+
+
+@pytest.mark.capability("T1")
 def test_four_broken_versions_depend_on_the_number_of_actors() -> None:
     small = recipe(iterations=2)
     twins = [(twin, small) for twin in ("size", "stream", "generator", "normalized")]

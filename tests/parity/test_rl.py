@@ -163,6 +163,22 @@ def test_no_action_of_a_run_is_drawn_with_the_key_of_another(monkeypatch: pytest
 
 
 @pytest.mark.capability("T1")
+def test_no_episode_of_a_run_begins_with_the_key_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys: dict[int, list[int]] = {}
+    seed_of = environments.reset_seed
+
+    def recorded(seed: int, purpose: str, environment: int, episode: int) -> int:
+        if purpose != "check":  # the episode that is played twice
+            keys.setdefault(environment, []).append(episode)
+        return seed_of(seed, purpose, environment, episode)
+
+    monkeypatch.setattr(environments, "reset_seed", recorded)
+    hashes(Cluster.single(), recipe(iterations=3))
+    assert sorted(keys) == [*range(16)] and max(map(len, keys.values())) > 2
+    assert all(episodes == [*range(len(episodes))] for episodes in keys.values())
+
+
+@pytest.mark.capability("T1")
 def test_four_broken_versions_depend_on_the_number_of_actors() -> None:
     small = recipe(iterations=2)
     twins = [(twin, small) for twin in ("size", "stream", "generator", "normalized")]
